@@ -1,0 +1,294 @@
+"""What this process has called: one counter per collective call site.
+
+A collective that never completes leaves the program without a line to look
+at. The journal notes, beside each collective, that it was entered and left,
+so that another thread can say which calls are open (see `watch.py`). Nothing
+of it runs Python in a traced function: a site owns one variable of its
+own, so that TensorFlow's automatic control dependencies, which chain the
+operations on one resource, do not chain independent collectives.
+"""
+
+import dataclasses
+import functools
+import itertools
+import threading
+
+import tensorflow as tf
+
+from keras_sparsity import compat
+
+# One variable holds both counts, so that one read sees them at the same time.
+_LEFT = 2**32
+
+_numbers = itertools.count(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What must agree among the processes of one collective call.
+
+    Args:
+        op: The operation, `"all_reduce"`.
+        name: The role, `"table/embedding/pull/ids"`.
+        dtype: The name of the type, or a tuple of them.
+        shape: The dimensions that must agree: `None` for one that may
+            differ among the processes. A tuple of such for several tensors,
+            None where nothing has to agree.
+        ranks: The ranks that take part, `None` for all.
+    """
+
+    op: str
+    name: str
+    dtype: str | tuple = ""
+    shape: tuple | None = None
+    ranks: tuple | None = None
+
+    def to_list(self):
+        """The call in a form JSON returns unchanged by `from_list`."""
+        return [self.op, self.name, self.dtype, self.shape, self.ranks]
+
+    @classmethod
+    def from_list(cls, fields):
+        return cls(*map(_as_tuple, fields))
+
+    def __str__(self):
+        text = f'{self.op} "{self.name}"'
+        if self.dtype:
+            text += f" of {_spell(self.dtype)}"
+        if self.shape is not None:
+            text += f" with shape {_spell(self.shape)}"
+        return text
+
+
+class Site:
+    """One place in the program that calls a collective.
+
+    Args:
+        call: The `Call` as far as it is known when the site is traced.
+        scope: The number of the outermost traced function the site is in,
+            `None` for an eager call.
+        record_shapes: Whether the shapes are known at run time only.
+    """
+
+    def __init__(self, call, scope=None, record_shapes=False):
+        self.call = call
+        self.scope = scope
+        self._entered = 0
+        self._left = 0
+        self._forgotten = 0
+        self._counts = None
+        self._shapes = None
+        if scope is not None:
+            self._counts = _Counter(tf.TensorShape([]))
+        if record_shapes:
+            self._shapes = _Counter(tf.TensorShape([None]))
+
+    def enter(self, tensors):
+        """Notes that the call begins, once its inputs are there.
+
+        Args:
+            tensors: The inputs of the collective.
+
+        Returns:
+            What the collective must wait for, for `tf.control_dependencies`.
+        """
+        if self.scope is None:
+            self._entered += 1
+            return []
+        with tf.control_dependencies(tensors), tf.device("CPU:0"):
+            waits = []
+            if self._shapes is not None:
+                shapes = [tf.shape(tensor, tf.int64) for tensor in tensors]
+                waits.append(self._shapes.assign(tf.concat(shapes, 0)))
+            with tf.control_dependencies(waits):
+                return [self._counts.add(1)]
+
+    def leave(self):
+        """Notes that the call has ended. Call it under control dependencies
+        on the collective's outputs."""
+        if self.scope is None:
+            self._left += 1
+            return []
+        with tf.device("CPU:0"):
+            return [self._counts.add(_LEFT)]
+
+    def counts(self):
+        """Returns how often the call was entered and left."""
+        if self._counts is None:
+            return self._entered, self._left
+        left, entered = divmod(int(self._counts.read()), _LEFT)
+        return entered, left
+
+    def is_open(self):
+        """Whether the call was entered and not left, and is still waited for."""
+        entered, left = self.counts()
+        return entered > left + self._forgotten
+
+    def forget(self):
+        """Stops waiting for calls that ended by an error: they never leave."""
+        entered, left = self.counts()
+        self._forgotten = entered - left
+
+    def current_call(self):
+        """The call, with the shapes of its last run where they vary."""
+        if self._shapes is None:
+            return self.call
+        sizes = iter(self._shapes.read().tolist())
+        try:
+            shape = _fill(self.call.shape, sizes)
+        except StopIteration:  # not run yet
+            shape = self.call.shape
+        return dataclasses.replace(self.call, shape=shape)
+
+
+class Journal:
+    """All call sites of this process, and which of them are open."""
+
+    def __init__(self):
+        self._sites = {}
+        self._lock = threading.Lock()
+        self._last_active = None
+        self._last_total = {}
+
+    @tf.autograph.experimental.do_not_convert
+    def site(self, op, name, dtype="", shape=None, ranks=None, dynamic=False):
+        """The site of this call, the same object for the same call.
+
+        Args:
+            op, name, dtype, shape, ranks: See `Call`.
+            dynamic: Whether the `None` dimensions of `shape` must agree too.
+                They are then recorded at each run; `enter` must be given
+                tensors of just these ranks.
+        """
+        call = Call(op, name, dtype, _as_tuple(shape), ranks)
+        scope = compat.outermost_function()
+        key = (call, scope, dynamic)
+        site = self._sites.get(key)
+        if site is None:
+            site = Site(call, scope, dynamic and scope is not None)
+            with self._lock:
+                site = self._sites.setdefault(key, site)
+        return site
+
+    @tf.autograph.experimental.do_not_convert
+    def run(self, site, tensors, collective):
+        """Runs `collective()` between `enter` and `leave` of the site.
+
+        Args:
+            site: What `site` returned.
+            tensors: The inputs of the collective.
+            collective: A function without arguments that returns the
+                outputs, in any structure of tensors.
+        """
+        with tf.control_dependencies(site.enter(tensors)):
+            outputs = collective()
+        with tf.control_dependencies(tf.nest.flatten(outputs)):
+            site.leave()
+        return outputs
+
+    def has_moved(self):
+        """Whether any call was entered or left since the last question.
+
+        While training goes on this reads one variable: the site that moved
+        last. Only when that one rests are all of them read.
+        """
+        if self._moved(self._last_active):
+            return True
+        moved = [site for site in self._all() if self._moved(site)]
+        if moved:
+            self._last_active = moved[-1]
+        return bool(moved)
+
+    def _moved(self, site):
+        if site is None:
+            return False
+        counts = site.counts()
+        moved = self._last_total.get(site, (0, 0)) != counts
+        self._last_total[site] = counts
+        return moved
+
+    def open_sites(self):
+        """The sites whose call has begun and not ended."""
+        return [site for site in self._all() if site.is_open()]
+
+    def upcoming(self, open_sites):
+        """Calls that may still begin while the open ones wait.
+
+        These are the sites of the same traced function that have run less
+        often than an open one: independent calls may begin in any order.
+        """
+        rounds = {}
+        for site in open_sites:
+            if site.scope is not None:
+                entered = site.counts()[0]
+                rounds[site.scope] = max(rounds.get(site.scope, 0), entered)
+        return [
+            site.current_call()
+            for site in self._all()
+            if site.counts()[0] < rounds.get(site.scope, 0)
+        ]
+
+    def forget_open(self):
+        """Stops waiting for all open calls, after an error ended them."""
+        for site in self.open_sites():
+            site.forget()
+
+    def _all(self):
+        with self._lock:
+            return list(self._sites.values())
+
+
+@functools.cache
+def current():
+    """The journal of this process."""
+    return Journal()
+
+
+class _Counter:
+    """An int64 variable of this process alone.
+
+    Not a `tf.Variable`: a traced function refuses to create those after its
+    first call, and strategies place and mirror them.
+    """
+
+    def __init__(self, shape):
+        with tf.init_scope(), tf.device("CPU:0"):
+            self.handle = tf.raw_ops.VarHandleOp(
+                dtype=tf.int64,
+                shape=shape,
+                shared_name=f"keras_sparsity/journal/{next(_numbers)}",
+            )
+            self.assign(tf.zeros([0] if shape.rank else [], tf.int64))
+
+    def assign(self, value):
+        return tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+
+    def add(self, amount):
+        return tf.raw_ops.AssignAddVariableOp(
+            resource=self.handle, value=tf.constant(amount, tf.int64)
+        )
+
+    def read(self):
+        return tf.raw_ops.ReadVariableOp(
+            resource=self.handle, dtype=tf.int64
+        ).numpy()
+
+
+def _as_tuple(value):
+    if isinstance(value, tf.TensorShape):
+        value = None if value.rank is None else value.as_list()
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_tuple, value))
+    return value
+
+
+def _fill(shape, sizes):
+    if isinstance(shape, tuple):
+        return tuple(_fill(part, sizes) for part in shape)
+    return next(sizes)
+
+
+def _spell(value):
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_spell, value)) + "]"
+    return "?" if value is None else str(value)
