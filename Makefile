@@ -1,0 +1,83 @@
+# `make help` lists the targets. Each virtual environment is made once and
+# again when setup.py, the package or a script that makes it changes.
+
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# Empty: scripts/find_python.sh looks for a Python 3.10 to 3.12.
+PYTHON ?=
+# Passed on to pytest: make test PYTEST_ARGS="-k launch"
+PYTEST_ARGS ?=
+# The demo's number of processes.
+NUM_PROCESSES ?= 2
+
+# Set here because a user's own ~/.keras/keras.json may name another one.
+export KERAS_BACKEND := tensorflow
+
+NEW := .venv
+HOROVOD := .venv-horovod
+SOURCES := setup.py pyproject.toml README.md \
+	$(shell find keras_sparsity -name '*.py' -o -name '*.md')
+# From wheels alone: nothing is compiled, whatever the machine has.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check \
+	--only-binary :all:
+
+.PHONY: help demo test lint format bench clean
+
+help:  ## This list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | \
+		sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+
+demo: $(NEW)/.installed  ## Train the tutorial's language model on 2 processes
+	$(NEW)/bin/keras-sparsity run -n $(NUM_PROCESSES) \
+		tutorials/language_model.py
+
+test: $(HOROVOD)/.installed $(NEW)/.dev  ## All tests on all engines
+	$(HOROVOD)/bin/python -m pytest $(PYTEST_ARGS)
+	@echo "The smoke tests on the newest TensorFlow:"
+	$(NEW)/bin/python -m pytest -m smoke
+
+lint: $(NEW)/.dev  ## Ruff's checks and format
+	$(NEW)/bin/ruff check .
+	$(NEW)/bin/ruff format --check .
+
+format: $(NEW)/.dev  ## Let ruff mend what it can
+	$(NEW)/bin/ruff check --fix .
+	$(NEW)/bin/ruff format .
+
+bench: $(NEW)/.installed  ## Every benchmark (benchmarks/README.md)
+	set -e; for benchmark in benchmarks/[a-z]*.py; do \
+		echo "== $$benchmark"; $(NEW)/bin/python $$benchmark; done
+
+clean:  ## Remove the virtual environments and what the tools wrote
+	rm -rf $(NEW) $(HOROVOD) build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The newest TensorFlow, native engine.
+$(NEW)/bin/python:
+	python="$$(scripts/find_python.sh $(PYTHON))" && \
+		"$$python" -m venv $(NEW)
+
+$(NEW)/.installed: $(SOURCES) | $(NEW)/bin/python
+	$(NEW)/bin/python $(PIP_INSTALL) '.[cpu]'
+	touch $@
+
+$(NEW)/.dev: $(NEW)/.installed
+	$(NEW)/bin/python $(PIP_INSTALL) '.[cpu,dev]'
+	touch $@
+
+# The newest TensorFlow that Horovod compiles with, and Horovod.
+$(HOROVOD)/bin/python:
+	python="$$(scripts/find_python.sh $(PYTHON))" && \
+		"$$python" -m venv $(HOROVOD)
+
+$(HOROVOD)/.horovod: setup.py scripts/install_horovod.sh \
+		| $(HOROVOD)/bin/python
+	$(HOROVOD)/bin/python $(PIP_INSTALL) 'tensorflow-cpu==2.18.*'
+	scripts/install_horovod.sh $(HOROVOD)/bin/python
+	touch $@
+
+$(HOROVOD)/.installed: $(SOURCES) $(HOROVOD)/.horovod
+	$(HOROVOD)/bin/python $(PIP_INSTALL) '.[horovod,dev]'
+	touch $@

@@ -1,0 +1,81 @@
+"""What must be there before anything else of the package is imported."""
+
+import os
+import re
+
+MIN_KERAS = (3, 5)
+MIN_TENSORFLOW = (2, 16)
+
+INSTALL = "pip install 'keras-sparsity[cpu]' (or [gpu])"
+SWITCH = (
+    "set KERAS_BACKEND=tensorflow in the environment, before Keras is first "
+    'imported (or "backend": "tensorflow" in ~/.keras/keras.json)'
+)
+NO_KERAS = f"keras_sparsity needs Keras 3. Fix: {INSTALL}."
+
+
+def check_requirements():
+    """Check that Keras 3 runs on TensorFlow, or say how to get there.
+
+    Keras itself fails with a `ModuleNotFoundError` of whatever backend is
+    configured but not installed, and this package would fail somewhere in the
+    middle of its imports: one error here is easier to act on.
+
+    Raises:
+        ImportError: if TensorFlow or Keras is missing or too old, or if Keras
+            runs on another backend. The message says what to do.
+    """
+    tensorflow = _import_tensorflow()
+    keras = _import_keras()
+    _check_version("TensorFlow", tensorflow.__version__, MIN_TENSORFLOW)
+    _check_version("Keras", keras.__version__, MIN_KERAS)
+    backend = keras.config.backend()
+    if backend != "tensorflow":
+        raise ImportError(_wrong_backend(backend))
+
+
+def _import_tensorflow():
+    try:
+        import tensorflow
+    except ModuleNotFoundError as error:
+        if error.name == "keras":  # TensorFlow 2.16 and later import it.
+            raise ImportError(NO_KERAS) from None
+        if error.name != "tensorflow":
+            raise  # TensorFlow is there, and broken: its own error says how.
+        raise ImportError(
+            "keras_sparsity needs Keras's TensorFlow backend, and TensorFlow "
+            f"is not installed. Fix: {INSTALL}, and {SWITCH}."
+        ) from None
+    return tensorflow
+
+
+def _import_keras():
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        if error.name == "keras":
+            raise ImportError(NO_KERAS) from None
+        if error.name not in ("jax", "torch", "openvino"):
+            raise
+        # Keras imports the backend that is configured, installed or not.
+        raise ImportError(
+            _wrong_backend(os.environ.get("KERAS_BACKEND", error.name))
+        ) from None
+    return keras
+
+
+def _wrong_backend(backend):
+    return (
+        "keras_sparsity runs on Keras's TensorFlow backend only; received "
+        f"the backend {backend!r}. Fix: {SWITCH}."
+    )
+
+
+def _check_version(name, version, minimum):
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if found < minimum:
+        wanted = ".".join(map(str, minimum))
+        raise ImportError(
+            f"keras_sparsity needs {name} {wanted} or later; received "
+            f"{version}. Fix: pip install --upgrade {name.lower()}."
+        )

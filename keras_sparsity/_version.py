@@ -1,0 +1,3 @@
+"""The version, in a file that setup.py can read without importing Keras."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Compile Horovod 0.28.1 for the TensorFlow of one Python environment.
+#
+#   scripts/install_horovod.sh [python]     # default: python3
+#
+# TensorFlow 2.16 to 2.18 must be installed there first: the wheels of 2.19
+# and later lack the XLA headers that Horovod includes. A C++ compiler is
+# needed; CMake is installed from a wheel, below 4, which Horovod's bundled
+# Gloo asks for. Takes two to four minutes on two cores, and nothing when
+# Horovod is there already.
+#
+# Builds with Gloo (TCP) by default. For GPUs and MPI set Horovod's own
+# variables, e.g.
+#   HOROVOD_GPU_OPERATIONS=NCCL HOROVOD_WITHOUT_MPI= HOROVOD_WITH_MPI=1
+set -euo pipefail
+
+VERSION=0.28.1
+
+fail() {
+  printf 'install_horovod.sh: %s\n' "$@" >&2
+  exit 1
+}
+
+python="${1:-python3}"
+python="$(command -v "$python")" || fail "no such Python: ${1:-python3}"
+
+# By metadata: importing TensorFlow takes seconds.
+tensorflow="$("$python" - <<'EOF'
+from importlib import metadata
+
+for name in ("tensorflow", "tensorflow-cpu"):
+    try:
+        print(metadata.version(name))
+        break
+    except metadata.PackageNotFoundError:
+        pass
+EOF
+)"
+wanted="'tensorflow-cpu>=2.16,<2.19' (or 'tensorflow[and-cuda]>=2.16,<2.19')"
+case "$tensorflow" in
+  2.16.* | 2.17.* | 2.18.*) ;;
+  "") fail "$python has no TensorFlow, which must be there first." \
+    "Fix: $python -m pip install $wanted" ;;
+  *) fail "Horovod $VERSION compiles with TensorFlow 2.16 to 2.18;" \
+    "received TensorFlow $tensorflow in $python." \
+    "Fix: $python -m pip install $wanted" ;;
+esac
+
+works() {
+  "$python" - "$VERSION" "$tensorflow" >/dev/null 2>&1 <<'EOF'
+import sys
+
+import horovod
+import horovod.tensorflow  # loads the extension compiled for this TensorFlow
+import tensorflow
+
+sys.exit((horovod.__version__, tensorflow.__version__) != tuple(sys.argv[1:]))
+EOF
+}
+
+if works; then
+  echo "Horovod $VERSION for TensorFlow $tensorflow is already installed."
+  exit
+fi
+
+compiler="${CXX:-c++}"
+command -v "$compiler" >/dev/null || fail "no C++ compiler ($compiler)." \
+  "Fix: apt-get install g++ make, or set CXX."
+command -v make >/dev/null || fail "no make. Fix: apt-get install make"
+
+"$python" -m pip install --quiet --only-binary :all: \
+  "cmake<4" "setuptools<81" wheel cffi cloudpickle packaging psutil pyyaml
+
+# The build calls `cmake` by name: this environment's has to come first.
+scripts="$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')"
+PATH="$scripts:$PATH"
+export PATH
+
+: "${HOROVOD_WITH_TENSORFLOW=1}" "${HOROVOD_WITHOUT_PYTORCH=1}"
+: "${HOROVOD_WITHOUT_MXNET=1}" "${HOROVOD_WITH_GLOO=1}"
+: "${HOROVOD_WITHOUT_MPI=1}"
+export HOROVOD_WITH_TENSORFLOW HOROVOD_WITHOUT_PYTORCH HOROVOD_WITHOUT_MXNET
+export HOROVOD_WITH_GLOO HOROVOD_WITHOUT_MPI
+# An outer make's flags (its job server) are not for the build's make.
+unset MAKEFLAGS MFLAGS MAKELEVEL
+
+echo "Compiling Horovod $VERSION for TensorFlow $tensorflow: two to four" \
+  "minutes on two cores ..."
+log="$(mktemp)"
+trap 'rm -f "$log"' EXIT
+# No cache: pip keeps compiled wheels by Horovod's version alone, and one that
+# was compiled for another TensorFlow does not load.
+if ! "$python" -m pip install --no-build-isolation --no-cache-dir \
+  --no-binary horovod --no-deps --force-reinstall --verbose \
+  "horovod==$VERSION" >"$log" 2>&1; then
+  grep -nE '(error|Error|ERROR)' "$log" | tail -n 20 >&2 || true
+  tail -n 40 "$log" >&2
+  fail "Horovod did not compile; the end of its log stands above."
+fi
+
+works || fail "Horovod was compiled but does not load:" \
+  "$("$python" -c 'import horovod.tensorflow' 2>&1 | tail -n 5)"
+echo "Horovod $VERSION for TensorFlow $tensorflow is installed."
