@@ -1,0 +1,25 @@
+"""Operations among the processes of one training run.
+
+`current()` gives the `Collectives` of this process: those of the engine that
+`start()` has brought up, or of a single process.
+"""
+
+from keras_sparsity.collectives.base import Collectives
+from keras_sparsity.collectives.engine import Route, Topology
+from keras_sparsity.collectives.errors import (
+    CollectiveError,
+    explained,
+    failure,
+)
+from keras_sparsity.collectives.startup import current, start
+
+__all__ = [
+    "CollectiveError",
+    "Collectives",
+    "Route",
+    "Topology",
+    "current",
+    "explained",
+    "failure",
+    "start",
+]
