@@ -1,0 +1,220 @@
+"""The environment variables that make a process a rank."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import random
+import socket
+import threading
+
+ENGINES = ("local", "native", "horovod")
+
+# What an outer launcher may have left, which would contradict ours.
+_RANK_VARIABLES = (
+    "TF_CONFIG",
+    "KERAS_SPARSITY_TOPOLOGY",
+    "HOROVOD_RANK",
+    "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK",
+    "HOROVOD_LOCAL_SIZE",
+    "HOROVOD_CROSS_RANK",
+    "HOROVOD_CROSS_SIZE",
+    "HOROVOD_HOSTNAME",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+)
+
+
+def resolve_engine(engine, num_processes):
+    """The engine's name; without a choice native, or local for one process."""
+    if engine is None:
+        return "native" if num_processes > 1 else "local"
+    if engine not in ENGINES:
+        raise ValueError(
+            f"`engine` must be one of {', '.join(ENGINES)}. "
+            f"Received: {engine!r}."
+        )
+    if engine == "local" and num_processes > 1:
+        raise ValueError(
+            "The local engine is for one process. Received: "
+            f"{num_processes} processes. Use engine='native'."
+        )
+    if engine == "horovod" and importlib.util.find_spec("horovod") is None:
+        raise ValueError(
+            "The horovod engine needs Horovod, which is not installed here: "
+            "pip install 'keras-sparsity[horovod]', or use engine='native'."
+        )
+    return engine
+
+
+def inherited():
+    """This process's environment without what makes it a rank itself."""
+    return {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+
+
+def shared_defaults():
+    """Defaults that must be the same in all ranks of one launch."""
+    return {
+        # The same program on every rank also walks its sets in one order:
+        # traced graphs, and with them the collectives, come in that order.
+        "PYTHONHASHSEED": str(random.SystemRandom().randrange(2**32)),
+        # Warnings and banners of N processes would hide the first error.
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        # Last words of a rank that crashes in C++.
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def thread_defaults(local_size, num_cores=None):
+    """Shares a machine's cores among its processes.
+
+    TensorFlow takes all cores in every process otherwise, and N processes
+    that wait for each other then mostly wait for a core.
+    """
+    if num_cores is None:
+        num_cores = len(os.sched_getaffinity(0))
+    threads = max(1, num_cores // local_size)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TF_NUM_INTRAOP_THREADS": str(threads),
+        # An operation that blocks (a Python function) must not keep the only
+        # inter-op thread from the collective that it waits for.
+        "TF_NUM_INTEROP_THREADS": str(max(2, threads)),
+    }
+
+
+def free_ports(count):
+    """Ports of this machine that are free now.
+
+    They lie below the range from which the system hands out ports by itself
+    (32768 and up on Linux), so that no connection made between this call and
+    the rank's own `bind` takes one.
+    """
+    ports = []
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(15000, 32000)
+        if port not in ports and _can_bind(port):
+            ports.append(port)
+    return ports
+
+
+def _can_bind(port):
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def engine_variables(engine, slots, addresses=None, ports=None, here=None):
+    """Yields each rank's variables, serving a rendezvous while in use.
+
+    Args:
+        engine: Name of the engine.
+        slots: List of `Slot`.
+        addresses: Each rank's address as the others reach it; by default
+            this machine's loopback.
+        ports: Each rank's port for the native engine; by default free ones
+            of this machine.
+        here: This machine's address as the ranks reach it.
+    """
+    with contextlib.ExitStack() as stack:
+        if engine == "native":
+            variables = _native_variables(slots, addresses, ports)
+        elif engine == "horovod":
+            port = stack.enter_context(_rendezvous(slots, here))
+            variables = _horovod_variables(slots, here, port)
+        else:
+            variables = [{} for _ in slots]
+        for slot, rank_variables in zip(slots, variables, strict=True):
+            rank_variables["KERAS_SPARSITY_TOPOLOGY"] = slot.topology
+            if slot.host.gpus:
+                rank_variables["CUDA_VISIBLE_DEVICES"] = ",".join(
+                    slot.host.gpus
+                )
+        yield variables
+
+
+def _native_variables(slots, addresses, ports):
+    addresses = addresses or ["127.0.0.1"] * len(slots)
+    ports = ports or free_ports(len(slots))
+    workers = [f"{a}:{p}" for a, p in zip(addresses, ports, strict=True)]
+    return [
+        {
+            "TF_CONFIG": json.dumps(
+                {
+                    "cluster": {"worker": workers},
+                    "task": {"type": "worker", "index": slot.rank},
+                }
+            )
+        }
+        for slot in slots
+    ]
+
+
+def _host_name(slot):
+    # Emulated machines need names of their own: Gloo makes the groups of a
+    # machine by them.
+    return f"{slot.host.name}-{slot.machine}"
+
+
+def _horovod_variables(slots, here, port):
+    loopback = {} if here else {"HOROVOD_GLOO_IFACE": "lo"}
+    return [
+        {
+            # First, so that who launches may set another interface.
+            **{k: os.environ.get(k, v) for k, v in loopback.items()},
+            "HOROVOD_RANK": str(slot.rank),
+            "HOROVOD_SIZE": str(slot.size),
+            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+            "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+            "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+            "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+            "HOROVOD_HOSTNAME": _host_name(slot),
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": here or "127.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        }
+        for slot in slots
+    ]
+
+
+@contextlib.contextmanager
+def _rendezvous(slots, here):
+    """Serves Gloo's rendezvous, as horovodrun does; yields the port."""
+    from horovod.runner.common.util.hosts import SlotInfo
+    from horovod.runner.http.http_server import (
+        RendezvousHandler,
+        RendezvousHTTPServer,
+    )
+
+    # Not RendezvousServer.start, which listens on every interface also for a
+    # run that stays on this machine.
+    server = RendezvousHTTPServer(
+        ("0.0.0.0" if here else "127.0.0.1", 0), RendezvousHandler, 0
+    )
+    server.daemon_threads = True
+    server.init(
+        [
+            SlotInfo(
+                hostname=_host_name(slot),
+                rank=slot.rank,
+                local_rank=slot.local_rank,
+                cross_rank=slot.cross_rank,
+                size=slot.size,
+                local_size=slot.local_size,
+                cross_size=slot.cross_size,
+            )
+            for slot in slots
+        ]
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_address[1]
+    finally:
+        server.shutdown()
+        server.server_close()

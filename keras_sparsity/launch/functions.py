@@ -1,0 +1,264 @@
+"""Runs a Python function in several fresh processes."""
+
+import os
+import pickle
+import random
+import shutil
+import sys
+import tempfile
+import time
+
+from keras_sparsity.launch import environment
+from keras_sparsity.launch.hosts import assign_slots, local_hosts
+from keras_sparsity.launch.processes import (
+    Follower,
+    ProcessGroup,
+    RankProcess,
+)
+
+_PACKAGE_ROOT = os.path.dirname(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+)
+
+
+class LaunchError(RuntimeError):
+    """Raised when a launched process fails, with what each one said."""
+
+
+def run(
+    function,
+    num_processes,
+    engine=None,
+    args=(),
+    kwargs=None,
+    machines=1,
+    timeout=None,
+    env=None,
+):
+    """Calls a function in `num_processes` fresh processes of this machine.
+
+    The collectives are up when the function is called. What rank 0 prints is
+    shown as it comes; the other ranks' output is part of the error when one
+    fails.
+
+    Args:
+        function: A function at the top level of a module or script (each
+            process imports it by name).
+        num_processes: How many processes.
+        engine: `"native"`, `"horovod"` or `"local"`; by default `"native"`,
+            for one process `"local"`.
+        args: Its positional arguments, the same on every rank.
+        kwargs: Its keyword arguments.
+        machines: Makes the processes believe that they are on so many
+            machines, with as many processes each (for tests and
+            measurements).
+        timeout: Seconds after which all processes are ended.
+        env: Dictionary of further environment variables.
+
+    Returns:
+        List of the function's results, by rank.
+
+    Raises:
+        LaunchError: If a process fails or the time is over; it holds every
+            failing rank's traceback or last lines.
+
+    Example:
+
+    >>> import keras_sparsity as ks
+    >>> ks.launch.run(math.hypot, 2, args=(3, 4))  # doctest: +SKIP
+    [5.0, 5.0]
+    """
+    with Job(
+        function, num_processes, engine, args, kwargs, machines, env
+    ) as job:
+        job.follow_main_rank()
+        return job.wait(timeout)
+
+
+class Job:
+    """Processes that run one function; `run` in two steps.
+
+    Leaving the `with` block ends what still runs. Arguments as for `run`.
+    """
+
+    def __init__(
+        self,
+        function,
+        num_processes,
+        engine=None,
+        args=(),
+        kwargs=None,
+        machines=1,
+        env=None,
+    ):
+        slots = assign_slots(local_hosts(num_processes, machines))
+        engine = environment.resolve_engine(engine, num_processes)
+        call = describe_call(function, args, kwargs or {})
+        self._followers = []
+        self._folder = tempfile.mkdtemp(prefix="keras-sparsity-")
+        with open(self._path("call"), "wb") as file:
+            pickle.dump(call, file)
+        self._variables = environment.engine_variables(engine, slots)
+        self.processes = ProcessGroup()
+        try:
+            self._start(engine, slots, env or {})
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _start(self, engine, slots, env):
+        variables = self._variables.__enter__()
+        shared = {
+            **environment.shared_defaults(),
+            **environment.thread_defaults(len(slots)),
+            **with_package(environment.inherited()),
+            # Each line is in the file also when the rank is killed.
+            "PYTHONUNBUFFERED": "1",
+            **env,
+        }
+        seed = random.SystemRandom().randrange(2**31)
+        for slot, rank_variables in zip(slots, variables, strict=True):
+            rank = slot.rank
+            self.processes.append(
+                RankProcess(
+                    rank,
+                    child_command(engine, seed)
+                    + ["call", self._path("call"), self._path("result", rank)],
+                    {**shared, **rank_variables},
+                    stdout=self._path("out" if rank == 0 else "err", rank),
+                    stderr=self._path("err", rank),
+                )
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.processes.kill()
+        if self._variables is not None:
+            self._variables.__exit__(None, None, None)
+            self._variables = None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def follow_main_rank(self):
+        """Shows rank 0's output here while `wait` waits."""
+        self._followers = [
+            Follower(self._path("out", 0), sys.stdout),
+            Follower(self._path("err", 0), sys.stderr),
+        ]
+
+    def wait(self, timeout=None):
+        """Waits for all ranks and returns their results, by rank."""
+        start = time.monotonic()
+
+        def on_poll():
+            for follow in self._followers:
+                follow()
+            if timeout is not None and time.monotonic() - start > timeout:
+                raise TimeoutError
+
+        try:
+            self.processes.wait(on_poll)
+        except TimeoutError:
+            if self.processes.running():
+                raise self.timeout_error(timeout) from None
+        if self.processes.failed():
+            raise self.failure()
+        return [self._result(p.rank)[1] for p in self.processes.processes]
+
+    def timeout_error(self, timeout, after=""):
+        """Ends all ranks; the error says where each of them was."""
+        self.processes.dump_stacks()
+        waiting = {p.rank for p in self.processes.running()}
+        self.processes.kill()
+        return LaunchError(
+            f"Not done within {timeout} seconds{after}; all processes were "
+            "ended. Their last lines, with where each thread was:\n"
+            + "\n".join(
+                f"--- rank {p.rank} "
+                + ("was still running" if p.rank in waiting else "had ended")
+                + "\n"
+                + "\n".join(p.last_lines(60))
+                for p in self.processes.processes
+            )
+        )
+
+    def failure(self):
+        """The error that tells what went wrong, the cause first."""
+        failed = self.processes.failed()
+        told = [p for p in self.processes.processes if p not in failed]
+        lines = [
+            f"Rank {failed[0].rank} of {len(self.processes.processes)} "
+            f"{failed[0].describe_end()}."
+        ]
+        for process in failed + told:
+            lines += [f"--- rank {process.rank} {process.describe_end()}"]
+            done, text = self._result(process.rank)
+            if done is False:
+                lines += [text.rstrip()]
+            elif process.returncode != 0:
+                lines += process.last_lines(40)
+        return LaunchError("\n".join(lines))
+
+    def _result(self, rank):
+        try:
+            with open(self._path("result", rank), "rb") as file:
+                return pickle.load(file)
+        except FileNotFoundError:
+            return None, None
+
+    def _path(self, kind, rank=None):
+        name = kind if rank is None else f"rank-{rank}.{kind}"
+        return os.path.join(self._folder, name)
+
+
+def child_command(engine, seed):
+    """The command of a rank, but for what it is to run."""
+    return [
+        sys.executable,
+        "-m",
+        "keras_sparsity.launch._child",
+        f"--engine={engine}",
+        f"--seed={seed}",
+    ]
+
+
+def with_package(variables):
+    """Makes this very package importable where it is not installed."""
+    if os.path.basename(_PACKAGE_ROOT) in ("site-packages", "dist-packages"):
+        return variables
+    paths = [_PACKAGE_ROOT, variables.get("PYTHONPATH")]
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def describe_call(function, args, kwargs):
+    """What a process needs to find a function and call it."""
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", "")
+    if not _is_importable(function, module, qualname):
+        raise ValueError(
+            "`function` must stand at the top level of a module or script, "
+            "so that each process can import it by name. Received: "
+            f"{function!r}. Move a lambda, a function inside another one or "
+            "one typed into a notebook to a file of its own."
+        )
+    arguments = pickle.dumps((tuple(args), dict(kwargs)))
+    main = None
+    if module == "__main__" or b"__main__" in arguments:
+        main = os.path.abspath(sys.modules["__main__"].__file__)
+    return {
+        "module": module,
+        "qualname": qualname,
+        "arguments": arguments,
+        "main": main,
+        "sys_path": [os.path.abspath(p) for p in sys.path],
+    }
+
+
+def _is_importable(function, module, qualname):
+    found = sys.modules.get(module)
+    if module == "__main__" and not hasattr(found, "__file__"):
+        return False
+    for name in qualname.split("."):
+        found = getattr(found, name, None)
+    return found is function

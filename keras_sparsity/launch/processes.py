@@ -1,0 +1,290 @@
+"""Processes of one launch: started, watched and ended together."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+
+# The ranks that are left notice a lost one by themselves (collectives.watch)
+# and say what they were waiting for; they get this long to say it.
+LAST_WORDS_SECONDS = 5.0
+GRACE_SECONDS = 8.0
+_POLL_SECONDS = 0.05
+
+LIFELINE_VARIABLE = "KERAS_SPARSITY_LIFELINE"
+_LETTERS = {
+    signal.SIGINT: b"I",
+    signal.SIGTERM: b"T",
+    signal.SIGHUP: b"H",
+    signal.SIGKILL: b"K",
+}
+DUMP_LETTER = b"D"
+
+
+# What TensorFlow 2.21 prints in every process whatever the log level.
+_BANNER = re.compile(r"WARNING: All log messages before absl|I0000 00:00:")
+
+
+class RankProcess:
+    """One rank's process.
+
+    The launcher holds the writing end of a pipe, the lifeline, of which the
+    rank watches the other end: it says which signal to raise (ssh forwards
+    none) and, at its end, that the launcher is gone and the rank must be too.
+
+    Args:
+        rank: Its number.
+        command: List of arguments.
+        environment: The whole environment.
+        stdout: Path of the file for its output, or None to inherit ours.
+        stderr: As `stdout`; the same path puts both in one file.
+        remote: Whether the command is an ssh client, whose standard input
+            then is the lifeline.
+        greeting: Bytes to write on the lifeline first.
+        inherit_stdin: Whether it reads our standard input.
+    """
+
+    def __init__(
+        self,
+        rank,
+        command,
+        environment,
+        stdout=None,
+        stderr=None,
+        remote=False,
+        greeting=b"",
+        inherit_stdin=False,
+    ):
+        self.rank = rank
+        self.log_path = stderr or stdout
+        self.ended_seconds = None
+        self.we_ended_it = False
+        self._remote = remote
+        reading, self._lifeline = os.pipe()
+        with contextlib.ExitStack() as files:
+            files.callback(os.close, reading)
+            out = files.enter_context(open(stdout, "ab")) if stdout else None
+            err = files.enter_context(open(stderr, "ab")) if stderr else None
+            if remote:
+                stdin, pass_fds = reading, ()
+            else:
+                stdin = None if inherit_stdin else subprocess.DEVNULL
+                pass_fds = (reading,)
+                environment = {**environment, LIFELINE_VARIABLE: str(reading)}
+            # A session of its own: the terminal's Ctrl-C reaches the launcher
+            # alone, which passes it on once, and all that the rank starts
+            # can be ended with it.
+            self._process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        self._write(greeting)
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.returncode
+
+    def poll(self):
+        """Returns the exit code, None while it runs."""
+        code = self._process.poll()
+        if code is not None and self.ended_seconds is None:
+            self.ended_seconds = time.monotonic()
+            self._signal_group(signal.SIGKILL)  # what it left behind
+        return code
+
+    def send_signal(self, signal_number):
+        """Sends a signal to the rank and to the processes it started."""
+        if self.poll() is not None:
+            return
+        if signal_number in (signal.SIGTERM, signal.SIGKILL):
+            self.we_ended_it = True
+        if self._remote:
+            self._write(_LETTERS[signal_number])
+            if signal_number == signal.SIGKILL:
+                self.close_lifeline()
+                # Its own end closes the connection; only when that does not
+                # come is it the client that hangs.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(1)
+                self._signal_group(signal.SIGKILL)
+        else:
+            self._signal_group(signal_number)
+
+    def dump_stacks(self):
+        """Makes the rank print where each of its threads is, to stderr."""
+        self._write(DUMP_LETTER)
+
+    def close_lifeline(self):
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+
+    def wait(self, timeout_seconds=None):
+        return self._process.wait(timeout_seconds)
+
+    def describe_end(self):
+        """How it ended, in words."""
+        code = self.returncode
+        if self.we_ended_it:
+            return "was ended by the launcher"
+        if code >= 0:
+            return f"exited with code {code}"
+        name = signal.Signals(-code).name
+        hint = ""
+        if -code == signal.SIGKILL:
+            hint = " (by the system, if memory ran out: see dmesg)"
+        return f"was killed by {name}{hint}"
+
+    def last_lines(self, count=20):
+        """The last lines of its output file; nothing when it has none."""
+        return last_lines(self.log_path, count) if self.log_path else []
+
+    def _signal_group(self, signal_number):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal_number)
+
+    def _write(self, message):
+        if message and self._lifeline is not None:
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._lifeline, message)
+
+
+class ProcessGroup:
+    """The ranks of one launch; leaving the `with` block ends them all."""
+
+    def __init__(self):
+        self.processes = []
+        self._deadline = None
+        self._stop_signals = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.kill()
+
+    def append(self, process):
+        self.processes.append(process)
+
+    def running(self):
+        return [p for p in self.processes if p.poll() is None]
+
+    def failed(self):
+        """Ended with an error by themselves, what failed first in front."""
+        ended = [
+            p
+            for p in self.processes
+            if p.poll() not in (None, 0) and not p.we_ended_it
+        ]
+        # A signal from outside (out of memory) comes before what others make
+        # of it; between exits the first one is the cause.
+        return sorted(ended, key=lambda p: (p.returncode >= 0, p.ended_seconds))
+
+    def send_signal(self, signal_number):
+        for process in self.running():
+            process.send_signal(signal_number)
+
+    def stop(self, first_signal=signal.SIGTERM):
+        """Begins to end the ranks; `step` goes on to the next means.
+
+        Called again, it takes the next means at once.
+        """
+        if not self._stop_signals:
+            rest = [signal.SIGTERM, signal.SIGKILL]
+            self._stop_signals = [first_signal] + [
+                s for s in rest if s != first_signal
+            ]
+        elif len(self._stop_signals) > 1:
+            self._stop_signals.pop(0)
+        self._send_stop()
+
+    def stop_after(self, seconds):
+        """Lets the ranks end by themselves first."""
+        if not self._stop_signals:
+            self._stop_signals = [None, signal.SIGTERM, signal.SIGKILL]
+            self._deadline = time.monotonic() + seconds
+
+    @property
+    def stopping(self):
+        return bool(self._stop_signals)
+
+    def step(self):
+        """Does what is due; to be called a few times per second."""
+        if self._deadline and time.monotonic() > self._deadline:
+            self._stop_signals.pop(0)
+            self._send_stop()
+        time.sleep(_POLL_SECONDS)
+
+    def wait(self, on_poll=lambda: None):
+        """Waits for all ranks; a failure of one ends the others."""
+        while self.running():
+            if self.failed():
+                self.stop_after(LAST_WORDS_SECONDS)
+            self.step()
+            on_poll()
+        on_poll()
+
+    def dump_stacks(self, wait_seconds=1.0):
+        for process in self.running():
+            process.dump_stacks()
+        time.sleep(wait_seconds)
+
+    def kill(self):
+        """Ends the ranks that still run, at once."""
+        for process in self.running():
+            process.send_signal(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+            process.poll()
+            process.close_lifeline()
+
+    def _send_stop(self):
+        self.send_signal(self._stop_signals[0])
+        final = len(self._stop_signals) == 1
+        self._deadline = None if final else time.monotonic() + GRACE_SECONDS
+
+
+class Follower:
+    """Copies what is added to a file to a stream."""
+
+    def __init__(self, path, stream):
+        self._path = path
+        self._stream = stream
+        self._position = 0
+
+    def __call__(self):
+        with contextlib.suppress(FileNotFoundError):
+            with open(self._path, "rb") as file:
+                file.seek(self._position)
+                added = file.read()
+                if added:
+                    self._position += len(added)
+                    self._stream.write(added.decode(errors="replace"))
+                    self._stream.flush()
+
+
+def last_lines(path, count=20, start=0):
+    """The last lines of a file, progress bars reduced to what one sees."""
+    window_bytes = 64 * 1024
+    try:
+        with open(path, "rb") as file:
+            size_bytes = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size_bytes - window_bytes))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = [line.rstrip("\r").split("\r")[-1] for line in text.split("\n")]
+    lines = [line.split("\b")[-1].rstrip() for line in lines]
+    lines = [line for line in lines if line and not _BANNER.match(line)]
+    return lines[-count:]

@@ -1,0 +1,268 @@
+"""Worker processes that stay alive over many tests.
+
+Importing TensorFlow and bringing an engine up costs seconds per process, a
+call to processes that wait costs milliseconds. A worker blocks on its socket
+between calls.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import secrets
+import subprocess
+import tempfile
+import time
+import traceback
+from multiprocessing import connection
+
+from keras_sparsity.launch.functions import Job
+from keras_sparsity.launch.processes import last_lines
+
+_START_TIMEOUT_SECONDS = 90
+_LAST_WORDS_SECONDS = 15
+
+
+class ClusterError(AssertionError):
+    """A call failed on a rank; holds every rank's traceback or last lines."""
+
+
+class Cluster:
+    """Processes of one engine that run functions on all ranks at once.
+
+    They start at the first `run`. After a failure they are ended and started
+    anew at the next one.
+
+    Args:
+        num_processes: How many.
+        engine: `"local"`, `"native"` or `"horovod"`.
+        machines: The number of machines that they believe to be on.
+        env: Further environment variables.
+    """
+
+    def __init__(self, num_processes, engine, machines=1, env=None):
+        self.num_processes = num_processes
+        self.engine = engine
+        self.machines = machines
+        self._env = env
+        self._job = None
+        self._connections = []
+
+    @property
+    def is_running(self):
+        return self._job is not None
+
+    def run(self, function, *args, timeout=120):
+        """Calls `function(*args)` on every rank.
+
+        Args:
+            function: A function at the top level of a module.
+            *args: Its arguments, to be pickled.
+            timeout: Seconds after which the cluster is ended.
+
+        Returns:
+            List of the results, by rank.
+
+        Raises:
+            ClusterError: If it raises on a rank, a rank dies, or the time is
+                over.
+        """
+        if self._job is None:
+            self._start()
+        message = pickle.dumps(
+            (function.__module__, function.__qualname__, args)
+        )
+        logs = [p.log_path for p in self._job.processes.processes]
+        log_starts = [os.path.getsize(path) for path in logs]
+        replies = {}
+        try:
+            for channel in self._connections:
+                with contextlib.suppress(ConnectionError):
+                    channel.send_bytes(message)
+            problem = self._collect(replies, timeout)
+        except BaseException:  # Ctrl-C: the workers are in mid-call.
+            self._clear()
+            raise
+        if problem is None:
+            return [replies[rank][1] for rank in self._ranks]
+        ends = self._end(replies)
+        tails = [
+            last_lines(path, 60, start)
+            for path, start in zip(logs, log_starts, strict=True)
+        ]
+        self._clear()
+        where = f"{function.__module__}.{function.__qualname__}"
+        raise ClusterError(
+            f"{where} on {self.num_processes} processes, engine "
+            f"{self.engine}: {problem}\n"
+            + "\n".join(
+                self._describe(rank, replies.get(rank), ends[rank], tails[rank])
+                for rank in self._ranks
+            )
+        )
+
+    def stop(self):
+        """Ends the processes."""
+        for channel in self._connections:
+            with contextlib.suppress(OSError):
+                channel.send_bytes(b"")
+        if self._job is not None:
+            deadline = time.monotonic() + 10
+            while self._job.processes.running() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        self._clear()
+
+    @property
+    def _ranks(self):
+        return range(self.num_processes)
+
+    def _collect(self, replies, timeout):
+        """Fills `replies`; returns why it ended early, None if all is well."""
+        deadline = time.monotonic() + timeout
+        failed = False
+        while len(replies) < self.num_processes:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return (
+                    "the others did not end"
+                    if failed
+                    else (f"not done within {timeout} seconds")
+                )
+            waiting = [
+                self._connections[r] for r in self._ranks if r not in replies
+            ]
+            for channel in connection.wait(waiting, min(left, 1.0)):
+                rank = self._connections.index(channel)
+                try:
+                    replies[rank] = pickle.loads(channel.recv_bytes())
+                except (EOFError, ConnectionError):
+                    replies[rank] = (None, None)
+                if not replies[rank][0] and not failed:
+                    failed = True
+                    # The others may wait for that rank for ever.
+                    deadline = min(
+                        deadline, time.monotonic() + _LAST_WORDS_SECONDS
+                    )
+        return "failed" if failed else None
+
+    def _describe(self, rank, reply, end, tail):
+        done, text = reply or (None, None)
+        if done:
+            return f"--- rank {rank} was done"
+        what = f"raised\n{text}" if done is False else end
+        printed = ["It printed:", *tail] if tail else []
+        return "\n".join([f"--- rank {rank} {what}", *printed])
+
+    def _start(self):
+        key = secrets.token_hex(16)
+        with (
+            tempfile.TemporaryDirectory(prefix="cluster-") as folder,
+            connection.Listener(
+                os.path.join(folder, "socket"),
+                backlog=self.num_processes,
+                authkey=key.encode(),
+            ) as listener,
+        ):
+            self._job = Job(
+                serve,
+                self.num_processes,
+                self.engine,
+                args=(listener.address, key),
+                machines=self.machines,
+                env=self._env,
+            )
+            try:
+                self._connections = self._accept(listener)
+            except BaseException:
+                self._clear()
+                raise
+
+    def _accept(self, listener):
+        channels = {}
+        deadline = time.monotonic() + _START_TIMEOUT_SECONDS
+        # Listener.accept has no timeout of its own.
+        waitable = listener._listener._socket
+        while len(channels) < self.num_processes:
+            if self._job.processes.failed():
+                self._job.processes.wait()
+                raise self._job.failure()
+            if time.monotonic() > deadline:
+                raise self._job.timeout_error(
+                    _START_TIMEOUT_SECONDS, " while starting"
+                )
+            if connection.wait([waitable], 0.1):
+                channel = listener.accept()
+                channels[channel.recv()] = channel
+        return [channels[rank] for rank in self._ranks]
+
+    def _end(self, replies):
+        """Ends the processes after a failure; says what each was doing."""
+        processes = self._job.processes.processes
+        hanging = [
+            p for p in processes if p.poll() is None and p.rank not in replies
+        ]
+        for process in hanging:
+            process.dump_stacks()
+        time.sleep(1.0 if hanging else 0.0)
+        for process in processes:
+            if replies.get(process.rank, (True,))[0] is None:
+                # It hung up, so it is ending; how, is worth a moment.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(3)
+        self._job.processes.kill()
+        return [
+            "was still running" if p in hanging else p.describe_end()
+            for p in processes
+        ]
+
+    def _clear(self):
+        for channel in self._connections:
+            channel.close()
+        self._connections = []
+        if self._job is not None:
+            self._job.__exit__()
+            self._job = None
+
+
+def serve(address, key):
+    """A worker's main loop: calls what it is sent."""
+    rank = int(_rank())
+    channel = connection.Client(address, "AF_UNIX", authkey=key.encode())
+    channel.send(rank)
+    while message := channel.recv_bytes():
+        _reset()
+        try:
+            module, qualname, args = pickle.loads(message)
+            function = importlib.import_module(module)
+            for name in qualname.split("."):
+                function = getattr(function, name)
+            reply = pickle.dumps((True, function(*args)))
+        except Exception:
+            reply = pickle.dumps((False, traceback.format_exc()))
+        channel.send_bytes(reply)
+
+
+def _rank():
+    import json  # TEMPORARY: until the engines are there.
+
+    from keras_sparsity import collectives
+
+    if "HOROVOD_RANK" in os.environ:
+        return os.environ["HOROVOD_RANK"]
+    if "TF_CONFIG" in os.environ:
+        return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    return collectives.current().rank
+
+
+def _reset():
+    """Makes a call independent of what ran before in the process."""
+    import keras
+
+    gc.collect()
+    keras.backend.clear_session()
+    keras.config.set_dtype_policy("float32")
+    keras.config.set_floatx("float32")
+    # The same on every rank, as the launcher leaves it; clear_session also
+    # forgets Keras's seed.
+    keras.utils.set_random_seed(0)
