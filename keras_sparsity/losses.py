@@ -1,0 +1,367 @@
+"""Losses of the global batch, computed from each rank's part of it.
+
+Keras divides a loss by the number of elements *this rank* holds (masked ones
+and weights considered) and then by the number of ranks. That is the global
+mean only when every rank holds equally many; a ragged last batch, a mask or
+weights make it another number. Here each rank sends its sum and its
+denominator in one small all-reduce, and all of them get what one process gets
+on the whole batch.
+"""
+
+import contextlib
+import typing
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity import collectives as collectives_module
+from keras_sparsity import compat
+
+# Keras decides what these names mean when it has seen the outputs' shapes.
+_DECIDED_BY_SHAPE = ("crossentropy", "ce")
+
+# Losses of Keras that no sum over examples gives: Dice and Tversky are
+# quotients of sums over the whole batch, Circle compares examples in pairs.
+_QUOTIENTS = ("dice", "tversky")
+_PAIRWISE = ("circle",)
+
+
+def globalize(loss, collectives=None):
+    """Maps `compile`'s `loss` to one whose value is of the global batch.
+
+    Args:
+        loss: what `Model.compile` takes: a name, a function, a
+            `keras.losses.Loss`, None, or a list, tuple or dict of these.
+        collectives: the processes that share each batch; the current ones
+            when None.
+
+    Returns:
+        The same structure with each loss in a `GlobalMean`; in one process
+        the argument itself.
+
+    Example:
+
+    >>> globalize("mse")  # one process: nothing to share
+    'mse'
+    """
+    if _or_current(collectives).size == 1:
+        return loss
+
+    def wrap(leaf):
+        if leaf is None or isinstance(leaf, GlobalMean):
+            return leaf
+        return GlobalMean(leaf, collectives=collectives)
+
+    return keras.tree.map_structure(wrap, loss)
+
+
+def unwrap(loss):
+    """The inverse of `globalize`: what the user gave to `compile`.
+
+    Example:
+
+    >>> unwrap({"a": GlobalMean("mse"), "b": None})
+    {'a': 'mse', 'b': None}
+    """
+    return keras.tree.map_structure(
+        lambda leaf: leaf.loss if isinstance(leaf, GlobalMean) else leaf, loss
+    )
+
+
+@keras.saving.register_keras_serializable(package="keras_sparsity")
+class GlobalMean(keras.losses.Loss):
+    """A loss whose value is that of the global batch, on every rank.
+
+    With S_r the sum of rank r's (weighted, masked) values and D_r its
+    denominator, the value is `sum_r S_r / sum_r D_r`, and rank r's gradient
+    that of `size * S_r / sum_r D_r`. Under a strategy both are divided by the
+    number of replicas, as Keras does with any loss, so that the *sum* of the
+    ranks' gradients is the gradient of the global loss.
+
+    D depends on the loss's reduction: the number of values for
+    `"sum_over_batch_size"` and `"mean"` (of those that are not masked, when
+    there is a mask), the sum of the weights for `"mean_with_sample_weight"`,
+    1 for `"sum"`. `"none"` is not reduced here either: each rank returns the
+    values of its own part.
+
+    A function that returns one scalar for the batch counts by the number of
+    its examples: exact for means over the examples, not for sums over them
+    (return one value per example instead) nor for what mixes examples (see
+    `whole_batch`). A part without examples counts nothing.
+
+    Args:
+        loss: a name, a function or a `keras.losses.Loss`.
+        whole_batch: whether the ranks exchange targets and outputs, so that
+            each evaluates the loss on the whole batch: for losses that are
+            not sums over examples (contrastive ones, Dice). It costs
+            bandwidth in proportion to the outputs. None: only for those of
+            Keras that need it (Circle; Dice and Tversky without `axis`).
+        collectives: the processes that share each batch; the current ones
+            when None.
+        name: by default the name Keras would give.
+
+    Example:
+
+    >>> loss = GlobalMean(keras.losses.MeanSquaredError())
+    >>> float(loss([[1.0], [2.0]], [[1.0], [4.0]]))
+    2.0
+    """
+
+    def __init__(self, loss, whole_batch=None, collectives=None, name=None):
+        # Resolved late where Keras does, at once where that finds a typing
+        # error before any data is read.
+        by_shape = str(loss).lower() in _DECIDED_BY_SHAPE
+        inner = None if by_shape else compat.resolve_loss(loss)
+        super().__init__(
+            name=name or (loss if by_shape else inner.name),
+            reduction="sum_over_batch_size" if by_shape else inner.reduction,
+            dtype=None if by_shape else inner.dtype,
+        )
+        self.loss = loss
+        self.whole_batch = whole_batch
+        self._inner = inner
+        self._collectives = collectives
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        collectives = _or_current(self._collectives)
+        # Not kept: one object may serve outputs of several shapes.
+        inner = self._inner or compat.resolve_loss(self.loss, y_true, y_pred)
+        if collectives.size == 1:
+            return inner(y_true, y_pred, sample_weight)
+        with keras.name_scope(self.name):
+            if self._needs_whole_batch(inner):
+                return self._of_whole_batch(
+                    inner, collectives, y_true, y_pred, sample_weight
+                )
+            return self._of_parts(
+                inner, collectives, y_true, y_pred, sample_weight
+            )
+
+    def call(self, y_true, y_pred):
+        inner = self._inner or compat.resolve_loss(self.loss, y_true, y_pred)
+        return inner.call(y_true, y_pred)
+
+    def get_config(self):
+        return {
+            "loss": keras.saving.serialize_keras_object(self.loss),
+            "whole_batch": self.whole_batch,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        config["loss"] = keras.saving.deserialize_keras_object(config["loss"])
+        return cls(**config)
+
+    def _needs_whole_batch(self, inner):
+        if self.whole_batch is not None:
+            return self.whole_batch
+        function = getattr(inner, "fn", None)
+        name = getattr(function, "__name__", None)
+        if getattr(keras.losses, str(name), None) is not function:
+            return False  # not one of Keras's own
+        return name in _PAIRWISE or (
+            name in _QUOTIENTS and inner.get_config().get("axis") is None
+        )
+
+    def _of_parts(self, inner, collectives, y_true, y_pred, sample_weight):
+        values, terms = _local_terms(inner, y_true, y_pred, sample_weight)
+        if terms is None:  # not reduced
+            return _with_slope(values, values, collectives.size, 1.0)
+        # The gradient needs the counts only, but one message of all costs
+        # what one of either does.
+        wide = tf.float64 if values.dtype == tf.float64 else tf.float32
+        message = [tf.cast(t, wide) for t in (terms.total, *terms.counts)]
+        reduced = collectives.all_reduce(
+            [tf.stop_gradient(tf.stack(message))],
+            op="sum",
+            name=f"loss/{self.name}",
+        )[0]
+        total, *counts = tf.unstack(reduced, num=len(message))
+        factor = terms.factor(counts)
+        value = tf.cast(total * tf.cast(factor, wide), values.dtype)
+        return _with_slope(terms.total, value, collectives.size, factor)
+
+    def _of_whole_batch(
+        self, inner, collectives, y_true, y_pred, sample_weight
+    ):
+        def whole(role, structure):
+            return keras.tree.map_structure(
+                lambda part: _whole(
+                    part, collectives, f"loss/{self.name}/{role}"
+                ),
+                structure,
+            )
+
+        mask = compat.keras_mask(y_pred)
+        y_true, y_pred = whole("targets", y_true), whole("outputs", y_pred)
+        if sample_weight is not None:
+            sample_weight = whole("weights", sample_weight)
+        if mask is not None:
+            y_pred._keras_mask = whole("mask", mask)
+        values, terms = _local_terms(inner, y_true, y_pred, sample_weight)
+        loss = values
+        if terms is not None:
+            loss = terms.total * tf.cast(
+                terms.factor(terms.counts), values.dtype
+            )
+        return _with_slope(loss, loss, collectives.size, 1.0)
+
+
+def _or_current(collectives):
+    return collectives or collectives_module.current()
+
+
+class _Terms(typing.NamedTuple):
+    """What a rank adds: the loss is `total * factor(counts)` of the sums."""
+
+    total: tf.Tensor
+    counts: list
+    factor: typing.Callable
+
+
+def _local_terms(loss, y_true, y_pred, sample_weight):
+    """This rank's `(values, terms)`, before anything is divided.
+
+    Follows `keras.losses.Loss.__call__`; the terms are None when the loss is
+    not to be reduced.
+    """
+    rows = tf.shape(keras.tree.flatten(y_pred)[0])[0]
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        # A class with a __call__ of its own does its own weighting.
+        with _reduction(loss, "none"):
+            values = loss(y_true, y_pred, sample_weight)
+        weights, mask = None, compat.keras_mask(y_pred)
+    else:
+        values, weights, mask = _values(loss, y_true, y_pred, sample_weight)
+    is_reduced = loss.reduction not in (None, "none")
+    if values.shape.rank == 0 and (is_reduced or weights is None):
+        return values, _scalar_terms(values, rows, weights, mask, loss)
+    if weights is not None:
+        values, weights = compat.match_ranks(values, weights)
+        values = values * weights
+    if not is_reduced:
+        return values, None
+    return values, _terms(values, weights, mask, loss.reduction)
+
+
+def _terms(values, weights, mask, reduction):
+    """Terms of one value (already weighted) per example or per place."""
+    total = keras.ops.sum(values)
+    if reduction == "sum":
+        return _Terms(total, [], lambda counts: tf.ones(()))
+    if reduction == "mean_with_sample_weight" and weights is not None:
+        return _Terms(total, [keras.ops.sum(weights)], _reciprocal)
+    if mask is None or reduction == "mean_with_sample_weight":
+        return _Terms(total, [tf.size(values)], _reciprocal)
+    valid = keras.ops.sum(keras.ops.cast(mask, "float32"))
+    # Keras's rule; 1 / valid when the mask has the values' shape.
+    return _Terms(
+        total,
+        [tf.size(values), tf.size(mask), valid],
+        lambda counts: (
+            _reciprocal(counts)
+            * tf.math.divide_no_nan(_float(counts[1]), _float(counts[2]))
+        ),
+    )
+
+
+def _scalar_terms(value, rows, weights, mask, loss):
+    """Terms of a loss function that returns one scalar for the batch."""
+    # The mean of no examples is NaN; it must count nothing.
+    value = tf.where(rows > 0, value, tf.zeros_like(value))
+    if loss.reduction == "sum":
+        terms = _Terms(value, [], lambda counts: tf.ones(()))
+    else:
+        terms = _Terms(value * tf.cast(rows, value.dtype), [rows], _reciprocal)
+    if weights is None:
+        return terms
+    # Keras multiplies the scalar by each weight and reduces the products.
+    weighing = _terms(weights, weights, mask, loss.reduction)
+    split = len(terms.counts)
+    return _Terms(
+        terms.total,
+        [*terms.counts, weighing.total, *weighing.counts],
+        lambda counts: (
+            terms.factor(counts[:split])
+            * _float(counts[split])
+            * weighing.factor(counts[split + 1 :])
+        ),
+    )
+
+
+def _reciprocal(counts):
+    return tf.math.reciprocal_no_nan(_float(counts[0]))
+
+
+def _float(count):
+    return count if count.dtype == tf.float64 else tf.cast(count, tf.float32)
+
+
+def _values(loss, y_true, y_pred, sample_weight):
+    """The loss's values, their weights (0 where masked), and the mask."""
+
+    def convert(structure):
+        return keras.tree.map_structure(
+            lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype),
+            structure,
+        )
+
+    in_mask = compat.keras_mask(y_pred)
+    values = loss.call(convert(y_true), convert(y_pred))
+    out_mask = compat.keras_mask(values)
+    values = keras.ops.convert_to_tensor(values, dtype=loss.dtype)
+    masks = [mask for mask in (in_mask, out_mask) if mask is not None]
+    mask = masks[0] & masks[-1] if masks else None
+    weights = None
+    if sample_weight is not None:
+        weights = keras.ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
+    if mask is not None:
+        valid = keras.ops.cast(mask, values.dtype)
+        if weights is not None:
+            valid, weights = compat.match_ranks(valid, weights)
+            valid = valid * weights
+        weights = valid
+    return values, weights, mask
+
+
+def _with_slope(local, value, size, slope):
+    """`value`, whose gradient is `slope * size` times that of `local`.
+
+    Both are divided by the number of replicas, as Keras (3.6 and later)
+    divides every loss it reduces and multiplies it again to show it.
+    """
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    divisor = num_replicas if compat.losses_are_scaled() else 1
+
+    @tf.custom_gradient
+    def replace(local, value, slope):
+        def gradient(upstream):
+            return upstream * slope * (size / num_replicas), None, None
+
+        return value / divisor, gradient
+
+    return replace(local, tf.stop_gradient(value), tf.cast(slope, local.dtype))
+
+
+def _whole(part, collectives, name):
+    """All ranks' parts in rank order; only this rank's carries a gradient."""
+    is_bool = part.dtype == tf.bool
+    part = tf.cast(part, tf.int32) if is_bool else tf.convert_to_tensor(part)
+    rows = tf.shape(part)[0]
+    all_rows = collectives.all_gather(rows[None], name=f"{name}/rows")
+    others = collectives.all_gather(tf.stop_gradient(part), name=name)
+    start = tf.reduce_sum(all_rows[: collectives.rank])
+    whole = tf.concat([others[:start], part, others[start + rows :]], axis=0)
+    return tf.cast(whole, tf.bool) if is_bool else whole
+
+
+@contextlib.contextmanager
+def _reduction(loss, reduction):
+    saved = loss.reduction
+    loss.reduction = reduction
+    try:
+        yield
+    finally:
+        loss.reduction = saved

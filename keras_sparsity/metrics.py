@@ -1,0 +1,120 @@
+"""Metrics over all ranks' parts of the data.
+
+Each rank's metrics count what the rank has seen. Keras's metrics keep sums
+(totals, counts, confusion matrices), so the sums over the ranks are what one
+process would have, and results computed from them are those of the whole.
+"""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity import collectives as collectives_module
+
+_SUMMED = ("sum", "mean")
+
+
+def global_results(metrics, collectives=None, results=None):
+    """Results of metrics over all ranks, the same on all of them.
+
+    One all-reduce sums the variables of all metrics; the results are computed
+    from the sums while the variables themselves stay what this rank counted,
+    so that later updates add to them. Call it on every rank, eagerly or in a
+    traced function.
+
+    A variable's `aggregation` says how ranks combine: `"sum"` (the default
+    of `keras.Metric.add_variable`), `"mean"`, or, for `"none"` and
+    `"only_first_replica"`, rank 0's value. A metric that keeps a maximum,
+    or values outside of its variables, cannot be combined.
+
+    Args:
+        metrics: a `keras.Model`, or a list of `keras.Metric`.
+        collectives: the processes to combine; the current ones when None.
+        results: what computes the results, called without arguments while
+            every variable reads as its global value. By default what
+            `Model.get_metrics_result` does.
+
+    Returns:
+        dict from a metric's name to its result, as
+        `keras.Model.get_metrics_result` returns it.
+
+    Example:
+
+    >>> mean = keras.metrics.Mean(name="loss")
+    >>> mean.update_state([1.0, 3.0])
+    >>> float(global_results([mean])["loss"])
+    2.0
+    """
+    if isinstance(metrics, keras.Model):
+        metrics = metrics.metrics
+    if results is None:
+
+        def results():
+            return _results(metrics)
+
+    with global_state(metrics, collectives):
+        return results()
+
+
+def global_state(metrics, collectives=None):
+    """A scope in which the metrics' variables read as their global values.
+
+    Args:
+        metrics: list of `keras.Metric`.
+        collectives: the processes to combine; the current ones when None.
+
+    Returns:
+        `keras.StatelessScope`: what is assigned within it is forgotten.
+    """
+    collectives = collectives or collectives_module.current()
+    variables = list(
+        {id(v): v for metric in metrics for v in metric.variables}.values()
+    )
+    if collectives.size == 1 or not variables:
+        return keras.StatelessScope()
+    return keras.StatelessScope(
+        list(zip(variables, _reduced(variables, collectives), strict=True))
+    )
+
+
+def _results(metrics):
+    results = {}
+    for metric in metrics:
+        result = metric.result()
+        if isinstance(result, dict):
+            results.update(result)
+        else:
+            results[metric.name] = result
+    return results
+
+
+def _reduced(variables, collectives):
+    """The variables' values combined over the ranks, in one message."""
+    values = [tf.convert_to_tensor(variable.value) for variable in variables]
+    # One dtype, so that they travel together: float64 holds float32 and all
+    # counts below 2**53 exactly.
+    dtypes = {value.dtype for value in values}
+    wide = dtypes.pop() if dtypes <= {tf.float32} else tf.float64
+    sent = [
+        tf.cast(value, wide)
+        if collectives.rank == 0 or _aggregation(variable) in _SUMMED
+        else tf.zeros(value.shape, wide)
+        for variable, value in zip(variables, values, strict=True)
+    ]
+    sums = collectives.all_reduce(sent, op="sum", name="metrics")
+    return [
+        _restored(variable, total, value.dtype, collectives.size)
+        for variable, total, value in zip(variables, sums, values, strict=True)
+    ]
+
+
+def _restored(variable, total, dtype, size):
+    if _aggregation(variable) == "mean":
+        total /= size
+    if dtype == tf.bool:
+        return total > 0  # the sum of truth values: whether any is true
+    return tf.cast(total, dtype)
+
+
+def _aggregation(variable):
+    # Keras stores what `add_variable` was given; None in its first versions.
+    return getattr(variable, "aggregation", None) or "sum"
