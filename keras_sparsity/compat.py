@@ -44,3 +44,42 @@ def abort_collectives(message):
     from tensorflow.python.eager import context
 
     context.context().abort_collective_ops(tf.errors.ABORTED, message)
+
+
+def resolve_loss(identifier, y_true=None, y_pred=None):
+    """The `keras.losses.Loss` that `compile(loss=identifier)` would use.
+
+    `keras.src.trainers.compile_utils.get_loss`: Keras 3.5 to 3.15.
+    """
+    from keras.src.trainers import compile_utils
+
+    return compile_utils.get_loss(identifier, y_true, y_pred)
+
+
+def match_ranks(values, weights):
+    """Both with the same number of dimensions, as Keras's losses do it.
+
+    `squeeze_or_expand_to_same_rank`: Keras 3.5 to 3.15.
+    """
+    from keras.src.losses import loss
+
+    return loss.squeeze_or_expand_to_same_rank(values, weights)
+
+
+def keras_mask(tensor):
+    """The mask that Keras carries on a tensor; None when it has none.
+
+    `_keras_mask`: Keras 3.5 to 3.15.
+    """
+    return getattr(tensor, "_keras_mask", None)
+
+
+def losses_are_scaled():
+    """Whether this Keras divides a loss by the number of replicas.
+
+    Keras 3.5 does not; 3.6 to 3.15 divide it when it is computed and multiply
+    it again before it is shown (`unscale_loss_for_distribution`).
+    """
+    from keras.src.losses import loss
+
+    return hasattr(loss, "unscale_loss_for_distribution")
