@@ -392,7 +392,7 @@ class Collectives:
             dynamic=even and None in shape,
         )
         if tf.executing_eagerly():
-            with explained(f'{op} "{name}"'):
+            with explained():
                 return self._journal.run(
                     site, [message], lambda: collective(name)
                 )

@@ -1,8 +1,11 @@
 """What went wrong between the processes, kept where every part can see it."""
 
 import contextlib
+import re
 
 import tensorflow as tf
+
+from keras_sparsity.collectives import journal
 
 
 class CollectiveError(RuntimeError):
@@ -13,6 +16,19 @@ class CollectiveError(RuntimeError):
 
 
 _failure = None
+_inquire = None
+
+# What the engines raise for a broken connection or operations that do not
+# fit. Other errors are mistakes of the caller and explain themselves.
+_BROKEN = (
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.InternalError,
+    tf.errors.UnavailableError,
+    tf.errors.UnknownError,
+)
 
 
 def failure():
@@ -27,26 +43,60 @@ def record_failure(message):
         _failure = message
 
 
-@contextlib.contextmanager
-def explained(call="a collective"):
-    """Turns TensorFlow's error of a broken collective into CollectiveError.
-
-    An engine only knows that its connection broke. The failure that another
-    process reported, when there is one, says why.
+def set_inquiry(inquire):
+    """Sets the function that finds out why an operation has failed.
 
     Args:
-        call: What was called, for the message.
+        inquire: Function of the error that returns, soon, when the failure
+            behind it is recorded, or none is found.
+    """
+    global _inquire
+    _inquire = inquire
+
+
+def explain(error):
+    """The error to show to the user for `error`.
+
+    An engine only knows that its connection broke or that operations did not
+    fit. What the ranks know of each other says why.
+
+    Args:
+        error: Any exception.
+
+    Returns:
+        `CollectiveError`, if a collective failed, else `error` itself.
+    """
+    if not isinstance(error, tf.errors.OpError):
+        return error
+    is_collectives = _is_collectives(error)
+    if _failure is None and _inquire is not None and is_collectives:
+        _inquire(error)
+    open_calls = journal.current().forget_open()
+    if _failure is not None:
+        return CollectiveError(_failure)
+    if is_collectives and open_calls:
+        calls = ", ".join(map(str, open_calls))
+        return CollectiveError(f"{calls} failed: {error.message}")
+    return error
+
+
+@contextlib.contextmanager
+def explained():
+    """Raises what `explain` makes of an error raised inside.
 
     Raises:
-        CollectiveError: In place of a `tf.errors.OpError` raised inside.
+        CollectiveError: In place of TensorFlow's error of a collective.
     """
     try:
         yield
-    except tf.errors.InvalidArgumentError as error:
-        # The caller's own mistake (a failed check) explains itself.
-        if _failure is None:
-            raise
-        raise CollectiveError(f"{call} failed: {_failure}") from error
     except tf.errors.OpError as error:
-        reason = _failure or error.message
-        raise CollectiveError(f"{call} failed: {reason}") from error
+        explanation = explain(error)
+        if explanation is error:
+            raise
+        raise explanation from None
+
+
+def _is_collectives(error):
+    if re.search("collective|horovod", error.message or "", re.IGNORECASE):
+        return True
+    return isinstance(error, _BROKEN) and bool(journal.current().open_sites())

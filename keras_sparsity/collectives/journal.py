@@ -120,7 +120,7 @@ class Site:
         return entered, left
 
     def is_open(self):
-        """Whether the call was entered and not left, and is still waited for."""
+        """Whether the call was entered, not left, and not forgotten."""
         entered, left = self.counts()
         return entered > left + self._forgotten
 
@@ -229,9 +229,16 @@ class Journal:
         ]
 
     def forget_open(self):
-        """Stops waiting for all open calls, after an error ended them."""
-        for site in self.open_sites():
+        """Stops waiting for all open calls, after an error ended them.
+
+        Returns:
+            Those calls.
+        """
+        sites = self.open_sites()
+        calls = [site.current_call() for site in sites]
+        for site in sites:
             site.forget()
+        return calls
 
     def _all(self):
         with self._lock:

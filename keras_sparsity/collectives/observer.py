@@ -1,0 +1,77 @@
+"""What this process is doing, seen from a thread of its own."""
+
+import os
+import sys
+import sysconfig
+import threading
+import time
+
+from keras_sparsity.collectives import verdict
+
+# Computing takes a whole core, an idle Horovod thread up to half of one.
+_BUSY_CORES = 0.6
+
+_NOT_THE_USERS = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    | {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
+)
+
+
+class Observer:
+    """Makes the `Report` of this rank.
+
+    Args:
+        journal: The `Journal` of its calls.
+    """
+
+    def __init__(self, journal):
+        self._journal = journal
+        self._moved_at = time.monotonic()
+        self._cpu = self._cpu_at = 0.0
+        self._is_busy = False
+
+    def look(self):
+        """Returns a `Report`; its time runs from the last call that moved."""
+        now = time.monotonic()
+        self._look_at_cpu(now)
+        if self._journal.has_moved():
+            self._moved_at = now
+        report = verdict.Report(
+            stalled_seconds=now - self._moved_at,
+            busy=self._is_busy,
+            place=_place(),
+        )
+        open_sites = self._journal.open_sites()
+        if open_sites and self._moved_at != now:
+            report.status = "blocked"
+            report.open_calls = tuple(s.current_call() for s in open_sites)
+            report.upcoming = tuple(self._journal.upcoming(open_sites))
+        return report
+
+    def _look_at_cpu(self, now):
+        seconds = now - self._cpu_at
+        if seconds < 0.4:
+            return
+        cpu = time.process_time()
+        self._is_busy = cpu - self._cpu > _BUSY_CORES * seconds
+        self._cpu, self._cpu_at = cpu, now
+
+
+def _place():
+    """The line of the user's program the main thread is at."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not (path.startswith(("<", *_NOT_THE_USERS)) or _generated(path)):
+            name = os.path.relpath(path) if _is_near(path) else path
+            return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def _generated(path):
+    return os.path.basename(path).startswith("__autograph_generated")
+
+
+def _is_near(path):
+    return os.path.abspath(path).startswith(os.getcwd() + os.sep)

@@ -1,0 +1,170 @@
+"""Decides from what each rank is doing whether they wait for ever."""
+
+import dataclasses
+
+from keras_sparsity.collectives.journal import Call
+
+# A collective in progress moves its journal many times a second; a slow one
+# is open on all its ranks and therefore never suspected. What is left to wait
+# for is a rank that is between two calls.
+STALL_SECONDS = 3.0
+# Calls of one traced function that do not depend on each other may begin in
+# any order, and computing may lie between them.
+REORDER_SECONDS = 20.0
+
+
+@dataclasses.dataclass
+class Report:
+    """What one rank says of itself.
+
+    Attributes:
+        status: "working" (in no collective), "blocked" (in one or more),
+            "ended" (its program has ended) or "gone".
+        open_calls: The calls it is in.
+        upcoming: Calls that may yet begin while those are open.
+        stalled_seconds: Time since a call began or ended.
+        busy: Whether it computes meanwhile.
+        place: The line of the user's program it is at.
+        note: What else is known.
+    """
+
+    status: str = "working"
+    open_calls: tuple = ()
+    upcoming: tuple = ()
+    stalled_seconds: float = 0.0
+    busy: bool = False
+    place: str = ""
+    note: str = ""
+
+    def to_json(self):
+        fields = dataclasses.asdict(self)
+        fields["open_calls"] = [call.to_list() for call in self.open_calls]
+        fields["upcoming"] = [call.to_list() for call in self.upcoming]
+        return fields
+
+    @classmethod
+    def from_json(cls, fields):
+        fields["open_calls"] = tuple(map(Call.from_list, fields["open_calls"]))
+        fields["upcoming"] = tuple(map(Call.from_list, fields["upcoming"]))
+        return cls(**fields)
+
+    def __str__(self):
+        calls = ", ".join(map(str, self.open_calls))
+        text = {
+            "working": "in no collective",
+            "blocked": f"waiting {self.stalled_seconds:.0f} s in {calls}",
+            "ended": "its program has ended",
+            "gone": "gone",
+        }[self.status]
+        if self.place and self.status in ("working", "blocked"):
+            text += f" ({self.place})"
+        return f"{text}; {self.note}" if self.note else text
+
+
+def find_deadlock(reports, timeout_seconds):
+    """What is wrong between the ranks, or None.
+
+    Args:
+        reports: The `Report` of each rank.
+        timeout_seconds: How long a rank may be waited for that may still
+            come.
+    """
+    waiting = [r for r in reports.values() if _is_stalled(r, STALL_SECONDS)]
+    if not waiting:
+        return None
+    left = [rank for rank, r in reports.items() if r.status == "ended"]
+    if any(set(_members(call, reports)) & set(left) for call in _open(waiting)):
+        return f"{_ranks(left)} ended while others wait in a collective for it."
+    longest = max(report.stalled_seconds for report in waiting)
+    if longest > timeout_seconds:
+        return (
+            f"a collective has waited for {longest:.0f} s, longer than the "
+            f"timeout of {timeout_seconds:g} s (KERAS_SPARSITY_TIMEOUT)."
+        )
+    if any(r.status == "working" for r in reports.values()):
+        return None
+    if all(_is_stalled(r, STALL_SECONDS) for r in reports.values()):
+        calls = _open(waiting)
+        if not any(_may_end(call, reports, False) for call in calls):
+            patient = any(_may_end(call, reports, True) for call in calls)
+            late = all(_is_stalled(r, REORDER_SECONDS) for r in waiting)
+            busy = any(report.busy for report in waiting)
+            if not patient or (late and not busy):
+                return _difference(calls)
+    return None
+
+
+def find_mismatch(reports):
+    """How the calls of all ranks differ, or None."""
+    calls = _open(reports.values())
+    if not all(r.open_calls for r in reports.values()) or any(
+        _may_end(call, reports, True) for call in calls
+    ):
+        return None
+    return _difference(calls)
+
+
+def describe(what, reports):
+    """The whole message: what happened, and what each rank is doing."""
+    lines = [f"keras_sparsity: {what}", "What each rank is doing:"]
+    lines += [f"  rank {rank}: {reports[rank]}" for rank in sorted(reports)]
+    return "\n".join(lines)
+
+
+def agree(first, second):
+    """Whether two ranks' calls are one collective."""
+    return (
+        dataclasses.replace(first, shape=None)
+        == dataclasses.replace(second, shape=None)
+    ) and _shapes_agree(first.shape, second.shape)
+
+
+def _shapes_agree(first, second):
+    if first is None or second is None or first == second:
+        return True
+    if not (isinstance(first, tuple) and isinstance(second, tuple)):
+        return False
+    return len(first) == len(second) and all(map(_shapes_agree, first, second))
+
+
+def _is_stalled(report, seconds):
+    return report.status == "blocked" and report.stalled_seconds >= seconds
+
+
+def _open(reports):
+    return [call for report in reports for call in report.open_calls]
+
+
+def _members(call, reports):
+    return reports if call.ranks is None else call.ranks
+
+
+def _may_end(call, reports, with_upcoming):
+    return all(
+        any(agree(call, other) for other in reports[rank].open_calls)
+        or with_upcoming
+        and any(agree(call, other) for other in reports[rank].upcoming)
+        for rank in _members(call, reports)
+    )
+
+
+def _difference(calls):
+    if len({call.name for call in calls}) > 1:
+        what = "call different collectives"
+    elif len({call.op for call in calls}) > 1:
+        what = "call different operations"
+    elif len({call.dtype for call in calls}) > 1:
+        what = "call the same collective with different dtypes"
+    else:
+        what = "call the same collective with different shapes"
+    return (
+        f"the ranks {what}, and would wait for each other for ever. All "
+        "ranks must make the same calls; a call made on one rank only (`if "
+        "rank == 0:`) must go."
+    )
+
+
+def _ranks(ranks):
+    if len(ranks) == 1:
+        return f"the program of rank {ranks[0]} has"
+    return f"the programs of ranks {', '.join(map(str, ranks))} have"
