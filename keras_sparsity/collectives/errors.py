@@ -54,7 +54,7 @@ def set_inquiry(inquire):
     _inquire = inquire
 
 
-def explain(error):
+def explain(error, call="a collective"):
     """The error to show to the user for `error`.
 
     An engine only knows that its connection broke or that operations did not
@@ -62,6 +62,7 @@ def explain(error):
 
     Args:
         error: Any exception.
+        call: What was called, for the message.
 
     Returns:
         `CollectiveError`, if a collective failed, else `error` itself.
@@ -76,13 +77,16 @@ def explain(error):
         return CollectiveError(_failure)
     if is_collectives and open_calls:
         calls = ", ".join(map(str, open_calls))
-        return CollectiveError(f"{calls} failed: {error.message}")
+        return CollectiveError(f"{call} failed in {calls}: {error.message}")
     return error
 
 
 @contextlib.contextmanager
-def explained():
+def explained(call="a collective"):
     """Raises what `explain` makes of an error raised inside.
+
+    Args:
+        call: What is called inside, for the message.
 
     Raises:
         CollectiveError: In place of TensorFlow's error of a collective.
@@ -90,7 +94,7 @@ def explained():
     try:
         yield
     except tf.errors.OpError as error:
-        explanation = explain(error)
+        explanation = explain(error, call)
         if explanation is error:
             raise
         raise explanation from None
