@@ -5,13 +5,14 @@
 """
 
 from keras_sparsity.collectives.base import Collectives
-from keras_sparsity.collectives.engine import Route, Topology
+from keras_sparsity.collectives.engine import Route
 from keras_sparsity.collectives.errors import (
     CollectiveError,
     explained,
     failure,
 )
 from keras_sparsity.collectives.startup import current, start
+from keras_sparsity.collectives.topology import Topology
 
 __all__ = [
     "CollectiveError",

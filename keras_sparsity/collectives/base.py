@@ -32,6 +32,7 @@ class Collectives:
 
     Args:
         engine: The `Engine` of the group.
+        place: The `Topology` of this process in the group.
         label: The group's name.
         ranks: The group's members in the whole, None for all.
         journal: Where calls are noted, see `journal.Journal`.
@@ -39,7 +40,13 @@ class Collectives:
     """
 
     def __init__(
-        self, engine, label="all", ranks=None, journal=None, groups=None
+        self,
+        engine,
+        place,
+        label="all",
+        ranks=None,
+        journal=None,
+        groups=None,
     ):
         self._engine = engine
         self._prefix = "" if label == "all" else f"{label}/"
@@ -48,13 +55,13 @@ class Collectives:
         self._groups = groups or {}
         self._names = Names()
         self.engine = engine.name
-        self.topology = engine.topology
-        self.rank = engine.topology.rank
-        self.size = engine.topology.size
-        self.local_rank = engine.topology.local_rank
-        self.local_size = engine.topology.local_size
-        self.cross_rank = engine.topology.cross_rank
-        self.cross_size = engine.topology.cross_size
+        self.topology = place
+        self.rank = place.rank
+        self.size = place.size
+        self.local_rank = place.local_rank
+        self.local_size = place.local_size
+        self.cross_rank = place.cross_rank
+        self.cross_size = place.cross_size
 
     def group(self, name):
         """The same operations among a part of the processes.

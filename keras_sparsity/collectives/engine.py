@@ -6,22 +6,6 @@ import dataclasses
 import tensorflow as tf
 
 
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """Where a process stands among all others, in Horovod's words.
-
-    `rank` of `size` processes; `local_rank` of the `local_size` ones on its
-    machine; `cross_rank` of the `cross_size` ones with its local rank.
-    """
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    cross_rank: int = 0
-    cross_size: int = 1
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Route:
     """The way an all_to_all went, so that other tensors need not ask again.
@@ -51,11 +35,12 @@ class Engine(abc.ABC):
 
     Attributes:
         name: The engine's name, as `start` takes it.
-        topology: Where this process stands, relative to the group.
+        rank, size: This process in the group.
     """
 
     name: str
-    topology: Topology
+    rank: int
+    size: int
 
     @abc.abstractmethod
     def reduce_wire(self, dtype):

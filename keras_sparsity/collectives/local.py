@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity.collectives.engine import Engine, Route, Topology
+from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.wire import Wire
 
 
@@ -10,13 +10,14 @@ class LocalEngine(Engine):
     """One process, which holds everything already.
 
     Args:
-        topology: Where the process stands in its group, which it is alone in.
-        name: The engine of the whole that the group is a part of.
+        name: The engine of the run, in which the process is a group alone.
     """
 
-    def __init__(self, topology=None, name="local"):
+    rank = 0
+    size = 1
+
+    def __init__(self, name="local"):
         self.name = name
-        self.topology = topology or Topology()
 
     def reduce_wire(self, dtype):
         return Wire(dtype, dtype)

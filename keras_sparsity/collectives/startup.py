@@ -1,11 +1,18 @@
 """Brings the engine of this process up, once."""
 
 import functools
+import importlib
 import json
 import os
+import random
 
-from keras_sparsity.collectives.base import Collectives
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity.collectives import journal, topology, watch
+from keras_sparsity.collectives.base import GROUPS, Collectives
 from keras_sparsity.collectives.local import LocalEngine
+from keras_sparsity.collectives.topology import Topology
 
 ENGINES = ("local", "native", "horovod")
 
@@ -54,7 +61,11 @@ def start(engine=None):
                 "engine only, first thing in the program."
             )
         return _started
-    _started = _BRING_UP[engine or _found_engine()]()
+    engine = engine or _found_engine()
+    if engine == "local":
+        _started = _single_process()
+    else:
+        _started = _bring_up(engine)
     return _started
 
 
@@ -69,22 +80,67 @@ def _found_engine():
 @functools.cache
 def _single_process():
     engine = LocalEngine()
-    alone = {
-        label: Collectives(engine, label) for label in ("machine", "across")
-    }
-    return Collectives(engine, groups=alone)
+    alone = {label: Collectives(engine, Topology(), label) for label in GROUPS}
+    return Collectives(engine, Topology(), groups=alone)
 
 
-def _native():
-    raise NotImplementedError("The native engine is not written yet.")
+def _bring_up(name):
+    module = importlib.import_module(f"keras_sparsity.collectives.{name}")
+    engine, machine = module.bring_up()
+    notes = journal.current()
+    first = Collectives(
+        engine, Topology(engine.rank, engine.size), journal=notes
+    )
+    machines = first.gather_objects(machine, "start/machines")
+    collectives = Collectives(
+        engine,
+        _place(engine, machines),
+        journal=notes,
+        groups=_groups(engine, machines, notes),
+    )
+    watch.start(collectives, engine.abort, engine.close)
+    _agree_seeds(collectives)
+    return collectives
 
 
-def _horovod():
-    raise NotImplementedError("The horovod engine is not written yet.")
+def _place(engine, machines):
+    place = topology.topology_of(engine.rank, machines)
+    given = topology.override(engine.rank, engine.size)
+    if given is not None and given != place:
+        raise ValueError(
+            f"{topology.OVERRIDE} says {given} on rank {engine.rank}, but the "
+            f"machines of all ranks, {machines}, make it {place}. Number the "
+            "ranks machine by machine, with as many on each."
+        )
+    return place
 
 
-_BRING_UP = {
-    "local": _single_process,
-    "native": _native,
-    "horovod": _horovod,
-}
+def _groups(engine, machines, notes):
+    """dict of the `Collectives` of the groups that this process is in."""
+    found = {}
+    for label, groups in topology.groups(machines).items():
+        ranks = next(ranks for ranks in groups if engine.rank in ranks)
+        part = engine if len(groups) == 1 else engine.split(groups, label)
+        rank, size = ranks.index(engine.rank), len(ranks)
+        within = (
+            (rank, size, 0, 1) if label == "machine" else (0, 1, rank, size)
+        )
+        place = Topology(rank, size, *within)
+        found[label] = Collectives(part, place, label, tuple(ranks), notes)
+    return found
+
+
+def _agree_seeds(collectives):
+    """Gives all ranks one random stream, where the user has set none.
+
+    The ranks run the same program: a shuffle without a seed must come to the
+    same order on each.
+    """
+    seed = random.SystemRandom().randrange(2**31)
+    seed = collectives.gather_objects(seed, "start/seed")[0]
+    # The default that TensorFlow puts in place of a global seed not set.
+    unset = 87654321
+    if tf.compat.v1.get_seed(0)[0] == unset:
+        random.seed(seed)
+        np.random.seed(seed)
+        tf.random.set_seed(seed)

@@ -1,0 +1,287 @@
+"""The engine on TensorFlow's own collectives: nothing to install.
+
+These operations know even sizes only, and one shape per instance key. Uneven
+exchanges are padded to a capacity that all ranks compute from the same
+counts, and the capacity is part of the key.
+"""
+
+import hashlib
+import json
+import os
+
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity import compat
+from keras_sparsity.collectives import topology
+from keras_sparsity.collectives.engine import Engine, Route
+from keras_sparsity.collectives.local import LocalEngine
+from keras_sparsity.collectives.wire import Wires
+
+_CARRIED = "float16 float32 float64 int32 int64".split()
+# The operations that only move tensors copy bytes: 16 bits are 16 bits.
+_MOVE_BITCASTS = {
+    "bfloat16": "float16",
+    "int16": "float16",
+    "uint16": "float16",
+    "uint32": "int32",
+    "uint64": "int64",
+    "complex64": "int64",
+}
+_MOVE_CASTS = {"bool": "int32", "int8": "int32", "uint8": "int32"}
+_REDUCE_CASTS = {
+    "bool": "int32",
+    "int8": "int32",
+    "uint8": "int32",
+    "int16": "int32",
+    "uint16": "int32",
+    "uint32": "int64",
+}
+_MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
+
+_KEYS = 2**31
+# Odd, so that multiplying by it permutes the keys (Knuth's multiplier).
+_SPREAD = 2654435761 % _KEYS
+
+# Capacities in elements: 8 to an octave, so at most 12.5 % is padding to the
+# next one. A new capacity costs 0.2 ms once (2 processes, loopback). Whole
+# numbers, for all machines must come to the same ones.
+_CAPACITIES = np.array(
+    [step << octave for octave in range(38) for step in range(8, 16)], np.int64
+)
+
+
+def bring_up():
+    """Starts TensorFlow's collective runtime from TF_CONFIG.
+
+    Returns:
+        `(engine of all processes, name of this process's machine)`.
+    """
+    hosts, rank = _read_cluster(json.loads(os.environ["TF_CONFIG"]))
+    place = topology.override(rank, len(hosts))
+    machine = hosts[rank] if place is None else place.cross_rank
+    place = place or topology.topology_of(rank, hosts)
+    topology.pin_gpu(place.local_rank, place.local_size)
+    try:
+        # The public way to start the runtime; it lives on by itself.
+        tf.distribute.MultiWorkerMirroredStrategy()
+    except RuntimeError as error:
+        if "program startup" not in str(error):
+            raise
+        raise RuntimeError(
+            "The native engine must start before TensorFlow runs its first "
+            "operation, and one has run already: a tensor, a dataset, a "
+            "model or an optimizer was made. Start the script with "
+            "`keras-sparsity run`, which does it before the first line, or "
+            "move the construction of the strategy to the top of the script."
+        ) from error
+    return NativeEngine(rank, len(hosts), "all", 0), machine
+
+
+def _read_cluster(config):
+    """`(host of each rank, own rank)`, in MultiWorkerMirroredStrategy's order:
+    the chief first."""
+    cluster, task = config["cluster"], config["task"]
+    tasks = [
+        (kind, index, address)
+        for kind in ("chief", "worker")
+        for index, address in enumerate(cluster.get(kind, ()))
+    ]
+    hosts = [address.rsplit(":", 1)[0] for _, _, address in tasks]
+    for rank, (kind, index, _) in enumerate(tasks):
+        if (kind, index) == (task["type"], int(task["index"])):
+            return hosts, rank
+    raise ValueError(
+        f"TF_CONFIG names this process {task['type']} {task['index']}, which "
+        f"its cluster does not list. Its training processes are "
+        f"{[f'{kind} {index}' for kind, index, _ in tasks]}."
+    )
+
+
+class NativeEngine(Engine):
+    """TensorFlow's collectives among the processes of one group.
+
+    Args:
+        rank, size: This process in the group.
+        label: The group's name.
+        number: Which of the groups of that name it is.
+    """
+
+    name = "native"
+    reduce_wire = Wires([*_CARRIED, "bfloat16"], _REDUCE_CASTS)
+    move_wire = Wires(_CARRIED, _MOVE_CASTS, _MOVE_BITCASTS)
+
+    def __init__(self, rank, size, label, number):
+        self.rank = rank
+        self.size = size
+        self._group_key = (_hash(f"group {label}") + number) % _KEYS
+        self._names = {}
+        self._tokens = {}
+        # TensorFlow orders the members by the name of their task.
+        order = self._gather(tf.constant([rank]), "order").numpy()
+        self._slots = None if (np.diff(order) > 0).all() else np.argsort(order)
+        self._order = order
+
+    def all_reduce(self, flat, op, name):
+        return tf.raw_ops.CollectiveReduceV2(
+            input=flat,
+            merge_op=_MERGE_OPS[op],
+            final_op="Id",
+            **self._instance(name, _length(flat)),
+        )
+
+    def all_to_all(self, rows, splits, name):
+        counts = self._gather(splits, f"{name}/counts")
+        counts = self._by_rank(tf.reshape(counts, [self.size, self.size]))
+        route = Route(splits, counts[:, self.rank], tf.reduce_max(counts))
+        return self.all_to_all_along(rows, route, name), route
+
+    def all_to_all_along(self, rows, route, name):
+        width = _width(rows)
+        capacity = _capacity(route.largest, width)
+        parts = _parts(tf.reshape(rows, [-1]), route.splits, width, self.size)
+        message = tf.reshape(_padded(parts, capacity), [self.size, capacity])
+        arrived = tf.raw_ops.CollectiveAllToAllV2(
+            input=self._by_slot(message), **self._instance(name, capacity)
+        )
+        arrived = self._by_rank(arrived)
+        return self._unpadded(arrived, route.received_splits, width, rows)
+
+    def all_gather(self, rows, name):
+        width = _width(rows)
+        counts = self._gather(tf.shape(rows)[:1], f"{name}/counts")
+        counts = tf.ensure_shape(self._by_rank(counts), [self.size])
+        capacity = _capacity(tf.reduce_max(counts), width)
+        message = _padded([tf.reshape(rows, [-1])], capacity)
+        arrived = self._gather(message, name, capacity)
+        arrived = tf.reshape(arrived, [self.size, capacity])
+        arrived = self._by_rank(arrived)
+        return self._unpadded(arrived, counts, width, rows), counts
+
+    def broadcast(self, flat, root, name):
+        instance = self._instance(name, _length(flat))
+        instance.pop("ordering_token")
+        if self.rank == root:
+            return tf.raw_ops.CollectiveBcastSendV2(input=flat, **instance)
+        return tf.raw_ops.CollectiveBcastRecvV2(
+            T=flat.dtype, shape=tf.shape(flat), **instance
+        )
+
+    def split(self, groups, label):
+        number = [self.rank in ranks for ranks in groups].index(True)
+        ranks = groups[number]
+        if len(ranks) == 1:
+            return LocalEngine(self.name)
+        return NativeEngine(ranks.index(self.rank), len(ranks), label, number)
+
+    def abort(self, message):
+        compat.abort_collectives(message)
+
+    def close(self):
+        pass
+
+    def _gather(self, flat, name, length=None):
+        length = _length(flat) if length is None else length
+        return tf.raw_ops.CollectiveGatherV2(
+            input=flat, **self._instance(name, length)
+        )
+
+    def _unpadded(self, arrived, counts, width, rows):
+        """The rows in `arrived` `(size, capacity)`, `counts[r]` from rank r."""
+        lengths = tf.cast(counts, tf.int64) * width
+        parts = [arrived[r, : lengths[r]] for r in range(self.size)]
+        shape = tf.concat([[tf.reduce_sum(counts)], tf.shape(rows)[1:]], 0)
+        return tf.reshape(tf.concat(parts, 0), shape)
+
+    def _by_rank(self, slots):
+        return slots if self._slots is None else tf.gather(slots, self._slots)
+
+    def _by_slot(self, ranks):
+        return ranks if self._slots is None else tf.gather(ranks, self._order)
+
+    def _instance(self, name, length):
+        """What tells one collective from another, as arguments."""
+        key = (_length_key(length) + self._name_key(name)) % _KEYS
+        return {
+            "group_size": self.size,
+            "group_key": self._group_key,
+            "instance_key": tf.cast(key, tf.int32),
+            "ordering_token": self._token(name),
+        }
+
+    def _name_key(self, name):
+        """A number for `name`, the same on all ranks.
+
+        Names of different lengths that come to one key by chance are found
+        by TensorFlow, which compares the lengths. Of one length they could be
+        taken for each other, so that is an error here.
+        """
+        key = _hash(name)
+        known = self._names.setdefault(key, name)
+        if known != name:
+            raise ValueError(
+                f"The collectives {known!r} and {name!r} come to the same "
+                f"key, {key}. Give the layer or table another name."
+            )
+        return key
+
+    def _token(self, name):
+        """A resource of this name's own, to order its uses in a function.
+
+        Without one, TensorFlow runs all collectives of a function one after
+        the other.
+        """
+        if tf.executing_eagerly():
+            return []
+        if name not in self._tokens:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._tokens[name] = tf.raw_ops.VarHandleOp(
+                    dtype=tf.int32,
+                    shape=[],
+                    shared_name=f"keras_sparsity/{self._group_key}/{name}",
+                )
+        return [self._tokens[name]]
+
+
+def _hash(text):
+    digest = hashlib.blake2b(text.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % _KEYS
+
+
+def _length(flat):
+    """The length of a flat tensor: a number where it is known."""
+    length = flat.shape[0]
+    return tf.size(flat, tf.int64) if length is None else length
+
+
+def _length_key(length):
+    return length % _KEYS * _SPREAD % _KEYS
+
+
+def _width(rows):
+    """The number of elements of a row: a number where it is known."""
+    width = rows.shape[1:].num_elements()
+    if width is None:
+        return tf.reduce_prod(tf.shape(rows, tf.int64)[1:])
+    return width
+
+
+def _capacity(largest, width):
+    """The length to which parts of up to `largest` rows are padded."""
+    largest = tf.cast(largest, tf.int64) * width
+    bucket = tf.searchsorted(_CAPACITIES, [largest])[0]
+    return tf.gather(_CAPACITIES, bucket)
+
+
+def _parts(flat, counts, width, size):
+    lengths = tf.cast(counts, tf.int64) * width
+    return tf.split(flat, lengths, num=size)
+
+
+def _padded(parts, capacity):
+    """The flat parts one after the other, each padded to `capacity`."""
+    padding = tf.zeros([capacity], parts[0].dtype)
+    pieces = []
+    for part in parts:
+        pieces += [part, padding[tf.size(part, tf.int64) :]]
+    return tf.concat(pieces, 0)
