@@ -4,4 +4,28 @@ from keras_sparsity._requirements import check_requirements
 
 check_requirements()
 
+from keras_sparsity import (  # noqa: E402
+    callbacks,
+    collectives,
+    data,
+    layers,
+    losses,
+)
 from keras_sparsity._version import __version__ as __version__  # noqa: E402
+from keras_sparsity.optimizer import HybridOptimizer  # noqa: E402
+from keras_sparsity.saving import export, shard_embeddings  # noqa: E402
+from keras_sparsity.strategy import HybridStrategy  # noqa: E402
+from keras_sparsity.tables.sharded_table import ShardedTable  # noqa: E402
+
+__all__ = [
+    "HybridOptimizer",
+    "HybridStrategy",
+    "ShardedTable",
+    "callbacks",
+    "collectives",
+    "data",
+    "export",
+    "layers",
+    "losses",
+    "shard_embeddings",
+]

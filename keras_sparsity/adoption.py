@@ -1,0 +1,358 @@
+"""Makes a compiled Keras model train over all processes.
+
+`strategy.scope()` replaces `Model.compile` for as long as it is entered; what
+is compiled meanwhile is *adopted*: its optimizer and losses are wrapped, its
+tables spread, and the methods through which Keras trains, evaluates, predicts
+and saves are bound, on this model alone, to versions that involve all ranks.
+"""
+
+import contextlib
+import functools
+import inspect
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity import collectives, compat, data, losses, metrics, saving
+from keras_sparsity.callbacks import rank_zero
+from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.tables.sharded_table import TableVariable
+
+# Set on an adopted model; holds its `Adoption`.
+_ADOPTION = "_keras_sparsity_adoption"
+_EVERY_RANK = (
+    "Every rank must make the same calls; `ks.export(model)` gives a model "
+    "that one rank can use by itself."
+)
+
+
+@contextlib.contextmanager
+def compile_adopts(strategy):
+    """While entered, `Model.compile` adopts the model it compiles."""
+    owner = next(c for c in keras.Model.__mro__ if "compile" in vars(c))
+    original = owner.compile
+
+    @functools.wraps(original)
+    def compile(model, *args, **kwargs):
+        arguments = _bound_arguments(original, (model, *args), kwargs)
+        del arguments["self"]
+        optimizer = arguments.get("optimizer", "rmsprop")
+        if optimizer is not None:
+            arguments["optimizer"] = wrap(optimizer, strategy.sparse_updates)
+        arguments["loss"] = losses.globalize(
+            arguments.get("loss"), strategy.collectives
+        )
+        adopt(model, strategy)
+        original(model, **arguments)
+        _nest_loss_scaling(model)
+
+    owner.compile = compile
+    try:
+        yield
+    finally:
+        owner.compile = original
+
+
+def wrap(optimizer, sparse_updates):
+    """The optimizer as a `HybridOptimizer`."""
+    optimizer = keras.optimizers.get(optimizer)
+    if isinstance(optimizer, HybridOptimizer):
+        return optimizer
+    return HybridOptimizer(optimizer, sparse_updates=sparse_updates)
+
+
+def _nest_loss_scaling(model):
+    """Puts the loss scaling that `compile` added inside the wrapper.
+
+    Outside of it each rank would look for overflow in its own gradients only:
+    one rank would skip the step while the others wait for it.
+    """
+    outer = getattr(model, "optimizer", None)
+    if not isinstance(outer, keras.optimizers.LossScaleOptimizer):
+        return
+    hybrid = outer.inner_optimizer
+    if isinstance(hybrid, HybridOptimizer):
+        outer.inner_optimizer = hybrid.inner_optimizer
+        model.optimizer = HybridOptimizer(
+            outer, sparse_updates=hybrid.sparse_updates
+        )
+
+
+def adopt(model, strategy):
+    """Binds a model's methods to versions that involve all ranks."""
+    compat.set_distribute_strategy(model, strategy)
+    for table in saving.tables_of(model):
+        table.shard(strategy.collectives)
+    if getattr(model, _ADOPTION, None) is None:
+        object.__setattr__(model, _ADOPTION, Adoption(model))
+
+
+def is_adopted(model):
+    return getattr(model, _ADOPTION, None) is not None
+
+
+class Adoption:
+    """The bound methods of one adopted model."""
+
+    def __init__(self, model):
+        self._model = model
+        self._stock = {}
+        self._is_in_step = False
+        self._synchronised = None
+        self._folded = set()
+        for name in (
+            "fit",
+            "evaluate",
+            "predict",
+            "train_on_batch",
+            "test_on_batch",
+            "predict_on_batch",
+            "train_step",
+            "test_step",
+            "predict_step",
+            "get_metrics_result",
+            "make_train_function",
+            "make_test_function",
+            "make_predict_function",
+            "save",
+            "save_weights",
+        ):
+            self._bind(name)
+
+    @property
+    def _collectives(self):
+        return self._model.distribute_strategy.collectives
+
+    def _bind(self, name):
+        stock = getattr(self._model, name)
+        self._stock[name] = stock
+        method = getattr(self, name)
+
+        @functools.wraps(stock)
+        def bound(*args, **kwargs):
+            return method(*args, **kwargs)
+
+        # Not through Keras's attribute tracking: these are not state.
+        object.__setattr__(self._model, name, bound)
+
+    def _check_call(self, what):
+        """Raises where ranks call different methods, or with a wrong model."""
+        self._check_optimizer()
+        self._collectives.check_equal(
+            what,
+            "The method of the model that is called",
+            _EVERY_RANK,
+        )
+
+    def _check_optimizer(self):
+        optimizer = getattr(self._model, "optimizer", None)
+        if optimizer is not None and not isinstance(optimizer, HybridOptimizer):
+            raise ValueError(
+                f"The model '{self._model.name}' trains over "
+                f"{self._collectives.size} processes, but its optimizer is "
+                f"not wrapped, so its gradients would not be aggregated. "
+                f"Received: {optimizer}. Write "
+                "`with strategy.scope(): model.compile(...)`, or "
+                "`model.optimizer = ks.HybridOptimizer(optimizer)`."
+            )
+
+    # Whole runs.
+
+    def fit(self, *args, **kwargs):
+        self._check_call("fit")
+        arguments = _bound_arguments(self._stock["fit"], args, kwargs)
+        return self._run("fit", arguments)
+
+    def evaluate(self, *args, **kwargs):
+        if not kwargs.get("_use_cached_eval_dataset"):
+            self._check_call("evaluate")
+        arguments = _bound_arguments(
+            self._stock["evaluate"], args, kwargs
+        )
+        return self._run("evaluate", arguments)
+
+    def predict(self, *args, **kwargs):
+        self._check_call("predict")
+        arguments = _bound_arguments(self._stock["predict"], args, kwargs)
+        return self._run("predict", arguments)
+
+    def _run(self, name, arguments):
+        rank = self._collectives.rank
+        if rank != 0:
+            arguments["verbose"] = 0
+        arguments["callbacks"] = rank_zero.on_rank(
+            arguments.get("callbacks"), rank
+        )
+        with collectives.explained(f"model.{name}"):
+            return self._stock[name](**arguments)
+
+    # Single batches: global ones, too.
+
+    def train_on_batch(self, *args, **kwargs):
+        return self._on_batch("train_on_batch", args, kwargs)
+
+    def test_on_batch(self, *args, **kwargs):
+        return self._on_batch("test_on_batch", args, kwargs)
+
+    def predict_on_batch(self, *args, **kwargs):
+        return self._on_batch("predict_on_batch", args, kwargs)
+
+    def _on_batch(self, name, args, kwargs):
+        self._check_optimizer()
+        arguments = _bound_arguments(self._stock[name], args, kwargs)
+        communicator = self._collectives
+        for key in ("x", "y", "sample_weight"):
+            if arguments.get(key) is not None:
+                arguments[key] = data.split_batch(
+                    arguments[key], communicator.rank, communicator.size
+                )
+        with collectives.explained(f"model.{name}"):
+            return self._stock[name](**arguments)
+
+    # Steps.
+
+    def train_step(self, batch):
+        self._check_optimizer()
+        return self._logs_of("train_step", batch)
+
+    def test_step(self, batch):
+        return self._logs_of("test_step", batch)
+
+    def _logs_of(self, name, batch):
+        self._is_in_step = True
+        try:
+            logs = self._stock[name](batch)
+        finally:
+            self._is_in_step = False
+        results = self._global_results()
+        if not isinstance(logs, dict):
+            return logs
+        # What is no metric's result, a step of the user's own computes.
+        others = [key for key in logs if key not in results]
+        means = self._collectives.all_reduce(
+            [tf.cast(logs[key], tf.float32) for key in others],
+            op="mean",
+            name="model/logs",
+        )
+        logs = {**logs, **dict(zip(others, means))}
+        return {key: results.get(key, value) for key, value in logs.items()}
+
+    def get_metrics_result(self):
+        if self._is_in_step:  # `_logs_of` aggregates once for the whole step
+            return self._stock["get_metrics_result"]()
+        return self._global_results()
+
+    def _global_results(self):
+        return metrics.global_results(
+            self._model.metrics,
+            self._collectives,
+            self._stock["get_metrics_result"],
+        )
+
+    def predict_step(self, batch):
+        outputs = self._stock["predict_step"](batch)
+        if self._collectives.size == 1:
+            return outputs
+        return tf.nest.map_structure(
+            lambda part: _whole_batch(part, self._collectives), outputs
+        )
+
+    # What comes before the first step.
+
+    def make_train_function(self, *args, **kwargs):
+        self._synchronise()
+        return self._stock["make_train_function"](*args, **kwargs)
+
+    def make_test_function(self, *args, **kwargs):
+        self._synchronise()
+        return self._stock["make_test_function"](*args, **kwargs)
+
+    def make_predict_function(self, *args, **kwargs):
+        self._synchronise()
+        return self._stock["make_predict_function"](*args, **kwargs)
+
+    def _synchronise(self):
+        """Gives every rank rank 0's dense variables, once for each variable.
+
+        Random layers then draw differently on each rank.
+        """
+        communicator = self._collectives
+        variables = [
+            v
+            for v in self._model.variables
+            if not (isinstance(v, TableVariable) and v.table.is_sharded)
+        ]
+        optimizer = getattr(self._model, "optimizer", None)
+        identity = tuple(id(v) for v in variables)
+        if communicator.size == 1 or identity == self._synchronised:
+            return
+        communicator.check_equal(
+            [(v.path, tuple(v.shape), v.dtype) for v in variables]
+            + [str(type(optimizer and optimizer.inner_optimizer))],
+            "The model's variables and optimizer",
+            "Build the same model on every rank.",
+        )
+        folded = [v for v in variables if _is_random_state(v)]
+        synchronised = [v for v in variables if id(v) not in self._folded]
+        values = communicator.broadcast(
+            [tf.convert_to_tensor(v.value) for v in synchronised],
+            name="model/variables",
+        )
+        for variable, value in zip(synchronised, values):
+            variable.assign(value)
+        for variable in folded:
+            if id(variable) not in self._folded:
+                self._folded.add(id(variable))
+                _fold_rank(variable, communicator.rank)
+        self._synchronised = identity
+
+    # Saving.
+
+    def save(self, *args, **kwargs):
+        self._save("save", args, kwargs)
+
+    def save_weights(self, *args, **kwargs):
+        self._save("save_weights", args, kwargs)
+
+    def _save(self, name, args, kwargs):
+        self._collectives.check_equal(
+            name, "The method of the model that is called", _EVERY_RANK
+        )
+        with saving.on_rank_zero(self._model) as is_writer:
+            if is_writer:
+                self._stock[name](*args, **kwargs)
+
+
+def _bound_arguments(function, args, kwargs):
+    """Arguments of a call by name, those given only."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    arguments = dict(bound.arguments)
+    arguments.update(arguments.pop("kwargs", {}))
+    return arguments
+
+
+def _whole_batch(part, communicator):
+    """All ranks' parts of a batch of predictions, in order."""
+    if isinstance(part, tf.RaggedTensor):
+        return tf.RaggedTensor.from_row_lengths(
+            _whole_batch(part.values, communicator),
+            _whole_batch(part.row_lengths(), communicator),
+        )
+    part = tf.convert_to_tensor(part)
+    if part.shape.rank == 0:
+        part = part[tf.newaxis]
+    return communicator.all_gather(part, name="model/predict")
+
+
+def _is_random_state(variable):
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
+    return variable.name == "seed_generator_state"
+
+
+def _fold_rank(state, rank):
+    """Gives each rank a random stream of its own, derived from the first."""
+    seed, counter = keras.ops.convert_to_numpy(state)
+    mixed = np.random.SeedSequence([int(seed), rank]).generate_state(1)[0]
+    if rank:
+        state.assign(np.array([mixed, counter], dtype="uint32"))

@@ -1,0 +1,54 @@
+"""Which of Keras's own callbacks run on which rank."""
+
+import keras
+
+# They only write files for a person to look at: one copy is enough. Their
+# contents are the same on all ranks, because logs are.
+_WRITE_ONCE = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+def on_rank(callbacks, rank):
+    """The callbacks that a rank runs.
+
+    Those that decide something (`EarlyStopping`, `ReduceLROnPlateau`,
+    `TerminateOnNaN`) run on every rank and decide alike, because logs are
+    global. `ModelCheckpoint` runs on every rank, because saving involves all
+    of them, and rank 0 writes. Those that only report run on rank 0. A user's
+    own callbacks run on every rank.
+
+    Args:
+        callbacks: what `fit` was given: None, a callback, a list, or Keras's
+            `CallbackList`.
+        rank: this process's rank.
+
+    Returns:
+        The same for rank 0; for others, without those that report.
+
+    Raises:
+        ValueError: if one of them cannot work on several processes.
+    """
+    if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    if not isinstance(callbacks, (list, tuple)):
+        callbacks = [callbacks]
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ValueError(
+                "BackupAndRestore moves and deletes its files on every "
+                "process at once, which loses them on several processes. Use "
+                "`keras.callbacks.ModelCheckpoint`."
+            )
+        histograms = getattr(callback, "histogram_freq", 0)
+        if isinstance(callback, keras.callbacks.TensorBoard) and histograms:
+            raise ValueError(
+                "TensorBoard(histogram_freq=...) reads all weights on one "
+                "process, which has only a part of each sharded table. "
+                f"Received: histogram_freq={histograms}. Use 0."
+            )
+    if rank == 0:
+        return list(callbacks)
+    return [c for c in callbacks if not isinstance(c, _WRITE_ONCE)]

@@ -1,0 +1,5 @@
+"""Keras layers over sharded tables."""
+
+from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
+
+__all__ = ["ShardedEmbedding"]

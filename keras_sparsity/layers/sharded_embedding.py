@@ -1,0 +1,154 @@
+"""`keras.layers.Embedding` over a sharded table."""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity.tables.sharded_table import ShardedTable
+
+
+@keras.saving.register_keras_serializable(package="keras_sparsity")
+class ShardedEmbedding(keras.layers.Embedding):
+    """`keras.layers.Embedding` whose rows are spread over the processes.
+
+    Takes the place of `keras.layers.Embedding`: the same arguments, the same
+    weights, the same results. With several processes each one stores and
+    updates only its part of the table (see `ks.ShardedTable`). In one process
+    it is an ordinary layer.
+
+    An id outside `[0, input_dim)` is an error, on every rank. (Stock Keras
+    reads the last row for -1.)
+
+    Args:
+        input_dim: number of rows.
+        output_dim: length of a row.
+        embeddings_initializer, embeddings_regularizer, embeddings_constraint,
+        mask_zero, weights: as in `keras.layers.Embedding`. Over several
+            processes, regularizers must add up over rows (L1, L2, L1L2) and
+            constraints act on each row by itself (`axis=1`).
+        num_partitions: number of partitions of the table; by default the
+            number of processes. The result of training does not depend on it.
+        **kwargs: `name`, `dtype`, `trainable`, as for every layer.
+
+    Input shape:
+        Integer tensor `(batch, ...)`.
+
+    Output shape:
+        `(batch, ..., output_dim)`.
+
+    Example:
+
+    >>> import numpy as np
+    >>> layer = ShardedEmbedding(1000, 8)
+    >>> layer(np.array([[4, 20]])).shape
+    TensorShape([1, 2, 8])
+
+    References:
+        EuroSys 3.2 and 4.3.
+    """
+
+    def __init__(
+        self,
+        input_dim,
+        output_dim,
+        embeddings_initializer="uniform",
+        embeddings_regularizer=None,
+        embeddings_constraint=None,
+        mask_zero=False,
+        weights=None,
+        num_partitions=None,
+        **kwargs,
+    ):
+        for name in ("lora_rank", "lora_alpha", "quantization_config"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(
+                    f"`{name}` is not supported by ShardedEmbedding. Use "
+                    "`keras.layers.Embedding` for this layer."
+                )
+        if num_partitions is not None and (
+            isinstance(num_partitions, bool)
+            or not isinstance(num_partitions, int)
+            or num_partitions < 1
+        ):
+            raise ValueError(
+                "`num_partitions` must be a positive integer, or None for the "
+                "number of processes. "
+                f"Received: num_partitions={num_partitions!r}."
+            )
+        super().__init__(
+            input_dim,
+            output_dim,
+            embeddings_initializer=embeddings_initializer,
+            embeddings_regularizer=embeddings_regularizer,
+            embeddings_constraint=embeddings_constraint,
+            mask_zero=mask_zero,
+            **kwargs,
+        )
+        self.num_partitions = num_partitions
+        self.table = None
+        if weights is not None:
+            self.build()
+            if not (isinstance(weights, list) and len(weights) == 1):
+                weights = [weights]
+            self.set_weights(weights)
+
+    def build(self, input_shape=None):
+        if self.built:
+            return
+        self.table = ShardedTable(
+            self.input_dim,
+            self.output_dim,
+            num_partitions=self.num_partitions,
+            initializer=self.embeddings_initializer,
+            regularizer=self.embeddings_regularizer,
+            constraint=self.embeddings_constraint,
+            dtype=self.variable_dtype,
+            trainable=self.trainable,
+            name="embeddings",
+            owner_name=self.name,
+        )
+        self._embeddings = self.table.variable
+        self.built = True
+
+    def call(self, inputs, training=None):
+        if training:
+            self.table.check_under_strategy()
+        if isinstance(inputs, tf.RaggedTensor):
+            return tf.ragged.map_flat_values(self._rows, inputs)
+        if isinstance(inputs, tf.SparseTensor):
+            inputs = tf.sparse.to_dense(inputs)
+        return self._rows(inputs)
+
+    def _rows(self, ids):
+        ids = tf.convert_to_tensor(ids)
+        if ids.dtype not in (tf.int32, tf.int64):
+            ids = tf.cast(ids, tf.int32)
+        return tf.cast(self.table.gather(ids), self.compute_dtype)
+
+    def enable_lora(self, *args, **kwargs):
+        raise ValueError(
+            "LoRA is not supported by ShardedEmbedding. Use "
+            "`keras.layers.Embedding` for this layer."
+        )
+
+    def quantize(self, *args, **kwargs):
+        raise ValueError(
+            "Quantization is not supported by ShardedEmbedding. "
+            "`ks.export(model)` gives a model of stock layers that can be "
+            "quantized."
+        )
+
+    def save_own_variables(self, store):
+        if self.built:
+            store["0"] = self.table.read()
+
+    def load_own_variables(self, store):
+        if not self.built:
+            self.build()
+        self.table.assign(store["0"][...])
+
+    def get_config(self):
+        config = super().get_config()
+        for name in ("lora_rank", "lora_alpha", "quantization_config"):
+            config.pop(name, None)
+        config["num_partitions"] = self.num_partitions
+        return config

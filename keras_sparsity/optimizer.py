@@ -1,0 +1,518 @@
+"""Sends each gradient down its variable's path, then updates."""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity import collectives, row_update
+from keras_sparsity.tables.sharded_table import TableVariable
+
+_MODES = ("exact", "lazy")
+# Set on the wrapper itself after construction; all else is the inner's.
+_OWN = ("built", "name", "_trainable_variables", "_expansion")
+# Not to be found by Keras's saving, which walks `dir()`.
+_HIDDEN = ("inner_optimizer", "_rule")
+# Of the base class's attributes, those that the wrapper needs for itself.
+_KEPT = (
+    "name",
+    "built",
+    "_lock",
+    "_tracker",
+    "_variables",
+    "_trainable_variables",
+    "_trainable_variables_indices",
+)
+
+
+@keras.saving.register_keras_serializable(package="keras_sparsity")
+class HybridOptimizer(keras.optimizers.Optimizer):
+    """Wraps a Keras optimizer for training over several processes.
+
+    Dense gradients are all-reduced, the rows of an ordinary `Embedding` are
+    gathered from all ranks, and the rows of a sharded table stay with their
+    owner, where they arrived already. Clipping comes after that, as on one
+    process, and then the inner optimizer's own rule: on every replica for
+    dense variables, at the owner for rows.
+
+    `strategy.scope()` wraps the optimizer given to `model.compile` by itself;
+    a custom training loop writes `ks.HybridOptimizer(optimizer)`. Attributes
+    of the inner optimizer (`learning_rate`, `beta_1`, ...) are read and set
+    through the wrapper.
+
+    Args:
+        inner_optimizer: any Keras optimizer. With sharded tables, one whose
+            rule treats each row by itself.
+        sparse_updates: `"exact"`, what the stock optimizer computes on the
+            dense gradient. Where rows that were not touched change too
+            (momentum, decay of slots or weights), the owner updates its whole
+            part. `"lazy"`: only touched rows, at a cost in proportion to
+            them. For rules that leave untouched rows alone (SGD, Adagrad) the
+            two are the same, and always cheap. Moving averages (`use_ema`)
+            and `gradient_accumulation_steps` update the whole part.
+
+    Example:
+
+    >>> import keras
+    >>> optimizer = HybridOptimizer(keras.optimizers.Adagrad(0.1))
+    >>> round(float(optimizer.learning_rate), 3)
+    0.1
+
+    References:
+        EuroSys 4.3 (post-aggregation operations); arXiv 3.1 (correctness).
+    """
+
+    def __init__(
+        self, inner_optimizer, sparse_updates="exact", name=None, **kwargs
+    ):
+        inner_optimizer = keras.optimizers.get(inner_optimizer)
+        if isinstance(inner_optimizer, HybridOptimizer):
+            raise ValueError(
+                "`inner_optimizer` is a HybridOptimizer already. Pass the "
+                f"optimizer inside it. Received: {inner_optimizer}."
+            )
+        if sparse_updates not in _MODES:
+            raise ValueError(
+                f"`sparse_updates` must be one of {_MODES}. "
+                f"Received: sparse_updates={sparse_updates!r}."
+            )
+        kwargs.pop("learning_rate", None)
+        if kwargs:
+            raise ValueError(
+                f"HybridOptimizer takes no arguments {sorted(kwargs)}; set "
+                "them on the inner optimizer."
+            )
+        self.__dict__["_inner"] = _Holder(inner_optimizer)
+        super().__init__(learning_rate=0.0, name=name)
+        self.sparse_updates = sparse_updates
+        # For each model variable, the variables that the rule updates.
+        self._expansion = {}
+        # What the base class made for itself is the inner optimizer's.
+        for attribute in set(self.__dict__) & set(self._rule.__dict__):
+            if attribute not in _KEPT:
+                del self.__dict__[attribute]
+        self.__dict__["_is_wrapping"] = True
+
+    @property
+    def inner_optimizer(self):
+        return self.__dict__["_inner"].optimizer
+
+    @property
+    def _rule(self):
+        """The optimizer whose rule updates variables."""
+        inner = self.inner_optimizer
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            return inner.inner_optimizer
+        return inner
+
+    def __dir__(self):
+        return [name for name in super().__dir__() if name not in _HIDDEN]
+
+    def __getattr__(self, name):
+        # Only called for what the wrapper does not have.
+        if name.startswith("__") or "_is_wrapping" not in self.__dict__:
+            raise AttributeError(
+                f"'{type(self).__name__}' object has no attribute '{name}'"
+            )
+        return getattr(self._rule, name)
+
+    def __setattr__(self, name, value):
+        forwards = (
+            "_is_wrapping" in self.__dict__
+            and name not in self.__dict__
+            and name not in _OWN
+            and not hasattr(type(self), name)
+        )
+        if forwards and hasattr(self._rule, name):
+            setattr(self._rule, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def learning_rate(self):
+        return self._rule.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate):
+        self._rule.learning_rate = learning_rate
+
+    @property
+    def iterations(self):
+        return self._rule.iterations
+
+    @property
+    def variables(self):
+        return self.inner_optimizer.variables
+
+    def scale_loss(self, loss):
+        return self.inner_optimizer.scale_loss(loss)
+
+    # Building.
+
+    def build(self, var_list):
+        if self.built:
+            return
+        var_list = list(var_list)
+        self._expansion = {}
+        expanded = []
+        for variable in var_list:
+            pieces = [variable]
+            if isinstance(variable, TableVariable):
+                row_update.check_applies_by_rows(self._rule)
+                if variable.table.is_sharded:
+                    pieces = list(variable.table.partitions)
+            self._expansion[id(variable)] = pieces
+            expanded.extend(pieces)
+        is_whole = all(
+            pieces == [v] for v, pieces in zip(var_list, self._expansion.values())
+        )
+        inner = self.inner_optimizer
+        state = None
+        if inner.built and not is_whole:
+            # Built for whole tables, for example by `load_model`: start anew
+            # on the partitions and hand the state over.
+            state = [keras.ops.convert_to_numpy(v) for v in inner.variables]
+            inner = type(inner).from_config(inner.get_config())
+            self.__dict__["_inner"] = _Holder(inner)
+        for optimizer in (inner, self._rule):
+            optimizer._distribution_strategy = tf.distribute.get_strategy()
+        if not inner.built:
+            self._exclude_pieces_from_weight_decay(var_list)
+            with keras.name_scope(inner.name):
+                inner.build(expanded)
+        self._trainable_variables = var_list
+        self.built = True
+        if state is not None:
+            self._assign_state(state)
+
+    def _exclude_pieces_from_weight_decay(self, var_list):
+        rule = self._rule
+        excluded = getattr(rule, "_exclude_from_weight_decay", None)
+        if not excluded:
+            return
+        for variable in var_list:
+            if rule._var_key(variable) in excluded:
+                excluded.update(
+                    rule._var_key(v) for v in self._expansion[id(variable)]
+                )
+
+    # One step.
+
+    def apply(self, grads, trainable_variables=None):
+        """Aggregates the gradients of all ranks and updates each variable.
+
+        Args:
+            grads: list of this rank's gradients: tensors, `tf.IndexedSlices`
+                or None. Their sum over ranks is applied.
+            trainable_variables: list of variables, as in Keras.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        trainable_variables = list(trainable_variables)
+        if not self.built:
+            self.build(trainable_variables)
+        for variable in trainable_variables:
+            self._check_known(variable)
+        grads, variables = self._filter_empty_gradients(
+            grads, trainable_variables
+        )
+        updates = self._aggregate(grads, variables)
+        inner = self.inner_optimizer
+        if inner is self._rule:
+            self._update(updates)
+        else:
+            self._update_if_finite(inner, updates)
+
+    def _check_known(self, variable):
+        pieces = self._expansion.get(id(variable))
+        is_sharded = (
+            isinstance(variable, TableVariable) and variable.table.is_sharded
+        )
+        if pieces is None:
+            raise ValueError(
+                f"Unknown variable: {variable}. This optimizer was built with "
+                "other variables; make a new one for this model."
+            )
+        if is_sharded and pieces[0] is variable:
+            raise ValueError(
+                f"The table of {variable} was spread over processes after the "
+                "optimizer was built. Compile the model again, with a new "
+                "optimizer."
+            )
+
+    def _aggregate(self, grads, variables):
+        """List of `_Update`, with gradients summed over all ranks."""
+        communicator = collectives.current()
+        updates = []
+        dense = []
+        for gradient, variable in zip(grads, variables):
+            pieces = self._expansion[id(variable)]
+            is_slices = isinstance(gradient, tf.IndexedSlices)
+            if pieces[0] is not variable:
+                if not is_slices:
+                    raise ValueError(
+                        f"The gradient of the sharded table {variable} must "
+                        "be the tf.IndexedSlices that the gradient tape gives."
+                        f" Received: {gradient}."
+                    )
+                slices = variable.table.split_gradient(gradient)
+                updates.extend(
+                    _Update(piece, s, variable, is_spread=True)
+                    for piece, s in zip(pieces, slices)
+                )
+                continue
+            if is_slices and communicator.size > 1:
+                gradient = _gather_slices(communicator, gradient, variable)
+            update = _Update(variable, gradient, variable, is_spread=False)
+            updates.append(update)
+            if not is_slices:
+                dense.append(update)
+        if dense and communicator.size > 1:
+            # One call: fused into few messages.
+            reduced = communicator.all_reduce(
+                [update.gradient for update in dense], name="optimizer/dense"
+            )
+            for update, gradient in zip(dense, reduced):
+                update.gradient = gradient
+        for update in updates:
+            if isinstance(update.gradient, tf.IndexedSlices):
+                update.gradient = self._one_gradient_per_row(update)
+        return updates
+
+    def _one_gradient_per_row(self, update):
+        slices = update.gradient
+        if self._updates_rows_of(update.variable):
+            rows, index = tf.unique(slices.indices)
+            values = tf.math.unsorted_segment_sum(
+                slices.values, index, tf.size(rows)
+            )
+            return tf.IndexedSlices(values, rows, slices.dense_shape)
+        return tf.math.unsorted_segment_sum(
+            slices.values, slices.indices, update.variable.shape[0]
+        )
+
+    def _updates_rows_of(self, variable):
+        rule = self._rule
+        if row_update.leaves_untouched_rows(rule):
+            # A constraint may change rows that were not touched.
+            return self.sparse_updates == "lazy" or variable.constraint is None
+        return (
+            self.sparse_updates == "lazy"
+            and not row_update.needs_whole_part(rule)
+            and row_update.is_by_rows(rule)
+        )
+
+    def _update_if_finite(self, loss_scale_optimizer, updates):
+        """Loss scaling: all ranks update, or all skip."""
+        finite = tf.reduce_all(
+            [tf.reduce_all(tf.math.is_finite(u.values)) for u in updates]
+        )
+        communicator = collectives.current()
+        if communicator.size > 1 and any(u.is_spread for u in updates):
+            (votes,) = communicator.all_reduce(
+                [tf.cast(finite, tf.int32)], op="min", name="optimizer/finite"
+            )
+            finite = votes > 0
+        step = object.__new__(type(loss_scale_optimizer))
+        step.__dict__.update(loss_scale_optimizer.__dict__)
+        step.__dict__["check_finite"] = lambda grads: finite
+        step.__dict__["inner_optimizer"] = _Unscaled(self, updates)
+        step.apply(
+            [u.gradient for u in updates], [u.variable for u in updates]
+        )
+
+    def _update(self, updates):
+        """The inner optimizer's step, rows standing in for variables."""
+        rows = [
+            (u.variable, u.gradient.indices)
+            for u in updates
+            if isinstance(u.gradient, tf.IndexedSlices)
+        ]
+        step, stand_ins = row_update.stand_in_for(self._rule, rows)
+        strategy = tf.distribute.get_strategy()
+        step.__dict__["_distribution_strategy"] = strategy
+        # Aggregated already, and clipped over all owners.
+        step.__dict__["_all_reduce_sum_gradients"] = list
+        step.__dict__["_clip_gradients"] = lambda grads: self._clip(
+            grads, updates
+        )
+        step.apply(
+            [u.values for u in updates],
+            [stand_ins.get(id(u.variable), u.variable) for u in updates],
+        )
+        row_update.write_back(step)
+
+    def _clip(self, grads, updates):
+        """Stock Keras's clipping, of the aggregated gradients."""
+        rule = self._rule
+        if rule.clipvalue and rule.clipvalue > 0:
+            limit = rule.clipvalue
+            return [tf.clip_by_value(g, -limit, limit) for g in grads]
+        if rule.clipnorm and rule.clipnorm > 0:
+            squares = self._squared_norms(grads, updates)
+            return [
+                _scale_to(g, squares[id(u.whole)], rule.clipnorm)
+                for g, u in zip(grads, updates)
+            ]
+        if rule.global_clipnorm and rule.global_clipnorm > 0:
+            squares = self._squared_norms(grads, updates)
+            total = tf.add_n(list(squares.values()))
+            return [_scale_to(g, total, rule.global_clipnorm) for g in grads]
+        return grads
+
+    def _squared_norms(self, grads, updates):
+        """Squared norm of each model variable's gradient, over all owners."""
+        squares = {}
+        for gradient, update in zip(grads, updates):
+            square = tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
+            key = id(update.whole)
+            squares[key] = squares[key] + square if key in squares else square
+        spread = list({id(u.whole): None for u in updates if u.is_spread})
+        communicator = collectives.current()
+        if spread and communicator.size > 1:
+            # One number for each table, all in one message (EuroSys 4.3).
+            (summed,) = communicator.all_reduce(
+                [tf.stack([squares[key] for key in spread])],
+                name="optimizer/norms",
+            )
+            squares.update(zip(spread, tf.unstack(summed)))
+        return squares
+
+    # As an optimizer among Keras's own.
+
+    def finalize_variable_values(self, var_list):
+        del var_list  # the inner optimizer has partitions in its place
+        if self.built:
+            self._rule.finalize_variable_values(self._rule._trainable_variables)
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        self._rule.exclude_from_weight_decay(var_list, var_names)
+
+    def save_own_variables(self, store):
+        for i, value in enumerate(self.state()):
+            store[str(i)] = value
+
+    def load_own_variables(self, store):
+        values = [store[str(i)] for i in range(len(store.keys()))]
+        self._assign_state(values)
+
+    def places(self):
+        """Each variable of a stock optimizer's state: how it is stored here.
+
+        List of `(table, pieces)`, in the order in which the stock optimizer
+        has them; `table` is None for what is not spread.
+        """
+        whole_of = {}
+        for variable, pieces in (
+            (v, self._expansion[id(v)]) for v in self._trainable_variables
+        ):
+            if pieces[0] is variable:
+                continue
+            for slots in row_update.slots_of(self._rule, pieces):
+                whole_of[id(slots[0])] = (variable.table, slots)
+                for slot in slots[1:]:
+                    whole_of[id(slot)] = None
+        places = [
+            whole_of.get(id(v), (None, [v]))
+            for v in self.inner_optimizer.variables
+        ]
+        return [place for place in places if place is not None]
+
+    def state(self):
+        """Arrays as a stock optimizer of whole tables has them."""
+        return [
+            keras.ops.convert_to_numpy(pieces[0])
+            if table is None
+            else table.read_like(pieces)
+            for table, pieces in self.places()
+        ]
+
+    def _assign_state(self, values):
+        places = self.places()
+        if len(values) != len(places):
+            raise ValueError(
+                "The saved optimizer has another number of variables. "
+                f"Received: {len(values)}. Expected: {len(places)}."
+            )
+        for (table, pieces), value in zip(places, values):
+            if table is None:
+                pieces[0].assign(value)
+            else:
+                table.assign_like(pieces, value[...])
+
+    def get_config(self):
+        return {
+            "name": self.name,
+            "inner_optimizer": keras.saving.serialize_keras_object(
+                self.inner_optimizer
+            ),
+            "sparse_updates": self.sparse_updates,
+        }
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        config["inner_optimizer"] = keras.saving.deserialize_keras_object(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
+        return cls(**config)
+
+
+class _Holder:
+    """Keeps the inner optimizer out of Keras's tracking."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+class _Update:
+    """The aggregated gradient of one variable that the rule updates.
+
+    `gradient` is dense, or `tf.IndexedSlices` without a row twice; `whole` is
+    the model's variable, of which `variable` may be a partition.
+    """
+
+    def __init__(self, variable, gradient, whole, is_spread):
+        self.variable = variable
+        self.gradient = gradient
+        self.whole = whole
+        self.is_spread = is_spread
+
+    @property
+    def values(self):
+        if isinstance(self.gradient, tf.IndexedSlices):
+            return self.gradient.values
+        return self.gradient
+
+
+class _Unscaled:
+    """What a LossScaleOptimizer applies once it has unscaled gradients."""
+
+    def __init__(self, optimizer, updates):
+        self._optimizer = optimizer
+        self._updates = updates
+
+    def apply(self, grads, trainable_variables=None):
+        del trainable_variables
+        updates = [
+            _Update(u.variable, gradient, u.whole, u.is_spread)
+            for gradient, u in zip(grads, self._updates)
+        ]
+        self._optimizer._update(updates)
+
+
+def _gather_slices(communicator, slices, variable):
+    """IndexedSlices of all ranks, one after the other."""
+    name = f"optimizer/rows/{variable.path}"
+    return tf.IndexedSlices(
+        communicator.all_gather(slices.values, name=f"{name}/values"),
+        communicator.all_gather(slices.indices, name=f"{name}/ids"),
+        slices.dense_shape,
+    )
+
+
+def _scale_to(gradient, squared_norm, limit):
+    norm = tf.sqrt(squared_norm)
+    scale = limit / tf.maximum(norm, limit)
+    return gradient * tf.cast(scale, gradient.dtype)

@@ -1,0 +1,248 @@
+"""Any Keras optimizer, applied to the touched rows of a variable."""
+
+import keras
+import tensorflow as tf
+
+# Stand-ins take part in an optimizer's arithmetic through these.
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv "
+    "pow rpow neg abs matmul lt le gt ge getitem"
+).split()
+
+
+class RowStandIn:
+    """Some rows of a variable, in its place while an optimizer is traced.
+
+    An optimizer reads and assigns it like the variable; only the tensor held
+    here changes, and `write_back` scatters it into the variable at the end.
+    The rows are read when they are first needed.
+    """
+
+    def __init__(self, variable, rows, constraint=None):
+        self._variable = variable
+        self._rows = rows
+        self._tensor = None
+        self._is_changed = False
+        self.constraint = constraint
+        self.name = variable.name
+        self.path = variable.path
+        self.overwrite_with_gradient = False
+
+    @property
+    def _unique_id(self):  # what Keras's TensorFlow optimizers index by
+        return self._variable.value._unique_id
+
+    @property
+    def tensor(self):
+        if self._tensor is None:
+            # On the variable itself: reading its value would copy it whole.
+            self._tensor = tf.gather(self._variable.value, self._rows)
+        return self._tensor
+
+    @property
+    def value(self):
+        return self
+
+    @property
+    def dtype(self):
+        return tf.as_dtype(self._variable.dtype)
+
+    @property
+    def shape(self):
+        return self.tensor.shape
+
+    def assign(self, value):
+        self._tensor = tf.cast(value, self.dtype)
+        self._is_changed = True
+        return self
+
+    def assign_add(self, value):
+        return self.assign(self.tensor + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value):
+        return self.assign(self.tensor - tf.cast(value, self.dtype))
+
+    def write_back(self):
+        if self._is_changed:
+            self._variable.value.scatter_update(
+                tf.IndexedSlices(self._tensor, self._rows)
+            )
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        return tf.convert_to_tensor(self.tensor, dtype=dtype, name=name)
+
+
+def _forward(name):
+    def operator(self, *args):
+        args = [a.tensor if isinstance(a, RowStandIn) else a for a in args]
+        args = [
+            tf.convert_to_tensor(a) if isinstance(a, keras.Variable) else a
+            for a in args
+        ]
+        return getattr(self.tensor, name)(*args)
+
+    return operator
+
+
+for _name in _OPERATORS:
+    setattr(RowStandIn, f"__{_name}__", _forward(f"__{_name}__"))
+
+
+def stand_in_for(optimizer, row_updates):
+    """A copy of an optimizer in which rows stand in for variables.
+
+    Hyperparameters, iterations and the learning rate are shared with the
+    optimizer; so are the slots of all other variables.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        row_updates: list of `(variable, rows)`, the variables of the
+            optimizer of which only `rows` (int tensor, no row twice) take
+            part.
+
+    Returns:
+        `(copy, stand_ins)`: the optimizer to apply, and a dictionary from the
+        `id` of each variable to what to give to `apply` in its place. After
+        `apply`, call `write_back(copy)`.
+    """
+    copy = object.__new__(type(optimizer))
+    # Not `copy.copy`: Keras's own reduce would go through serialization.
+    copy.__dict__.update(optimizer.__dict__)
+    made = []
+    in_place_of = {}
+    indices = {}
+    for variable, rows in row_updates:
+        stand_in = RowStandIn(variable, rows, variable.constraint)
+        in_place_of[id(variable)] = stand_in
+        indices[optimizer._get_variable_index(variable)] = rows
+        made.append(stand_in)
+    for name, slots in _slot_containers(optimizer) if indices else ():
+        replaced = _plain(slots)
+        for index, rows in indices.items():
+            slot = _slot(slots, index)
+            if slot is not None:
+                replaced[index] = RowStandIn(slot, rows)
+                made.append(replaced[index])
+        copy.__dict__[name] = replaced
+    copy.__dict__["_row_stand_ins"] = made
+    return copy, in_place_of
+
+
+def slots_of(optimizer, variables):
+    """The slots of some variables: one list for each kind of slot.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        variables: variables that it was built with.
+
+    Returns:
+        List, over kinds of slots, of lists as long as `variables`.
+    """
+    indices = [optimizer._get_variable_index(v) for v in variables]
+    found = []
+    for _, slots in _slot_containers(optimizer):
+        of_variables = [_slot(slots, index) for index in indices]
+        if all(slot is not None for slot in of_variables):
+            found.append(of_variables)
+    return found
+
+
+def _slot_containers(optimizer):
+    """Attributes that hold one slot for each variable: `(name, slots)`.
+
+    Keras's optimizers keep a list, or a dictionary by index, for each kind of
+    slot, in the order of the variables that they were built with.
+    """
+    count = len(optimizer._trainable_variables)
+    for name, value in optimizer.__dict__.items():
+        if name in ("_trainable_variables", "_variables"):
+            continue
+        if isinstance(value, list) and len(value) == count:
+            elements = list(value)
+        elif isinstance(value, dict) and value:
+            elements = list(value.values())
+        else:
+            continue
+        if any(isinstance(e, keras.Variable) for e in elements) and all(
+            e is None or isinstance(e, keras.Variable) for e in elements
+        ):
+            yield name, value
+
+
+def _slot(slots, index):
+    return slots[index] if isinstance(slots, list) else slots.get(index)
+
+
+def _plain(slots):
+    """A plain list or dict: Keras's tracked ones refuse foreign objects."""
+    return list(slots) if isinstance(slots, list) else dict(slots.items())
+
+
+def write_back(copy):
+    """Scatters all changed rows into the variables."""
+    for stand_in in copy.__dict__["_row_stand_ins"]:
+        stand_in.write_back()
+
+
+# Rules.
+
+_BY_ROWS = {
+    "SGD",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Nadam",
+    "Ftrl",
+    "Lion",
+    "ScheduleFreeAdamW",
+}
+
+_INSTEAD = (
+    "Use one that treats each row by itself: SGD, RMSprop, Adagrad, Adadelta, "
+    "Adam, AdamW, Adamax, Nadam, Ftrl, Lion or ScheduleFreeAdamW."
+)
+
+
+def check_applies_by_rows(optimizer):
+    """Raises if the optimizer's rule needs more than the rows it updates.
+
+    Lamb divides by the norm of the whole variable, Adafactor takes means over
+    it, Muon orthogonalizes it. A user's own subclass is taken at its word.
+    """
+    if not is_by_rows(optimizer):
+        raise ValueError(
+            f"The optimizer {type(optimizer).__name__} cannot be applied to the rows of a sharded "
+            f"table: its rule needs the whole variable. {_INSTEAD}"
+        )
+
+
+def is_by_rows(optimizer):
+    """Whether the rule treats each row of a variable by itself."""
+    name = type(optimizer).__name__
+    is_built_in = type(optimizer) is getattr(keras.optimizers, name, None)
+    return not is_built_in or name in _BY_ROWS
+
+
+def leaves_untouched_rows(optimizer):
+    """Whether a zero gradient changes neither a row nor its slots.
+
+    Then updating the touched rows alone is what the stock optimizer computes
+    on the dense gradient.
+    """
+    if (
+        optimizer.weight_decay
+        or optimizer.use_ema
+        or optimizer.gradient_accumulation_steps
+    ):
+        return False
+    if type(optimizer) is keras.optimizers.SGD:
+        return not optimizer.momentum
+    return type(optimizer) is keras.optimizers.Adagrad
+
+
+def needs_whole_part(optimizer):
+    """Whether the optimizer keeps state that must see every row each step."""
+    return bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)

@@ -1,0 +1,297 @@
+"""The `tf.distribute.Strategy`: one replica in each process."""
+
+import contextlib
+
+import tensorflow as tf
+
+from keras_sparsity import adoption, collectives, data
+
+_REDUCE = {
+    tf.distribute.ReduceOp.SUM: "sum",
+    tf.distribute.ReduceOp.MEAN: "mean",
+}
+
+
+class HybridStrategy(tf.distribute.Strategy):
+    """Data-parallel training that treats dense and sparse variables apart.
+
+    Every process runs the same script and trains on its part of each global
+    batch. Gradients of dense variables are all-reduced; rows of sharded
+    tables are pulled from, pushed to and updated at the process that owns
+    them.
+
+    The processes are those that `keras-sparsity run`, `horovodrun` or
+    `TF_CONFIG` have started; without any of them there is one, and the same
+    script trains on it. Make the strategy first of all in the script, before
+    TensorFlow runs its first operation (`keras-sparsity run` does it before
+    the script starts).
+
+    Args:
+        engine: `"native"` (TensorFlow's own collectives), `"horovod"`,
+            `"local"` (one process), or None to choose by how the process was
+            started.
+        sparse_updates: how `compile` wraps the optimizer, see
+            `ks.HybridOptimizer`.
+
+    Attributes:
+        collectives: `ks.collectives.Collectives` of all processes.
+        rank, size: this process among them.
+
+    Example:
+
+    >>> import keras, keras_sparsity as ks
+    >>> strategy = ks.HybridStrategy()
+    >>> model = keras.Sequential([ks.layers.ShardedEmbedding(100, 8)])
+    >>> with strategy.scope():
+    ...     model.compile(optimizer="adagrad", loss="mse")
+    >>> strategy.num_replicas_in_sync
+    1
+
+    References:
+        EuroSys 3.1 (hybrid architecture), 4.3 (placement).
+    """
+
+    def __init__(self, engine=None, sparse_updates="exact"):
+        if sparse_updates not in ("exact", "lazy"):
+            raise ValueError(
+                "`sparse_updates` must be 'exact' or 'lazy'. "
+                f"Received: sparse_updates={sparse_updates!r}."
+            )
+        self.collectives = collectives.start(engine)
+        self.sparse_updates = sparse_updates
+        super().__init__(_HybridExtended(self, self.collectives))
+
+    @property
+    def rank(self):
+        return self.collectives.rank
+
+    @property
+    def size(self):
+        return self.collectives.size
+
+    @contextlib.contextmanager
+    def scope(self):
+        """Context in which `model.compile` makes a model distributed.
+
+        Models compiled inside it (also by `keras.models.load_model`) train on
+        all processes, wherever they were built.
+        """
+        with super().scope(), adoption.compile_adopts(self):
+            yield self
+
+    def shard(self, dataset):
+        """This rank's part of a dataset of global batches, efficiently.
+
+        See `ks.data.shard`. What it returns is given to `fit` as it is.
+        """
+        return data.shard(dataset, self.collectives)
+
+
+class _HybridExtended(tf.distribute.StrategyExtended):
+    """What TensorFlow and Keras ask of a strategy, for one local replica."""
+
+    def __init__(self, container_strategy, communicator):
+        super().__init__(container_strategy)
+        self._collectives = communicator
+        gpus = tf.config.list_logical_devices("GPU")
+        self._device = gpus[0].name if gpus else "/device:CPU:0"
+
+    # Variables: ordinary ones, on this process's device.
+
+    def _create_variable(self, next_creator, **kwargs):
+        kwargs.pop("colocate_with", None)  # there is one device only
+        with tf.device(self._device):
+            return next_creator(**kwargs)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable):
+        del colocate_with_variable
+
+    def read_var(self, replica_local_var):
+        return tf.identity(replica_local_var)
+
+    def _update(self, var, fn, args, kwargs, group):
+        if hasattr(var, "sharded_table"):
+            raise ValueError(
+                f"The optimizer cannot update the sharded table "
+                f"'{var.sharded_table.owner_name}'. Wrap it: "
+                "`ks.HybridOptimizer(optimizer)`; "
+                "`with strategy.scope(): model.compile(...)` does so itself."
+            )
+        return self._update_non_slot(
+            var, fn, (var, *args), kwargs, group
+        )
+
+    def _update_non_slot(self, colocate_with, fn, args, kwargs, group):
+        del colocate_with
+        with tf.device(self._device):
+            result = fn(*args, **kwargs)
+            if group:
+                return result
+            return tf.nest.map_structure(self._local_results, result)
+
+    # Running.
+
+    def call_for_each_replica(self, fn, args=(), kwargs=None):
+        if not tf.distribute.in_cross_replica_context() and (
+            tf.distribute.has_strategy()
+        ):
+            raise RuntimeError(
+                "`strategy.run` was called inside of `strategy.run`. Call the "
+                "function itself there."
+            )
+        with tf.distribute.Strategy.scope(self._container_strategy()):
+            return self._call_for_each_replica(fn, args, kwargs or {})
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        context = tf.distribute.ReplicaContext(
+            self._container_strategy(),
+            replica_id_in_sync_group=self._collectives.rank,
+        )
+        with tf.device(self._device), context:
+            return fn(*args, **kwargs)
+
+    def _use_merge_call(self):
+        # Else ReplicaContext.all_reduce would go round the collectives.
+        return False
+
+    def _local_results(self, value):
+        return (value,)
+
+    def value_container(self, value):
+        return value
+
+    # Aggregation.
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        del destinations, options
+        return self._reduce_all(reduce_op, value, "strategy/reduce")
+
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        values = [value for value, _ in value_destination_pairs]
+        del options
+        return self._reduce_all(reduce_op, values, "strategy/batch_reduce")
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        del options
+        return self._reduce_all(reduce_op, value, "strategy/all_reduce")
+
+    def _reduce_all(self, reduce_op, value, name):
+        flat = tf.nest.flatten(value)
+        if self._collectives.size > 1:
+            flat = self._reduce_flat(flat, _REDUCE[reduce_op], name)
+        return tf.nest.pack_sequence_as(value, flat)
+
+    def _reduce_flat(self, flat, op, name):
+        reduced = [None] * len(flat)
+        dense = []
+        for i, value in enumerate(flat):
+            if isinstance(value, tf.IndexedSlices):
+                reduced[i] = self._reduce_slices(value, op, f"{name}/rows")
+            else:
+                dense.append(i)
+        tensors = [tf.convert_to_tensor(flat[i]) for i in dense]
+        for i, value in zip(
+            dense, self._collectives.all_reduce(tensors, op=op, name=name)
+        ):
+            reduced[i] = value
+        return reduced
+
+    def _reduce_slices(self, slices, op, name):
+        values = slices.values
+        if op == "mean":
+            values = values / self._collectives.size
+        gather = self._collectives.all_gather
+        return tf.IndexedSlices(
+            gather(values, name=f"{name}/values"),
+            gather(slices.indices, name=f"{name}/ids"),
+            slices.dense_shape,
+        )
+
+    def _gather_to_implementation(self, value, destinations, axis, options):
+        del destinations, options
+        if self._collectives.size == 1:
+            return value
+        value = tf.convert_to_tensor(value)
+        order = list(range(value.shape.rank))
+        order[0], order[axis] = order[axis], order[0]
+        gathered = self._collectives.all_gather(
+            tf.transpose(value, order), name="strategy/gather"
+        )
+        return tf.transpose(gathered, order)
+
+    def _broadcast_to(self, tensor, destinations):
+        del destinations
+        return tensor
+
+    # Input.
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        del options
+        return data.distribute(dataset, self._collectives)
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        del options
+        context = tf.distribute.InputContext(
+            num_input_pipelines=self._collectives.size,
+            input_pipeline_id=self._collectives.rank,
+            num_replicas_in_sync=self._collectives.size,
+        )
+        return dataset_fn(context)
+
+    def _experimental_distribute_values_from_function(self, value_fn):
+        context = tf.distribute.experimental.ValueContext(
+            replica_id_in_sync_group=self._collectives.rank,
+            num_replicas_in_sync=self._collectives.size,
+        )
+        return value_fn(context)
+
+    # Facts.
+
+    @property
+    def _num_replicas_in_sync(self):
+        return self._collectives.size
+
+    def _get_local_replica_id(self, replica_id_in_sync_group):
+        del replica_id_in_sync_group
+        return 0
+
+    def _in_multi_worker_mode(self):
+        # Keras would take this for MultiWorkerMirroredStrategy.
+        return False
+
+    @property
+    def worker_devices(self):
+        return (self._device,)
+
+    @property
+    def parameter_devices(self):
+        return (self._device,)
+
+    def non_slot_devices(self, var_list):
+        del var_list
+        return (self._device,)
+
+    @property
+    def experimental_between_graph(self):
+        return False
+
+    @property
+    def experimental_should_init(self):
+        return True
+
+    @property
+    def should_checkpoint(self):
+        return self._collectives.rank == 0
+
+    @property
+    def should_save_summary(self):
+        return self._collectives.rank == 0
+
+    @property
+    def _global_batch_size(self):
+        return True
+
+    @property
+    def _support_per_replica_values(self):
+        return False
+

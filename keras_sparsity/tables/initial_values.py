@@ -1,0 +1,121 @@
+"""A table's first values, the same for every number of processes."""
+
+import inspect
+
+import keras
+import numpy as np
+
+# Values are drawn in blocks of this many elements (16 MiB of float32), each
+# with a seed of its own, so that no process ever holds more than a block of
+# rows that are not its own. A table of one block gets exactly what
+# `keras.layers.Embedding` draws from the same initializer.
+BLOCK_ELEMENTS = 1 << 22
+
+_FAN_BASED = keras.initializers.VarianceScaling
+
+
+def draw(initializer, shape, dtype, rows):
+    """Values of some rows of a table.
+
+    Args:
+        initializer: a `keras.initializers.Initializer` or a function of
+            `(shape, dtype)`. Those that draw each element by itself are
+            evaluated block by block; any other is evaluated on the whole
+            table, of which the rows are then taken.
+        shape: `(num_rows, dim)` of the whole table.
+        dtype: name of the values' dtype.
+        rows: list of int arrays, sorted ids of the rows wanted.
+
+    Returns:
+        List of arrays `(len(rows[i]), dim)`.
+    """
+    num_rows, dim = shape
+    block_rows = max(1, BLOCK_ELEMENTS // max(dim, 1))
+    if num_rows <= block_rows:
+        whole = _evaluate(initializer, shape, dtype)
+        return [whole[r] for r in rows]
+    draw_block = _by_blocks(initializer, shape)
+    if draw_block is None:
+        whole = _evaluate(initializer, shape, dtype)
+        return [whole[r] for r in rows]
+    parts = [[] for _ in rows]
+    for block, start in enumerate(range(0, num_rows, block_rows)):
+        stop = min(start + block_rows, num_rows)
+        values = None
+        for part, wanted in zip(parts, rows):
+            low, high = np.searchsorted(wanted, (start, stop))
+            if low == high:
+                continue
+            if values is None:
+                values = _evaluate(
+                    draw_block(block), (stop - start, dim), dtype
+                )
+            part.append(values[wanted[low:high] - start])
+    empty = np.zeros((0, dim), np.float32)
+    return [np.concatenate(part) if part else empty for part in parts]
+
+
+def _evaluate(initializer, shape, dtype):
+    return keras.ops.convert_to_numpy(initializer(shape, dtype=dtype))
+
+
+def _by_blocks(initializer, shape):
+    """Function block -> initializer of that block, or None if impossible."""
+    if isinstance(
+        initializer, (keras.initializers.Zeros, keras.initializers.Ones)
+    ):
+        return lambda block: initializer
+    if isinstance(initializer, keras.initializers.Constant) and (
+        np.ndim(initializer.value) == 0
+    ):
+        return lambda block: initializer
+    elementwise = initializer
+    if isinstance(initializer, _FAN_BASED):
+        elementwise = _with_fan_of(initializer, shape)
+    if not isinstance(
+        elementwise,
+        (
+            keras.initializers.RandomNormal,
+            keras.initializers.RandomUniform,
+            keras.initializers.TruncatedNormal,
+        ),
+    ):
+        return None
+    config = elementwise.get_config()
+    seed = initializer.seed if isinstance(initializer.seed, int) else 0
+
+    def block_initializer(block):
+        # A 64-bit mix keeps the seeds of neighbouring blocks apart.
+        mixed = np.random.SeedSequence([seed, block]).generate_state(1)[0]
+        config["seed"] = int(mixed) & 0x7FFFFFFF
+        return type(elementwise).from_config(config)
+
+    return block_initializer
+
+
+def _with_fan_of(initializer, shape):
+    """The fan-based initializer as one that does not look at its shape."""
+    fan_in, fan_out = shape
+    fan = {
+        "fan_in": fan_in,
+        "fan_out": fan_out,
+        "fan_avg": (fan_in + fan_out) / 2.0,
+    }[initializer.mode]
+    variance = initializer.scale / max(1.0, fan)
+    if initializer.distribution == "uniform":
+        limit = (3.0 * variance) ** 0.5
+        return keras.initializers.RandomUniform(-limit, limit)
+    if initializer.distribution == "untruncated_normal":
+        return keras.initializers.RandomNormal(0.0, variance**0.5)
+    # 0.8796... is the standard deviation of a normal truncated at two
+    # standard deviations, as in Keras's VarianceScaling.
+    return keras.initializers.TruncatedNormal(
+        0.0, variance**0.5 / 0.87962566103423978
+    )
+
+
+def standardize(initializer):
+    """An initializer object or function from what a layer accepts."""
+    if inspect.isclass(initializer):
+        initializer = initializer()
+    return keras.initializers.get(initializer)

@@ -1,0 +1,631 @@
+"""A table whose rows live in the processes that own them."""
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity import collectives
+from keras_sparsity.tables import initial_values
+from keras_sparsity.tables.layout import Layout, default_owners
+
+
+class ShardedTable:
+    """A `(num_rows, dim)` table of parameters, gathered and updated by rows.
+
+    With several processes each one stores only the partitions that it owns:
+    `gather` pulls the rows of a batch from their owners, and its gradient
+    pushes the rows' gradients back. In one process it is one ordinary
+    variable. Make one in a layer of your own and assign `table.variable` to
+    an attribute, as a weight:
+
+    Args:
+        num_rows: number of rows.
+        dim: length of a row.
+        num_partitions: number of partitions; by default the number of
+            processes. The result of training does not depend on it.
+        initializer: as for `keras.layers.Embedding`. The values do not depend
+            on the number of processes or partitions.
+        dtype: dtype of the rows; by default Keras's floatx.
+        trainable: whether the rows are trained.
+        name: name of the variable.
+        owner_name: what errors call the table, for example the layer's name.
+        regularizer, constraint: as for `keras.layers.Embedding`, those that
+            act on each row by itself.
+
+    Attributes:
+        variable: a `keras.Variable` of shape `(num_rows, dim)` that stands for
+            the whole table: the layer's weight, and what gradients are taken
+            with respect to.
+
+    Example:
+
+    >>> import numpy as np
+    >>> table = ShardedTable(10, 4, initializer="zeros")
+    >>> table.gather(np.array([[1, 2, 2]])).shape
+    TensorShape([1, 3, 4])
+
+    References:
+        EuroSys 3.2 and 4.3.
+    """
+
+    def __init__(
+        self,
+        num_rows,
+        dim,
+        num_partitions=None,
+        initializer="uniform",
+        dtype=None,
+        trainable=True,
+        name="embeddings",
+        owner_name=None,
+        regularizer=None,
+        constraint=None,
+    ):
+        self.num_rows = _positive_integer("num_rows", num_rows)
+        self.dim = _positive_integer("dim", dim)
+        if num_partitions is not None:
+            num_partitions = _positive_integer("num_partitions", num_partitions)
+        self.requested_partitions = num_partitions
+        self.initializer = initial_values.standardize(initializer)
+        self.owner_name = owner_name or name
+        self.collectives = None
+        self.layout = None
+        self.partitions = []
+        # Collectives of one table are told apart by this role.
+        self._role = f"table/{self.owner_name}"
+        self.regularizer = regularizer
+        self.constraint = constraint
+        # The variable may create its storage at once, or later in `build`.
+        self.variable = None
+        self.variable = TableVariable(
+            self, dtype=dtype, trainable=trainable, name=name
+        )
+        self.variable.constraint = constraint
+        if not self.is_sharded:
+            self.variable.regularizer = regularizer
+
+    @property
+    def is_sharded(self):
+        """Whether the rows are spread over partitions."""
+        return self.layout is not None
+
+    # Storage.
+
+    def create(self, variable):
+        """Creates the storage; returns the value of the table's variable."""
+        self.variable = variable
+        communicator = collectives.current()
+        # Out of any function that is being traced: values are real.
+        with tf.init_scope():
+            if communicator.size == 1:
+                (rows,) = self._draw([np.arange(self.num_rows)])
+                return _tf_variable(rows, variable)
+            self._agree_on_seed(communicator)
+            layout = self._new_layout(communicator)
+            owned = layout.owned_partitions(communicator.rank)
+            rows = self._draw([layout.rows_of(p) for p in owned])
+            self._store(communicator, layout, rows)
+            return self._anchor()
+
+    def shard(self, communicator):
+        """Spreads a table that was built whole over all processes.
+
+        Every process keeps its own rows of rank 0's table. Nothing is done
+        when the table is spread already or there is nothing to spread.
+        """
+        if self.is_sharded or not self.variable.is_built:
+            return
+        if communicator.size == 1:
+            return
+        (whole,) = communicator.broadcast(
+            [tf.constant(self.variable.numpy())], name=f"{self._role}/shard"
+        )
+        whole = whole.numpy()
+        layout = self._new_layout(communicator)
+        owned = layout.owned_partitions(communicator.rank)
+        self._store(
+            communicator, layout, [whole[layout.rows_of(p)] for p in owned]
+        )
+        self.variable.use(self._anchor())
+
+    def _new_layout(self, communicator):
+        topology = communicator.gather_objects(
+            [communicator.local_rank, communicator.cross_rank],
+            name="table/topology",
+        )
+        return Layout(
+            self.num_rows,
+            self.requested_partitions or communicator.size,
+            default_owners([tuple(place) for place in topology]),
+        )
+
+    def _store(self, communicator, layout, rows):
+        _check_acts_on_rows(self.owner_name, self.regularizer, self.constraint)
+        if self.regularizer is not None:
+            self.variable.regularizer = _SpreadRegularizer(
+                self, self.regularizer
+            )
+        if not rows:  # fewer partitions than processes: one without rows
+            rows = [np.zeros((0, self.dim), np.float32)]
+        self.partitions = [
+            Partition(self.variable, values, index)
+            for index, values in enumerate(rows)
+        ]
+        self.collectives = communicator
+        self.layout = layout
+
+    def _anchor(self):
+        # A scalar that the tape watches in place of rows that are elsewhere.
+        anchor = _tf_variable(np.zeros(()), self.variable)
+        anchor.sharded_table = self
+        return anchor
+
+    def _draw(self, rows):
+        return initial_values.draw(
+            self.initializer,
+            (self.num_rows, self.dim),
+            self.variable.dtype,
+            rows,
+        )
+
+    def _agree_on_seed(self, communicator):
+        seed = getattr(self.initializer, "seed", None)
+        if isinstance(seed, int):
+            seeds = communicator.gather_objects(seed, name="table/seed")
+            if seeds[0] != seed:
+                config = self.initializer.get_config()
+                config["seed"] = seeds[0]
+                self.initializer = type(self.initializer).from_config(config)
+
+    # Rows.
+
+    def gather(self, ids):
+        """Rows of the table.
+
+        Args:
+            ids: integer tensor or array of any shape `(...)`, each in
+                `[0, num_rows)`.
+
+        Returns:
+            Tensor `(..., dim)` of the table's dtype, differentiable with
+            respect to `variable`.
+
+        Raises:
+            tf.errors.InvalidArgumentError: on every rank, if any rank has an
+                id outside the table.
+        """
+        ids = tf.convert_to_tensor(ids)
+        if not ids.dtype.is_integer:
+            raise ValueError(
+                f"{self.owner_name}: ids must be integers. "
+                f"Received: ids of dtype {ids.dtype.name}."
+            )
+        if not self.variable.is_built:  # Keras only asks for the shape
+            shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
+            rows = tf.zeros(shape, self.variable.dtype)
+            rows.set_shape([*ids.shape, self.dim])
+            return rows
+        if not self.is_sharded:
+            return self._gather_here(ids)
+        flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
+        rows = self._pull(flat)
+        rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.dim]], axis=0))
+        rows.set_shape([*ids.shape, self.dim])
+        return rows
+
+    def check_under_strategy(self):
+        """Raises where training would go on without any aggregation."""
+        if self.is_sharded and not _under_strategy():
+            raise ValueError(
+                f"'{self.owner_name}' is spread over "
+                f"{self.collectives.size} processes, but is trained outside "
+                "of a strategy: gradients would not be aggregated. Write "
+                "`with strategy.scope(): model.compile(...)`, or, in a custom "
+                "training loop, `strategy.run(train_step, args=(batch,))`, "
+                "with a `ks.HybridStrategy()`."
+            )
+
+    def _gather_here(self, ids):
+        if ids.dtype not in (tf.int32, tf.int64):
+            ids = tf.cast(ids, tf.int64)
+        inside = self._assert_inside(ids)
+        with tf.control_dependencies(inside):
+            # On the variable itself, not on its value: reading the value
+            # after a sparse write copies the whole table.
+            return tf.gather(self.variable.value, ids)
+
+    def _assert_inside(self, ids):
+        low = tf.cast(tf.reduce_min(ids), tf.int64)
+        high = tf.cast(tf.reduce_max(ids), tf.int64)
+        # The extremes of no ids at all are the dtype's limits, reversed.
+        empty = tf.equal(tf.size(ids), 0)
+        inside = empty | ((low >= 0) & (high < self.num_rows))
+        offending = tf.where(low < 0, low, high)
+        check = tf.debugging.Assert(
+            inside,
+            [
+                f"'{self.owner_name}' received the id",
+                offending,
+                f"but ids must lie in [0, {self.num_rows}). Stock Keras reads the "
+                "last row for -1; map such ids to a row of their own.",
+            ],
+        )
+        return [] if check is None else [check]
+
+    def _pull(self, ids):
+        """Rows `(n, dim)` of ids `(n,)`, from their owners."""
+        role = self._role
+        communicator = self.collectives
+        unique, inverse = tf.unique(ids)
+        sorted_ids, positions, splits = self._by_owner(unique)
+        received_ids, route = communicator.all_to_all(
+            sorted_ids, splits, name=f"{role}/pull/ids"
+        )
+        with tf.control_dependencies(self._assert_inside(received_ids)):
+            received_ids = tf.identity(received_ids)
+        # Where the row of each id arrives.
+        arrival = tf.gather(positions, inverse)
+
+        rows = communicator.all_to_all_back(
+            tf.stop_gradient(self._read_rows(received_ids)),
+            route,
+            name=f"{role}/pull/rows",
+        )
+        num_sent = tf.shape(sorted_ids)[0]
+
+        @tf.custom_gradient
+        def expand(anchor, rows):
+            del anchor
+
+            def push(gradient):
+                self.check_under_strategy()
+                # Summed per row here, then along the ids' own route: each
+                # owner already knows which rows these are.
+                summed = tf.math.unsorted_segment_sum(
+                    gradient, arrival, num_sent
+                )
+                at_owner = communicator.all_to_all_along(
+                    summed, route, name=f"{role}/push/rows"
+                )
+                return self._slices(at_owner, received_ids), None
+
+            return tf.gather(rows, arrival), push
+
+        return expand(tf.convert_to_tensor(self.variable.value), rows)
+
+    def _slices(self, values, ids):
+        shape = tf.constant([self.num_rows, self.dim], tf.int64)
+        return tf.IndexedSlices(values, ids, shape)
+
+    def _by_owner(self, unique):
+        """Unique ids sorted by owner, the position of each, and the splits.
+
+        If an id lies outside the table it is sent to every owner in place of
+        all others, so that the check that each owner makes fails on all.
+        """
+        size = self.collectives.size
+        outside = (unique < 0) | (unique >= self.num_rows)
+        valid = tf.logical_not(tf.reduce_any(outside))
+        count = tf.size(unique)
+        owner = self.layout.owner(tf.where(outside, 0, unique))
+        order = tf.concat(
+            tf.dynamic_partition(tf.range(count), owner, size), axis=0
+        )
+
+        def send_valid():
+            return (
+                tf.gather(unique, order),
+                tf.math.bincount(owner, minlength=size, maxlength=size),
+            )
+
+        def send_offending():
+            offending = tf.boolean_mask(unique, outside)[0]
+            return tf.fill([size], offending), tf.ones([size], tf.int32)
+
+        sorted_ids, splits = tf.cond(valid, send_valid, send_offending)
+        return sorted_ids, tf.math.invert_permutation(order), splits
+
+    def _read_rows(self, ids):
+        """Rows of ids that this rank owns, each partition by itself."""
+        local_rows = self.layout.local_row(ids)
+        if len(self.partitions) == 1:
+            return tf.gather(self.partitions[0].value, local_rows)
+        slots = self.layout.slot(ids)
+        count = len(self.partitions)
+        positions = tf.dynamic_partition(tf.range(tf.size(ids)), slots, count)
+        wanted = tf.dynamic_partition(local_rows, slots, count)
+        rows = [
+            tf.gather(partition.value, local)
+            for partition, local in zip(self.partitions, wanted)
+        ]
+        return tf.dynamic_stitch(positions, rows)
+
+    def split_gradient(self, gradient):
+        """The gradient of each of this rank's partitions.
+
+        Args:
+            gradient: `tf.IndexedSlices` of rows that this rank owns, as
+                `gather`'s gradient gives them.
+
+        Returns:
+            List of `tf.IndexedSlices` by local row, one for each partition.
+        """
+        local_rows = self.layout.local_row(tf.cast(gradient.indices, tf.int64))
+        if len(self.partitions) == 1:
+            rows, values = [local_rows], [gradient.values]
+        else:
+            slots = self.layout.slot(tf.cast(gradient.indices, tf.int64))
+            count = len(self.partitions)
+            rows = tf.dynamic_partition(local_rows, slots, count)
+            values = tf.dynamic_partition(gradient.values, slots, count)
+        return [
+            tf.IndexedSlices(value, row, tf.constant(p.shape, tf.int64))
+            for p, row, value in zip(self.partitions, rows, values)
+        ]
+
+    # The whole table.
+
+    def read(self):
+        """The whole table on every rank: an array `(num_rows, dim)`.
+
+        Every rank must call it.
+        """
+        if not self.is_sharded:
+            return keras.ops.convert_to_numpy(self.variable.value)
+        return self.read_like(self.partitions)
+
+    def read_like(self, pieces):
+        """A whole array from pieces that are laid out like the table.
+
+        Args:
+            pieces: one variable for each of this rank's partitions, for
+                example an optimizer's slots.
+
+        Returns:
+            Array `(num_rows, ...)`, on every rank.
+        """
+        layout = self.layout
+        _announce(pieces)
+        mine = np.concatenate([_numpy(piece) for piece in pieces])
+        gathered = self.collectives.all_gather(
+            tf.constant(mine), name=f"{self._role}/read"
+        ).numpy()
+        whole = np.empty((self.num_rows, *gathered.shape[1:]), gathered.dtype)
+        start = 0
+        for rank in range(layout.num_owners):
+            for partition in layout.owned_partitions(rank):
+                stop = start + layout.num_rows_of(partition)
+                whole[layout.rows_of(partition)] = gathered[start:stop]
+                start = stop
+        return whole
+
+    def to_stock(self, whole):
+        """A whole array as the stock layer that takes its place has it."""
+        return whole
+
+    def assign(self, whole):
+        """Gives the table new values; every rank passes the whole table."""
+        whole = _numpy(whole)
+        if whole.shape != (self.num_rows, self.dim):
+            raise ValueError(
+                f"The shape of the value does not match the table "
+                f"'{self.owner_name}'. Received: shape {whole.shape}. "
+                f"Expected: {(self.num_rows, self.dim)}."
+            )
+        if not self.is_sharded:
+            self.variable.assign_whole(whole)
+            return
+        self.assign_like(self.partitions, whole)
+
+    def assign_like(self, pieces, whole):
+        """Gives pieces that are laid out like the table their values."""
+        layout = self.layout
+        owned = layout.owned_partitions(self.collectives.rank)
+        for piece, partition in zip(pieces, owned):
+            piece.assign(whole[layout.rows_of(partition)])
+
+
+_announcers = []
+
+
+@contextlib.contextmanager
+def announcing(announce):
+    """While entered, `announce(pieces)` comes before each reading.
+
+    For the rank that decides alone what is read next: the others wait to be
+    told, so that all take part in the same reading.
+    """
+    _announcers.append(announce)
+    try:
+        yield
+    finally:
+        _announcers.remove(announce)
+
+
+def _announce(pieces):
+    for announce in _announcers:
+        announce(pieces)
+
+
+class TableVariable(keras.Variable):
+    """Stands for a whole table among a layer's weights.
+
+    Its shape is the table's. While the table is in one piece it is an
+    ordinary variable; once the table is spread it holds only a scalar, the
+    anchor that gradients are taken with respect to, and reading or assigning
+    it moves the whole table, on every rank together.
+    """
+
+    def __init__(self, table, dtype, trainable, name):
+        self.table = table
+        super().__init__(
+            initializer=table.initializer,
+            shape=(table.num_rows, table.dim),
+            dtype=dtype,
+            trainable=trainable,
+            autocast=False,
+            name=name,
+        )
+
+    def _initialize_with_initializer(self, initializer):
+        del initializer  # the table draws its own rows
+        self._value = self.table.create(self)
+
+    @property
+    def is_built(self):
+        return self._value is not None
+
+    def use(self, value):
+        """Takes a new `tf.Variable` as its value."""
+        self._value = value
+
+    def numpy(self):
+        return self.table.read()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.numpy(), dtype=dtype)
+
+    def assign(self, value):
+        self.table.assign(value)
+        return self
+
+    def assign_whole(self, value):
+        super().assign(value)
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        if self.table.is_sharded and tf.executing_eagerly():
+            return tf.convert_to_tensor(self.table.read(), dtype=dtype)
+        if self.table.is_sharded:
+            raise ValueError(
+                f"The table '{self.table.owner_name}' is spread over "
+                f"{self.table.collectives.size} processes and cannot be read "
+                "as one tensor inside a computation. Gather the rows you need "
+                "with `ShardedTable.gather(ids)`, or read the whole table, "
+                "outside of a step, with `table.read()`."
+            )
+        return super().__tf_tensor__(dtype, name)
+
+    def __repr__(self):
+        kind = "sharded" if self.table.is_sharded else "whole"
+        return (
+            f"<TableVariable path={self.path}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, {kind}>"
+        )
+
+
+class Partition(keras.Variable):
+    """The rows of one partition, at its owner."""
+
+    def __init__(self, whole, values, index):
+        super().__init__(
+            np.asarray(values),
+            dtype=whole.dtype,
+            # The tape watches the table's anchor, not its rows.
+            trainable=False,
+            autocast=False,
+            name=whole.name,
+        )
+        # What an optimizer excludes by name it excludes in every partition.
+        self._path = whole.path if index == 0 else f"{whole.path}_{index}"
+        self.whole = whole
+        self.constraint = whole.constraint
+
+
+class _SpreadRegularizer:
+    """A regularizer of the whole table, from each owner's part of it.
+
+    Keras divides what a regularizer adds to the loss by the number of
+    replicas, expecting each of them to add the whole. The value is therefore
+    the whole one, on every rank, and the gradient of each owner's part is
+    multiplied by the number of replicas.
+    """
+
+    def __init__(self, table, inner):
+        self._table = table
+        self._inner = inner
+
+    def __call__(self, variable):
+        table = self._table
+        communicator = table.collectives
+        rank = communicator.rank
+        partitions = [tf.stop_gradient(p.value) for p in table.partitions]
+        with tf.GradientTape() as tape:
+            tape.watch(partitions)
+            mine = tf.add_n([self._inner(rows) for rows in partitions])
+        gradients = tape.gradient(mine, partitions)
+        (total,) = communicator.all_reduce(
+            [mine], name=f"{table._role}/regularizer"
+        )
+        ids = np.concatenate(
+            [table.layout.rows_of(p) for p in table.layout.owned_partitions(rank)]
+            or [np.zeros(0, np.int64)]
+        )
+        values = tf.concat(gradients, axis=0) * communicator.size
+
+        @tf.custom_gradient
+        def attach(anchor, total, values):
+            del anchor
+
+            def spread(upstream):
+                slices = table._slices(values * upstream, tf.constant(ids))
+                return slices, None, None
+
+            return tf.identity(total), spread
+
+        return attach(tf.convert_to_tensor(variable.value), total, values)
+
+
+def _check_acts_on_rows(owner_name, regularizer, constraint):
+    """Raises unless both act on each row by itself."""
+    by_elements = (
+        keras.regularizers.L1,
+        keras.regularizers.L2,
+        keras.regularizers.L1L2,
+    )
+    if regularizer is not None and not isinstance(regularizer, by_elements):
+        raise ValueError(
+            f"'{owner_name}': a table that is spread over processes takes the "
+            "regularizers L1, L2 and L1L2, which add up over its rows. "
+            f"Received: {regularizer}."
+        )
+    if constraint is None or isinstance(constraint, keras.constraints.NonNeg):
+        return
+    axis = getattr(constraint, "axis", None)
+    if axis not in (1, -1, [1], (1,), [-1], (-1,)):
+        raise ValueError(
+            f"'{owner_name}': a table that is spread over processes takes "
+            "constraints that act on each row by itself: NonNeg, or MaxNorm, "
+            "MinMaxNorm and UnitNorm with axis=1. "
+            f"Received: {constraint} with axis={axis}."
+        )
+
+
+def _under_strategy():
+    return hasattr(tf.distribute.get_strategy(), "collectives")
+
+
+def _tf_variable(value, like):
+    return tf.Variable(
+        value, dtype=like.dtype, trainable=like.trainable, name=like.name
+    )
+
+
+def _numpy(value):
+    if isinstance(value, np.ndarray):
+        return value
+    return keras.ops.convert_to_numpy(value)
+
+
+def _positive_integer(name, value):
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ValueError(
+            f"`{name}` must be a positive integer. "
+            f"Received: {name}={value!r} (of type {type(value).__name__})."
+        )
+    if value < 1:
+        raise ValueError(
+            f"`{name}` must be a positive integer. Received: {name}={value}."
+        )
+    return int(value)
