@@ -25,6 +25,10 @@ _RANK_VARIABLES = (
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
 )
 
+_PACKAGE_ROOT = os.path.dirname(
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+)
+
 
 def resolve_engine(engine, num_processes):
     """The engine's name; without a choice native, or local for one process."""
@@ -49,8 +53,29 @@ def resolve_engine(engine, num_processes):
 
 
 def inherited():
-    """This process's environment without what makes it a rank itself."""
-    return {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+    """This process's environment, for a rank.
+
+    Without what may make this process a rank itself, and with this very
+    package importable where it is not installed.
+    """
+    variables = {
+        k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES
+    }
+    if os.path.basename(_PACKAGE_ROOT) in ("site-packages", "dist-packages"):
+        return variables
+    paths = [_PACKAGE_ROOT, variables.get("PYTHONPATH")]
+    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def child_arguments(engine):
+    """Python's arguments for the ranks, but for what they are to run."""
+    seed = random.SystemRandom().randrange(2**31)
+    return [
+        "-m",
+        "keras_sparsity.launch._child",
+        f"--engine={engine}",
+        f"--seed={seed}",
+    ]
 
 
 def shared_defaults():

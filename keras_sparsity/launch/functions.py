@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import random
 import shutil
 import sys
 import tempfile
@@ -14,10 +13,6 @@ from keras_sparsity.launch.processes import (
     Follower,
     ProcessGroup,
     RankProcess,
-)
-
-_PACKAGE_ROOT = os.path.dirname(
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 )
 
 
@@ -111,18 +106,18 @@ class Job:
         shared = {
             **environment.shared_defaults(),
             **environment.thread_defaults(len(slots)),
-            **with_package(environment.inherited()),
+            **environment.inherited(),
             # Each line is in the file also when the rank is killed.
             "PYTHONUNBUFFERED": "1",
             **env,
         }
-        seed = random.SystemRandom().randrange(2**31)
+        first = [sys.executable, *environment.child_arguments(engine)]
         for slot, rank_variables in zip(slots, variables, strict=True):
             rank = slot.rank
             self.processes.append(
                 RankProcess(
                     rank,
-                    child_command(engine, seed)
+                    first
                     + ["call", self._path("call"), self._path("result", rank)],
                     {**shared, **rank_variables},
                     stdout=self._path("out" if rank == 0 else "err", rank),
@@ -210,25 +205,6 @@ class Job:
     def _path(self, kind, rank=None):
         name = kind if rank is None else f"rank-{rank}.{kind}"
         return os.path.join(self._folder, name)
-
-
-def child_command(engine, seed):
-    """The command of a rank, but for what it is to run."""
-    return [
-        sys.executable,
-        "-m",
-        "keras_sparsity.launch._child",
-        f"--engine={engine}",
-        f"--seed={seed}",
-    ]
-
-
-def with_package(variables):
-    """Makes this very package importable where it is not installed."""
-    if os.path.basename(_PACKAGE_ROOT) in ("site-packages", "dist-packages"):
-        return variables
-    paths = [_PACKAGE_ROOT, variables.get("PYTHONPATH")]
-    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def describe_call(function, args, kwargs):

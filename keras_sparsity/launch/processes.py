@@ -21,6 +21,7 @@ _LETTERS = {
     signal.SIGKILL: b"K",
 }
 DUMP_LETTER = b"D"
+_SSH_FAILED = 255
 
 
 # What TensorFlow 2.21 prints in every process whatever the log level.
@@ -40,8 +41,8 @@ class RankProcess:
         environment: The whole environment.
         stdout: Path of the file for its output, or None to inherit ours.
         stderr: As `stdout`; the same path puts both in one file.
-        remote: Whether the command is an ssh client, whose standard input
-            then is the lifeline.
+        remote_host: Where it runs if the command is an ssh client, whose
+            standard input then is the lifeline.
         greeting: Bytes to write on the lifeline first.
         inherit_stdin: Whether it reads our standard input.
     """
@@ -53,7 +54,7 @@ class RankProcess:
         environment,
         stdout=None,
         stderr=None,
-        remote=False,
+        remote_host=None,
         greeting=b"",
         inherit_stdin=False,
     ):
@@ -61,13 +62,13 @@ class RankProcess:
         self.log_path = stderr or stdout
         self.ended_seconds = None
         self.we_ended_it = False
-        self._remote = remote
+        self._remote_host = remote_host
         reading, self._lifeline = os.pipe()
         with contextlib.ExitStack() as files:
             files.callback(os.close, reading)
             out = files.enter_context(open(stdout, "ab")) if stdout else None
             err = files.enter_context(open(stderr, "ab")) if stderr else None
-            if remote:
+            if remote_host:
                 stdin, pass_fds = reading, ()
             else:
                 stdin = None if inherit_stdin else subprocess.DEVNULL
@@ -93,7 +94,14 @@ class RankProcess:
 
     @property
     def returncode(self):
+        """As `subprocess` has it: negative for a signal."""
         return self._process.returncode
+
+    @property
+    def exit_code(self):
+        """As a shell has it: 128 and more for a signal."""
+        code = self.returncode
+        return 128 - code if code < 0 else code
 
     def poll(self):
         """Returns the exit code, None while it runs."""
@@ -109,7 +117,7 @@ class RankProcess:
             return
         if signal_number in (signal.SIGTERM, signal.SIGKILL):
             self.we_ended_it = True
-        if self._remote:
+        if self._remote_host:
             self._write(_LETTERS[signal_number])
             if signal_number == signal.SIGKILL:
                 self.close_lifeline()
@@ -136,15 +144,26 @@ class RankProcess:
     def describe_end(self):
         """How it ended, in words."""
         code = self.returncode
+        where = f" on {self._remote_host}" if self._remote_host else ""
         if self.we_ended_it:
-            return "was ended by the launcher"
+            return f"was ended by the launcher{where}"
+        if self._remote_host and code == _SSH_FAILED:
+            return (
+                f"ended{where} without an exit code: it was killed, or ssh "
+                "lost the connection"
+            )
+        if self._remote_host and code > 128:  # The remote shell's notation.
+            code = 128 - code
         if code >= 0:
-            return f"exited with code {code}"
-        name = signal.Signals(-code).name
+            return f"exited with code {code}{where}"
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
         hint = ""
         if -code == signal.SIGKILL:
             hint = " (by the system, if memory ran out: see dmesg)"
-        return f"was killed by {name}{hint}"
+        return f"was killed by {name}{where}{hint}"
 
     def last_lines(self, count=20):
         """The last lines of its output file; nothing when it has none."""

@@ -1,0 +1,263 @@
+"""Runs a script or module on all ranks, in front of the user."""
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+
+from keras_sparsity.launch import environment
+from keras_sparsity.launch.hosts import assign_slots
+from keras_sparsity.launch.processes import ProcessGroup, RankProcess
+from keras_sparsity.launch.remote import Remote
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_TIMED_OUT = 124  # As the command `timeout` has it.
+# More would push the first rank's error off the screen.
+_MAX_TAILS = 3
+
+
+@dataclasses.dataclass
+class Program:
+    """What is to run where.
+
+    Rank 0 has this process's standard input and output; what the others
+    print goes to one file for each.
+
+    Args:
+        hosts: List of `Host`.
+        engine: Name of the engine.
+        kind: `"script"` or `"module"`.
+        target: List of the script's path or module's name and its arguments.
+        variables: Dictionary of further environment variables.
+        log_dir: Folder for the files; by default a temporary one, which is
+            kept if a rank fails.
+        timeout_seconds: When to end everything, None for never.
+        ssh: See `Remote`.
+        python: See `Remote`.
+    """
+
+    hosts: list
+    engine: str
+    kind: str
+    target: list
+    variables: dict = dataclasses.field(default_factory=dict)
+    log_dir: str | None = None
+    timeout_seconds: float | None = None
+    ssh: str | None = None
+    python: str | None = None
+
+    def run(self):
+        """Runs it to its end; returns the exit code.
+
+        Raises:
+            HostError: If a host cannot take part; nothing was started then.
+        """
+        is_local = all(host.is_local for host in self.hosts)
+        shared = {
+            **environment.shared_defaults(),
+            **environment.inherited(),
+            **self.variables,
+        }
+        if is_local:
+            remote, where, cores = None, {}, [None] * len(self.hosts)
+        else:
+            remote = Remote(self.ssh, self.python, names=self.variables)
+            # GPUs of this machine say nothing about others.
+            shared.pop("CUDA_VISIBLE_DEVICES", None)
+            script = self.target[0] if self.kind == "script" else ""
+            machines = remote.check(self.hosts, self.engine, shared, script)
+            where = _addresses(machines)
+            cores = [machine.num_cores for machine in machines]
+        with _LogFolder(self.log_dir) as logs:
+            slots = assign_slots(self.hosts)
+            with environment.engine_variables(
+                self.engine, slots, **where
+            ) as variables:
+                with ProcessGroup() as processes:
+                    environments = [
+                        {
+                            **environment.thread_defaults(
+                                slot.local_size, cores[slot.machine]
+                            ),
+                            **shared,
+                            **rank_variables,
+                        }
+                        for slot, rank_variables in zip(
+                            slots, variables, strict=True
+                        )
+                    ]
+                    self._start(processes, slots, environments, remote, logs)
+                    watched = _Watched(processes, self.timeout_seconds)
+                    watched.wait()
+            code = watched.exit_code()
+            if code:
+                logs.keep()
+                watched.report(logs.path)
+            return code
+
+    def _start(self, processes, slots, environments, remote, logs):
+        arguments = environment.child_arguments(self.engine)
+        arguments += [self.kind, *self.target]
+        for slot, variables in zip(slots, environments, strict=True):
+            log = None
+            if slot.rank > 0:
+                log = logs.file(slot.rank)
+                # Its last lines count most when it is killed.
+                variables = {"PYTHONUNBUFFERED": "1", **variables}
+            command, options = [sys.executable, *arguments], {}
+            if not slot.host.is_local:
+                command = remote.command(slot.host)
+                options = {
+                    "remote_host": slot.host.name,
+                    "greeting": remote.greeting(arguments, variables),
+                }
+            processes.append(
+                RankProcess(
+                    slot.rank,
+                    command,
+                    variables,
+                    stdout=log,
+                    stderr=log,
+                    inherit_stdin=slot.rank == 0,
+                    **options,
+                )
+            )
+
+
+def _addresses(machines):
+    """What `engine_variables` must know when not all is on this machine."""
+    here = next(
+        (m.launcher_address for m in machines if m.launcher_address),
+        "127.0.0.1",
+    )
+    addresses, ports = [], []
+    for machine in machines:
+        addresses += [machine.address or here] * machine.host.num_slots
+        ports += machine.ports
+    return {"addresses": addresses, "ports": ports, "here": here}
+
+
+class _LogFolder:
+    """The ranks' output files; a temporary folder goes unless kept."""
+
+    def __init__(self, path):
+        self._is_temporary = path is None
+        self.path = path
+
+    def __enter__(self):
+        if self._is_temporary:
+            self.path = tempfile.mkdtemp(prefix="keras-sparsity-")
+        else:
+            os.makedirs(self.path, exist_ok=True)
+        return self
+
+    def __exit__(self, *exception):
+        if self._is_temporary:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def file(self, rank):
+        path = os.path.join(self.path, f"rank-{rank}.log")
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)  # That of an earlier run.
+        return path
+
+    def keep(self):
+        self._is_temporary = False
+
+
+class _Watched:
+    """Waits for the ranks, passes signals on, and tells how it ended."""
+
+    def __init__(self, processes, timeout_seconds):
+        self._processes = processes
+        self._timeout_seconds = timeout_seconds
+        self._timed_out = False
+        self._signals = []
+        self._num_passed = 0
+
+    def wait(self):
+        self._deadline = None
+        if self._timeout_seconds is not None:
+            self._deadline = time.monotonic() + self._timeout_seconds
+        with self._handlers():
+            self._processes.wait(self._on_poll)
+
+    def exit_code(self):
+        """0, or that of the rank that failed first."""
+        if self._timed_out:
+            return _TIMED_OUT
+        ranks = self._processes.processes
+        if all(rank.returncode == 0 for rank in ranks):
+            return 0
+        if self._signals:
+            return 128 + self._signals[0]
+        return self._processes.failed()[0].exit_code
+
+    def report(self, folder):
+        """Says on stderr which ranks failed, and their last lines."""
+        ranks = self._processes.processes
+        if self._timed_out:
+            _say(f"not done within {self._timeout_seconds:g} seconds; ended.")
+            self._show(ranks, folder)
+        elif self._signals:
+            name = signal.Signals(self._signals[0]).name
+            _say(f"ended by {name}. Other ranks' output: {folder}")
+        else:
+            failed = self._processes.failed()
+            ended = [r.rank for r in ranks if r.we_ended_it]
+            for rank in failed:
+                _say(f"rank {rank.rank} of {len(ranks)} {rank.describe_end()}.")
+            if ended:
+                _say(f"ended the others: {', '.join(map(str, ended))}.")
+            self._show(failed, folder)
+
+    def _show(self, ranks, folder):
+        with_file = [rank for rank in ranks if rank.log_path]
+        for rank in with_file[:_MAX_TAILS]:
+            lines = rank.last_lines()
+            said = "printed nothing" if not lines else "last lines"
+            _say(f"rank {rank.rank}, {said} ({rank.log_path}):")
+            for line in lines:
+                print(f"  | {line}", file=sys.stderr)
+        if len(with_file) > _MAX_TAILS:
+            _say(f"the output of more ranks: {folder}")
+
+    @contextlib.contextmanager
+    def _handlers(self):
+        if threading.current_thread() is not threading.main_thread():
+            yield  # Only the main thread may set handlers.
+            return
+        before = {
+            number: signal.signal(
+                number, lambda number, _: self._signals.append(number)
+            )
+            for number in _FORWARDED
+            # What a parent had us ignore (nohup) stays so.
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_poll(self):
+        while self._num_passed < len(self._signals):
+            # The first one as it is; the next ones mean: harder.
+            self._processes.stop(self._signals[self._num_passed])
+            self._num_passed += 1
+        if self._deadline and time.monotonic() > self._deadline:
+            self._deadline = None
+            if self._processes.running():
+                self._timed_out = True
+                self._processes.dump_stacks()
+                self._processes.stop()
+
+
+def _say(text):
+    print(f"keras-sparsity: {text}", file=sys.stderr, flush=True)
