@@ -1,0 +1,121 @@
+"""The tutorials run, on every engine, and their text is what they say."""
+
+import importlib.util
+import math
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+TUTORIALS = pathlib.Path(__file__).parents[1] / "tutorials"
+
+
+@pytest.fixture(scope="module")
+def text():
+    spec = importlib.util.spec_from_file_location(
+        "tutorial_text", TUTORIALS / "text.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def write_cycle(path, num_words=40_000):
+    """Text in which each word tells the next: easy to learn, if it learns."""
+    words = [f"word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(60)]
+    text = [words[i % 60] for i in range(num_words)]
+    path.write_text(" ".join(text))
+    return path
+
+
+def test_standard_library_is_a_corpus_of_tens_of_thousands_of_words(text):
+    corpus = text.load_corpus()
+    assert 20_000 < len(corpus.vocabulary) < 100_000
+    assert corpus.train.dtype == corpus.held_out.dtype == np.int32
+    assert corpus.train[:, 0].size > 500_000
+    assert corpus.held_out[:, 0].size > 5_000
+    assert corpus.train.max() < len(corpus.vocabulary)
+    assert corpus.train.min() == 0
+    # The same in every process and at every run.
+    np.testing.assert_array_equal(text.load_corpus().train, corpus.train)
+
+
+def test_vocabulary_goes_from_frequent_to_rare(text, tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text("b a b once b a " + "b a " * 10_000)
+    corpus = text.load_corpus([path], time=3)
+    assert corpus.vocabulary == ["<unk>", "b", "a"]
+
+
+def test_words_have_neither_punctuation_nor_numbers_nor_escapes(text):
+    found = text.WORD.findall(r"self.x_1 = f(3, 'a\nTwo\n') # été, 12ab")
+    assert found == ["self", "x_1", "f", "a", "été"]
+
+
+def test_targets_are_the_words_that_follow(text):
+    ids = {"a": 1, "b": 2, "c": 3}
+    pieces = [["a", "b", "c", "what", "a", "b"], ["c", "a"], [], ["a"]]
+    np.testing.assert_array_equal(
+        text.make_sequences(pieces, ids, 2),
+        [[[1, 2], [2, 3]], [[3, 0], [0, 1]]],
+    )
+
+
+def test_unigram_perplexity_is_that_of_the_smoothed_frequencies(text):
+    train = np.array([[[0, 1, 1], [1, 1, 2]]], "int32")
+    held_out = np.array([[[1, 1, 0], [1, 2, 0]]], "int32")
+    corpus = text.Corpus(["<unk>", "b", "a"], train, held_out)
+    p = np.array([0 + 1, 2 + 1, 1 + 1]) / 6
+    expected = math.exp(-(math.log(p[1]) + math.log(p[2]) + math.log(p[0])) / 3)
+    assert corpus.unigram_perplexity() == pytest.approx(expected)
+
+
+def test_too_little_text_says_what_to_do(text, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("too little")
+    with pytest.raises(ValueError, match="Fix: --text with more"):
+        text.load_corpus([path])
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param("native", marks=pytest.mark.smoke),
+        pytest.param(
+            "horovod",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("horovod") is None,
+                reason="Horovod is not installed",
+            ),
+        ),
+    ],
+)
+def test_language_model_learns_and_exports_on_two_processes(engine, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "keras_sparsity.launch", "run", "-n", "2"]
+        + ["--engine", engine, str(TUTORIALS / "language_model.py")]
+        + ["--text", str(write_cycle(tmp_path / "text.txt"))]
+        + ["--export", str(tmp_path / "exported")]
+        + ["--batch-size", "64", "--time", "10", "--epochs", "2"]
+        + ["--dim", "16", "--units", "32", "--num-sampled", "20"]
+        + ["--learning-rate", "0.02"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 process(es)" in result.stdout
+    for line in ("before training", "unigram model", "after training"):
+        # Once: the other rank's output does not show.
+        assert (
+            result.stdout.count(f"perplexity {line}")
+            + result.stdout.count(f"perplexity, {line}")
+            == 1
+        )
+    assert "reloaded without this package" in result.stdout
+    assert (tmp_path / "exported" / "language_model.keras").exists()
