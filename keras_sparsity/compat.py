@@ -83,3 +83,21 @@ def losses_are_scaled():
     from keras.src.losses import loss
 
     return hasattr(loss, "unscale_loss_for_distribution")
+
+
+def set_distribute_strategy(model, strategy):
+    """Makes a model that was built anywhere train under `strategy`.
+
+    `Model._distribute_strategy`, which Keras sets in the constructor only:
+    Keras 3.5 to 3.15.
+    """
+    model._distribute_strategy = strategy
+
+
+def dataset_inputs(dataset):
+    """The datasets that a `tf.data.Dataset` reads from.
+
+    `Dataset._inputs`: TensorFlow 2.16 to 2.21.
+    """
+    inputs = getattr(dataset, "_inputs", None)
+    return list(inputs()) if inputs else []

@@ -5,6 +5,8 @@ Each rank's metrics count what the rank has seen. Keras's metrics keep sums
 process would have, and results computed from them are those of the whole.
 """
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
@@ -52,7 +54,11 @@ def global_results(metrics, collectives=None, results=None):
             return _results(metrics)
 
     with global_state(metrics, collectives):
-        return results()
+        # Some metrics return a variable itself: read it while it is global.
+        return keras.tree.map_structure(
+            lambda x: x.value if isinstance(x, keras.Variable) else x,
+            results(),
+        )
 
 
 def global_state(metrics, collectives=None):
@@ -63,14 +69,14 @@ def global_state(metrics, collectives=None):
         collectives: the processes to combine; the current ones when None.
 
     Returns:
-        `keras.StatelessScope`: what is assigned within it is forgotten.
+        A context manager. What is assigned within it is forgotten.
     """
     collectives = collectives or collectives_module.current()
     variables = list(
         {id(v): v for metric in metrics for v in metric.variables}.values()
     )
     if collectives.size == 1 or not variables:
-        return keras.StatelessScope()
+        return contextlib.nullcontext()
     return keras.StatelessScope(
         list(zip(variables, _reduced(variables, collectives), strict=True))
     )
