@@ -213,9 +213,10 @@ class Collectives:
         @tf.custom_gradient
         def gather(tensor):
             rows = tf.shape(tensor)[0]
-            gathered, counts = self._all_gather(tensor, name)
 
-            def gradient(upstream, *_):
+            def gradient(upstream):
+                counts = self._all_gather(rows[None], f"{name}/gradient/rows")
+                counts = tf.ensure_shape(counts, [self.size])
                 route = Route(
                     counts, tf.fill([self.size], rows), tf.reduce_max(counts)
                 )
@@ -225,9 +226,9 @@ class Collectives:
                 total.set_shape([None, *row_shape])
                 return total
 
-            return (gathered, counts), gradient
+            return self._all_gather(tensor, name), gradient
 
-        return gather(tensor)[0]
+        return gather(tensor)
 
     def broadcast(self, tensors, root=0, name="broadcast"):
         """Gives every rank the tensors of rank `root`.
@@ -371,13 +372,13 @@ class Collectives:
     def _all_gather(self, tensor, name):
         wires = self._engine.move_wire(tensor.dtype)
         rows = wires.encode(tensor)
-        gathered, counts = self._call(
+        gathered = self._call(
             "all_gather",
             self._prefix + self._names(name),
             rows,
             lambda name: self._engine.all_gather(rows, name),
         )
-        return _with_row_shape(wires.decode(gathered), tensor), counts
+        return _with_row_shape(wires.decode(gathered), tensor)
 
     def _call(self, op, name, message, collective, even=False):
         """Runs `collective(name)` with its entry in the journal.

@@ -14,7 +14,7 @@ class Route:
         splits: int32 `(size,)`, the rows sent to each rank.
         received_splits: int32 `(size,)`, the rows received from each rank.
         largest: int32 scalar, a bound on the rows any rank sends any other,
-            the same on all ranks, for engines that pad.
+            the same on all ranks, for engines that pad; 0 for others.
     """
 
     splits: tf.Tensor
@@ -64,7 +64,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, rows, name):
-        """`(gathered rows, int32 (size,) rows of each rank)`."""
+        """The rows of all ranks, which may be of different numbers."""
 
     @abc.abstractmethod
     def broadcast(self, flat, root, name):

@@ -39,7 +39,7 @@ class LocalEngine(Engine):
 
     def all_gather(self, rows, name):
         del name
-        return tf.identity(rows), tf.shape(rows)[:1]
+        return tf.identity(rows)
 
     def broadcast(self, flat, root, name):
         del root, name

@@ -156,7 +156,7 @@ class NativeEngine(Engine):
         arrived = self._gather(message, name, capacity)
         arrived = tf.reshape(arrived, [self.size, capacity])
         arrived = self._by_rank(arrived)
-        return self._unpadded(arrived, counts, width, rows), counts
+        return self._unpadded(arrived, counts, width, rows)
 
     def broadcast(self, flat, root, name):
         instance = self._instance(name, _length(flat))

@@ -1,0 +1,182 @@
+"""The engine on Horovod, which needs to be compiled (see the README).
+
+Horovod's operations are not stateful: TensorFlow may fold one whose input is
+constant, merge equal ones, and drop one whose result is not used. Where that
+happens on one rank only, the others wait. `_unfolded` prevents the first; the
+journal's entries before and after each call, which differ from call to call
+and are stateful, prevent the others.
+"""
+
+import functools
+import os
+import re
+import socket
+
+import tensorflow as tf
+
+from keras_sparsity.collectives import topology
+from keras_sparsity.collectives.engine import Engine, Route
+from keras_sparsity.collectives.local import LocalEngine
+from keras_sparsity.collectives.wire import Wires
+
+try:
+    import horovod.tensorflow as hvd
+except ImportError as error:
+    raise ImportError(
+        "The horovod engine needs Horovod, compiled against the installed "
+        "TensorFlow. Install it with `pip install keras-sparsity[horovod]`, "
+        'or use engine="native", which needs TensorFlow only.'
+    ) from error
+
+_MOVED = "bool int8 uint8 int16 uint16 int32 int64 float16 float32 float64"
+_MOVE_BITCASTS = {
+    "bfloat16": "uint16",
+    "uint32": "int32",
+    "uint64": "int64",
+    "complex64": "int64",
+}
+_REDUCED = "int32 int64 float16 float32 float64"
+_REDUCE_CASTS = {
+    "bool": "int32",
+    "int8": "int32",
+    "uint8": "int32",
+    "int16": "int32",
+    "uint16": "int32",
+    "uint32": "int64",
+    "bfloat16": "float32",
+}
+_REDUCE_OPS = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
+
+
+def bring_up():
+    """Starts Horovod.
+
+    Returns:
+        `(engine of all processes, name of this process's machine)`.
+    """
+    # Horovod fuses what is ready at the same time, which differs from step
+    # to step, and with it the order of the sum. `Collectives` fuses already.
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    hvd.init(process_sets="dynamic")
+    place = topology.override(hvd.rank(), hvd.size())
+    if place is not None:
+        machine, local_rank = place.cross_rank, place.local_rank
+        local_size = place.local_size
+    else:
+        machine, local_rank = _machine(), hvd.local_rank()
+        local_size = hvd.local_size()
+    topology.pin_gpu(local_rank, local_size)
+    return HorovodEngine(range(hvd.size()), hvd.global_process_set), machine
+
+
+def _machine():
+    if hvd.is_homogeneous():
+        return hvd.cross_rank()
+    return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+
+
+class HorovodEngine(Engine):
+    """Horovod's operations among the processes of one process set.
+
+    Args:
+        ranks: The members.
+        process_set: Horovod's object for them.
+    """
+
+    name = "horovod"
+    reduce_wire = Wires(_REDUCED.split(), _REDUCE_CASTS)
+    move_wire = Wires(_MOVED.split(), bitcasts=_MOVE_BITCASTS)
+
+    def __init__(self, ranks, process_set):
+        self._ranks = list(ranks)
+        self._process_set = process_set
+        self.rank = self._ranks.index(hvd.rank())
+        self.size = len(self._ranks)
+        self._functions = {}
+
+    def all_reduce(self, flat, op, name):
+        return self._run(
+            lambda flat, **call: hvd.allreduce(
+                flat, op=_REDUCE_OPS[op], **call
+            ),
+            name,
+            flat,
+        )
+
+    def all_to_all(self, rows, splits, name):
+        received, received_splits = self._run(hvd.alltoall, name, rows, splits)
+        no_bound = tf.zeros([], tf.int32)
+        return received, Route(splits, received_splits, no_bound)
+
+    def all_to_all_along(self, rows, route, name):
+        return self._run(hvd.alltoall, name, rows, route.splits)[0]
+
+    def all_gather(self, rows, name):
+        return self._run(hvd.allgather, name, rows)
+
+    def broadcast(self, flat, root, name):
+        root = self._ranks[root]
+        return self._run(
+            lambda flat, **call: hvd.broadcast(flat, root, **call), name, flat
+        )
+
+    def split(self, groups, label):
+        # Each set must be made by all ranks, in the same order.
+        sets = [
+            (ranks, hvd.add_process_set(ranks))
+            for ranks in groups
+            if len(ranks) > 1
+        ]
+        for ranks, process_set in sets:
+            if self._ranks[self.rank] in ranks:
+                return HorovodEngine(ranks, process_set)
+        return LocalEngine(self.name)
+
+    def abort(self, message):
+        hvd.shutdown()
+
+    def close(self):
+        hvd.shutdown()
+
+    def _run(self, operation, name, tensor, *splits):
+        call = {
+            "name": _operation_name(name),
+            "ignore_name_scope": True,
+            "process_set": self._process_set,
+        }
+        if not tf.executing_eagerly():
+            return operation(_unfolded(tensor), *splits, **call)
+        # An eager operation has no name: any two would fit each other.
+        if name not in self._functions:
+            self._functions[name] = tf.function(
+                lambda *tensors: operation(*tensors, **call),
+                reduce_retracing=True,
+                autograph=False,
+            )
+        return self._functions[name](tensor, *splits)
+
+
+def _operation_name(name):
+    """`name` as TensorFlow allows it; "/" would begin a name scope."""
+    name = name.replace("/", ".").replace("#", "-")
+    return "hvd." + re.sub(
+        "[^A-Za-z0-9.-]", lambda match: f"_{ord(match.group())}_", name
+    )
+
+
+def _unfolded(tensor):
+    """`tensor`, of which TensorFlow cannot know that it is constant."""
+    one = tf.raw_ops.ReadVariableOp(resource=_one(), dtype=tf.int32)
+    unfolded = tf.reshape(tensor, tf.shape(tensor) * one)
+    unfolded.set_shape(tensor.shape)
+    return unfolded
+
+
+@functools.cache
+def _one():
+    with tf.init_scope(), tf.device("CPU:0"):
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.int32, shape=[], shared_name="keras_sparsity/one"
+        )
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(1))
+    return handle
