@@ -30,8 +30,12 @@ class Observer:
         self._cpu = self._cpu_at = 0.0
         self._is_busy = False
 
-    def look(self):
-        """Returns a `Report`; its time runs from the last call that moved."""
+    def look(self, closely=False):
+        """Returns a `Report`; its time runs from the last call that moved.
+
+        Args:
+            closely: Whether to name calls that have only just begun.
+        """
         now = time.monotonic()
         self._look_at_cpu(now)
         if self._journal.has_moved():
@@ -42,7 +46,7 @@ class Observer:
             place=_place(),
         )
         open_sites = self._journal.open_sites()
-        if open_sites and self._moved_at != now:
+        if open_sites and (closely or self._moved_at != now):
             report.status = "blocked"
             report.open_calls = tuple(s.current_call() for s in open_sites)
             report.upcoming = tuple(self._journal.upcoming(open_sites))

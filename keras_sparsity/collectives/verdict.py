@@ -49,6 +49,8 @@ class Report:
         return cls(**fields)
 
     def __str__(self):
+        if self.status == "gone" and self.note:
+            return self.note
         calls = ", ".join(map(str, self.open_calls))
         text = {
             "working": "in no collective",
@@ -69,29 +71,38 @@ def find_deadlock(reports, timeout_seconds):
         timeout_seconds: How long a rank may be waited for that may still
             come.
     """
-    waiting = [r for r in reports.values() if _is_stalled(r, STALL_SECONDS)]
-    if not waiting:
+    waiting = [r for r in reports.values() if r.status == "blocked"]
+    # Only what has lasted on every rank is no passing state: one rank leaves
+    # a collective, and may end, a moment before the others leave it.
+    quiet_seconds = min(r.stalled_seconds for r in reports.values())
+    if not waiting or quiet_seconds < STALL_SECONDS:
         return None
-    left = [rank for rank, r in reports.items() if r.status == "ended"]
-    if any(set(_members(call, reports)) & set(left) for call in _open(waiting)):
-        return f"{_ranks(left)} ended while others wait in a collective for it."
-    longest = max(report.stalled_seconds for report in waiting)
-    if longest > timeout_seconds:
-        return (
-            f"a collective has waited for {longest:.0f} s, longer than the "
-            f"timeout of {timeout_seconds:g} s (KERAS_SPARSITY_TIMEOUT)."
-        )
-    if any(r.status == "working" for r in reports.values()):
+    calls = _open(waiting)
+    ended = [rank for rank, r in reports.items() if r.status == "ended"]
+    if any(set(_members(call, reports)) & set(ended) for call in calls):
+        return f"{_programs(ended)} ended; others wait in a collective for it."
+    if any(_may_end(call, reports, False) for call in calls):
+        waited = quiet_seconds
+    else:
+        waited = max(report.stalled_seconds for report in waiting)
+        if len(waiting) == len(reports) and _is_hopeless(calls, reports):
+            return _difference(calls)
+    if waited <= timeout_seconds:
         return None
-    if all(_is_stalled(r, STALL_SECONDS) for r in reports.values()):
-        calls = _open(waiting)
-        if not any(_may_end(call, reports, False) for call in calls):
-            patient = any(_may_end(call, reports, True) for call in calls)
-            late = all(_is_stalled(r, REORDER_SECONDS) for r in waiting)
-            busy = any(report.busy for report in waiting)
-            if not patient or (late and not busy):
-                return _difference(calls)
-    return None
+    return (
+        f"a collective has waited for {waited:.0f} s, longer than the timeout "
+        f"of {timeout_seconds:g} s (KERAS_SPARSITY_TIMEOUT)."
+    )
+
+
+def _is_hopeless(calls, reports):
+    """Whether no call can end, though all ranks are in some call."""
+    if not any(_may_end(call, reports, True) for call in calls):
+        return True
+    return all(
+        report.stalled_seconds >= REORDER_SECONDS and not report.busy
+        for report in reports.values()
+    )
 
 
 def find_mismatch(reports):
@@ -127,10 +138,6 @@ def _shapes_agree(first, second):
     return len(first) == len(second) and all(map(_shapes_agree, first, second))
 
 
-def _is_stalled(report, seconds):
-    return report.status == "blocked" and report.stalled_seconds >= seconds
-
-
 def _open(reports):
     return [call for report in reports for call in report.open_calls]
 
@@ -158,13 +165,13 @@ def _difference(calls):
     else:
         what = "call the same collective with different shapes"
     return (
-        f"the ranks {what}, and would wait for each other for ever. All "
-        "ranks must make the same calls; a call made on one rank only (`if "
+        f"the ranks {what}, and would wait for each other for ever.\n"
+        "All ranks must make the same calls: what one rank alone calls (`if "
         "rank == 0:`) must go."
     )
 
 
-def _ranks(ranks):
+def _programs(ranks):
     if len(ranks) == 1:
         return f"the program of rank {ranks[0]} has"
     return f"the programs of ranks {', '.join(map(str, ranks))} have"

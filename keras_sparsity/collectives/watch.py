@@ -78,6 +78,7 @@ class _Watch:
         self._sent = None
         self._has_ended = False
         self._has_raised = False
+        self._exit_code = 1
         self._note = ""
         self._is_over = threading.Event()
         self._announcing = threading.Lock()
@@ -98,6 +99,8 @@ class _Watch:
     def report_exception(self, error):
         if self._is_mine() and not self._is_over.is_set():
             self._has_raised = True
+            if isinstance(error, SystemExit) and isinstance(error.code, int):
+                self._exit_code = error.code
             text = f"{type(error).__name__}: {error}".strip().rstrip(":")
             self._channel.send(kind="raised", error=text)
 
@@ -148,21 +151,21 @@ class _Watch:
                 )
 
     def _report(self, asked):
-        report = self._look()
+        report = self._look(asked)
         state = report.status, report.open_calls, report.note
         if asked or state != self._sent:
             self._channel.send(kind="report", **report.to_json())
             self._sent = state
 
-    def _look(self):
-        report = self._observer.look()
+    def _look(self, closely):
+        report = self._observer.look(closely)
         report.note = self._note
         if self._has_ended:
             report.status = "ended"
         return report
 
     def _describe_rank_0(self, what):
-        reports = {0: verdict.Report("gone"), self._rank: self._look()}
+        reports = {0: verdict.Report("gone"), self._rank: self._look(True)}
         return verdict.describe(f"the process of rank 0 {what}", reports)
 
     def _end(self, failure):
@@ -189,7 +192,7 @@ class _Watch:
         flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(1)
-        os._exit(1)
+        os._exit(self._exit_code)
 
     # The main thread.
 
