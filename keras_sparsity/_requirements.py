@@ -11,7 +11,6 @@ SWITCH = (
     "set KERAS_BACKEND=tensorflow in the environment, before Keras is first "
     'imported (or "backend": "tensorflow" in ~/.keras/keras.json)'
 )
-NO_KERAS = f"keras_sparsity needs Keras 3. Fix: {INSTALL}."
 
 
 def check_requirements():
@@ -25,8 +24,15 @@ def check_requirements():
         ImportError: if TensorFlow or Keras is missing or too old, or if Keras
             runs on another backend. The message says what to do.
     """
-    tensorflow = _import_tensorflow()
-    keras = _import_keras()
+    try:
+        # First: Keras would name the backend that it is configured for.
+        import tensorflow  # isort: skip
+        import keras
+    except ModuleNotFoundError as error:
+        explanation = _explain_missing(error.name)
+        if explanation is None:
+            raise  # Installed, and broken: the error itself says how.
+        raise ImportError(explanation) from None
     _check_version("TensorFlow", tensorflow.__version__, MIN_TENSORFLOW)
     _check_version("Keras", keras.__version__, MIN_KERAS)
     backend = keras.config.backend()
@@ -34,34 +40,21 @@ def check_requirements():
         raise ImportError(_wrong_backend(backend))
 
 
-def _import_tensorflow():
-    try:
-        import tensorflow
-    except ModuleNotFoundError as error:
-        if error.name == "keras":  # TensorFlow 2.16 and later import it.
-            raise ImportError(NO_KERAS) from None
-        if error.name != "tensorflow":
-            raise  # TensorFlow is there, and broken: its own error says how.
-        raise ImportError(
+def _explain_missing(module):
+    if module == "tensorflow":
+        return (
             "keras_sparsity needs Keras's TensorFlow backend, and TensorFlow "
             f"is not installed. Fix: {INSTALL}, and {SWITCH}."
-        ) from None
-    return tensorflow
-
-
-def _import_keras():
-    try:
-        import keras
-    except ModuleNotFoundError as error:
-        if error.name == "keras":
-            raise ImportError(NO_KERAS) from None
-        if error.name not in ("jax", "torch", "openvino"):
-            raise
-        # Keras imports the backend that is configured, installed or not.
-        raise ImportError(
-            _wrong_backend(os.environ.get("KERAS_BACKEND", error.name))
-        ) from None
-    return keras
+        )
+    if module == "keras":
+        return f"keras_sparsity needs Keras 3. Fix: {INSTALL}."
+    # Keras imports what its configured backend needs, installed or not.
+    configured = os.environ.get("KERAS_BACKEND") or "tensorflow"
+    if configured != "tensorflow":
+        return _wrong_backend(configured)
+    if module in ("jax", "torch", "openvino"):  # From ~/.keras/keras.json.
+        return _wrong_backend(module)
+    return None
 
 
 def _wrong_backend(backend):
