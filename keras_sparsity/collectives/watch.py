@@ -11,6 +11,7 @@ import atexit
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
@@ -99,8 +100,7 @@ class _Watch:
     def report_exception(self, error):
         if self._is_mine() and not self._is_over.is_set():
             self._has_raised = True
-            if isinstance(error, SystemExit) and isinstance(error.code, int):
-                self._exit_code = error.code
+            self._exit_code = _exit_code(error)
             text = f"{type(error).__name__}: {error}".strip().rstrip(":")
             self._channel.send(kind="raised", error=text)
 
@@ -259,3 +259,11 @@ def _flush():
         except (OSError, ValueError, AttributeError):
             pass  # closed, or None
     logging.shutdown()
+
+
+def _exit_code(error):
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT  # as a shell has it
+    return 1
