@@ -161,9 +161,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                     pieces = list(variable.table.partitions)
             self._expansion[id(variable)] = pieces
             expanded.extend(pieces)
-        is_whole = all(
-            pieces == [v] for v, pieces in zip(var_list, self._expansion.values())
-        )
+        is_whole = all(self._expansion[id(v)][0] is v for v in var_list)
         inner = self.inner_optimizer
         state = None
         if inner.built and not is_whole:
@@ -260,6 +258,8 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 updates.extend(
                     _Update(piece, s, variable, is_spread=True)
                     for piece, s in zip(pieces, slices)
+                    # Keras's own arithmetic trips over tensors without rows.
+                    if piece.shape[0] > 0
                 )
                 continue
             if is_slices and communicator.size > 1:
@@ -309,7 +309,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             [tf.reduce_all(tf.math.is_finite(u.values)) for u in updates]
         )
         communicator = collectives.current()
-        if communicator.size > 1 and any(u.is_spread for u in updates):
+        if communicator.size > 1 and self._spread_variables():
             (votes,) = communicator.all_reduce(
                 [tf.cast(finite, tf.int32)], op="min", name="optimizer/finite"
             )
@@ -324,6 +324,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
     def _update(self, updates):
         """The inner optimizer's step, rows standing in for variables."""
+        if not updates:  # a rank that owns no row, of a model of tables only
+            self._rule.iterations.assign_add(1)
+            return
         rows = [
             (u.variable, u.gradient.indices)
             for u in updates
@@ -363,12 +366,12 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
     def _squared_norms(self, grads, updates):
         """Squared norm of each model variable's gradient, over all owners."""
-        squares = {}
+        squares = {id(v): tf.zeros([]) for v in self._spread_variables()}
         for gradient, update in zip(grads, updates):
             square = tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
             key = id(update.whole)
             squares[key] = squares[key] + square if key in squares else square
-        spread = list({id(u.whole): None for u in updates if u.is_spread})
+        spread = [id(v) for v in self._spread_variables()]
         communicator = collectives.current()
         if spread and communicator.size > 1:
             # One number for each table, all in one message (EuroSys 4.3).
@@ -378,6 +381,14 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             )
             squares.update(zip(spread, tf.unstack(summed)))
         return squares
+
+    def _spread_variables(self):
+        """Tables of which this rank may hold no row at all."""
+        return [
+            v
+            for v in self._trainable_variables
+            if self._expansion[id(v)][0] is not v
+        ]
 
     # As an optimizer among Keras's own.
 

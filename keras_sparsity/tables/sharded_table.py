@@ -309,7 +309,9 @@ class ShardedTable:
         outside = (unique < 0) | (unique >= self.num_rows)
         valid = tf.logical_not(tf.reduce_any(outside))
         count = tf.size(unique)
-        owner = self.layout.owner(tf.where(outside, 0, unique))
+        owner = self.layout.owner(
+            tf.where(outside, tf.zeros_like(unique), unique)
+        )
         order = tf.concat(
             tf.dynamic_partition(tf.range(count), owner, size), axis=0
         )
@@ -361,7 +363,9 @@ class ShardedTable:
             rows = tf.dynamic_partition(local_rows, slots, count)
             values = tf.dynamic_partition(gradient.values, slots, count)
         return [
-            tf.IndexedSlices(value, row, tf.constant(p.shape, tf.int64))
+            tf.IndexedSlices(
+                value, row, tf.constant(list(p.shape), tf.int64)
+            )
             for p, row, value in zip(self.partitions, rows, values)
         ]
 
