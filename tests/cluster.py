@@ -6,6 +6,7 @@ between calls.
 """
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import os
@@ -17,6 +18,7 @@ import time
 import traceback
 from multiprocessing import connection
 
+from keras_sparsity import collectives
 from keras_sparsity.launch.functions import Job
 from keras_sparsity.launch.processes import last_lines
 
@@ -28,11 +30,27 @@ class ClusterError(AssertionError):
     """A call failed on a rank; holds every rank's traceback or last lines."""
 
 
+@dataclasses.dataclass
+class _Reply:
+    """What a worker made of a call.
+
+    Args:
+        kind: `"done"`, `"raised"` or `"hung up"`.
+        result: The function's result, or the traceback.
+        is_usable: Whether the worker can be called again.
+    """
+
+    kind: str
+    result: object = None
+    is_usable: bool = False
+
+
 class Cluster:
     """Processes of one engine that run functions on all ranks at once.
 
-    They start at the first `run`. After a failure they are ended and started
-    anew at the next one.
+    They start at the first `run`. When some hang, die or find a failure between
+    them, all are ended, and started anew at the next one; an exception that
+    every rank raises leaves them.
 
     Args:
         num_processes: How many.
@@ -85,13 +103,18 @@ class Cluster:
             self._clear()
             raise
         if problem is None:
-            return [replies[rank][1] for rank in self._ranks]
-        ends = self._end(replies)
+            return [replies[rank].result for rank in self._ranks]
+        usable = [reply.is_usable for reply in replies.values()]
+        if len(usable) == self.num_processes and all(usable):
+            ends = [None] * self.num_processes
+        else:
+            ends = self._end(replies)
         tails = [
             last_lines(path, 60, start)
             for path, start in zip(logs, log_starts, strict=True)
         ]
-        self._clear()
+        if ends[0] is not None:
+            self._clear()
         where = f"{function.__module__}.{function.__qualname__}"
         raise ClusterError(
             f"{where} on {self.num_processes} processes, engine "
@@ -137,8 +160,8 @@ class Cluster:
                 try:
                     replies[rank] = pickle.loads(channel.recv_bytes())
                 except (EOFError, ConnectionError):
-                    replies[rank] = (None, None)
-                if not replies[rank][0] and not failed:
+                    replies[rank] = _Reply("hung up")
+                if replies[rank].kind != "done" and not failed:
                     failed = True
                     # The others may wait for that rank for ever.
                     deadline = min(
@@ -147,10 +170,12 @@ class Cluster:
         return "failed" if failed else None
 
     def _describe(self, rank, reply, end, tail):
-        done, text = reply or (None, None)
-        if done:
+        if reply and reply.kind == "done":
             return f"--- rank {rank} was done"
-        what = f"raised\n{text}" if done is False else end
+        if reply and reply.kind == "raised":
+            what = f"raised\n{reply.result}"
+        else:
+            what = end
         printed = ["It printed:", *tail] if tail else []
         return "\n".join([f"--- rank {rank} {what}", *printed])
 
@@ -206,7 +231,8 @@ class Cluster:
             process.dump_stacks()
         time.sleep(1.0 if hanging else 0.0)
         for process in processes:
-            if replies.get(process.rank, (True,))[0] is None:
+            reply = replies.get(process.rank)
+            if reply and reply.kind == "hung up":
                 # It hung up, so it is ending; how, is worth a moment.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(3)
@@ -227,9 +253,8 @@ class Cluster:
 
 def serve(address, key):
     """A worker's main loop: calls what it is sent."""
-    rank = int(_rank())
     channel = connection.Client(address, "AF_UNIX", authkey=key.encode())
-    channel.send(rank)
+    channel.send(collectives.current().rank)
     while message := channel.recv_bytes():
         _reset()
         try:
@@ -237,22 +262,12 @@ def serve(address, key):
             function = importlib.import_module(module)
             for name in qualname.split("."):
                 function = getattr(function, name)
-            reply = pickle.dumps((True, function(*args)))
+            reply = pickle.dumps(_Reply("done", function(*args)))
         except Exception:
-            reply = pickle.dumps((False, traceback.format_exc()))
+            is_usable = collectives.failure() is None
+            text = traceback.format_exc()
+            reply = pickle.dumps(_Reply("raised", text, is_usable))
         channel.send_bytes(reply)
-
-
-def _rank():
-    import json  # TEMPORARY: until the engines are there.
-
-    from keras_sparsity import collectives
-
-    if "HOROVOD_RANK" in os.environ:
-        return os.environ["HOROVOD_RANK"]
-    if "TF_CONFIG" in os.environ:
-        return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    return collectives.current().rank
 
 
 def _reset():

@@ -1,11 +1,9 @@
 """What each rank runs first: the engine comes up, then the user's program."""
 
 import argparse
-import faulthandler
 import importlib
 import os
 import pickle
-import random
 import runpy
 import signal
 import sys
@@ -13,6 +11,8 @@ import threading
 import time
 import traceback
 
+from keras_sparsity import collectives
+from keras_sparsity.collectives import watch
 from keras_sparsity.launch.processes import DUMP_LETTER, LIFELINE_VARIABLE
 
 _SIGNALS = {
@@ -27,7 +27,17 @@ _ORPHAN_GRACE_SECONDS = 3.0
 def main(argv=None):
     options = _parse(argv)
     _hold_lifeline()
-    bring_up(options.engine, options.seed)
+    # Before the program's first line: TensorFlow's own collectives must be
+    # configured before its first operation.
+    try:
+        collectives.start(options.engine)
+    except collectives.CollectiveError as error:
+        # Another rank failed meanwhile: where this one was says nothing.
+        sys.exit(_report(error.with_traceback(None)))
+    # TensorFlow's own collectives catch SIGTERM and go on (seen on 2.18 and
+    # 2.21): as in any Python program it should end the rank, unless the
+    # program itself sets a handler.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if options.kind == "call":
         code = _run_call(*options.target)
     else:
@@ -36,32 +46,9 @@ def main(argv=None):
     sys.exit(code)
 
 
-def bring_up(engine, seed):
-    """Starts the collectives and puts all ranks on one random stream.
-
-    Both come before the program's first line: TensorFlow's own collectives
-    must be configured before its first operation, and unseeded initial
-    values and shuffles must agree on all ranks.
-    """
-    from keras_sparsity import collectives
-
-    try:
-        collectives.start(engine)
-    except NotImplementedError:  # TEMPORARY: until the engines are there.
-        pass
-    import numpy as np
-    import tensorflow as tf
-
-    if seed is not None:
-        random.seed(seed)
-        np.random.seed(seed)
-        tf.random.set_seed(seed)
-
-
 def _parse(argv):
     parser = argparse.ArgumentParser(prog="keras_sparsity.launch._child")
     parser.add_argument("--engine")
-    parser.add_argument("--seed", type=int)
     parser.add_argument("kind", choices=("script", "module", "call"))
     parser.add_argument("target", nargs=argparse.REMAINDER)
     return parser.parse_args(argv)
@@ -79,7 +66,10 @@ def _hold_lifeline():
     descriptor = int(descriptor)
     os.set_inheritable(descriptor, False)
     threading.Thread(
-        target=_watch_lifeline, args=(descriptor,), daemon=True
+        target=_watch_lifeline,
+        args=(descriptor,),
+        name="keras_sparsity lifeline",
+        daemon=True,
     ).start()
 
 
@@ -87,12 +77,22 @@ def _watch_lifeline(descriptor):
     """Does what the launcher asks for, and ends with it."""
     while letter := os.read(descriptor, 1):
         if letter == DUMP_LETTER:
-            faulthandler.dump_traceback(all_threads=True)
+            _print_stacks()
         elif letter in _SIGNALS:
             os.killpg(os.getpgrp(), _SIGNALS[letter])
     os.killpg(os.getpgrp(), signal.SIGTERM)
     time.sleep(_ORPHAN_GRACE_SECONDS)
     os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _print_stacks():
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        # Our own threads wait, always at the same place.
+        if not thread.name.startswith("keras_sparsity"):
+            stack = traceback.format_stack(frames.get(thread.ident))
+            print(f"{thread.name} is at:\n{''.join(stack)}", file=sys.stderr)
+    sys.stderr.flush()
 
 
 def _run_program(kind, target):
@@ -106,7 +106,10 @@ def _run_program(kind, target):
             runpy.run_path(target[0], run_name="__main__")
         else:
             runpy.run_module(target[0], run_name="__main__", alter_sys=True)
-    except SystemExit:
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            # The other ranks must not wait for one that gave up.
+            watch.report_exception(end)
         raise
     except BaseException as error:
         return _report(error)
@@ -116,7 +119,8 @@ def _run_program(kind, target):
 def _report(error):
     """Shows an exception without the frames of the launcher; exit code."""
     # Through the hook, which the failure watch and others may have set.
-    sys.excepthook(type(error), error, _users_frames(error.__traceback__))
+    frames = _users_frames(error.__traceback__)
+    sys.excepthook(type(error), error.with_traceback(frames), frames)
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     return 1
@@ -147,6 +151,8 @@ def _run_call(call_path, result_path):
     except SystemExit as end:
         if end.code in (None, 0):
             _write(result_path, pickle.dumps((True, None)))
+        else:
+            watch.report_exception(end)
         raise
     except BaseException as error:
         frames = _users_frames(error.__traceback__)

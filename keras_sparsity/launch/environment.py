@@ -69,13 +69,7 @@ def inherited():
 
 def child_arguments(engine):
     """Python's arguments for the ranks, but for what they are to run."""
-    seed = random.SystemRandom().randrange(2**31)
-    return [
-        "-m",
-        "keras_sparsity.launch._child",
-        f"--engine={engine}",
-        f"--seed={seed}",
-    ]
+    return ["-m", "keras_sparsity.launch._child", f"--engine={engine}"]
 
 
 def shared_defaults():

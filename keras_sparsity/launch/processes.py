@@ -206,9 +206,17 @@ class ProcessGroup:
             for p in self.processes
             if p.poll() not in (None, 0) and not p.we_ended_it
         ]
-        # A signal from outside (out of memory) comes before what others make
-        # of it; between exits the first one is the cause.
-        return sorted(ended, key=lambda p: (p.returncode >= 0, p.ended_seconds))
+        # What other ranks make of the loss of one is an exception, code 1; so
+        # a signal (out of memory) or a code of the program's own is the cause
+        # whatever came first.
+        return sorted(
+            ended,
+            key=lambda p: (
+                p.returncode >= 0,
+                p.returncode == 1,
+                p.ended_seconds,
+            ),
+        )
 
     def send_signal(self, signal_number):
         for process in self.running():
