@@ -57,7 +57,7 @@ def bring_up():
     # Horovod fuses what is ready at the same time, which differs from step
     # to step, and with it the order of the sum. `Collectives` fuses already.
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    hvd.init(process_sets="dynamic")
+    hvd.init(process_sets="dynamic" if _may_need_groups() else None)
     place = topology.override(hvd.rank(), hvd.size())
     if place is not None:
         machine, local_rank = place.cross_rank, place.local_rank
@@ -67,6 +67,22 @@ def bring_up():
         local_size = hvd.local_size()
     topology.pin_gpu(local_rank, local_size)
     return HorovodEngine(range(hvd.size()), hvd.global_process_set), machine
+
+
+def _may_need_groups():
+    """Whether groups other than all and one process may be asked for.
+
+    Process sets cost Horovod's controllers more idle traffic. All ranks come
+    to the same answer here, whatever their machine's number of processes.
+    """
+    place = topology.override(0, 0)
+    if place is not None:
+        return 1 not in (place.local_size, place.cross_size)
+    size, local_size, cross_size = (
+        os.environ.get(f"HOROVOD_{name}")
+        for name in ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")
+    )
+    return size is None or size not in (local_size, cross_size)
 
 
 def _machine():

@@ -57,7 +57,9 @@ def bring_up():
     Returns:
         `(engine of all processes, name of this process's machine)`.
     """
-    hosts, rank = _read_cluster(json.loads(os.environ["TF_CONFIG"]))
+    hosts, rank = _read_cluster(json.loads(os.environ.get("TF_CONFIG") or "{}"))
+    if len(hosts) == 1:
+        return LocalEngine("native"), hosts[rank]
     place = topology.override(rank, len(hosts))
     machine = hosts[rank] if place is None else place.cross_rank
     place = place or topology.topology_of(rank, hosts)
@@ -81,6 +83,8 @@ def bring_up():
 def _read_cluster(config):
     """`(host of each rank, own rank)`, in MultiWorkerMirroredStrategy's order:
     the chief first."""
+    if not config:
+        return ["localhost"], 0
     cluster, task = config["cluster"], config["task"]
     tasks = [
         (kind, index, address)

@@ -98,8 +98,9 @@ def _bring_up(name):
         journal=notes,
         groups=_groups(engine, machines, notes),
     )
-    watch.start(collectives, engine.abort, engine.close)
-    _agree_seeds(collectives)
+    if collectives.size > 1:
+        watch.start(collectives, engine.abort, engine.close)
+        _agree_seeds(collectives)
     return collectives
 
 
