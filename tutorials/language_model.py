@@ -35,17 +35,17 @@ REQUIRED_SHARE = 0.6
 
 def main():
     args = parse_arguments()
-    corpus = text.load_corpus(args.text, time=args.time)
-    strategy = ks.HybridStrategy()
-    is_first = ks.collectives.current().rank == 0
+    strategy = ks.HybridStrategy(sparse_updates=args.sparse_updates)
+    is_first = strategy.rank == 0
     report = print if is_first else lambda *_: None
+    corpus = text.load_corpus(args.text, time=args.time)
 
     num_words = len(corpus.vocabulary)
     unigram = corpus.unigram_perplexity()
     report(
         f"{corpus.train[:, 0].size:,} words to train on, "
         f"{corpus.held_out[:, 0].size:,} held out, vocabulary {num_words:,}; "
-        f"{strategy.num_replicas_in_sync} process(es)"
+        f"{strategy.size} process(es)"
     )
 
     model, softmax = build_model(num_words, args)
@@ -70,7 +70,7 @@ def main():
     after = perplexity(model, held_out)
 
     report(f"words/s: {speed.words_per_second():,.0f}")
-    report_alpha(corpus, args, report)
+    report_alpha(corpus, args, strategy.size, report)
     share = after / unigram
     report(f"held-out perplexity, unigram model: {unigram:,.1f}")
     report(f"held-out perplexity after training: {after:,.1f}")
@@ -137,14 +137,13 @@ class WordsPerSecond(keras.callbacks.Callback):
         )
 
 
-def report_alpha(corpus, args, report, num_steps=50):
+def report_alpha(corpus, args, size, report, num_steps=50):
     """Reports alpha: the share of a variable's rows one process touches.
 
     Measured over random batches. The softmax's rows are those of the targets
     and of the sample, which is the same on all processes.
     """
     num_words = len(corpus.vocabulary)
-    size = ks.collectives.current().size
     part = max(args.batch_size // size, 1)  # one process's part of a batch
     random = np.random.default_rng(0)
     read, predicted = [], []
@@ -206,6 +205,7 @@ def parse_arguments():
     add("--units", type=int, default=256, help="width of the LSTM")
     add("--num-sampled", type=int, default=1024, help="of the softmax")
     add("--learning-rate", type=float, default=0.003)
+    add("--sparse-updates", choices=["exact", "lazy"], default="exact")
     return parser.parse_args()
 
 
