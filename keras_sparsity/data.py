@@ -10,9 +10,17 @@ from time to time.
 import tensorflow as tf
 
 from keras_sparsity import compat
+from keras_sparsity.batches import split_batch, without_rows
+from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
 from keras_sparsity.fingerprints import Fingerprints
 
 _SHARDED = "_keras_sparsity_is_sharded"
+_IN_STEP = "_keras_sparsity_agrees_in_step"
+_SAME_DATASET = (
+    "Give every rank the same dataset: each trains on its own part of every "
+    "batch. Seed its shuffles and generators alike on every rank. What is "
+    "each rank's own part already, only `strategy.shard(dataset)` can make."
+)
 
 
 def distribute(dataset, collectives):
@@ -29,18 +37,19 @@ def distribute(dataset, collectives):
         ValueError: if the ranks' datasets have different structures or
             numbers of batches.
     """
-    if collectives.size == 1 or is_sharded(dataset):
+    if collectives.size == 1:
         return dataset
     _check_is_dataset(dataset)
+    if is_sharded(dataset):
+        _check_nothing_reads_ahead(dataset)
+        return dataset
     collectives.check_equal(
         {
             "element_spec": str(dataset.element_spec),
             "number of batches": _cardinality_name(dataset),
         },
         "The input dataset",
-        "Give every rank the same dataset: each trains on its own part of "
-        "every batch. A dataset that is already each rank's own part is "
-        "what `strategy.shard(dataset)` makes.",
+        _SAME_DATASET,
     )
     return split_batches(
         dataset, collectives.rank, collectives.size, Fingerprints(collectives)
@@ -94,43 +103,6 @@ def split_batches(dataset, rank, size, fingerprints=None):
     return parts.prefetch(tf.data.AUTOTUNE) if is_tuned else parts
 
 
-def split_batch(batch, rank, size):
-    """One rank's rows of one batch.
-
-    Args:
-        batch: structure of tensors or arrays with a common batch axis. None
-            and `tf.experimental.Optional` (Keras's None) stay as they are.
-        rank: which part, from 0 to `size` - 1.
-        size: the number of parts.
-
-    Returns:
-        The same structure.
-
-    Example:
-
-    >>> split_batch({"x": tf.range(5)}, rank=1, size=2)["x"].numpy().tolist()
-    [2, 3, 4]
-    """
-    leaves = [x for x in tf.nest.flatten(batch) if not _is_missing(x)]
-    if not leaves:
-        return batch
-    rows = [_num_rows(leaf) for leaf in leaves]
-    if len(leaves) > 1:
-        tf.debugging.assert_equal(
-            tf.stack(rows[1:]),
-            rows[0],
-            "The tensors of a batch have different numbers of rows, so no "
-            "rank's part of it can be cut. Give them the same first "
-            "dimension, one row for each example.",
-        )
-    # int64: rank * rows overflows 32 bits for what fits into memory.
-    start = rank * rows[0] // size
-    stop = (rank + 1) * rows[0] // size
-    return tf.nest.map_structure(
-        lambda x: x if _is_missing(x) else _rows(x, start, stop), batch
-    )
-
-
 def is_sharded(dataset):
     """Whether a dataset comes from `shard`, with or without later steps.
 
@@ -145,68 +117,142 @@ def is_sharded(dataset):
     return bool(inputs) and all(is_sharded(each) for each in inputs)
 
 
-def shard(dataset, collectives):
-    """This rank's part of a dataset of global batches."""
+def shard(dataset, collectives, by=None):
+    """This rank's part of a dataset of global batches, for large input.
+
+    `fit` cuts each rank's part from batches that every rank has read and
+    decoded whole. This splits earlier where the pipeline allows it, and has
+    the rank read or decode its own examples only:
+
+    - by files, where it reads a list of files whose number is a multiple of
+      the ranks' (or at least 8 for each): each rank reads files of its own;
+    - by elements, where maps stand between its elements and its batches:
+      each rank maps every n-th element only. Maps right before the batches
+      are saved without any other change: each global batch then holds the
+      examples it would have held. If it is shuffled behind the maps, each
+      rank shuffles its own elements;
+    - by batches elsewhere, as `fit` does.
+
+    For the first two the global batch size must be a multiple of the number
+    of ranks, and nothing but maps and prefetching may follow the batches (a
+    map there sees this rank's rows only). What the ranks cannot be sure to
+    agree on is split by batches too: Python generators, orders that vary,
+    unseeded shuffles.
+
+    In each step every rank gets at most its share of the global batch, and
+    each example is read once, by one rank. All ranks get the same number of
+    steps: ranks that run out get batches without rows until the last one has
+    ended. Where the number of steps is unknown beforehand (files, filters)
+    the ranks agree in each step with one small message; this must be the
+    last step of the pipeline then, and prefetches itself.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches, the same on all ranks.
+        collectives: the processes that share each batch.
+        by: "files", "elements" or "batches", to have that or an error; the
+            first possible one when None.
+
+    Returns:
+        `tf.data.Dataset` of this rank's parts, which a strategy recognises.
+        In one process the dataset itself.
+
+    Raises:
+        ValueError: on every rank, if their datasets differ or cannot be
+            split as asked.
+    """
+    if by not in (None, "files", "elements", "batches"):
+        raise ValueError(
+            "`by` must be 'files', 'elements', 'batches' or None. "
+            f"Received: by={by!r}."
+        )
+    _check_is_dataset(dataset)
     if collectives.size == 1 or is_sharded(dataset):
         return dataset
-    parts = distribute(dataset, collectives)
+    _check_is_batched(dataset)
+    graph = place = reason = None
+    if by != "batches":
+        try:
+            graph = DatasetGraph(dataset)
+            place = graph.best_split(collectives.size, by)
+        except CannotSplit as error:
+            reason = str(error)
+    plan = {"split by": place.by if place else "batches"}
+    if place:
+        plan.update(pipeline=graph.steps, constants=graph.fingerprint)
+    collectives.check_equal(plan, "The dataset to shard", _SAME_DATASET)
+    if place is None and by in ("files", "elements"):
+        raise ValueError(
+            f"The dataset cannot be split by {by}: {reason}. Change it, or "
+            "leave `by` to be chosen."
+        )
+    if place is None:
+        parts = distribute(dataset, collectives)
+    else:
+        part = graph.split(place, collectives.rank, collectives.size)
+        part = part.with_options(dataset.options())
+        num_steps = _num_steps(
+            dataset if place.keeps_batches else part,
+            place.keeps_batches,
+            collectives,
+        )
+        parts = with_equal_steps(part, num_steps, collectives)
     setattr(parts, _SHARDED, True)
     return parts
 
 
-def _num_rows(leaf):
-    if isinstance(leaf, tf.RaggedTensor):
-        return tf.cast(leaf.nrows(), tf.int64)
-    if isinstance(leaf, tf.SparseTensor):
-        return leaf.dense_shape[0]
-    shape = tf.shape(leaf, out_type=tf.int64)
-    if shape.shape == (0,):
-        raise ValueError(
-            "A batch must have a first axis of examples, to be cut into one "
-            f"part for each rank. Received a scalar: {leaf}."
+def with_equal_steps(part, num_steps, collectives):
+    """Gives a rank batches without rows until all ranks have ended.
+
+    Args:
+        part: `tf.data.Dataset` of this rank's batches.
+        num_steps: how many steps all ranks shall have, or
+            `tf.data.UNKNOWN_CARDINALITY`: until the last one ends.
+        collectives: the processes.
+
+    Returns:
+        `tf.data.Dataset`.
+    """
+    if num_steps == tf.data.INFINITE_CARDINALITY:
+        return part.prefetch(tf.data.AUTOTUNE)
+    rest = tf.data.Dataset.from_tensors(
+        tf.nest.map_structure(without_rows, part.element_spec)
+    ).repeat()
+    if num_steps >= 0:
+        part = part.concatenate(rest).take(num_steps)
+        return part.prefetch(tf.data.AUTOTUNE)
+
+    # Nothing may read ahead of the messages: ranks that stop early would
+    # have sent different numbers of them.
+    @tf.autograph.experimental.do_not_convert
+    def is_left_anywhere(batch, is_left):
+        del batch
+        (anywhere,) = collectives.all_reduce(
+            [is_left], op="max", name="input/is_left"
         )
-    return shape[0]
+        return anywhere > 0
 
-
-def _rows(leaf, start, stop):
-    """`leaf[start:stop]` with None for the batch axis."""
-    if isinstance(leaf, tf.RaggedTensor):
-        part = leaf[start:stop]
-        if tf.executing_eagerly():
-            return part
-        splits = tf.compat.v1.placeholder_with_default(part.row_splits, [None])
-        return tf.RaggedTensor.from_row_splits(
-            part.values, splits, validate=False
-        )
-    if isinstance(leaf, tf.SparseTensor):
-        return _sparse_rows(leaf, start, stop)
-    if not tf.is_tensor(leaf):
-        return leaf[int(start) : int(stop)]
-    part = leaf[start:stop]
-    if tf.executing_eagerly() or leaf.shape.rank is None:
-        return part
-    return tf.compat.v1.placeholder_with_default(part, [None, *leaf.shape[1:]])
-
-
-def _sparse_rows(leaf, start, stop):
-    row = leaf.indices[:, 0]
-    kept = tf.logical_and(row >= start, row < stop)
-    known = leaf.shape.as_list() if leaf.shape.rank else []
-    dense_shape = [stop - start]
-    for axis, dimension in enumerate(known[1:], start=1):
-        dense_shape.append(
-            leaf.dense_shape[axis] if dimension is None else dimension
-        )
-    return tf.SparseTensor(
-        tf.boolean_mask(leaf.indices, kept)
-        - tf.stack([start] + [0] * (len(dense_shape) - 1)),
-        tf.boolean_mask(leaf.values, kept),
-        tf.stack([tf.cast(d, tf.int64) for d in dense_shape]),
+    agreed = (
+        _marked(part.prefetch(tf.data.AUTOTUNE), 1)
+        .concatenate(_marked(rest, 0))
+        .take_while(is_left_anywhere)
+        .map(lambda batch, is_left: batch)
     )
+    setattr(agreed, _IN_STEP, True)
+    return agreed
 
 
-def _is_missing(leaf):
-    return leaf is None or isinstance(leaf, tf.experimental.Optional)
+def _marked(dataset, mark):
+    marks = tf.data.Dataset.from_tensors(tf.constant(mark, tf.int32)).repeat()
+    return tf.data.Dataset.zip((dataset, marks))
+
+
+def _num_steps(dataset, is_global, collectives):
+    """The number of steps of the rank with most."""
+    number = int(dataset.cardinality())
+    if is_global:
+        return number
+    numbers = collectives.gather_objects(number, name="input/num_steps")
+    return min(numbers) if min(numbers) < 0 else max(numbers)
 
 
 def _cardinality_name(dataset):
@@ -237,3 +283,20 @@ def _check_is_batched(dataset):
                 f"in them: element_spec={dataset.element_spec}. Batch it "
                 "first: `dataset.batch(global_batch_size)`."
             )
+
+
+def _check_nothing_reads_ahead(dataset):
+    """Raises where ranks would send messages before they need to."""
+    reads_ahead = None
+    while not getattr(dataset, _SHARDED, False):
+        kind = type(dataset).__name__
+        if "Prefetch" in kind or "Parallel" in kind:
+            reads_ahead = kind.strip("_")
+        dataset = compat.dataset_inputs(dataset)[0]
+    if reads_ahead and getattr(dataset, _IN_STEP, False):
+        raise ValueError(
+            "How many batches this dataset has is not known beforehand, so "
+            "the ranks agree in each step whether any has one left; nothing "
+            f"may read ahead of that. Received: {reads_ahead} behind "
+            "`strategy.shard(dataset)`. Shard it last: it prefetches itself."
+        )

@@ -1,0 +1,120 @@
+"""Rows of a batch, whatever its structure."""
+
+import tensorflow as tf
+
+
+def split_batch(batch, rank, size):
+    """One rank's rows of one batch.
+
+    Args:
+        batch: structure of tensors or arrays with a common batch axis. None
+            and `tf.experimental.Optional` (Keras's None) stay as they are.
+        rank: which part, from 0 to `size` - 1.
+        size: the number of parts.
+
+    Returns:
+        The same structure.
+
+    Example:
+
+    >>> split_batch({"x": tf.range(5)}, rank=1, size=2)["x"].numpy().tolist()
+    [2, 3, 4]
+    """
+    leaves = [x for x in tf.nest.flatten(batch) if not _is_missing(x)]
+    if not leaves:
+        return batch
+    rows = [_num_rows(leaf) for leaf in leaves]
+    if len(leaves) > 1:
+        tf.debugging.assert_equal(
+            tf.stack(rows[1:]),
+            rows[0],
+            "The tensors of a batch have different numbers of rows, so no "
+            "rank's part of it can be cut. Give them the same first "
+            "dimension, one row for each example.",
+        )
+    start = rank * rows[0] // size
+    stop = (rank + 1) * rows[0] // size
+    return tf.nest.map_structure(
+        lambda x: x if _is_missing(x) else _rows(x, start, stop), batch
+    )
+
+
+def without_rows(spec):
+    """A value of the spec with no rows in it."""
+    if isinstance(spec, tf.RaggedTensorSpec):
+        inner = spec.shape[spec.ragged_rank + 1 :]
+        value = tf.zeros([0, *[dim or 1 for dim in inner]], spec.dtype)
+        for _ in range(spec.ragged_rank):
+            value = tf.RaggedTensor.from_row_splits(
+                value, tf.zeros([1], spec.row_splits_dtype)
+            )
+        return value
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [0, *[dim or 1 for dim in spec.shape[1:]]]
+        return tf.SparseTensor(
+            tf.zeros([0, len(shape)], tf.int64),
+            tf.zeros([0], spec.dtype),
+            shape,
+        )
+    if isinstance(spec, tf.TensorSpec):
+        rank_known = spec.shape.rank is not None
+        inner = [dim or 1 for dim in spec.shape[1:]] if rank_known else []
+        return tf.zeros([0, *inner], spec.dtype)
+    if isinstance(spec, tf.OptionalSpec):
+        return tf.experimental.Optional.empty(None)
+    return None
+
+
+def _num_rows(leaf):
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int64)
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[0]
+    shape = tf.shape(leaf, out_type=tf.int64)
+    if shape.shape == (0,):
+        raise ValueError(
+            "A batch must have a first axis of examples, to be cut into one "
+            f"part for each rank. Received a scalar: {leaf}."
+        )
+    return shape[0]
+
+
+def _rows(leaf, start, stop):
+    """`leaf[start:stop]` with None for the batch axis."""
+    if isinstance(leaf, tf.RaggedTensor):
+        part = leaf[start:stop]
+        if tf.executing_eagerly():
+            return part
+        splits = tf.compat.v1.placeholder_with_default(part.row_splits, [None])
+        return tf.RaggedTensor.from_row_splits(
+            part.values, splits, validate=False
+        )
+    if isinstance(leaf, tf.SparseTensor):
+        return _sparse_rows(leaf, start, stop)
+    if not tf.is_tensor(leaf):
+        return leaf[int(start) : int(stop)]
+    part = leaf[start:stop]
+    if tf.executing_eagerly() or leaf.shape.rank is None:
+        return part
+    return tf.compat.v1.placeholder_with_default(part, [None, *leaf.shape[1:]])
+
+
+def _sparse_rows(leaf, start, stop):
+    row = leaf.indices[:, 0]
+    kept = tf.logical_and(row >= start, row < stop)
+    known = leaf.shape.as_list() if leaf.shape.rank else []
+    dense_shape = [stop - start]
+    for axis, dimension in enumerate(known[1:], start=1):
+        dense_shape.append(
+            leaf.dense_shape[axis] if dimension is None else dimension
+        )
+    return tf.SparseTensor(
+        tf.boolean_mask(leaf.indices, kept)
+        - tf.stack([start] + [0] * (len(dense_shape) - 1)),
+        tf.boolean_mask(leaf.values, kept),
+        tf.stack([tf.cast(d, tf.int64) for d in dense_shape]),
+    )
+
+
+def _is_missing(leaf):
+    return leaf is None or isinstance(leaf, tf.experimental.Optional)
