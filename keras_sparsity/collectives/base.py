@@ -1,5 +1,6 @@
 """Operations among all processes, the same on every engine."""
 
+import hashlib
 import pickle
 
 import numpy as np
@@ -252,11 +253,11 @@ class Collectives:
             wire.check_moved(tensor.dtype, call)
         name = self._prefix + self._names(name)
 
-        def send(message, dtype_name):
+        def send(message, parts):
             return self._call(
                 f"broadcast from {root}",
-                f"{name}/{dtype_name}",
-                message,
+                name,
+                parts,
                 lambda name: self._engine.broadcast(message, root, name),
                 even=True,
             )
@@ -331,11 +332,11 @@ class Collectives:
         name = self._prefix + self._names(name)
         raw_op = "sum" if op == "mean" else op
 
-        def send(message, dtype_name):
+        def send(message, parts):
             return self._call(
                 f"all_reduce {op}",
-                f"{name}/{dtype_name}",
-                message,
+                name,
+                parts,
                 lambda name: self._engine.all_reduce(message, raw_op, name),
                 even=True,
             )
@@ -352,7 +353,7 @@ class Collectives:
         received, route = self._call(
             "all_to_all",
             self._prefix + self._names(name),
-            rows,
+            [tensor],
             lambda name: self._engine.all_to_all(rows, splits, name),
         )
         received = _with_row_shape(wires.decode(received), tensor)
@@ -364,7 +365,7 @@ class Collectives:
         received = self._call(
             "all_to_all_along",
             self._prefix + self._names(name),
-            rows,
+            [tensor],
             lambda name: self._engine.all_to_all_along(rows, route, name),
         )
         return _with_row_shape(wires.decode(received), tensor)
@@ -375,36 +376,55 @@ class Collectives:
         gathered = self._call(
             "all_gather",
             self._prefix + self._names(name),
-            rows,
+            [tensor],
             lambda name: self._engine.all_gather(rows, name),
         )
         return _with_row_shape(wires.decode(gathered), tensor)
 
-    def _call(self, op, name, message, collective, even=False):
+    def _call(self, op, name, tensors, collective, even=False):
         """Runs `collective(name)` with its entry in the journal.
 
         Args:
             op: The operation, as the journal tells it.
-            name: The full name.
-            message: The tensor to send.
-            collective: Function of the name.
-            even: Whether all ranks' messages have the same shape.
+            name: The role, numbered.
+            tensors: The caller's, which are sent in one message.
+            collective: Function of a name that holds what all ranks must
+                agree on, as far as all know it: ranks that do not agree then
+                wait, on every engine, and are told by the journal.
+            even: Whether all ranks' tensors have the same shapes.
         """
-        shape = message.shape.as_list()
+        shapes = [_known_shape(tensor) for tensor in tensors]
+        if not even:
+            shapes = [(None, *shape[1:]) for shape in shapes]
+        dtypes = "+".join(dict.fromkeys(t.dtype.name for t in tensors))
         site = self._journal.site(
             op,
             name,
-            dtype=message.dtype.name,
-            shape=tuple(shape if even else [None, *shape[1:]]),
+            dtype=dtypes,
+            shape=shapes if len(shapes) > 1 else shapes[0],
             ranks=self._ranks,
-            dynamic=even and None in shape,
+            dynamic=even and None not in shapes,
         )
-        if tf.executing_eagerly():
-            with explained():
-                return self._journal.run(
-                    site, [message], lambda: collective(name)
-                )
-        return self._journal.run(site, [message], lambda: collective(name))
+        full_name = f"{name}/{op}/{dtypes}"
+        if not tf.executing_eagerly():
+            # One rank may know less of the shapes than another does.
+            return self._journal.run(
+                site, tensors, lambda: collective(full_name)
+            )
+        with explained(f'{op} "{name}"'):
+            return self._journal.run(
+                site,
+                tensors,
+                lambda: collective(f"{full_name}/{_digest(shapes)}"),
+            )
+
+
+def _known_shape(tensor):
+    return None if tensor.shape.rank is None else tuple(tensor.shape)
+
+
+def _digest(shapes):
+    return hashlib.blake2b(str(shapes).encode(), digest_size=6).hexdigest()
 
 
 def _tensors(tensors, call):

@@ -9,7 +9,7 @@ def fused(tensors, wires, send):
     Args:
         tensors: List of tensors of any shapes.
         wires: The `Wire` of each.
-        send: Function `(flat message, its dtype's name) -> flat message` of
+        send: Function `(flat message, the tensors in it) -> flat message` of
             the same length, called once per dtype in order of appearance.
 
     Returns:
@@ -19,13 +19,13 @@ def fused(tensors, wires, send):
     for index, wire in enumerate(wires):
         messages.setdefault(wire.dtype, []).append(index)
     arrived = [None] * len(tensors)
-    for dtype, indices in messages.items():
+    for indices in messages.values():
         parts = [
             tf.reshape(wires[index].encode(tensors[index]), [-1])
             for index in indices
         ]
         message = parts[0] if len(parts) == 1 else tf.concat(parts, 0)
-        message = send(message, dtype.name)
+        message = send(message, [tensors[index] for index in indices])
         for index, part in zip(
             indices, _separated(message, parts), strict=True
         ):

@@ -20,6 +20,8 @@ from keras_sparsity import compat
 # One variable holds both counts, so that one read sees them at the same time.
 _LEFT = 2**32
 
+_MOST_SHAPES = 6
+
 _numbers = itertools.count(1)
 
 
@@ -51,12 +53,16 @@ class Call:
     def from_list(cls, fields):
         return cls(*map(_as_tuple, fields))
 
+    def is_partial(self):
+        """Whether dimensions are not known."""
+        return _has_none(self.shape)
+
     def __str__(self):
         text = f'{self.op} "{self.name}"'
         if self.dtype:
             text += f" of {_spell(self.dtype)}"
         if self.shape is not None:
-            text += f" with shape {_spell(self.shape)}"
+            text += f" with {_spell_shape(self.shape)}"
         return text
 
 
@@ -98,8 +104,8 @@ class Site:
         with tf.control_dependencies(tensors), tf.device("CPU:0"):
             waits = []
             if self._shapes is not None:
-                shapes = [tf.shape(tensor, tf.int64) for tensor in tensors]
-                waits.append(self._shapes.assign(tf.concat(shapes, 0)))
+                sizes = [tf.shape(tensor, tf.int64) for tensor in tensors]
+                waits.append(self._shapes.assign(tf.concat(sizes, 0)))
             with tf.control_dependencies(waits):
                 return [self._counts.add(1)]
 
@@ -158,14 +164,15 @@ class Journal:
             op, name, dtype, shape, ranks: See `Call`.
             dynamic: Whether the `None` dimensions of `shape` must agree too.
                 They are then recorded at each run; `enter` must be given
-                tensors of just these ranks.
+                the tensors of these shapes.
         """
         call = Call(op, name, dtype, _as_tuple(shape), ranks)
         scope = compat.outermost_function()
         key = (call, scope, dynamic)
         site = self._sites.get(key)
         if site is None:
-            site = Site(call, scope, dynamic and scope is not None)
+            record_shapes = dynamic and scope is not None and call.is_partial()
+            site = Site(call, scope, record_shapes)
             with self._lock:
                 site = self._sites.setdefault(key, site)
         return site
@@ -293,6 +300,21 @@ def _fill(shape, sizes):
     if isinstance(shape, tuple):
         return tuple(_fill(part, sizes) for part in shape)
     return next(sizes)
+
+
+def _has_none(shape):
+    if isinstance(shape, tuple):
+        return any(map(_has_none, shape))
+    return shape is None
+
+
+def _spell_shape(shape):
+    if not any(isinstance(part, tuple) for part in shape):
+        return f"shape {_spell(shape)}"
+    shown = ", ".join(map(_spell, shape[:_MOST_SHAPES]))
+    if len(shape) > _MOST_SHAPES:
+        return f"{len(shape)} tensors of shapes {shown}, ..."
+    return f"shapes {shown}"
 
 
 def _spell(value):
