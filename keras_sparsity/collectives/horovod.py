@@ -161,7 +161,7 @@ class HorovodEngine(Engine):
             "process_set": self._process_set,
         }
         if not tf.executing_eagerly():
-            return operation(_unfolded(tensor), *splits, **call)
+            return _kept(operation(_unfolded(tensor), *splits, **call))
         # An eager operation has no name: any two would fit each other.
         if name not in self._functions:
             self._functions[name] = tf.function(
@@ -186,6 +186,29 @@ def _unfolded(tensor):
     unfolded = tf.reshape(tensor, tf.shape(tensor) * one)
     unfolded.set_shape(tensor.shape)
     return unfolded
+
+
+def _kept(outputs):
+    """`outputs` of an operation that runs even if nothing uses them.
+
+    Horovod's operations count as free of side effects: Grappler turns one
+    whose outputs only control others into nothing, and where that happens on
+    one rank alone, the others wait. So a stateful operation takes an element.
+    """
+    flat = tf.reshape(tf.nest.flatten(outputs)[0], [-1])
+    element = tf.raw_ops.DeepCopy(x=flat[:1])  # not the whole buffer
+    tf.raw_ops.AssignVariableOp(resource=_sink(flat.dtype), value=element)
+    return outputs
+
+
+@functools.cache
+def _sink(dtype):
+    with tf.init_scope(), tf.device("CPU:0"):
+        return tf.raw_ops.VarHandleOp(
+            dtype=dtype,
+            shape=tf.TensorShape(None),
+            shared_name=f"keras_sparsity/sink/{dtype.name}",
+        )
 
 
 @functools.cache
