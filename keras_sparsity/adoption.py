@@ -346,8 +346,13 @@ def _whole_batch(part, communicator):
 
 
 def _is_random_state(variable):
-    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
-    return variable.name == "seed_generator_state"
+    """Whether a variable is the state of a `keras.random.SeedGenerator`.
+
+    Except of one whose draws all ranks must share.
+    """
+    return variable.name == "seed_generator_state" and not getattr(
+        variable, "is_same_on_all_ranks", False
+    )
 
 
 def _fold_rank(state, rank):

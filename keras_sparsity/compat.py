@@ -101,3 +101,14 @@ def dataset_inputs(dataset):
     """
     inputs = getattr(dataset, "_inputs", None)
     return list(inputs()) if inputs else []
+
+
+def is_tracing_shapes():
+    """Whether Keras calls only to learn shapes, with tensors of no origin.
+
+    `in_stateless_scope`, which TensorFlow's `compute_output_spec` enters:
+    Keras 3.5 to 3.15.
+    """
+    from keras.src.backend.common import stateless_scope
+
+    return stateless_scope.in_stateless_scope()

@@ -5,6 +5,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
+from keras_sparsity import row_update
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables import sharded_table
 from keras_sparsity.tables.sharded_table import TableVariable
@@ -192,6 +193,10 @@ def _dense_config(config):
     kept = {
         key: config[key] for key in ("name", "trainable", "dtype", "use_bias")
     }
+    # Its logits are float32 under mixed precision, too.
+    policy = keras.dtype_policies.get(config["dtype"])
+    is_double = policy.compute_dtype == "float64"
+    kept["dtype"] = "float64" if is_double else "float32"
     return {**kept, "units": config["num_classes"]}
 
 
@@ -231,13 +236,18 @@ def _stock_layer(config, class_name, inner):
 
 def _copy_variables(source, target):
     """Copies weights and the optimizer's state, one variable at a time."""
-    if len(source.variables) != len(target.variables):
+    # A stock layer draws no samples of its own.
+    sources = [
+        v
+        for v in source.variables
+        if not getattr(v, "is_same_on_all_ranks", False)
+    ]
+    if len(sources) != len(target.variables):
         raise ValueError(
             f"The rebuilt model '{source.name}' has other weights. Received: "
-            f"{len(source.variables)} variables. Got: "
-            f"{len(target.variables)}."
+            f"{len(sources)} variables. Got: {len(target.variables)}."
         )
-    for old, new in zip(source.variables, target.variables):
+    for old, new in zip(sources, target.variables, strict=True):
         new.assign(_as_stock(old))
     optimizer = getattr(source, "optimizer", None)
     copied = getattr(target, "optimizer", None)
@@ -245,13 +255,11 @@ def _copy_variables(source, target):
         return
     if not copied.built:
         copied.build(target.trainable_variables)
-    if isinstance(optimizer, HybridOptimizer):
-        state = optimizer.state()
-    else:
-        state = [v.numpy() for v in optimizer.variables]
-    for value, variable in zip(state, copied.variables):
-        variable.assign(value.reshape(variable.shape) if value.size == 1
-                        else _oriented(value, variable))
+    state = _optimizer_state(optimizer, source)
+    for (table, value), variable in zip(state, copied.variables, strict=True):
+        if table is not None and value.shape == tuple(table.variable.shape):
+            value = table.to_stock(value)
+        variable.assign(value)
 
 
 def _as_stock(variable):
@@ -261,8 +269,23 @@ def _as_stock(variable):
     return value
 
 
-def _oriented(value, variable):
-    """Slots of a sampled softmax's weights, as a Dense layer's are."""
-    if tuple(value.shape) == tuple(variable.shape):
-        return value
-    return value.T.reshape(variable.shape)
+def _optimizer_state(optimizer, model):
+    """Arrays, each with the table of whose rows it is the slot, or None."""
+    # Slots of tables in one piece are variables like any others.
+    rule = optimizer
+    while hasattr(rule, "inner_optimizer"):
+        rule = rule.inner_optimizer
+    table_of = {}
+    for variable in model.trainable_variables:
+        if isinstance(variable, TableVariable) and not (
+            variable.table.is_sharded
+        ):
+            for (slot,) in row_update.slots_of(rule, [variable]):
+                table_of[id(slot)] = variable.table
+    if isinstance(optimizer, HybridOptimizer):
+        tables = [
+            table or table_of.get(id(pieces[0]))
+            for table, pieces in optimizer.places()
+        ]
+        return list(zip(tables, optimizer.state(), strict=True))
+    return [(table_of.get(id(v)), v.numpy()) for v in optimizer.variables]

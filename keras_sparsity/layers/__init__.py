@@ -1,5 +1,6 @@
 """Keras layers over sharded tables."""
 
+from keras_sparsity.layers.sampled_softmax import SampledSoftmax
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 
-__all__ = ["ShardedEmbedding"]
+__all__ = ["SampledSoftmax", "ShardedEmbedding"]

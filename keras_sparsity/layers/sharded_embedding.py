@@ -120,7 +120,7 @@ class ShardedEmbedding(keras.layers.Embedding):
 
     def _rows(self, ids):
         ids = tf.convert_to_tensor(ids)
-        if ids.dtype not in (tf.int32, tf.int64):
+        if not ids.dtype.is_integer:  # as stock Keras does
             ids = tf.cast(ids, tf.int32)
         return tf.cast(self.table.gather(ids), self.compute_dtype)
 

@@ -72,6 +72,13 @@ class Layout:
         """Ids of a partition's rows, by local row: an int64 array."""
         return np.arange(partition, self.num_rows, self.num_partitions)
 
+    def num_stored_rows(self):
+        """Number of rows of each rank: a list."""
+        return [
+            sum(self.num_rows_of(p) for p in self.owned_partitions(rank))
+            for rank in range(self.num_owners)
+        ]
+
     # The same, on tensors of ids.
 
     def owner(self, ids):
@@ -90,6 +97,19 @@ class Layout:
     def local_row(self, ids):
         """Row inside the partition, of the dtype of `ids`."""
         return ids // self.num_partitions
+
+    def stored_position(self, ids):
+        """Position of each row when all ranks' parts are concatenated."""
+        starts = np.zeros(self.num_partitions, np.int64)
+        start = 0
+        for rank in range(self.num_owners):
+            for partition in self.owned_partitions(rank):
+                starts[partition] = start
+                start += self.num_rows_of(partition)
+        starts = tf.constant(starts, ids.dtype)
+        return tf.gather(starts, ids % self.num_partitions) + (
+            self.local_row(ids)
+        )
 
 
 def default_owners(topology):

@@ -33,6 +33,8 @@ class ShardedTable:
         owner_name: what errors call the table, for example the layer's name.
         regularizer, constraint: as for `keras.layers.Embedding`, those that
             act on each row by itself.
+        to_stock: function from the whole array to the weight of the stock
+            layer that `ks.export` puts in place; by default the same array.
 
     Attributes:
         variable: a `keras.Variable` of shape `(num_rows, dim)` that stands for
@@ -62,6 +64,7 @@ class ShardedTable:
         owner_name=None,
         regularizer=None,
         constraint=None,
+        to_stock=None,
     ):
         self.num_rows = _positive_integer("num_rows", num_rows)
         self.dim = _positive_integer("dim", dim)
@@ -77,6 +80,7 @@ class ShardedTable:
         self._role = f"table/{self.owner_name}"
         self.regularizer = regularizer
         self.constraint = constraint
+        self._to_stock = to_stock
         # The variable may create its storage at once, or later in `build`.
         self.variable = None
         self.variable = TableVariable(
@@ -254,6 +258,21 @@ class ShardedTable:
         )
         return [] if check is None else [check]
 
+    def check_inside(self, ids):
+        """Operations that fail, on every rank, if any rank's id is outside.
+
+        For ids that are not gathered; `gather` checks those it is given.
+        """
+        if not self.is_sharded:
+            return self._assert_inside(ids)
+        ids = tf.concat([tf.cast(tf.reshape(ids, [-1]), tf.int64), [0]], 0)
+        (extremes,) = self.collectives.all_reduce(
+            [tf.stack([tf.reduce_max(ids), -tf.reduce_min(ids)])],
+            op="max",
+            name=f"{self._role}/check_inside",
+        )
+        return self._assert_inside(tf.stack([extremes[0], -extremes[1]]))
+
     def _pull(self, ids):
         """Rows `(n, dim)` of ids `(n,)`, from their owners."""
         role = self._role
@@ -377,8 +396,30 @@ class ShardedTable:
         Every rank must call it.
         """
         if not self.is_sharded:
-            return keras.ops.convert_to_numpy(self.variable.value)
+            return self.variable.value.numpy()
         return self.read_like(self.partitions)
+
+    def stored_rows(self):
+        """This rank's rows of a spread table, partition by partition.
+
+        Without a gradient to the table.
+        """
+        rows = [tf.stop_gradient(p.value) for p in self.partitions]
+        return tf.concat(rows, axis=0)
+
+    def whole(self):
+        """The whole of a spread table as a tensor, also inside of a step.
+
+        Every rank must call it. Without a gradient to the table: what trains
+        the table gathers rows.
+        """
+        gathered = self.collectives.all_gather(
+            self.stored_rows(), name=f"{self._role}/whole"
+        )
+        order = self.layout.stored_position(tf.range(self.num_rows))
+        return tf.ensure_shape(
+            tf.gather(gathered, order), [self.num_rows, self.dim]
+        )
 
     def read_like(self, pieces):
         """A whole array from pieces that are laid out like the table.
@@ -407,7 +448,9 @@ class ShardedTable:
 
     def to_stock(self, whole):
         """A whole array as the stock layer that takes its place has it."""
-        return whole
+        if self._to_stock is None:
+            return whole
+        return _numpy(self._to_stock(whole))
 
     def assign(self, whole):
         """Gives the table new values; every rank passes the whole table."""
@@ -534,7 +577,7 @@ class Partition(keras.Variable):
         # What an optimizer excludes by name it excludes in every partition.
         self._path = whole.path if index == 0 else f"{whole.path}_{index}"
         self.whole = whole
-        self.constraint = whole.constraint
+        self.constraint = whole.table.constraint
 
 
 class _SpreadRegularizer:
@@ -617,9 +660,9 @@ def _tf_variable(value, like):
 
 
 def _numpy(value):
-    if isinstance(value, np.ndarray):
-        return value
-    return keras.ops.convert_to_numpy(value)
+    # NumPy warns when it is handed a variable itself.
+    value = getattr(value, "value", value)
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
 def _positive_integer(name, value):

@@ -1,0 +1,81 @@
+"""The logits of all classes, from weights that are spread over processes."""
+
+import tensorflow as tf
+
+
+def full_logits(hidden, kernel, bias=None):
+    """`hidden @ kernel.T + bias`.
+
+    With several processes either the weights come to the hidden states or the
+    hidden states to the weights, whichever sends less. A rank with n of the N
+    hidden states receives about
+
+        num_classes * (dim + 1) numbers, if every rank gets the whole table,
+        n * num_classes + N * dim, if owners compute the logits of their rows.
+
+    N is far less than num_classes where this layer is of use, so n <= dim
+    decides: batches go the first way, a few examples the second. Both take no
+    more memory than the logits themselves, up to that factor.
+
+    Args:
+        hidden: `(n, dim)`; ranks may differ in n, which may be 0.
+        kernel: `ShardedTable` `(num_classes, dim)`.
+        bias: `ShardedTable` `(num_classes, 1)`, or None.
+
+    Returns:
+        `(n, num_classes)`, of the dtype of `hidden`. No gradient flows to
+        tables that are spread.
+    """
+    if not kernel.is_sharded:
+        rows = tf.cast(kernel.variable.value, hidden.dtype)
+        logits = tf.matmul(hidden, rows, transpose_b=True)
+        if bias is not None:
+            logits += tf.cast(bias.variable.value, hidden.dtype)[:, 0]
+        return logits
+    name = f"{kernel.owner_name}/logits"
+    num_hidden = kernel.collectives.all_gather(
+        tf.shape(hidden)[:1], name=f"{name}/num_hidden"
+    )
+    num_hidden = tf.ensure_shape(num_hidden, [kernel.collectives.size])
+    return tf.cond(
+        tf.reduce_max(num_hidden) <= kernel.dim,
+        lambda: _from_owners(hidden, num_hidden, kernel, bias, name),
+        lambda: _from_whole_tables(hidden, kernel, bias),
+    )
+
+
+def _from_whole_tables(hidden, kernel, bias):
+    rows = tf.cast(kernel.whole(), hidden.dtype)
+    logits = tf.matmul(hidden, rows, transpose_b=True)
+    if bias is not None:
+        logits += tf.cast(bias.whole(), hidden.dtype)[:, 0]
+    return logits
+
+
+def _from_owners(hidden, num_hidden, kernel, bias, name):
+    """Each owner's logits of all ranks' hidden states, sent back to them."""
+    communicator = kernel.collectives
+    everyone = communicator.all_gather(hidden, name=f"{name}/hidden")
+    mine = tf.cast(kernel.stored_rows(), hidden.dtype)
+    logits = tf.matmul(everyone, mine, transpose_b=True)
+    if bias is not None:
+        logits += tf.cast(bias.stored_rows(), hidden.dtype)[:, 0]
+    # Flat, since ranks own different numbers of classes.
+    flat, _ = communicator.all_to_all(
+        tf.reshape(logits, [-1]),
+        num_hidden * tf.shape(mine)[0],
+        name=f"{name}/columns",
+    )
+    widths = kernel.layout.num_stored_rows()
+    n = tf.shape(hidden)[0]
+    blocks = tf.split(flat, [n * width for width in widths])
+    columns = tf.concat(
+        [
+            tf.reshape(block, [n, width])
+            for block, width in zip(blocks, widths, strict=True)
+        ],
+        axis=1,
+    )
+    order = kernel.layout.stored_position(tf.range(kernel.num_rows))
+    logits = tf.gather(columns, order, axis=1)
+    return tf.ensure_shape(logits, [hidden.shape[0], kernel.num_rows])

@@ -1,0 +1,335 @@
+"""Softmax over a large number of classes, of which training samples a few."""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity import collectives, compat
+from keras_sparsity.layers.candidate_sampler import LogUniformSampler
+from keras_sparsity.layers.full_logits import full_logits
+from keras_sparsity.tables.sharded_table import ShardedTable
+
+# Keras hands labels to a loss as float32, exact up to here.
+_MAX_CLASSES = 2**24
+# On what the layer returns, for its loss: (layer, whether it is in training).
+_ORIGIN = "_keras_sparsity_sampled_softmax"
+
+
+@keras.saving.register_keras_serializable(package="keras_sparsity")
+class SampledSoftmax(keras.layers.Layer):
+    """The output layer of a model with very many classes, and its loss.
+
+    In training, the softmax runs over each example's own class and over
+    `num_sampled` random ones, the same for the whole batch, so that a step
+    touches a few rows of the weights. Those are sharded tables (see
+    `ks.ShardedTable`). With the hidden state h of an example of class c, the
+    sample S and Q(k) the expected count of class k in S, the loss is
+
+        -log(exp(z(c)) / sum over k in {c} and S \\ {c} of exp(z(k))),
+        z(k) = h . kernel[k] + bias[k] - log Q(k)
+
+    Taking off log Q makes its gradient that of the full softmax, but for the
+    sampling. Low ids are sampled more often: number the classes from frequent
+    to rare.
+
+    In training (`training=True`, as in `fit`) the layer passes the hidden
+    states on and `loss()` does the rest. Otherwise it returns the logits of
+    all classes, and the loss is their crossentropy. It must be the last layer
+    before the loss. Metrics of the logits (such as accuracy) mean nothing in
+    training, where there are none.
+
+    Args:
+        num_classes: number of classes; labels are 0 to `num_classes` - 1.
+        num_sampled: number of classes in a sample.
+        use_bias: whether the classes have a bias.
+        kernel_initializer: initializer of the kernel, of shape
+            `(num_classes, dim)`. The bias starts at zero.
+        seed: int, seed of the samples; by default a random one.
+        num_partitions: of both tables; by default the number of processes.
+        **kwargs: `name`, `dtype`, `trainable`, as for every layer.
+
+    Input shape:
+        `(batch, ..., dim)`.
+
+    Output shape:
+        `(batch, ..., num_classes)`; in training, that of the input. Its dtype
+        is float32 also under mixed precision.
+
+    Example:
+
+    >>> import numpy as np
+    >>> softmax = SampledSoftmax(num_classes=1000, num_sampled=20)
+    >>> hidden, labels = np.ones((2, 5, 8)), np.zeros((2, 5))
+    >>> softmax(hidden).shape
+    TensorShape([2, 5, 1000])
+    >>> loss = softmax.loss()
+    >>> loss(labels, softmax(hidden, training=True)).shape
+    TensorShape([])
+
+    References:
+        Jean et al., On Using Very Large Target Vocabulary for Neural Machine
+        Translation, ACL 2015, section 3. EuroSys 6.1 (the language model).
+    """
+
+    def __init__(
+        self,
+        num_classes,
+        num_sampled,
+        use_bias=True,
+        kernel_initializer="glorot_uniform",
+        seed=None,
+        num_partitions=None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        _check_positive_integer("num_classes", num_classes)
+        _check_positive_integer("num_sampled", num_sampled)
+        if num_partitions is not None:
+            _check_positive_integer("num_partitions", num_partitions)
+        if num_sampled > num_classes:
+            raise ValueError(
+                "`num_sampled` must be at most `num_classes`: the classes of "
+                f"a sample are all different. Received: "
+                f"num_sampled={num_sampled}, num_classes={num_classes}. For "
+                "so few classes use `keras.layers.Dense(num_classes)`."
+            )
+        if num_classes > _MAX_CLASSES:
+            raise ValueError(
+                f"`num_classes` must be at most 2**24 = {_MAX_CLASSES}: Keras "
+                "hands labels to losses as float32, which is exact up to "
+                f"there. Received: num_classes={num_classes}."
+            )
+        self.num_classes = num_classes
+        self.num_sampled = num_sampled
+        self.use_bias = use_bias
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.seed = seed
+        self.num_partitions = num_partitions
+        self.supports_masking = True
+        self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
+        self.kernel_table = None
+        self.bias_table = None
+
+    def build(self, input_shape):
+        dim = input_shape[-1]
+        if len(input_shape) < 2 or dim is None:
+            raise ValueError(
+                f"The layer '{self.name}' needs inputs `(batch, ..., dim)` "
+                f"with a known last dimension. Received: {input_shape}."
+            )
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: dim})
+        self.kernel_table = self._table(
+            "kernel", dim, self.kernel_initializer, tf.transpose
+        )
+        self.kernel = self.kernel_table.variable
+        if self.use_bias:
+            self.bias_table = self._table(
+                "bias", 1, "zeros", lambda bias: bias[:, 0]
+            )
+            self.bias = self.bias_table.variable
+        self._agree_on_samples()
+
+    def _table(self, name, dim, initializer, to_stock):
+        return ShardedTable(
+            self.num_classes,
+            dim,
+            num_partitions=self.num_partitions,
+            initializer=initializer,
+            dtype=self.variable_dtype,
+            trainable=self.trainable,
+            name=name,
+            owner_name=self.name if name == "kernel" else f"{self.name}/{name}",
+            to_stock=to_stock,
+        )
+
+    def _agree_on_samples(self):
+        communicator = collectives.current()
+        if communicator.size == 1:
+            return
+        with tf.init_scope():
+            state = self.sampler.state
+            (agreed,) = communicator.broadcast(
+                [tf.cast(state.value, tf.int64)], name=f"{self.name}/sampler"
+            )
+            state.assign(tf.cast(agreed, state.dtype))
+
+    @property
+    def tables(self):
+        """The tables of the weights, in their order."""
+        return [t for t in (self.kernel_table, self.bias_table) if t]
+
+    @property
+    def output_dtype(self):
+        """Of hidden states and logits: losses need more than 16 bits."""
+        is_double = self.compute_dtype == "float64"
+        return "float64" if is_double else "float32"
+
+    def call(self, inputs, training=None):
+        hidden = tf.cast(inputs, self.output_dtype)
+        if training:
+            self.kernel_table.check_under_strategy()
+            # A tensor of its own, which alone is marked.
+            outputs = tf.identity(hidden)
+        else:
+            shape = tf.concat([tf.shape(hidden)[:-1], [self.num_classes]], 0)
+            dim = hidden.shape[-1]
+            logits = full_logits(tf.reshape(hidden, [-1, dim]), *self.tables)
+            outputs = tf.reshape(logits, shape)
+            outputs.set_shape([*hidden.shape[:-1], self.num_classes])
+        setattr(outputs, _ORIGIN, (self, bool(training)))
+        return outputs
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape[:-1], self.num_classes)
+
+    def compute_output_spec(self, inputs, training=None):
+        shape = inputs.shape
+        if not training:
+            shape = self.compute_output_shape(shape)
+        return keras.KerasTensor(shape, dtype=self.output_dtype)
+
+    def loss(self, reduction="sum_over_batch_size"):
+        """The loss to compile a model with that ends in this layer.
+
+        Args:
+            reduction: as for every `keras.losses.Loss`.
+        """
+        return SampledSoftmaxLoss(reduction=reduction, dtype=self.output_dtype)
+
+    def sampled_losses(self, labels, hidden):
+        """Losses over the next sample.
+
+        Args:
+            labels: int64 `(n,)`.
+            hidden: `(n, dim)`.
+
+        Returns:
+            `(n,)` losses.
+        """
+        sampled, num_tries = self.sampler.sample()
+        sizes = [tf.size(labels), self.num_sampled]
+        # One pull of each table brings both.
+        ids = tf.concat([labels, sampled], axis=0)
+        rows = tf.cast(self.kernel_table.gather(ids), hidden.dtype)
+        correction = -tf.math.log(self.sampler.expected_count(ids, num_tries))
+        offsets = tf.cast(correction, hidden.dtype)
+        if self.use_bias:
+            bias = tf.cast(self.bias_table.gather(ids), hidden.dtype)
+            offsets += bias[:, 0]
+        label_rows, sampled_rows = tf.split(rows, sizes)
+        label_offsets, sampled_offsets = tf.split(offsets, sizes)
+
+        label_logits = tf.reduce_sum(hidden * label_rows, -1) + label_offsets
+        logits = tf.matmul(hidden, sampled_rows, transpose_b=True)
+        logits += sampled_offsets
+        # An example's own class may be in the sample: it counts once.
+        is_hit = labels[:, tf.newaxis] == sampled
+        logits = tf.where(is_hit, logits.dtype.min, logits)
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(
+            labels=tf.zeros_like(labels),
+            logits=tf.concat([label_logits[:, tf.newaxis], logits], axis=1),
+        )
+
+    def full_losses(self, labels, logits):
+        """Crossentropy `(n,)` of labels `(n,)`, logits `(n, num_classes)`."""
+        checked = self.kernel_table.check_inside(labels)
+        with tf.control_dependencies(checked):
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(
+                labels=labels, logits=logits
+            )
+
+    def save_own_variables(self, store):
+        for index, table in enumerate(self.tables):
+            store[str(index)] = table.read()
+
+    def load_own_variables(self, store):
+        if len(store.keys()) != len(self.tables):
+            raise ValueError(
+                f"The layer '{self.name}' cannot take the saved weights. "
+                f"Received: {len(store.keys())} arrays. Expected: "
+                f"{len(self.tables)}. Build the layer, with the `use_bias` "
+                "that it was saved with, before loading."
+            )
+        for index, table in enumerate(self.tables):
+            table.assign(store[str(index)][...])
+
+    def get_config(self):
+        return {
+            **super().get_config(),
+            "num_classes": self.num_classes,
+            "num_sampled": self.num_sampled,
+            "use_bias": self.use_bias,
+            "kernel_initializer": keras.initializers.serialize(
+                self.kernel_initializer
+            ),
+            "seed": self.seed,
+            "num_partitions": self.num_partitions,
+        }
+
+
+@keras.saving.register_keras_serializable(package="keras_sparsity")
+class SampledSoftmaxLoss(keras.losses.Loss):
+    """The loss of a model that ends in a `SampledSoftmax` layer.
+
+    Sampled in training, over all classes otherwise. It finds the layer by
+    what the layer returned, so a saved model needs to know no more than its
+    class. Made by `SampledSoftmax.loss()`.
+
+    Args:
+        reduction, name, dtype: as for every `keras.losses.Loss`.
+    """
+
+    def __init__(
+        self,
+        reduction="sum_over_batch_size",
+        name="sampled_softmax_loss",
+        dtype=None,
+    ):
+        super().__init__(name=name, reduction=reduction, dtype=dtype)
+
+    def call(self, y_true, y_pred):
+        origin = getattr(y_pred, _ORIGIN, None)
+        if origin is None and compat.is_tracing_shapes():
+            return tf.zeros(tf.shape(y_pred)[:-1], y_pred.dtype)
+        if origin is None:
+            raise ValueError(
+                "The loss of `SampledSoftmax` was called on something else "
+                f"than what such a layer has just returned. Received: {y_pred}"
+                ". Make it the model's last layer, with the loss's dtype "
+                f"({self.dtype}), and call model and loss in the same "
+                "function. The loss of plain logits, such as "
+                "`model.predict` returns, is "
+                "`keras.losses.SparseCategoricalCrossentropy("
+                "from_logits=True)`."
+            )
+        layer, is_training = origin
+        labels = _labels(y_true, y_pred, layer)
+        losses = layer.sampled_losses if is_training else layer.full_losses
+        flat = losses(
+            tf.reshape(labels, [-1]),
+            tf.reshape(y_pred, [-1, y_pred.shape[-1]]),
+        )
+        flat = tf.reshape(flat, tf.shape(y_pred)[:-1])
+        return tf.ensure_shape(flat, y_pred.shape[:-1])
+
+    def get_config(self):
+        return {**super().get_config(), "dtype": self.dtype}
+
+
+def _labels(y_true, y_pred, layer):
+    labels = tf.cast(y_true, tf.int64)
+    if labels.shape.rank == y_pred.shape.rank and labels.shape[-1] == 1:
+        labels = tf.squeeze(labels, -1)
+    if not labels.shape.is_compatible_with(y_pred.shape[:-1]):
+        raise ValueError(
+            f"The loss of '{layer.name}' takes class ids, one for each of the "
+            f"layer's inputs. Received: labels of shape {y_true.shape}. "
+            f"Expected: {y_pred.shape[:-1]}."
+        )
+    return labels
+
+
+def _check_positive_integer(name, value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"`{name}` must be a positive integer. Received: {name}={value!r}."
+        )
