@@ -173,8 +173,10 @@ class _Watch:
         if not self._has_raised:
             self._announce()
         # It may block as long as the engine waits for a stopped rank.
+        # TensorFlow logs what it is given several times.
+        first_line = failure.splitlines()[0]
         threading.Thread(
-            target=self._abort, args=(failure,), daemon=True
+            target=self._abort, args=(first_line,), daemon=True
         ).start()
         time.sleep(_GRACE_SECONDS)
         self._leave()
