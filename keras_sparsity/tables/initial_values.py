@@ -82,11 +82,13 @@ def _by_blocks(initializer, shape):
     ):
         return None
     config = elementwise.get_config()
-    seed = initializer.seed if isinstance(initializer.seed, int) else 0
+    seed = [initializer.seed]
+    if isinstance(initializer.seed, keras.random.SeedGenerator):
+        seed = keras.ops.convert_to_numpy(initializer.seed.next()).tolist()
 
     def block_initializer(block):
         # A 64-bit mix keeps the seeds of neighbouring blocks apart.
-        mixed = np.random.SeedSequence([seed, block]).generate_state(1)[0]
+        mixed = np.random.SeedSequence([*seed, block]).generate_state(1)[0]
         config["seed"] = int(mixed) & 0x7FFFFFFF
         return type(elementwise).from_config(config)
 
