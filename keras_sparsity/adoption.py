@@ -239,7 +239,8 @@ class Adoption:
         return {key: results.get(key, value) for key, value in logs.items()}
 
     def get_metrics_result(self):
-        if self._is_in_step:  # `_logs_of` aggregates once for the whole step
+        # `_logs_of` aggregates once for the whole step.
+        if self._is_in_step or compat.in_symbolic_scope():
             return self._stock["get_metrics_result"]()
         return self._global_results()
 

@@ -112,3 +112,13 @@ def is_tracing_shapes():
     from keras.src.backend.common import stateless_scope
 
     return stateless_scope.in_stateless_scope()
+
+
+def in_symbolic_scope():
+    """Whether Keras is only after shapes: nothing that is traced will run.
+
+    `keras.src.backend.common.symbolic_scope`: Keras 3.5 to 3.15.
+    """
+    from keras.src.backend.common import symbolic_scope
+
+    return symbolic_scope.in_symbolic_scope()

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import collectives
+from keras_sparsity import collectives, compat
 from keras_sparsity.tables import initial_values
 from keras_sparsity.tables.layout import Layout, default_owners
 
@@ -206,7 +206,7 @@ class ShardedTable:
                 f"{self.owner_name}: ids must be integers. "
                 f"Received: ids of dtype {ids.dtype.name}."
             )
-        if not self.variable.is_built:  # Keras only asks for the shape
+        if not self.variable.is_built or compat.in_symbolic_scope():
             shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
             rows = tf.zeros(shape, self.variable.dtype)
             rows.set_shape([*ids.shape, self.dim])
