@@ -1,5 +1,6 @@
 """Rows of a batch, whatever its structure."""
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -70,13 +71,18 @@ def _num_rows(leaf):
         return tf.cast(leaf.nrows(), tf.int64)
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
-    shape = tf.shape(leaf, out_type=tf.int64)
-    if shape.shape == (0,):
+    if not tf.is_tensor(leaf):
+        shape = np.shape(leaf)
+    elif leaf.shape.rank == 0:
+        shape = ()
+    else:
+        shape = tf.shape(leaf, out_type=tf.int64)
+    if isinstance(shape, tuple) and not shape:
         raise ValueError(
             "A batch must have a first axis of examples, to be cut into one "
             f"part for each rank. Received a scalar: {leaf}."
         )
-    return shape[0]
+    return tf.cast(shape[0], tf.int64)
 
 
 def _rows(leaf, start, stop):
@@ -102,17 +108,21 @@ def _rows(leaf, start, stop):
 def _sparse_rows(leaf, start, stop):
     row = leaf.indices[:, 0]
     kept = tf.logical_and(row >= start, row < stop)
-    known = leaf.shape.as_list() if leaf.shape.rank else []
-    dense_shape = [stop - start]
-    for axis, dimension in enumerate(known[1:], start=1):
-        dense_shape.append(
-            leaf.dense_shape[axis] if dimension is None else dimension
-        )
+    indices = tf.boolean_mask(leaf.indices, kept)
+    is_row = tf.one_hot(0, tf.shape(indices)[1], dtype=tf.int64)
+    if leaf.shape.rank is None:
+        dense_shape = tf.concat([[stop - start], leaf.dense_shape[1:]], 0)
+    else:  # a list keeps what is known of the shape
+        dense_shape = [stop - start]
+        for axis, dimension in enumerate(leaf.shape[1:], start=1):
+            if dimension is None:
+                dimension = leaf.dense_shape[axis]
+            dense_shape.append(tf.cast(dimension, tf.int64))
+        dense_shape = tf.stack(dense_shape)
     return tf.SparseTensor(
-        tf.boolean_mask(leaf.indices, kept)
-        - tf.stack([start] + [0] * (len(dense_shape) - 1)),
+        indices - start * is_row,
         tf.boolean_mask(leaf.values, kept),
-        tf.stack([tf.cast(d, tf.int64) for d in dense_shape]),
+        dense_shape,
     )
 
 

@@ -228,17 +228,25 @@ def _local_terms(loss, y_true, y_pred, sample_weight):
     not to be reduced.
     """
     rows = tf.shape(keras.tree.flatten(y_pred)[0])[0]
-    if type(loss).__call__ is not keras.losses.Loss.__call__:
-        # A class with a __call__ of its own does its own weighting.
+    in_mask = compat.keras_mask(y_pred)
+    if type(loss).__call__ is keras.losses.Loss.__call__:
+        values = _values(loss, y_true, y_pred)
+        masks = [in_mask, compat.keras_mask(values)]
+        values = keras.ops.convert_to_tensor(values, dtype=loss.dtype)
+        is_weighted = False
+    else:  # it does its own weighting
         with _reduction(loss, "none"):
             values = loss(y_true, y_pred, sample_weight)
-        weights, mask = None, compat.keras_mask(y_pred)
-    else:
-        values, weights, mask = _values(loss, y_true, y_pred, sample_weight)
+        masks = [in_mask]
+        is_weighted = True
+    mask = _all_of(masks)
+    weights = _weights(sample_weight, mask, values.dtype)
     is_reduced = loss.reduction not in (None, "none")
     if values.shape.rank == 0 and (is_reduced or weights is None):
+        if is_weighted:
+            weights = None
         return values, _scalar_terms(values, rows, weights, mask, loss)
-    if weights is not None:
+    if weights is not None and not is_weighted:
         values, weights = compat.match_ranks(values, weights)
         values = values * weights
     if not is_reduced:
@@ -299,31 +307,32 @@ def _float(count):
     return count if count.dtype == tf.float64 else tf.cast(count, tf.float32)
 
 
-def _values(loss, y_true, y_pred, sample_weight):
-    """The loss's values, their weights (0 where masked), and the mask."""
-
+def _values(loss, y_true, y_pred):
     def convert(structure):
         return keras.tree.map_structure(
             lambda x: keras.ops.convert_to_tensor(x, dtype=loss.dtype),
             structure,
         )
 
-    in_mask = compat.keras_mask(y_pred)
-    values = loss.call(convert(y_true), convert(y_pred))
-    out_mask = compat.keras_mask(values)
-    values = keras.ops.convert_to_tensor(values, dtype=loss.dtype)
-    masks = [mask for mask in (in_mask, out_mask) if mask is not None]
-    mask = masks[0] & masks[-1] if masks else None
-    weights = None
+    return loss.call(convert(y_true), convert(y_pred))
+
+
+def _all_of(masks):
+    masks = [mask for mask in masks if mask is not None]
+    return masks[0] & masks[-1] if masks else None
+
+
+def _weights(sample_weight, mask, dtype):
+    """Sample weights, 0 where masked; None when there are neither."""
     if sample_weight is not None:
-        weights = keras.ops.convert_to_tensor(sample_weight, dtype=loss.dtype)
-    if mask is not None:
-        valid = keras.ops.cast(mask, values.dtype)
-        if weights is not None:
-            valid, weights = compat.match_ranks(valid, weights)
-            valid = valid * weights
-        weights = valid
-    return values, weights, mask
+        sample_weight = keras.ops.convert_to_tensor(sample_weight, dtype=dtype)
+    if mask is None:
+        return sample_weight
+    valid = keras.ops.cast(mask, dtype)
+    if sample_weight is None:
+        return valid
+    valid, sample_weight = compat.match_ranks(valid, sample_weight)
+    return valid * sample_weight
 
 
 def _with_slope(local, value, size, slope):
