@@ -101,8 +101,7 @@ class _Watch:
         if self._is_mine() and not self._is_over.is_set():
             self._has_raised = True
             self._exit_code = _exit_code(error)
-            text = f"{type(error).__name__}: {error}".strip().rstrip(":")
-            self._channel.send(kind="raised", error=text)
+            self._channel.send(kind="raised", error=_spell(error))
 
     # The thread.
 
@@ -261,6 +260,13 @@ def _flush():
         except (OSError, ValueError, AttributeError):
             pass  # closed, or None
     logging.shutdown()
+
+
+def _spell(error):
+    if isinstance(error, SystemExit):
+        return f"SystemExit, by sys.exit({error.code!r})"
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _exit_code(error):
