@@ -1,0 +1,656 @@
+"""`ShardedEmbedding` is `keras.layers.Embedding`, on any number of processes."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.layers.core import embedding_test as keras_tests
+
+import keras_sparsity as ks
+from keras_sparsity.tables import initial_values
+from tests import oracles
+from tests.conftest import engines
+
+ROWS, DIM = 11, 3
+
+# Of Keras's own tests, those that do not concern both layers: LoRA and
+# quantization, which ShardedEmbedding refuses, and one whose larger part loads
+# quantized weights (its other part is `test_loads_what_stock_keras_saves`).
+LEFT_OUT = ("lora", "quantize", "quantization", "int4", "int8", "legacy_load")
+
+
+# Keras's tests were not written for warnings as errors.
+@pytest.mark.filterwarnings("default")
+class TestAsKerasTestsIt(keras_tests.EmbeddingTest):
+    """Keras's tests of its Embedding, run with ShardedEmbedding in its place."""
+
+    def setUp(self):
+        super().setUp()
+        self._stock = keras_tests.layers
+        replaced = {"Embedding": ks.layers.ShardedEmbedding}
+        keras_tests.layers = types.SimpleNamespace(
+            **{**vars(self._stock), **replaced}
+        )
+
+    def tearDown(self):
+        keras_tests.layers = self._stock
+        super().tearDown()
+
+
+for _name in dir(TestAsKerasTestsIt):
+    if _name.startswith("test_") and any(w in _name for w in LEFT_OUT):
+        setattr(TestAsKerasTestsIt, _name, None)
+
+
+def test_keras_tests_are_there():
+    ran = [n for n in dir(TestAsKerasTestsIt) if n.startswith("test_")]
+    ran = [n for n in ran if getattr(TestAsKerasTestsIt, n) is not None]
+    assert {"test_embedding_basics", "test_ragged", "test_masking"} <= set(ran)
+
+
+# One process.
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "int16", "int32", "uint32", "int64", "uint64"]
+)
+def test_any_integer_dtype(dtype):
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM)
+    ids = np.array([[0, 10], [3, 3]], dtype)
+    rows = layer(ids)
+    np.testing.assert_array_equal(rows, layer.get_weights()[0][ids])
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3), (0, 3)])
+def test_any_rank(shape):
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM)
+    ids = np.random.default_rng(0).integers(0, ROWS, shape)
+    rows = layer(ids)
+    assert rows.shape == (*shape, DIM)
+    np.testing.assert_array_equal(rows, layer.get_weights()[0][ids])
+
+
+INITIALIZERS = {
+    "uniform": keras.initializers.RandomUniform(seed=5),
+    "normal": keras.initializers.RandomNormal(stddev=0.3, seed=5),
+    "truncated": keras.initializers.TruncatedNormal(stddev=0.3, seed=5),
+    "glorot_uniform": keras.initializers.GlorotUniform(seed=5),
+    "he_normal": keras.initializers.HeNormal(seed=5),
+    "lecun_normal": keras.initializers.LecunNormal(seed=5),
+    "variance_scaling": keras.initializers.VarianceScaling(
+        2.0, "fan_out", "untruncated_normal", seed=5
+    ),
+    "ones": keras.initializers.Ones(),
+    "constant": keras.initializers.Constant(0.25),
+    "identity": keras.initializers.Identity(),
+    "orthogonal": keras.initializers.Orthogonal(seed=5),
+}
+
+
+def copy_of(initializer):
+    return type(initializer).from_config(initializer.get_config())
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_small_table_starts_as_the_stock_layer(name):
+    stock, sharded = (
+        layer(ROWS, DIM, embeddings_initializer=copy_of(INITIALIZERS[name]))
+        for layer in (keras.layers.Embedding, ks.layers.ShardedEmbedding)
+    )
+    stock.build()
+    sharded.build()
+    np.testing.assert_array_equal(
+        sharded.get_weights()[0], stock.get_weights()[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["uniform", "glorot_uniform", "he_normal", "variance_scaling"]
+)
+def test_large_table_has_the_scale_of_the_whole(name, monkeypatch):
+    shape = (4000, 8)
+    initializer = INITIALIZERS[name]
+    stock = keras.ops.convert_to_numpy(copy_of(initializer)(shape))
+    monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", 300 * 8)
+    (values,) = initial_values.draw(
+        copy_of(initializer), shape, "float32", [np.arange(shape[0])]
+    )
+    assert values.std() == pytest.approx(stock.std(), rel=0.03)
+    assert np.abs(values).max() == pytest.approx(np.abs(stock).max(), rel=0.2)
+    # No block is drawn twice.
+    assert len(np.unique(values[:, 0])) > 3900
+
+
+@pytest.mark.parametrize("name", INITIALIZERS)
+def test_values_do_not_depend_on_the_partitions(name, monkeypatch):
+    shape = (100, 4)
+    monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", 7 * 4)
+    draw = initial_values.draw
+    (whole,) = draw(
+        copy_of(INITIALIZERS[name]), shape, "float32", [np.arange(100)]
+    )
+    for count in (2, 3, 8):
+        rows = [np.arange(p, 100, count) for p in range(count)]
+        parts = draw(copy_of(INITIALIZERS[name]), shape, "float32", rows)
+        for part, wanted in zip(parts, rows, strict=True):
+            np.testing.assert_array_equal(part, whole[wanted])
+
+
+def test_seed_generators_draw_anew(monkeypatch):
+    monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", 7 * 4)
+    generator = keras.random.SeedGenerator(3)
+    initializer = keras.initializers.RandomNormal(seed=generator)
+    draws = [
+        initial_values.draw(initializer, (50, 4), "float32", [np.arange(50)])[0]
+        for _ in range(2)
+    ]
+    assert not np.array_equal(*draws)
+
+
+def test_weights_argument():
+    whole = np.arange(ROWS * DIM, dtype="float32").reshape(ROWS, DIM)
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM, weights=[whole])
+    np.testing.assert_array_equal(layer.get_weights()[0], whole)
+
+
+def test_mask_reaches_the_next_layer():
+    inputs = keras.Input((4,), dtype="int32")
+    outputs = keras.layers.GlobalAveragePooling1D()(
+        ks.layers.ShardedEmbedding(ROWS, DIM, mask_zero=True)(inputs)
+    )
+    model = keras.Model(inputs, outputs)
+    (table,) = model.get_weights()
+    pooled = model.predict(np.array([[3, 5, 0, 0]]), verbose=0)
+    np.testing.assert_allclose(pooled[0], table[[3, 5]].mean(0), rtol=1e-6)
+
+
+def test_id_outside_is_an_error_in_one_process():
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM, name="words")
+    for bad in (-1, ROWS, 2**31 + 3):
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            layer(np.array([1, bad]))
+        for part in ("words", str(bad), f"[0, {ROWS})"):
+            assert part in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "uint64"])
+def test_large_unsigned_id_is_an_error(dtype):
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM, name="words")
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        layer(np.array([2**32 - 1 if dtype == "uint32" else 2**32], dtype))
+
+
+def test_refuses_what_it_does_not_support():
+    for name in ("lora_rank", "quantization_config"):
+        with pytest.raises(ValueError, match=name):
+            ks.layers.ShardedEmbedding(ROWS, DIM, **{name: 2})
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="num_partitions"):
+            ks.layers.ShardedEmbedding(ROWS, DIM, num_partitions=bad)
+
+
+def test_config_round_trip():
+    layer = ks.layers.ShardedEmbedding(
+        ROWS,
+        DIM,
+        embeddings_regularizer="l2",
+        embeddings_constraint="non_neg",
+        mask_zero=True,
+        num_partitions=5,
+        name="words",
+    )
+    copy = keras.layers.deserialize(keras.layers.serialize(layer))
+    assert isinstance(copy, ks.layers.ShardedEmbedding)
+    assert copy.get_config() == layer.get_config()
+
+
+def test_export_and_shard_embeddings_in_one_process():
+    model = pooled_model(ks.layers.ShardedEmbedding, ["a"])
+    plain = ks.export(model)
+    assert type(plain.layers[1]) is keras.layers.Embedding
+    assert "keras_sparsity" not in plain.to_json()
+    sharded = ks.shard_embeddings(plain)
+    assert type(sharded.layers[1]) is ks.layers.ShardedEmbedding
+    ids = np.arange(8).reshape(2, 4)
+    expected = model.predict(ids, verbose=0)
+    for other in (plain, sharded):
+        np.testing.assert_array_equal(other.predict(ids, verbose=0), expected)
+
+
+# Several processes.
+
+
+def pooled_model(embedding, names=("a",), **options):
+    """Tables of one size, pooled, and a small head."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((4,), dtype="int32")
+    rows = [embedding(ROWS, DIM, name=n, **options)(inputs) for n in names]
+    features = rows[0] if len(rows) == 1 else keras.layers.Concatenate()(rows)
+    features = keras.layers.GlobalAveragePooling1D()(features)
+    return keras.Model(inputs, keras.layers.Dense(1, name="head")(features))
+
+
+def batches(steps=3, batch=8):
+    rng = np.random.default_rng(1)
+    ids = oracles.zipf_ids(rng, ROWS, (steps * batch, 4))
+    return ids, rng.normal(size=(steps * batch, 1)).astype("float32")
+
+
+def compile_here(model, optimizer="sgd", **options):
+    strategy = ks.HybridStrategy()
+    with strategy.scope():
+        model.compile(optimizer, loss="mse", **options)
+    return model
+
+
+def fit(model, steps=3, start=0):
+    x, y = batches(start + steps)
+    x, y = x[start * 8 :], y[start * 8 :]
+    return model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+
+
+def one_process(optimizer, steps=3, names=("a",), **options):
+    model = pooled_model(keras.layers.Embedding, names, **options)
+    optimizer = keras.optimizers.get(optimizer)
+    oracles.dense_reference(model, optimizer, loss="mse")
+    history = fit(model, steps)
+    return history, model.get_weights()
+
+
+def initial_tables():
+    """Tables of every initializer, small and of several blocks."""
+    original = initial_values.BLOCK_ELEMENTS
+    values = {}
+    try:
+        for block in (original, 4 * DIM):
+            initial_values.BLOCK_ELEMENTS = block
+            for name, initializer in INITIALIZERS.items():
+                for partitions in (None, 3):
+                    layer = ks.layers.ShardedEmbedding(
+                        ROWS,
+                        DIM,
+                        embeddings_initializer=copy_of(initializer),
+                        num_partitions=partitions,
+                    )
+                    layer.build()
+                    key = (block == original, name)
+                    values.setdefault(key, []).append(layer.get_weights()[0])
+    finally:
+        initial_values.BLOCK_ELEMENTS = original
+    return values
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_initial_values_are_those_of_one_process(cluster, engine):
+    expected = initial_tables()
+    for values in cluster(engine, 2).run(initial_tables):
+        for key, tables in values.items():
+            for table in tables:
+                np.testing.assert_array_equal(table, expected[key][0], str(key))
+
+
+def unseeded_table():
+    keras.utils.set_random_seed(100 + ks.collectives.current().rank)
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM)
+    layer.build()
+    mine = layer.get_weights()[0]
+    keras.utils.set_random_seed(100)
+    stock = keras.layers.Embedding(ROWS, DIM)
+    stock.build()
+    return mine, stock.get_weights()[0]
+
+
+def regularized(kind):
+    regularizer = {"l1": keras.regularizers.L1(0.1)}.get(
+        kind, keras.regularizers.L1L2(0.03, 0.2)
+    )
+    constraint = {
+        "l1": keras.constraints.MaxNorm(0.02, axis=1),
+        "l1l2": keras.constraints.NonNeg(),
+    }[kind]
+    return {
+        "embeddings_regularizer": regularizer,
+        "embeddings_constraint": constraint,
+    }
+
+
+def train_regularized(cases):
+    results = []
+    for kind, partitions, sparse_updates in cases:
+        model = pooled_model(
+            ks.layers.ShardedEmbedding,
+            num_partitions=partitions,
+            **regularized(kind),
+        )
+        strategy = ks.HybridStrategy(sparse_updates=sparse_updates)
+        with strategy.scope():
+            model.compile(keras.optimizers.SGD(0.5), loss="mse")
+        results.append((fit(model), model.get_weights()))
+    return results
+
+
+def check_rows():
+    """What works on one device only: gathering, masks, ragged, dtypes."""
+    table = np.arange(ROWS * DIM, dtype="float32").reshape(ROWS, DIM)
+    layer = ks.layers.ShardedEmbedding(
+        ROWS, DIM, num_partitions=3, mask_zero=True, weights=table
+    )
+    rank = ks.collectives.current().rank
+    rng = np.random.default_rng(rank)
+    for dtype in ("int32", "int64", "uint8"):
+        for shape in ((), (4 + rank,), (2, 3), (rank, 3), (2, 1, 2)):
+            ids = rng.integers(0, ROWS, shape).astype(dtype)
+            np.testing.assert_array_equal(layer(ids), table[ids])
+    ids = tf.ragged.constant([[1, 2], [], [rank]])
+    rows = layer(ids)
+    assert rows.to_list() == [table[i].tolist() for i in ids.to_list()]
+    np.testing.assert_array_equal(
+        layer.compute_mask(np.array([0, 2])), [False, True]
+    )
+    # Whole-table views of it.
+    np.testing.assert_array_equal(layer.embeddings.numpy(), table)
+    np.testing.assert_array_equal(np.asarray(layer.embeddings), table)
+    np.testing.assert_array_equal(
+        keras.ops.convert_to_numpy(layer.embeddings), table
+    )
+    assert layer.count_params() == ROWS * DIM
+    layer.set_weights([table + 1])
+    np.testing.assert_array_equal(layer.get_weights()[0], table + 1)
+    try:
+        layer.set_weights([table[:-1]])
+    except ValueError:
+        pass
+    else:
+        raise AssertionError("a wrong shape was accepted")
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_rows_on_two_processes(cluster, engine):
+    group = cluster(engine, 2)
+    group.run(check_rows)
+    (first, stock), (second, _) = group.run(unseeded_table)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, stock)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_regularizers_and_constraints_act_once(cluster, engine):
+    cases = [("l1", None, "exact"), ("l1l2", 3, "exact"), ("l1", 1, "lazy")]
+    expected = [
+        one_process(keras.optimizers.SGD(0.5), **regularized(kind))
+        for kind, _, _ in cases
+    ]
+    for results in cluster(engine, 2).run(train_regularized, cases):
+        for case, got, want in zip(cases, results, expected, strict=True):
+            np.testing.assert_allclose(
+                got[0]["loss"], want[0]["loss"], rtol=1e-5, err_msg=str(case)
+            )
+            for a, b in zip(got[1], want[1], strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-6, err_msg=str(case))
+
+
+def test_loads_what_stock_keras_saves():
+    whole = np.random.default_rng(0).normal(size=(ROWS, DIM)).astype("float32")
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM)
+    layer.build()
+    layer.load_own_variables({"0": whole})
+    np.testing.assert_array_equal(layer.get_weights()[0], whole)
+
+
+class TableLayer(keras.layers.Layer):
+    """A user's own layer that gathers from a table."""
+
+    def build(self, input_shape):
+        self.table = ks.ShardedTable(ROWS, DIM, name="own", num_partitions=2)
+        self.rows = self.table.variable
+
+    def call(self, ids):
+        return self.table.gather(ids)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Subclassed(keras.Model):
+    """`pooled_model`, as a class; `embedding` a layer or the user's own."""
+
+    def __init__(self, embedding=None, **kwargs):
+        super().__init__(**kwargs)
+        self.embedding = embedding or TableLayer()
+        self.pool = keras.layers.GlobalAveragePooling1D()
+        self.head = keras.layers.Dense(1)
+
+    def call(self, ids):
+        return self.head(self.pool(self.embedding(ids)))
+
+
+def deferred():
+    """Models that have no weights before their first batch."""
+    yield keras.Sequential(
+        [
+            ks.layers.ShardedEmbedding(ROWS, DIM, num_partitions=3),
+            keras.layers.GlobalAveragePooling1D(),
+            keras.layers.Dense(1),
+        ]
+    )
+    yield Subclassed(ks.layers.ShardedEmbedding(ROWS, DIM))
+    yield Subclassed()
+
+
+def train_models_of_all_kinds():
+    results = {}
+    strategy = ks.HybridStrategy()
+    with strategy.scope():
+        model = pooled_model(ks.layers.ShardedEmbedding)
+        model.compile("adagrad", loss="mse")
+    fit(model)
+    results["functional, built inside"] = model.get_weights()
+    for number in range(3):
+        keras.utils.set_random_seed(3)
+        models = deferred()
+        for _ in range(number):  # the same random stream for each
+            keras.utils.set_random_seed(3)
+            next(models)
+        keras.utils.set_random_seed(3)
+        model = next(models)
+        model = compile_here(model, "adagrad", run_eagerly=number == 1)
+        fit(model)
+        name = f"{type(model).__name__} {type(model.layers[0]).__name__}"
+        results[name] = model.get_weights()
+        assert model.count_params() == ROWS * DIM + DIM + 1, name
+        lines = []
+        model.summary(print_fn=lambda x, **_: lines.append(x))  # noqa: B023
+        assert any("37 (" in line for line in lines), lines
+    return results
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_models_of_all_kinds_train(cluster, engine):
+    _, expected = one_process("adagrad")
+    for results in cluster(engine, 2).run(train_models_of_all_kinds):
+        assert len(results) == 4
+        for kind, weights in results.items():
+            for a, b in zip(weights, expected, strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-6, err_msg=kind)
+
+
+# Saving.
+
+
+def train_and_save(path, optimizer):
+    model = compile_here(
+        pooled_model(ks.layers.ShardedEmbedding, ["a", "b"], num_partitions=3),
+        optimizer,
+        run_eagerly=True,  # many short runs: tracing would take the most time
+    )
+    fit(model, 2)
+    model.save(f"{path}.keras")
+    model.save_weights(f"{path}.weights.h5")
+    at_saving = model.get_weights(), model.optimizer.state()
+    plain = ks.export(model)
+    plain_state = [v.numpy() for v in plain.optimizer.variables]
+    for a, b in zip(plain_state, at_saving[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(plain.get_weights(), at_saving[0], strict=True):
+        np.testing.assert_array_equal(a, b)
+    config = plain.to_json()
+    if "keras_sparsity" in config or "num_partitions" in config:
+        raise AssertionError(config)
+    x, _ = batches(1)
+    whole = model.predict(x, verbose=0)
+    if ks.collectives.current().rank == 0:  # alone
+        np.testing.assert_allclose(plain.predict(x, verbose=0), whole, 1e-5)
+        plain.save(f"{path}-plain.keras")
+    fit(model, 1, start=2)
+    return at_saving, model.get_weights()
+
+
+def load_and_train(path, plain):
+    """Weights when loaded, and after the next step; loaded in three ways."""
+    results = []
+    strategy = ks.HybridStrategy()
+    name = f"{path}-plain.keras" if plain else f"{path}.keras"
+    with strategy.scope():
+        model = keras.models.load_model(name)
+    model.run_eagerly = True
+    weights, state = model.get_weights(), model.optimizer.state()
+    fit(model, 1, start=2)
+    results.append((weights, state, model.get_weights()))
+    model = keras.models.load_model(name)
+    with strategy.scope():
+        model.compile(model.optimizer, loss="mse", run_eagerly=True)
+    weights, state = model.get_weights(), None
+    fit(model, 1, start=2)
+    results.append((weights, state, model.get_weights()))
+    fresh = pooled_model(ks.layers.ShardedEmbedding, ["a", "b"])
+    fresh.load_weights(f"{path}.weights.h5")
+    results.append((fresh.get_weights(), None, None))
+    return results
+
+
+def check_loaded(results, at_saving, after):
+    for weights, state, trained in results:
+        for a, b in zip(weights, at_saving[0], strict=True):
+            np.testing.assert_array_equal(a, b)
+        for a, b in zip(state or (), at_saving[1], strict=bool(state)):
+            np.testing.assert_array_equal(a, b)
+        for a, b in zip(trained or (), after, strict=bool(trained)):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_saved_on_two_loaded_on_one_and_back(cluster, engine, tmp_path):
+    group = cluster(engine, 2)
+    path = str(tmp_path / "two")
+    saved = group.run(train_and_save, path, "adam")
+    at_saving, after = saved[0]
+    check_loaded(load_and_train(path, False), at_saving, after)
+    for results in group.run(load_and_train, path, True):
+        check_loaded(results, at_saving, after)
+    # From one process to two.
+    path = str(tmp_path / "one")
+    at_saving, after = train_and_save(path, "adam")
+    for results in group.run(load_and_train, path, False):
+        check_loaded(results, at_saving, after)
+
+
+# Mixed precision.
+
+
+def train_mixed(policy):
+    keras.config.set_dtype_policy(policy)
+    model = compile_here(
+        pooled_model(ks.layers.ShardedEmbedding, num_partitions=3), adam()
+    )
+    fit(model)
+    return model.get_weights(), str(model.layers[1].compute_dtype)
+
+
+def adam():
+    return keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.3)
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_mixed_precision_trains(cluster, engine, policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        start = pooled_model(keras.layers.Embedding).get_weights()
+        _, expected = one_process(adam())
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for weights, dtype in cluster(engine, 2).run(train_mixed, policy):
+        assert dtype == policy.removeprefix("mixed_")
+        difference = oracles.relative_difference(start, expected, weights)
+        assert max(difference) < 0.03, difference
+
+
+def overflow_in_one_row():
+    """A gradient that overflows in row 1 alone, which one rank owns."""
+    keras.config.set_dtype_policy("mixed_float16")
+    model = keras.Sequential(
+        [keras.Input((1,), dtype="int32"), ks.layers.ShardedEmbedding(4, 2)]
+    )
+    compile_here(model, keras.optimizers.Adam(0.1, clipnorm=1.0))
+    before = model.get_weights()[0]
+    seen = []
+    for target in (1.0, 1e9, 1.0):
+        targets = np.array([[1.0], [target]])[..., None] * np.ones(2)
+        model.train_on_batch(np.array([[0], [1]]), targets)
+        seen.append(
+            (
+                int(model.optimizer.iterations),
+                float(model.optimizer.inner_optimizer.dynamic_scale),
+                float(np.abs(model.get_weights()[0] - before).max()),
+            )
+        )
+    return seen
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_overflow_on_one_rank_skips_on_all(cluster, engine):
+    first, second = cluster(engine, 2).run(overflow_in_one_row)
+    assert first == second
+    iterations, scales, moved = zip(*first, strict=True)
+    assert iterations == (1, 1, 2)
+    assert scales == (2.0**15, 2.0**14, 2.0**14)
+    assert 0 < moved[0] == moved[1] < moved[2]
+
+
+# Ids outside of the table.
+
+
+def train_on_bad_id(bad, position):
+    """The messages that a bad id in one rank's part gives on this rank."""
+    model = pooled_model(
+        ks.layers.ShardedEmbedding, ["words"], num_partitions=3
+    )
+    compile_here(model)
+    x, y = batches(2)
+    x[8 + position, 2] = bad
+    messages = []
+    for call in (
+        lambda: model.fit(x, y, batch_size=8, shuffle=False, verbose=0),
+        lambda: model.predict(x, batch_size=8, verbose=0),
+        lambda: model.layers[1](
+            x[8:] if position // 4 == ks.collectives.current().rank else x[:8]
+        ),
+    ):
+        try:
+            call()
+        except tf.errors.InvalidArgumentError as error:
+            messages.append(str(error))
+    # The ranks go on together afterwards.
+    x[8 + position, 2] = 0
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    return messages
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize(("bad", "position"), [(-1, 0), (ROWS, 7)])
+def test_id_outside_is_an_error_on_every_rank(cluster, engine, bad, position):
+    for messages in cluster(engine, 2).run(train_on_bad_id, bad, position):
+        assert len(messages) == 3
+        for message in messages:
+            for part in ("words", str(bad), f"[0, {ROWS})"):
+                assert part in message, message
