@@ -167,9 +167,7 @@ class Adoption:
     def evaluate(self, *args, **kwargs):
         if not kwargs.get("_use_cached_eval_dataset"):
             self._check_call("evaluate")
-        arguments = _bound_arguments(
-            self._stock["evaluate"], args, kwargs
-        )
+        arguments = _bound_arguments(self._stock["evaluate"], args, kwargs)
         return self._run("evaluate", arguments)
 
     def predict(self, *args, **kwargs):

@@ -122,3 +122,45 @@ def in_symbolic_scope():
     from keras.src.backend.common import symbolic_scope
 
     return symbolic_scope.in_symbolic_scope()
+
+
+# What a Keras optimizer keeps to itself: Keras 3.5 to 3.15.
+
+
+def built_variables(optimizer):
+    """The variables an optimizer was built with (`_trainable_variables`)."""
+    return optimizer._trainable_variables
+
+
+def variable_index(optimizer, variable):
+    """A variable's place among them (`_get_variable_index`)."""
+    return optimizer._get_variable_index(variable)
+
+
+def exclude_from_weight_decay_too(optimizer, variable, others):
+    """Excludes others where a variable is (`_exclude_from_weight_decay`)."""
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+    if excluded and optimizer._var_key(variable) in excluded:
+        excluded.update(optimizer._var_key(other) for other in others)
+
+
+def set_optimizer_strategy(optimizer, strategy):
+    """The strategy an optimizer updates under (`_distribution_strategy`)."""
+    optimizer.__dict__["_distribution_strategy"] = strategy
+
+
+def take_aggregated_gradients(optimizer, clip):
+    """Makes an optimizer apply gradients as they are, but for `clip(grads)`.
+
+    `_all_reduce_sum_gradients` and `_clip_gradients`, on this object alone.
+    """
+    optimizer.__dict__["_all_reduce_sum_gradients"] = list
+    optimizer.__dict__["_clip_gradients"] = clip
+
+
+def without_missing_gradients(optimizer, grads, variables):
+    """Both lists without None, with Keras's warning or error.
+
+    `_filter_empty_gradients`.
+    """
+    return optimizer._filter_empty_gradients(grads, variables)

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from keras_sparsity import collectives, row_update
+from keras_sparsity import collectives, compat, row_update
 from keras_sparsity.tables.sharded_table import TableVariable
 
 _MODES = ("exact", "lazy")
@@ -171,26 +171,20 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             inner = type(inner).from_config(inner.get_config())
             self.__dict__["_inner"] = _Holder(inner)
         for optimizer in (inner, self._rule):
-            optimizer._distribution_strategy = tf.distribute.get_strategy()
+            compat.set_optimizer_strategy(
+                optimizer, tf.distribute.get_strategy()
+            )
         if not inner.built:
-            self._exclude_pieces_from_weight_decay(var_list)
+            for variable, pieces in zip(var_list, self._expansion.values()):
+                compat.exclude_from_weight_decay_too(
+                    self._rule, variable, pieces
+                )
             with keras.name_scope(inner.name):
                 inner.build(expanded)
         self._trainable_variables = var_list
         self.built = True
         if state is not None:
             self._assign_state(state)
-
-    def _exclude_pieces_from_weight_decay(self, var_list):
-        rule = self._rule
-        excluded = getattr(rule, "_exclude_from_weight_decay", None)
-        if not excluded:
-            return
-        for variable in var_list:
-            if rule._var_key(variable) in excluded:
-                excluded.update(
-                    rule._var_key(v) for v in self._expansion[id(variable)]
-                )
 
     # One step.
 
@@ -212,8 +206,8 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             self.build(trainable_variables)
         for variable in trainable_variables:
             self._check_known(variable)
-        grads, variables = self._filter_empty_gradients(
-            grads, trainable_variables
+        grads, variables = compat.without_missing_gradients(
+            self, grads, trainable_variables
         )
         updates = self._aggregate(grads, variables)
         inner = self.inner_optimizer
@@ -318,9 +312,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         step.__dict__.update(loss_scale_optimizer.__dict__)
         step.__dict__["check_finite"] = lambda grads: finite
         step.__dict__["inner_optimizer"] = _Unscaled(self, updates)
-        step.apply(
-            [u.gradient for u in updates], [u.variable for u in updates]
-        )
+        step.apply([u.gradient for u in updates], [u.variable for u in updates])
 
     def _update(self, updates):
         """The inner optimizer's step, rows standing in for variables."""
@@ -333,12 +325,10 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             if isinstance(u.gradient, tf.IndexedSlices)
         ]
         step, stand_ins = row_update.stand_in_for(self._rule, rows)
-        strategy = tf.distribute.get_strategy()
-        step.__dict__["_distribution_strategy"] = strategy
-        # Aggregated already, and clipped over all owners.
-        step.__dict__["_all_reduce_sum_gradients"] = list
-        step.__dict__["_clip_gradients"] = lambda grads: self._clip(
-            grads, updates
+        compat.set_optimizer_strategy(step, tf.distribute.get_strategy())
+        # Aggregated already; clipped over all owners.
+        compat.take_aggregated_gradients(
+            step, lambda grads: self._clip(grads, updates)
         )
         step.apply(
             [u.values for u in updates],
@@ -395,7 +385,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
     def finalize_variable_values(self, var_list):
         del var_list  # the inner optimizer has partitions in its place
         if self.built:
-            self._rule.finalize_variable_values(self._rule._trainable_variables)
+            self._rule.finalize_variable_values(
+                compat.built_variables(self._rule)
+            )
 
     def exclude_from_weight_decay(self, var_list=None, var_names=None):
         self._rule.exclude_from_weight_decay(var_list, var_names)

@@ -3,6 +3,8 @@
 import keras
 import tensorflow as tf
 
+from keras_sparsity import compat
+
 # Stand-ins take part in an optimizer's arithmetic through these.
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv "
@@ -114,7 +116,7 @@ def stand_in_for(optimizer, row_updates):
     for variable, rows in row_updates:
         stand_in = RowStandIn(variable, rows, variable.constraint)
         in_place_of[id(variable)] = stand_in
-        indices[optimizer._get_variable_index(variable)] = rows
+        indices[compat.variable_index(optimizer, variable)] = rows
         made.append(stand_in)
     for name, slots in _slot_containers(optimizer) if indices else ():
         replaced = _plain(slots)
@@ -138,7 +140,7 @@ def slots_of(optimizer, variables):
     Returns:
         List, over kinds of slots, of lists as long as `variables`.
     """
-    indices = [optimizer._get_variable_index(v) for v in variables]
+    indices = [compat.variable_index(optimizer, v) for v in variables]
     found = []
     for _, slots in _slot_containers(optimizer):
         of_variables = [_slot(slots, index) for index in indices]
@@ -153,7 +155,7 @@ def _slot_containers(optimizer):
     Keras's optimizers keep a list, or a dictionary by index, for each kind of
     slot, in the order of the variables that they were built with.
     """
-    count = len(optimizer._trainable_variables)
+    count = len(compat.built_variables(optimizer))
     for name, value in optimizer.__dict__.items():
         if name in ("_trainable_variables", "_variables"):
             continue

@@ -117,9 +117,7 @@ class _HybridExtended(tf.distribute.StrategyExtended):
                 "`ks.HybridOptimizer(optimizer)`; "
                 "`with strategy.scope(): model.compile(...)` does so itself."
             )
-        return self._update_non_slot(
-            var, fn, (var, *args), kwargs, group
-        )
+        return self._update_non_slot(var, fn, (var, *args), kwargs, group)
 
     def _update_non_slot(self, colocate_with, fn, args, kwargs, group):
         del colocate_with
@@ -294,4 +292,3 @@ class _HybridExtended(tf.distribute.StrategyExtended):
     @property
     def _support_per_replica_values(self):
         return False
-

@@ -90,9 +90,7 @@ class Layout:
 
     def slot(self, ids):
         """Index of each row's partition among its owner's: int32."""
-        return tf.cast(
-            (ids % self.num_partitions) // self.num_owners, tf.int32
-        )
+        return tf.cast((ids % self.num_partitions) // self.num_owners, tf.int32)
 
     def local_row(self, ids):
         """Row inside the partition, of the dtype of `ids`."""

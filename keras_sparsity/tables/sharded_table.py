@@ -382,9 +382,7 @@ class ShardedTable:
             rows = tf.dynamic_partition(local_rows, slots, count)
             values = tf.dynamic_partition(gradient.values, slots, count)
         return [
-            tf.IndexedSlices(
-                value, row, tf.constant(list(p.shape), tf.int64)
-            )
+            tf.IndexedSlices(value, row, tf.constant(list(p.shape), tf.int64))
             for p, row, value in zip(self.partitions, rows, values)
         ]
 
@@ -606,7 +604,10 @@ class _SpreadRegularizer:
             [mine], name=f"{table._role}/regularizer"
         )
         ids = np.concatenate(
-            [table.layout.rows_of(p) for p in table.layout.owned_partitions(rank)]
+            [
+                table.layout.rows_of(p)
+                for p in table.layout.owned_partitions(rank)
+            ]
             or [np.zeros(0, np.int64)]
         )
         values = tf.concat(gradients, axis=0) * communicator.size
