@@ -233,7 +233,7 @@ class Adoption:
             op="mean",
             name="model/logs",
         )
-        logs = {**logs, **dict(zip(others, means))}
+        logs = {**logs, **dict(zip(others, means, strict=True))}
         return {key: results.get(key, value) for key, value in logs.items()}
 
     def get_metrics_result(self):
@@ -298,7 +298,7 @@ class Adoption:
             [tf.convert_to_tensor(v.value) for v in synchronised],
             name="model/variables",
         )
-        for variable, value in zip(synchronised, values):
+        for variable, value in zip(synchronised, values, strict=True):
             variable.assign(value)
         for variable in folded:
             if id(variable) not in self._folded:

@@ -175,7 +175,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 optimizer, tf.distribute.get_strategy()
             )
         if not inner.built:
-            for variable, pieces in zip(var_list, self._expansion.values()):
+            for variable, pieces in zip(
+                var_list, self._expansion.values(), strict=True
+            ):
                 compat.exclude_from_weight_decay_too(
                     self._rule, variable, pieces
                 )
@@ -238,7 +240,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         communicator = collectives.current()
         updates = []
         dense = []
-        for gradient, variable in zip(grads, variables):
+        for gradient, variable in zip(grads, variables, strict=True):
             pieces = self._expansion[id(variable)]
             is_slices = isinstance(gradient, tf.IndexedSlices)
             if pieces[0] is not variable:
@@ -251,7 +253,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 slices = variable.table.split_gradient(gradient)
                 updates.extend(
                     _Update(piece, s, variable, is_spread=True)
-                    for piece, s in zip(pieces, slices)
+                    for piece, s in zip(pieces, slices, strict=True)
                     # Keras's own arithmetic trips over tensors without rows.
                     if piece.shape[0] > 0
                 )
@@ -267,7 +269,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             reduced = communicator.all_reduce(
                 [update.gradient for update in dense], name="optimizer/dense"
             )
-            for update, gradient in zip(dense, reduced):
+            for update, gradient in zip(dense, reduced, strict=True):
                 update.gradient = gradient
         for update in updates:
             if isinstance(update.gradient, tf.IndexedSlices):
@@ -346,7 +348,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             squares = self._squared_norms(grads, updates)
             return [
                 _scale_to(g, squares[id(u.whole)], rule.clipnorm)
-                for g, u in zip(grads, updates)
+                for g, u in zip(grads, updates, strict=True)
             ]
         if rule.global_clipnorm and rule.global_clipnorm > 0:
             squares = self._squared_norms(grads, updates)
@@ -357,7 +359,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
     def _squared_norms(self, grads, updates):
         """Squared norm of each model variable's gradient, over all owners."""
         squares = {id(v): tf.zeros([]) for v in self._spread_variables()}
-        for gradient, update in zip(grads, updates):
+        for gradient, update in zip(grads, updates, strict=True):
             square = tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
             key = id(update.whole)
             squares[key] = squares[key] + square if key in squares else square
@@ -369,7 +371,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 [tf.stack([squares[key] for key in spread])],
                 name="optimizer/norms",
             )
-            squares.update(zip(spread, tf.unstack(summed)))
+            squares.update(zip(spread, tf.unstack(summed), strict=True))
         return squares
 
     def _spread_variables(self):
@@ -438,7 +440,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 "The saved optimizer has another number of variables. "
                 f"Received: {len(values)}. Expected: {len(places)}."
             )
-        for (table, pieces), value in zip(places, values):
+        for (table, pieces), value in zip(places, values, strict=True):
             if table is None:
                 pieces[0].assign(value)
             else:
@@ -500,7 +502,7 @@ class _Unscaled:
         del trainable_variables
         updates = [
             _Update(u.variable, gradient, u.whole, u.is_spread)
-            for gradient, u in zip(grads, self._updates)
+            for gradient, u in zip(grads, self._updates, strict=True)
         ]
         self._optimizer._update(updates)
 

@@ -216,8 +216,9 @@ def check_applies_by_rows(optimizer):
     """
     if not is_by_rows(optimizer):
         raise ValueError(
-            f"The optimizer {type(optimizer).__name__} cannot be applied to the rows of a sharded "
-            f"table: its rule needs the whole variable. {_INSTEAD}"
+            f"The optimizer {type(optimizer).__name__} cannot be applied to "
+            "the rows of a sharded table: its rule needs the whole variable. "
+            f"{_INSTEAD}"
         )
 
 

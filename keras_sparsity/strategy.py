@@ -189,7 +189,9 @@ class _HybridExtended(tf.distribute.StrategyExtended):
                 dense.append(i)
         tensors = [tf.convert_to_tensor(flat[i]) for i in dense]
         for i, value in zip(
-            dense, self._collectives.all_reduce(tensors, op=op, name=name)
+            dense,
+            self._collectives.all_reduce(tensors, op=op, name=name),
+            strict=True,
         ):
             reduced[i] = value
         return reduced

@@ -42,7 +42,7 @@ def draw(initializer, shape, dtype, rows):
     for block, start in enumerate(range(0, num_rows, block_rows)):
         stop = min(start + block_rows, num_rows)
         values = None
-        for part, wanted in zip(parts, rows):
+        for part, wanted in zip(parts, rows, strict=True):
             low, high = np.searchsorted(wanted, (start, stop))
             if low == high:
                 continue

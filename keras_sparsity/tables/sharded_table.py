@@ -252,8 +252,8 @@ class ShardedTable:
             [
                 f"'{self.owner_name}' received the id",
                 offending,
-                f"but ids must lie in [0, {self.num_rows}). Stock Keras reads the "
-                "last row for -1; map such ids to a row of their own.",
+                f"but ids must lie in [0, {self.num_rows}). Stock Keras reads "
+                "the last row for -1; map such ids to a row of their own.",
             ],
         )
         return [] if check is None else [check]
@@ -359,7 +359,7 @@ class ShardedTable:
         wanted = tf.dynamic_partition(local_rows, slots, count)
         rows = [
             tf.gather(partition.value, local)
-            for partition, local in zip(self.partitions, wanted)
+            for partition, local in zip(self.partitions, wanted, strict=True)
         ]
         return tf.dynamic_stitch(positions, rows)
 
@@ -383,7 +383,7 @@ class ShardedTable:
             values = tf.dynamic_partition(gradient.values, slots, count)
         return [
             tf.IndexedSlices(value, row, tf.constant(list(p.shape), tf.int64))
-            for p, row, value in zip(self.partitions, rows, values)
+            for p, row, value in zip(self.partitions, rows, values, strict=True)
         ]
 
     # The whole table.
@@ -468,7 +468,8 @@ class ShardedTable:
         """Gives pieces that are laid out like the table their values."""
         layout = self.layout
         owned = layout.owned_partitions(self.collectives.rank)
-        for piece, partition in zip(pieces, owned):
+        # A rank without a partition has one piece, without rows.
+        for piece, partition in zip(pieces, owned, strict=False):
             piece.assign(whole[layout.rows_of(partition)])
 
 
