@@ -100,7 +100,7 @@ def test_language_model_learns_and_exports_on_two_processes(engine, tmp_path):
         + ["--engine", engine, str(TUTORIALS / "language_model.py")]
         + ["--text", str(write_cycle(tmp_path / "text.txt"))]
         + ["--export", str(tmp_path / "exported")]
-        + ["--batch-size", "64", "--time", "10", "--epochs", "2"]
+        + ["--batch-size", "64", "--time", "10", "--steps-per-epoch", "60"]
         + ["--dim", "16", "--units", "32", "--num-sampled", "20"]
         + ["--learning-rate", "0.02"],
         cwd=tmp_path,

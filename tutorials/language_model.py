@@ -105,8 +105,8 @@ def make_dataset(sequences, batch_size, shuffle=False):
         (sequences[:, 0], sequences[:, 1])
     )
     if shuffle:
-        dataset = dataset.shuffle(len(sequences), seed=0)
-    return dataset.batch(batch_size, drop_remainder=shuffle).prefetch(2)
+        dataset = dataset.shuffle(len(sequences), seed=0).repeat()
+    return dataset.batch(batch_size).prefetch(2)
 
 
 def perplexity(model, dataset):
@@ -198,7 +198,7 @@ def parse_arguments():
     )
     add("--export", metavar="DIR", help="keep the exported model here")
     add("--epochs", type=int, default=2)
-    add("--steps-per-epoch", type=int, help="default: all of the text")
+    add("--steps-per-epoch", type=int, default=300)
     add("--batch-size", type=int, default=128, help="global, in sequences")
     add("--time", type=int, default=20, help="words of a sequence")
     add("--dim", type=int, default=128, help="width of both tables")
