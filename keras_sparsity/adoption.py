@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from keras_sparsity import collectives, compat, data, losses, metrics, saving
 from keras_sparsity.callbacks import rank_zero
+from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.sharded_table import TableVariable
 
@@ -179,11 +180,17 @@ class Adoption:
         rank = self._collectives.rank
         if rank != 0:
             arguments["verbose"] = 0
-        arguments["callbacks"] = rank_zero.on_rank(
-            arguments.get("callbacks"), rank
-        )
+        arguments["callbacks"] = self._callbacks(arguments.get("callbacks"))
         with collectives.explained(f"model.{name}"):
             return self._stock[name](**arguments)
+
+    def _callbacks(self, callbacks):
+        communicator = self._collectives
+        callbacks = rank_zero.on_rank(callbacks, communicator.rank)
+        is_inner = isinstance(callbacks, keras.callbacks.CallbackList)
+        if communicator.size == 1 or is_inner:
+            return callbacks
+        return [InputCheck(communicator), *(callbacks or ())]
 
     # Single batches: global ones, too.
 
