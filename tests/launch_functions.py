@@ -1,41 +1,60 @@
 """Functions that the launcher's tests run in other processes."""
 
 import os
+import random
 import signal
 import sys
 import time
 
-
-def topology(*args, **kwargs):
-    return os.environ["KERAS_SPARSITY_TOPOLOGY"], args, kwargs
+from keras_sparsity import collectives
 
 
-def fail_on(rank):
-    if _rank() == rank:
+def describe(*args, **kwargs):
+    """Where it runs, and what it was given."""
+    ranks = collectives.current()
+    print(f"output of rank {ranks.rank}")
+    print(f"errors of rank {ranks.rank}", file=sys.stderr)
+    return {
+        "rank": ranks.rank,
+        "size": ranks.size,
+        "engine": ranks.engine,
+        "local": (ranks.local_rank, ranks.local_size),
+        "cross": (ranks.cross_rank, ranks.cross_size),
+        "args": args,
+        "kwargs": kwargs,
+        "variable": os.environ.get("MINE"),
+        "threads": os.environ["TF_NUM_INTRAOP_THREADS"],
+        "random": random.random(),
+        "hash": hash("a set's order"),
+        "process": os.getpid(),
+    }
+
+
+def fail(rank):
+    """Raises on one rank; the others wait for it."""
+    if collectives.current().rank == rank:
         raise ValueError(f"no luck on rank {rank}")
-    time.sleep(30)
+    collectives.current().barrier("test/fail")
 
 
-def kill_self(rank):
-    if _rank() == rank:
-        print("about to die", file=sys.stderr)
+def fail_everywhere():
+    raise ValueError(f"no luck on rank {collectives.current().rank}")
+
+
+def die(rank):
+    """Is killed on one rank."""
+    if collectives.current().rank == rank:
+        print("these are my last words", file=sys.stderr)
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
+    collectives.current().barrier("test/die")
 
 
-def sleep_on(rank, seconds=60):
-    if _rank() == rank:
-        time.sleep(seconds)
+def hang(rank):
+    """Never ends on one rank."""
+    if collectives.current().rank == rank:
+        print("hanging", file=sys.stderr)
+        time.sleep(600)
 
 
-def exit_with(code):
-    sys.exit(code)
-
-
-def process_id():
-    return os.getpid()
-
-
-def _rank():
-    local_rank = os.environ["KERAS_SPARSITY_TOPOLOGY"].split(",")[0]
-    return int(local_rank)
+def double(values):
+    return 2 * values

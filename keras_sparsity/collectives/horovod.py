@@ -75,13 +75,13 @@ def _may_need_groups():
     Process sets cost Horovod's controllers more idle traffic. All ranks come
     to the same answer here, whatever their machine's number of processes.
     """
-    place = topology.override(0, 0)
-    if place is not None:
-        return 1 not in (place.local_size, place.cross_size)
     size, local_size, cross_size = (
         os.environ.get(f"HOROVOD_{name}")
         for name in ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")
     )
+    place = topology.override(0, 0)
+    if place is not None:
+        local_size, cross_size = str(place.local_size), str(place.cross_size)
     return size is None or size not in (local_size, cross_size)
 
 

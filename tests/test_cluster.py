@@ -1,0 +1,57 @@
+"""The tests' own worker clusters."""
+
+import numpy as np
+import pytest
+
+from tests import launch_functions
+from tests.cluster import ClusterError
+from tests.conftest import engines
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_processes_stay_between_calls(cluster, engine):
+    workers = cluster(engine, 2)
+    first = workers.run(launch_functions.describe)
+    second = workers.run(launch_functions.describe, 1)
+    assert [r["rank"] for r in second] == [0, 1]
+    assert [r["process"] for r in first] == [r["process"] for r in second]
+    # Each call begins with the same seeds.
+    assert first[0]["random"] == second[1]["random"]
+    (doubled, _) = workers.run(launch_functions.double, np.arange(3))
+    np.testing.assert_array_equal(doubled, [0, 2, 4])
+
+
+def test_an_exception_on_every_rank_leaves_the_processes(cluster):
+    workers = cluster("native", 2)
+    before = workers.run(launch_functions.describe)
+    with pytest.raises(ClusterError) as error:
+        workers.run(launch_functions.fail_everywhere)
+    for rank in range(2):
+        assert f"ValueError: no luck on rank {rank}" in str(error.value)
+    after = workers.run(launch_functions.describe)
+    assert [r["process"] for r in before] == [r["process"] for r in after]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (launch_functions.fail, "ValueError: no luck on rank 1"),
+        (launch_functions.die, "rank 1 was killed by SIGKILL"),
+        (launch_functions.hang, "time.sleep(600)"),
+    ],
+)
+def test_a_broken_cluster_starts_anew(cluster, function, said):
+    workers = cluster("native", 2)
+    with pytest.raises(ClusterError) as error:
+        workers.run(function, 1, timeout=10)
+    assert said in str(error.value)
+    assert not workers.is_running
+    assert len(workers.run(launch_functions.describe)) == 2
+
+
+def test_one_engine_at_a_time(cluster):
+    native, local = cluster("native", 2), cluster("local", 1)
+    assert not native.is_running
+    assert local.run(launch_functions.describe)[0]["engine"] == "local"
+    cluster("native", 2)
+    assert not local.is_running

@@ -1,0 +1,176 @@
+"""Starting, watching and ending processes, without TensorFlow in them."""
+
+import io
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from keras_sparsity.launch import processes
+from keras_sparsity.launch.processes import (
+    Follower,
+    ProcessGroup,
+    RankProcess,
+    last_lines,
+)
+
+_SLEEP = "import time; time.sleep(60)"
+_IGNORE_SIGTERM = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('ready', flush=True); time.sleep(60)"
+)
+
+
+def _start(group, programs, folder):
+    for rank, program in enumerate(programs):
+        path = str(folder / f"{rank}.log")
+        group.append(
+            RankProcess(
+                rank,
+                [sys.executable, "-c", program],
+                dict(os.environ),
+                stdout=path,
+                stderr=path,
+            )
+        )
+
+
+def _is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.fixture
+def short_waits(monkeypatch):
+    monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+
+
+def test_success(tmp_path):
+    with ProcessGroup() as group:
+        _start(group, ["print(1)", "print(2)"], tmp_path)
+        group.wait()
+        assert group.failed() == []
+        assert [p.exit_code for p in group.processes] == [0, 0]
+        assert group.processes[1].last_lines() == ["2"]
+
+
+@pytest.mark.parametrize(
+    ("program", "exit_code", "description"),
+    [
+        ("import sys; sys.exit(7)", 7, "exited with code 7"),
+        ("raise ValueError", 1, "exited with code 1"),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            137,
+            "was killed by SIGKILL (by the system, if memory ran out",
+        ),
+        ("import os; os.kill(os.getpid(), 11)", 139, "was killed by SIGSEGV"),
+    ],
+)
+def test_a_failure_ends_the_others(
+    program, exit_code, description, tmp_path, short_waits
+):
+    start = time.monotonic()
+    with ProcessGroup() as group:
+        _start(group, [_SLEEP, program, _SLEEP], tmp_path)
+        group.wait()
+        failed = group.failed()
+    assert time.monotonic() - start < 10
+    assert [p.rank for p in failed] == [1]
+    assert failed[0].exit_code == exit_code
+    assert failed[0].describe_end().startswith(description)
+    assert group.processes[0].describe_end() == "was ended by the launcher"
+
+
+def test_who_does_not_hear_sigterm_is_killed(tmp_path, short_waits):
+    failing = "import time; time.sleep(1); raise SystemExit(3)"
+    with ProcessGroup() as group:
+        _start(group, [_IGNORE_SIGTERM, failing], tmp_path)
+        group.wait()
+        assert group.processes[0].returncode == -signal.SIGKILL
+        assert [p.rank for p in group.failed()] == [1]
+
+
+def test_the_cause_is_named_first(tmp_path, short_waits):
+    consequence = "raise RuntimeError('rank 1 is gone')"
+    cause = "import os, time; time.sleep(.2); os.kill(os.getpid(), 9)"
+    with ProcessGroup() as group:
+        _start(group, [consequence, cause], tmp_path)
+        group.wait()
+        assert [p.rank for p in group.failed()] == [1, 0]
+
+
+def test_leaving_the_block_ends_all(tmp_path):
+    with ProcessGroup() as group:
+        _start(group, [_SLEEP, _IGNORE_SIGTERM], tmp_path)
+        pids = [p.pid for p in group.processes]
+        assert all(map(_is_alive, pids))
+    assert not any(map(_is_alive, pids))
+
+
+def test_what_a_rank_started_ends_with_it(tmp_path):
+    program = (
+        "import subprocess, sys; "
+        f"p = subprocess.Popen([sys.executable, '-c', {_SLEEP!r}]); "
+        "print(p.pid, flush=True); sys.exit(1)"
+    )
+    with ProcessGroup() as group:
+        _start(group, [program], tmp_path)
+        group.wait()
+        pid = int(group.processes[0].last_lines()[0])
+        deadline = time.monotonic() + 10
+        while _is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not _is_running(pid)
+
+
+def _is_running(pid):
+    # An orphan may stay as a zombie where no init process waits for it.
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"", []),
+        (b"one\ntwo\n", ["one", "two"]),
+        (b"one\n\n  \ntwo", ["one", "two"]),
+        # A progress bar is what it showed last.
+        (b" 1/9 [=>..]\r 9/9 [====]\ndone\n", [" 9/9 [====]", "done"]),
+        (b"\b\b\b\b 3/9\b\b\b\b 4/9\n", [" 4/9"]),
+        (b"bad \xff byte\n", ["bad \ufffd byte"]),
+        (b"I0000 00:00:17.1 9 port.cc:153] oneDNN is on\nmine\n", ["mine"]),
+        (b"".join(b"%d\n" % i for i in range(99)), ["96", "97", "98"]),
+    ],
+)
+def test_last_lines(content, expected, tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(content)
+    assert last_lines(path, 3) == expected
+
+
+def test_last_lines_of_no_file(tmp_path):
+    assert last_lines(tmp_path / "log") == []
+
+
+def test_follower_shows_what_is_added(tmp_path):
+    path, stream = tmp_path / "log", io.StringIO()
+    follow = Follower(path, stream)
+    follow()
+    path.write_text("one\n")
+    follow()
+    with open(path, "a") as file:
+        file.write("two")
+    follow()
+    follow()
+    assert stream.getvalue() == "one\ntwo"
