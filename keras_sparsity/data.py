@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_sparsity import compat
 from keras_sparsity.batches import split_batch, without_rows
 from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
-from keras_sparsity.fingerprints import Fingerprints
+from keras_sparsity.fingerprints import Fingerprints, fingerprint
 
 _SHARDED = "_keras_sparsity_is_sharded"
 _IN_STEP = "_keras_sparsity_agrees_in_step"
@@ -91,7 +91,7 @@ def split_batches(dataset, rank, size, fingerprints=None):
         part = split_batch(batch, rank, size)
         if fingerprints is None:
             return part
-        return part, fingerprints.of(batch)
+        return part, fingerprint(batch)
 
     parts = dataset.map(split, **parallel)
     if fingerprints is not None:
@@ -182,8 +182,8 @@ def shard(dataset, collectives, by=None):
     collectives.check_equal(plan, "The dataset to shard", _SAME_DATASET)
     if place is None and by in ("files", "elements"):
         raise ValueError(
-            f"The dataset cannot be split by {by}: {reason}. Change it, or "
-            "leave `by` to be chosen."
+            f"The dataset cannot be split as asked (by={by!r}): {reason}. "
+            "Change it, or leave `by` to be chosen."
         )
     if place is None:
         parts = distribute(dataset, collectives)
@@ -196,8 +196,13 @@ def shard(dataset, collectives, by=None):
             collectives,
         )
         parts = with_equal_steps(part, num_steps, collectives)
-    setattr(parts, _SHARDED, True)
-    return parts
+    return mark_as_part(parts)
+
+
+def mark_as_part(dataset):
+    """Marks a dataset as one rank's part, not to be split again."""
+    setattr(dataset, _SHARDED, True)
+    return dataset
 
 
 def with_equal_steps(part, num_steps, collectives):

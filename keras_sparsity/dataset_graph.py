@@ -137,7 +137,7 @@ class DatasetGraph:
                 try:
                     return find(size)
                 except CannotSplit as reason:
-                    reasons.append(f"by {kind}: {reason}")
+                    reasons.append(f"by {kind}, {reason}")
         raise CannotSplit("; ".join(reasons))
 
     def split(self, place, rank, size):
@@ -203,7 +203,7 @@ class DatasetGraph:
 
     def _split_files(self, size):
         index = self._batch_index + 1
-        while index < len(self._chain):
+        while index < len(self._chain) - 1:
             node = self._chain[index]
             if node.op in _READING and self._functions(node) & _READERS:
                 break

@@ -40,6 +40,24 @@ _FIX = (
 )
 
 
+def fingerprint(batch):
+    """A number that identifies a batch; a scalar int64 tensor.
+
+    Example:
+
+    >>> one, other = fingerprint([1, 2]), fingerprint([2, 1])
+    >>> bool(one == other)
+    False
+    """
+    value = tf.constant(0, tf.int64)
+    for leaf in tf.nest.flatten(batch, expand_composites=True):
+        if leaf is not None and not isinstance(leaf, tf.experimental.Optional):
+            leaf = tf.convert_to_tensor(leaf)
+            if leaf.dtype not in (tf.variant, tf.resource):
+                value = _mix(value, _hash(leaf))
+    return value
+
+
 class Fingerprints:
     """Notes the batches of one dataset on this rank.
 
@@ -61,17 +79,6 @@ class Fingerprints:
             self._iterations = tf.Variable(
                 tf.constant(0, tf.int64), trainable=False, name="iterations"
             )
-
-    def of(self, batch):
-        """A number that identifies a batch; a scalar int64 tensor."""
-        value = tf.constant(0, tf.int64)
-        for leaf in tf.nest.flatten(batch, expand_composites=True):
-            if tf.is_tensor(leaf) and leaf.dtype not in (
-                tf.variant,
-                tf.resource,
-            ):
-                value = _mix(value, _hash(leaf))
-        return value
 
     def note(self, dataset):
         """Notes `(element, fingerprint)` pairs; passes the elements on."""
