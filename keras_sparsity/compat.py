@@ -4,6 +4,7 @@ Each function names the versions it was checked on; `tests/test_compat.py`
 calls each one, so that a new version that breaks one says which.
 """
 
+import contextlib
 import itertools
 import weakref
 
@@ -164,3 +165,47 @@ def without_missing_gradients(optimizer, grads, variables):
     `_filter_empty_gradients`.
     """
     return optimizer._filter_empty_gradients(grads, variables)
+
+
+@contextlib.contextmanager
+def array_orders_change(seed):
+    """Keras shuffles arrays anew in each epoch, though the seed is fixed.
+
+    TensorFlow restarts a seeded operation in a dataset's function with every
+    iteration, so `fit(x, y)` repeats one order as soon as a seed is set.
+    While entered, the datasets that Keras makes of arrays draw from `seed`
+    and a count of their iterations instead.
+
+    `ArrayDataAdapter.get_tf_dataset`, which calls `tf.random.shuffle` while
+    it traces: Keras 3.5 to 3.15.
+
+    Args:
+        seed: an integer, the same on all ranks.
+    """
+    from keras.src.trainers.data_adapters import array_data_adapter
+
+    adapter = array_data_adapter.ArrayDataAdapter
+    stock_dataset, stock_shuffle = adapter.get_tf_dataset, tf.random.shuffle
+
+    def get_tf_dataset(self):
+        with tf.device("CPU:0"):
+            count = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+        def shuffle(values):
+            return tf.random.experimental.stateless_shuffle(
+                values, seed=[tf.constant(seed, tf.int64), count.assign_add(1)]
+            )
+
+        tf.random.shuffle = shuffle
+        try:
+            dataset = stock_dataset(self)
+        finally:
+            tf.random.shuffle = stock_shuffle
+        dataset._keras_sparsity_count = count  # keeps it alive
+        return dataset
+
+    adapter.get_tf_dataset = get_tf_dataset
+    try:
+        yield
+    finally:
+        adapter.get_tf_dataset = stock_dataset

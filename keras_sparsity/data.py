@@ -7,6 +7,8 @@ fingerprint of every global batch as it passes, and the ranks compare them
 from time to time.
 """
 
+import itertools
+
 import tensorflow as tf
 
 from keras_sparsity import compat
@@ -16,6 +18,7 @@ from keras_sparsity.fingerprints import Fingerprints, fingerprint
 
 _SHARDED = "_keras_sparsity_is_sharded"
 _IN_STEP = "_keras_sparsity_agrees_in_step"
+_fits = itertools.count()
 _SAME_DATASET = (
     "Give every rank the same dataset: each trains on its own part of every "
     "batch. Seed its shuffles and generators alike on every rank. What is "
@@ -54,6 +57,18 @@ def distribute(dataset, collectives):
     return split_batches(
         dataset, collectives.rank, collectives.size, Fingerprints(collectives)
     )
+
+
+def array_orders_change():
+    """While entered, Keras shuffles arrays anew in each epoch.
+
+    For when the ranks share a seed that the user has not asked for: with one,
+    TensorFlow repeats the order of `fit(x, y)` in every epoch. The orders
+    depend on TensorFlow's global seed and on how often this was entered, so
+    the ranks agree on them.
+    """
+    seed = tf.compat.v1.get_seed(0)[0]
+    return compat.array_orders_change((seed + next(_fits) * 2**31) % 2**62)
 
 
 def split_batches(dataset, rank, size, fingerprints=None):
@@ -115,6 +130,18 @@ def is_sharded(dataset):
         return True
     inputs = compat.dataset_inputs(dataset)
     return bool(inputs) and all(is_sharded(each) for each in inputs)
+
+
+def mark_as_part(dataset):
+    """Has a strategy take the dataset for this rank's part, as it is.
+
+    Each rank's dataset must then have as many batches as the others'.
+    """
+    _check_is_dataset(dataset)
+    # A new object: the user's may serve as a whole elsewhere.
+    dataset = dataset.with_options(tf.data.Options())
+    setattr(dataset, _SHARDED, True)
+    return dataset
 
 
 def shard(dataset, collectives, by=None):
@@ -186,23 +213,17 @@ def shard(dataset, collectives, by=None):
             "Change it, or leave `by` to be chosen."
         )
     if place is None:
-        parts = distribute(dataset, collectives)
-    else:
-        part = graph.split(place, collectives.rank, collectives.size)
-        part = part.with_options(dataset.options())
-        num_steps = _num_steps(
-            dataset if place.keeps_batches else part,
-            place.keeps_batches,
-            collectives,
-        )
-        parts = with_equal_steps(part, num_steps, collectives)
-    return mark_as_part(parts)
-
-
-def mark_as_part(dataset):
-    """Marks a dataset as one rank's part, not to be split again."""
-    setattr(dataset, _SHARDED, True)
-    return dataset
+        return mark_as_part(distribute(dataset, collectives))
+    part = graph.split(place, collectives.rank, collectives.size)
+    part = part.with_options(dataset.options())
+    num_steps = _num_steps(
+        dataset if place.keeps_batches else part,
+        place.keeps_batches,
+        collectives,
+    )
+    part = mark_as_part(with_equal_steps(part, num_steps, collectives))
+    setattr(part, _IN_STEP, num_steps == tf.data.UNKNOWN_CARDINALITY)
+    return part
 
 
 def with_equal_steps(part, num_steps, collectives):
@@ -236,14 +257,12 @@ def with_equal_steps(part, num_steps, collectives):
         )
         return anywhere > 0
 
-    agreed = (
+    return (
         _marked(part.prefetch(tf.data.AUTOTUNE), 1)
         .concatenate(_marked(rest, 0))
         .take_while(is_left_anywhere)
         .map(lambda batch, is_left: batch)
     )
-    setattr(agreed, _IN_STEP, True)
-    return agreed
 
 
 def _marked(dataset, mark):
