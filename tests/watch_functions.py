@@ -14,9 +14,15 @@ import tensorflow as tf
 from keras_sparsity import collectives
 
 
+def begin():
+    """Notes the time from which the test counts."""
+    print(f"BEGIN {time.time()}", file=sys.stderr, flush=True)
+    return collectives.current()
+
+
 def agree():
     """Nothing is wrong; rank 0 is a little slower than the watch's rules."""
-    ranks = collectives.current()
+    ranks = begin()
     _traced(tf.ones([3]))
     if ranks.rank == 0:
         time.sleep(5)
@@ -27,7 +33,7 @@ def agree():
 
 
 def call_another_operation():
-    ranks = collectives.current()
+    ranks = begin()
     if ranks.rank == 1:
         ranks.all_gather(tf.ones([3]), name="statistics")
     else:
@@ -35,7 +41,7 @@ def call_another_operation():
 
 
 def call_another_operation_traced():
-    ranks = collectives.current()
+    ranks = begin()
 
     @tf.function
     def step(x):
@@ -47,7 +53,7 @@ def call_another_operation_traced():
 
 
 def call_in_another_order_traced():
-    ranks = collectives.current()
+    ranks = begin()
 
     @tf.function
     def step(x):
@@ -59,58 +65,62 @@ def call_in_another_order_traced():
 
 
 def send_another_shape():
-    ranks = collectives.current()
+    ranks = begin()
     ranks.all_reduce([tf.ones([3 + ranks.rank])], name="statistics")
 
 
 def send_another_shape_traced():
     """The shapes are known at run time only."""
     _traced(tf.ones([3]))
+    begin()
     _traced(tf.ones([3 + collectives.current().rank]))
 
 
 def send_another_dtype():
-    ranks = collectives.current()
+    ranks = begin()
     dtype = tf.float64 if ranks.rank == 1 else tf.float32
     ranks.all_reduce([tf.ones([3], dtype)], name="statistics")
 
 
 def call_alone():
-    ranks = collectives.current()
+    ranks = begin()
     if ranks.rank == 1:
         ranks.all_reduce([tf.ones([3])], name="alone")
     ranks.barrier("end of epoch")
 
 
 def end_early():
-    ranks = collectives.current()
+    ranks = begin()
     if ranks.rank != 1:
         ranks.all_reduce([tf.ones([3])], name="late")
 
 
 def end_early_by_exit():
-    ranks = collectives.current()
+    ranks = begin()
     if ranks.rank == 1:
         sys.exit(0)
     ranks.all_reduce([tf.ones([3])], name="late")
 
 
 def raise_error():
-    ranks = collectives.current()
+    ranks = begin()
     if ranks.rank == 1:
         raise ValueError("no such file: corpus.txt")
     ranks.all_reduce([tf.ones([3])], name="late")
 
 
 def raise_while_others_compute():
-    if collectives.current().rank == 1:
+    ranks = begin()
+    ranks.barrier("all begun")
+    time.sleep(1)
+    if ranks.rank == 1:
         raise ValueError("no such file: corpus.txt")
     time.sleep(100)
 
 
 def swallow_error():
     """A program that goes on after an error still ends with it."""
-    ranks = collectives.current()
+    ranks = begin()
     if ranks.rank == 1:
         sys.exit(7)
     try:
@@ -120,7 +130,7 @@ def swallow_error():
 
 
 def stop():
-    ranks = collectives.current()
+    ranks = begin()
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     ranks.all_reduce([tf.ones([3])], name="late")
@@ -134,6 +144,8 @@ def kill_in_fit(rank):
 
     class Kill(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
+            if batch == 20:
+                begin()
             if batch == 20 and strategy.rank == rank:
                 os.kill(os.getpid(), signal.SIGKILL)
 

@@ -83,7 +83,7 @@ class Coordinator:
         self._suspect(f"rank {rank} raised {error}")
 
     def _hear_trouble(self, rank, error):
-        self._reports[rank].note = f"got the error: {error.splitlines()[0]}"
+        self._reports[rank].note = f"failed: {error}"
         self._suspect(
             f"a collective failed on rank {rank}: {error}", is_cause=False
         )

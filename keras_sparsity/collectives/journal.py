@@ -201,7 +201,7 @@ class Journal:
         """
         if self._moved(self._last_active):
             return True
-        moved = [site for site in self._all() if self._moved(site)]
+        moved = [site for site in self.sites() if self._moved(site)]
         if moved:
             self._last_active = moved[-1]
         return bool(moved)
@@ -216,7 +216,7 @@ class Journal:
 
     def open_sites(self):
         """The sites whose call has begun and not ended."""
-        return [site for site in self._all() if site.is_open()]
+        return [site for site in self.sites() if site.is_open()]
 
     def upcoming(self, open_sites):
         """Calls that may still begin while the open ones wait.
@@ -231,7 +231,7 @@ class Journal:
                 rounds[site.scope] = max(rounds.get(site.scope, 0), entered)
         return [
             site.current_call()
-            for site in self._all()
+            for site in self.sites()
             if site.counts()[0] < rounds.get(site.scope, 0)
         ]
 
@@ -247,7 +247,8 @@ class Journal:
             site.forget()
         return calls
 
-    def _all(self):
+    def sites(self):
+        """All sites so far."""
         with self._lock:
             return list(self._sites.values())
 

@@ -200,7 +200,7 @@ class _Watch:
     def _inquire(self, error):
         """Lets rank 0 find out why a collective has failed here."""
         if self._is_mine() and not self._is_over.is_set():
-            self._channel.send(kind="trouble", error=str(error))
+            self._channel.send(kind="trouble", error=_core(error.message))
             self._wait(_EXPLAIN_SECONDS)
 
     def _wait(self, seconds):
@@ -260,6 +260,18 @@ def _flush():
         except (OSError, ValueError, AttributeError):
             pass  # closed, or None
     logging.shutdown()
+
+
+def _core(message):
+    """The line of an operation's error that is not about where it was made."""
+    around = (" ", "\t", "Detected at", "Graph execution error")
+    lines = [
+        line.partition("[Op:")[0].strip()
+        for line in message.splitlines()
+        if not line.startswith(around)
+    ]
+    # The error itself comes last.
+    return [message.strip(), *filter(None, lines)][-1][:500]
 
 
 def _spell(error):

@@ -1,0 +1,255 @@
+"""A rank that fails, or that the others cannot follow, ends all of them.
+
+Each case has processes of its own, which run one of `watch_functions`; those
+of one engine run some at a time, since they mostly wait.
+"""
+
+import concurrent.futures
+import dataclasses
+import re
+import time
+
+import pytest
+
+from keras_sparsity.launch.functions import Job
+from tests import watch_functions
+from tests.conftest import engines
+
+_START_SECONDS = 150
+_END_SECONDS = 30
+_JOBS_AT_ONCE = 3
+
+
+@dataclasses.dataclass
+class Case:
+    """One way to fail and what the ranks must make of it.
+
+    Args:
+        name: The function of `watch_functions`.
+        args: Its arguments.
+        message: What each rank's message holds, in this order.
+        codes: The exit codes, by rank; None for any but 0.
+        silent: Ranks that print no message: they are gone, or their own
+            traceback tells it.
+        timeout_seconds: The watch's.
+    """
+
+    name: str
+    args: tuple = ()
+    message: tuple = ()
+    codes: tuple = (1, 1)
+    silent: tuple = ()
+    timeout_seconds: int = 600
+
+    def __str__(self):
+        return "-".join([self.name, *map(str, self.args)])
+
+
+CASES = [
+    Case("agree", codes=(0, 0), silent=(0, 1)),
+    Case(
+        "call_another_operation",
+        message=(
+            "the ranks call different operations",
+            r'rank 0: waiting \d+ s in all_reduce sum "statistics" of float32 '
+            r"with shape \[3\] \(.*watch_functions.py:\d+ in call_another",
+            r'rank 1: waiting \d+ s in all_gather "statistics" of float32',
+        ),
+    ),
+    Case(
+        "call_another_operation_traced",
+        message=(
+            "the ranks call different operations",
+            r'rank 0: waiting \d+ s in all_reduce sum "statistics#0"',
+            r'rank 1: waiting \d+ s in all_gather "statistics#0"',
+        ),
+    ),
+    Case(
+        "call_in_another_order_traced",
+        message=(
+            "the ranks call different collectives",
+            'rank 0: waiting .* "second#0"',
+            'rank 1: waiting .* "first#0"',
+        ),
+    ),
+    Case(
+        "send_another_shape",
+        message=(
+            "the same collective with different shapes",
+            r'rank 0: waiting .* "statistics" of float32 with shape \[3\]',
+            r'rank 1: waiting .* "statistics" of float32 with shape \[4\]',
+        ),
+    ),
+    Case(
+        "send_another_shape_traced",
+        message=(
+            "the same collective with different shapes",
+            r'rank 0: waiting .* "statistics#0" of float32 with shape \[3\]',
+            r'rank 1: waiting .* "statistics#0" of float32 with shape \[4\]',
+        ),
+    ),
+    Case(
+        "send_another_dtype",
+        message=(
+            "the same collective with different dtypes",
+            'rank 0: waiting .* "statistics" of float32',
+            'rank 1: waiting .* "statistics" of float64',
+        ),
+    ),
+    Case(
+        "call_alone",
+        message=(
+            "the ranks call different collectives",
+            'rank 0: waiting .* "end of epoch"',
+            'rank 1: waiting .* "alone"',
+        ),
+    ),
+    Case(
+        "end_early",
+        message=(
+            "the program of rank 1 has ended",
+            'rank 0: waiting .* "late"',
+            "rank 1: its program has ended",
+        ),
+    ),
+    Case(
+        "end_early_by_exit",
+        message=("the program of rank 1 has ended", 'rank 0: .* "late"'),
+    ),
+    Case(
+        "raise_error",
+        message=("rank 1 raised ValueError: no such file: corpus.txt",),
+        silent=(1,),
+    ),
+    Case(
+        "raise_while_others_compute",
+        message=(
+            "rank 1 raised ValueError: no such file: corpus.txt",
+            "rank 0: in no collective",
+        ),
+        silent=(1,),
+    ),
+    Case(
+        "swallow_error",
+        message=(r"rank 1 raised SystemExit, by sys.exit\(7\)",),
+        codes=(1, 7),
+        silent=(1,),
+    ),
+    Case(
+        "stop",
+        message=(
+            r"rank 1 has not been heard of for \d+ s: it is stopped",
+            'rank 0: waiting .* "late"',
+        ),
+        codes=(1, None),
+        silent=(1,),
+        timeout_seconds=8,
+    ),
+    Case(
+        "kill_in_fit",
+        (0,),
+        message=("the process of rank 0 is gone: it was killed",),
+        codes=(-9, 1),
+        silent=(0,),
+    ),
+    Case(
+        "kill_in_fit",
+        (1,),
+        message=("the process of rank 1 is gone: it was killed",),
+        codes=(1, -9),
+        silent=(1,),
+    ),
+]
+
+
+@dataclasses.dataclass
+class End:
+    """How a rank ended: exit code (None: it had not), output, time."""
+
+    code: int | None
+    output: str
+    time_seconds: float
+
+    @property
+    def seconds(self):
+        """From the rank's own BEGIN."""
+        begun = re.findall(r"^BEGIN ([\d.]+)$", self.output, re.MULTILINE)
+        return self.time_seconds - float(begun[-1])
+
+
+def run(engine, case):
+    """Runs a case and returns the `End` of each rank.
+
+    Waits for each by itself: the launcher would end the others of a rank that
+    failed.
+    """
+    function = getattr(watch_functions, case.name)
+    env = {"KERAS_SPARSITY_TIMEOUT": str(case.timeout_seconds)}
+    with Job(function, 2, engine, args=case.args, env=env) as job:
+        waiting = {p.rank: p for p in job.processes.processes}
+        ends = {}
+        deadline = time.monotonic() + _START_SECONDS
+        while waiting and time.monotonic() < deadline:
+            time.sleep(0.05)
+            for rank, process in list(waiting.items()):
+                if process.poll() is not None:
+                    ends[rank] = process.returncode, time.time()
+                    del waiting[rank]
+            if set(waiting) <= {
+                r for r, code in enumerate(case.codes) if code is None
+            }:
+                break
+        for rank in waiting:
+            ends[rank] = None, time.time()
+        return [
+            End(ends[p.rank][0], _read(p.log_path), ends[p.rank][1])
+            for p in job.processes.processes
+        ]
+
+
+def _read(path):
+    with open(path) as file:
+        return file.read()
+
+
+@pytest.fixture(scope="module")
+def outcome(request):
+    """`outcome(engine, case)` gives the ends of the ranks.
+
+    The first one asked for starts all selected cases of its engine.
+    """
+    started = {}
+    selected = [
+        item.callspec.params
+        for item in request.session.items
+        if getattr(item, "function", None) is test_case
+    ]
+    with concurrent.futures.ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:
+
+        def find(engine, case):
+            if (engine, str(case)) not in started:
+                for params in selected:
+                    if params["engine"] == engine:
+                        started[engine, str(params["case"])] = pool.submit(
+                            run, engine, params["case"]
+                        )
+            return started[engine, str(case)].result()
+
+        yield find
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(2 * _START_SECONDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("engine", engines())
+def test_case(outcome, engine, case):
+    for rank, end in enumerate(outcome(engine, case)):
+        if case.codes[rank] == end.code is None:
+            continue  # stopped
+        assert end.code == case.codes[rank], end.output
+        assert end.seconds < _END_SECONDS, end.output
+        messages = end.output.count("\nkeras_sparsity: ")
+        assert messages == (rank not in case.silent), end.output
+        if messages:
+            expected = r"(.|\n)*".join(case.message)
+            assert re.search(expected, end.output), end.output
