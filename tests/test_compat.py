@@ -17,7 +17,7 @@ def test_resolve_loss():
 
 def test_match_ranks():
     values, weights = compat.match_ranks(tf.zeros([4]), tf.zeros([4, 1]))
-    assert values.shape == weights.shape == (4,)
+    assert values.shape == weights.shape == (4, 1)
 
 
 def test_keras_mask():
@@ -48,10 +48,7 @@ def test_array_orders_change():
                 np.arange(12), batch_size=5, shuffle=True
             ).get_tf_dataset()
         assert tf.random.shuffle is stock
-        return [
-            np.concatenate([batch[0] for batch in dataset]).tolist()
-            for _ in range(3)
-        ]
+        return [np.concatenate(list(dataset)).tolist() for _ in range(3)]
 
     first, second, third = orders()
     assert sorted(first) == sorted(second) == list(range(12))
