@@ -100,7 +100,8 @@ def public_names():
     for name in keras_sparsity.__all__:
         value = getattr(keras_sparsity, name)
         if name in ("layers", "callbacks"):
-            names |= {f"ks.{name}.{inner}" for inner in value.__all__}
+            inner_names = getattr(value, "__all__", [])
+            names |= {f"ks.{name}.{inner}" for inner in inner_names}
         else:
             names.add(f"ks.{name}")
     return names - {"ks.__version__"}

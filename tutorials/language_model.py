@@ -88,9 +88,17 @@ def main():
 
 def build_model(num_words, args):
     """Words `(batch, time)` to what `SampledSoftmax` makes of the LSTM."""
-    softmax = ks.layers.SampledSoftmax(num_words, num_sampled=args.num_sampled)
+    softmax = ks.layers.SampledSoftmax(
+        num_words,
+        num_sampled=args.num_sampled,
+        kernel_initializer=keras.initializers.RandomNormal(stddev=0.05),
+    )
     words = keras.Input((None,), dtype="int32")
-    x = ks.layers.ShardedEmbedding(num_words, args.dim)(words)
+    x = ks.layers.ShardedEmbedding(
+        num_words,
+        args.dim,
+        embeddings_initializer=keras.initializers.RandomNormal(stddev=0.1),
+    )(words)
     x = keras.layers.LSTM(args.units, return_sequences=True)(x)
     x = keras.layers.Dense(args.dim)(x)
     return keras.Model(words, softmax(x)), softmax
@@ -198,7 +206,7 @@ def parse_arguments():
     )
     add("--export", metavar="DIR", help="keep the exported model here")
     add("--epochs", type=int, default=2)
-    add("--steps-per-epoch", type=int, default=300)
+    add("--steps-per-epoch", type=int, default=350)
     add("--batch-size", type=int, default=128, help="global, in sequences")
     add("--time", type=int, default=20, help="words of a sequence")
     add("--dim", type=int, default=128, help="width of both tables")
