@@ -14,7 +14,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import collectives, compat, data, losses, metrics, saving
+from keras_sparsity import (
+    collectives,
+    compat,
+    data,
+    empty_parts,
+    losses,
+    metrics,
+    saving,
+)
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.optimizer import HybridOptimizer
@@ -46,7 +54,8 @@ def compile_adopts(strategy):
         )
         adopt(model, strategy)
         original(model, **arguments)
-        _nest_loss_scaling(model)
+        if getattr(model, "optimizer", None) is not None:
+            model.optimizer = wrap(model.optimizer, strategy.sparse_updates)
 
     owner.compile = compile
     try:
@@ -56,28 +65,28 @@ def compile_adopts(strategy):
 
 
 def wrap(optimizer, sparse_updates):
-    """The optimizer as a `HybridOptimizer`."""
+    """The optimizer as a `HybridOptimizer`, outermost."""
     optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, HybridOptimizer):
         return optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if isinstance(inner, HybridOptimizer):
+        return _nested(optimizer)
     return HybridOptimizer(optimizer, sparse_updates=sparse_updates)
 
 
-def _nest_loss_scaling(model):
-    """Puts the loss scaling that `compile` added inside the wrapper.
+def _nested(loss_scaling):
+    """Moves the loss scaling around a `HybridOptimizer` inside of it.
 
-    Outside of it each rank would look for overflow in its own gradients only:
-    one rank would skip the step while the others wait for it.
+    Keras's `compile` adds it outermost. There, each rank would look for
+    overflow in its own gradients only: one rank would skip the step while the
+    others wait for it.
     """
-    outer = getattr(model, "optimizer", None)
-    if not isinstance(outer, keras.optimizers.LossScaleOptimizer):
-        return
-    hybrid = outer.inner_optimizer
-    if isinstance(hybrid, HybridOptimizer):
-        outer.inner_optimizer = hybrid.inner_optimizer
-        model.optimizer = HybridOptimizer(
-            outer, sparse_updates=hybrid.sparse_updates
-        )
+    hybrid = loss_scaling.inner_optimizer
+    if isinstance(hybrid.inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        return hybrid  # scaled already, by the user or when it was saved
+    loss_scaling.inner_optimizer = hybrid.inner_optimizer
+    return HybridOptimizer(loss_scaling, sparse_updates=hybrid.sparse_updates)
 
 
 def adopt(model, strategy):
@@ -109,6 +118,7 @@ class Adoption:
             "train_on_batch",
             "test_on_batch",
             "predict_on_batch",
+            "call",
             "train_step",
             "test_step",
             "predict_step",
@@ -186,10 +196,10 @@ class Adoption:
 
     def _callbacks(self, callbacks):
         communicator = self._collectives
-        callbacks = rank_zero.on_rank(callbacks, communicator.rank)
         is_inner = isinstance(callbacks, keras.callbacks.CallbackList)
         if communicator.size == 1 or is_inner:
             return callbacks
+        callbacks = rank_zero.on_rank(callbacks, communicator.rank)
         return [InputCheck(communicator), *(callbacks or ())]
 
     # Single batches: global ones, too.
@@ -217,19 +227,33 @@ class Adoption:
 
     # Steps.
 
+    def call(self, *args, **kwargs):
+        stock = self._stock["call"]
+        if self._is_in_step and args and self._collectives.size > 1:
+            return empty_parts.call(stock, *args, **kwargs)
+        return stock(*args, **kwargs)
+
     def train_step(self, batch):
         self._check_optimizer()
-        return self._logs_of("train_step", batch)
+        logs = self._logs_of("train_step", batch)
+        if self._collectives.size > 1:
+            empty_parts.combine_statistics(
+                self._model, batch, self._collectives
+            )
+        return logs
 
     def test_step(self, batch):
         return self._logs_of("test_step", batch)
 
-    def _logs_of(self, name, batch):
+    def _step(self, name, batch):
         self._is_in_step = True
         try:
-            logs = self._stock[name](batch)
+            return self._stock[name](batch)
         finally:
             self._is_in_step = False
+
+    def _logs_of(self, name, batch):
+        logs = self._step(name, batch)
         results = self._global_results()
         if not isinstance(logs, dict):
             return logs
@@ -257,7 +281,7 @@ class Adoption:
         )
 
     def predict_step(self, batch):
-        outputs = self._stock["predict_step"](batch)
+        outputs = self._step("predict_step", batch)
         if self._collectives.size == 1:
             return outputs
         return tf.nest.map_structure(

@@ -24,7 +24,7 @@ def split_batch(batch, rank, size):
     leaves = [x for x in tf.nest.flatten(batch) if not _is_missing(x)]
     if not leaves:
         return batch
-    rows = [_num_rows(leaf) for leaf in leaves]
+    rows = [num_rows(leaf) for leaf in leaves]
     if len(leaves) > 1:
         tf.debugging.assert_equal(
             tf.stack(rows[1:]),
@@ -66,7 +66,8 @@ def without_rows(spec):
     return None
 
 
-def _num_rows(leaf):
+def num_rows(leaf):
+    """The number of rows of a dense, ragged or sparse tensor: int64."""
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int64)
     if isinstance(leaf, tf.SparseTensor):

@@ -75,6 +75,22 @@ def keras_mask(tensor):
     return getattr(tensor, "_keras_mask", None)
 
 
+def set_keras_mask(tensor, mask):
+    """Lets a tensor carry a mask, as Keras's layers do.
+
+    `_keras_mask`: Keras 3.5 to 3.15.
+    """
+    tensor._keras_mask = mask
+
+
+def all_layers(model):
+    """All layers of a model, those within layers too.
+
+    `_flatten_layers`: Keras 3.5 to 3.15.
+    """
+    return list(model._flatten_layers(include_self=False))
+
+
 def losses_are_scaled():
     """Whether this Keras divides a loss by the number of replicas.
 
