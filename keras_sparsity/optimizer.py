@@ -4,7 +4,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives, compat, row_update
-from keras_sparsity.tables.sharded_table import TableVariable
+from keras_sparsity.tables.sharded_table import TableVariable, under_strategy
 
 _MODES = ("exact", "lazy")
 # Set on the wrapper itself after construction; all else is the inner's.
@@ -187,6 +187,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         self.built = True
         if state is not None:
             self._assign_state(state)
+        _same_on_all_ranks(
+            [v for v in var_list if self._expansion[id(v)][0] is v]
+        )
 
     # One step.
 
@@ -201,6 +204,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         grads = list(grads)
         if not grads:
             return
+        _check_under_strategy()
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         trainable_variables = list(trainable_variables)
@@ -399,8 +403,15 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             store[str(i)] = value
 
     def load_own_variables(self, store):
-        values = [store[str(i)] for i in range(len(store.keys()))]
-        self._assign_state(values)
+        if not self.built:  # Keras's own warning, of another number
+            super().load_own_variables(store)
+            return
+        self._assign_state([store[str(i)] for i in range(len(store.keys()))])
+
+    def set_weights(self, weights):
+        if not self.built:
+            super().set_weights(weights)  # raises
+        self._assign_state(weights)
 
     def places(self):
         """Each variable of a stock optimizer's state: how it is stored here.
@@ -442,7 +453,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             )
         for (table, pieces), value in zip(places, values, strict=True):
             if table is None:
-                pieces[0].assign(value)
+                pieces[0].assign(value[...])
             else:
                 table.assign_like(pieces, value[...])
 
@@ -505,6 +516,33 @@ class _Unscaled:
             for gradient, u in zip(grads, self._updates, strict=True)
         ]
         self._optimizer._update(updates)
+
+
+def _check_under_strategy():
+    """Raises where each rank would be taken to hold a part, but has all."""
+    size = collectives.current().size
+    if size > 1 and not under_strategy():
+        raise ValueError(
+            f"A HybridOptimizer was applied on one of {size} processes outside "
+            "of a strategy. Write `with strategy.scope(): model.compile(...)`, "
+            "or, in a custom training loop, "
+            "`strategy.run(train_step, args=(batch,))`, with a "
+            "`ks.HybridStrategy()`."
+        )
+
+
+def _same_on_all_ranks(variables):
+    """Gives every rank rank 0's values, whatever its own seed was."""
+    communicator = collectives.current()
+    if communicator.size == 1 or not variables:
+        return
+    with tf.init_scope():  # now, not in the step that may be traced
+        values = communicator.broadcast(
+            [tf.convert_to_tensor(v.value) for v in variables],
+            name="optimizer/variables",
+        )
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
 
 
 def _gather_slices(communicator, slices, variable):

@@ -110,13 +110,6 @@ class _HybridExtended(tf.distribute.StrategyExtended):
         return tf.identity(replica_local_var)
 
     def _update(self, var, fn, args, kwargs, group):
-        if hasattr(var, "sharded_table"):
-            raise ValueError(
-                f"The optimizer cannot update the sharded table "
-                f"'{var.sharded_table.owner_name}'. Wrap it: "
-                "`ks.HybridOptimizer(optimizer)`; "
-                "`with strategy.scope(): model.compile(...)` does so itself."
-            )
         return self._update_non_slot(var, fn, (var, *args), kwargs, group)
 
     def _update_non_slot(self, colocate_with, fn, args, kwargs, group):
@@ -137,8 +130,18 @@ class _HybridExtended(tf.distribute.StrategyExtended):
                 "`strategy.run` was called inside of `strategy.run`. Call the "
                 "function itself there."
             )
-        with tf.distribute.Strategy.scope(self._container_strategy()):
-            return self._call_for_each_replica(fn, args, kwargs or {})
+        try:
+            with tf.distribute.Strategy.scope(self._container_strategy()):
+                return self._call_for_each_replica(fn, args, kwargs or {})
+        except RuntimeError as error:
+            if "Mixing different tf.distribute.Strategy" not in str(error):
+                raise
+            raise ValueError(
+                "`strategy.run` ran what another strategy, or none, has made: "
+                "for example a Keras optimizer made outside of "
+                "`strategy.scope()`. Wrap it: "
+                "`ks.HybridOptimizer(optimizer)`."
+            ) from error
 
     def _call_for_each_replica(self, fn, args, kwargs):
         context = tf.distribute.ReplicaContext(
@@ -236,7 +239,7 @@ class _HybridExtended(tf.distribute.StrategyExtended):
             input_pipeline_id=self._collectives.rank,
             num_replicas_in_sync=self._collectives.size,
         )
-        return dataset_fn(context)
+        return data.mark_as_part(dataset_fn(context))
 
     def _experimental_distribute_values_from_function(self, value_fn):
         context = tf.distribute.experimental.ValueContext(

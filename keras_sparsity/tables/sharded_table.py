@@ -163,8 +163,16 @@ class ShardedTable:
     def _anchor(self):
         # A scalar that the tape watches in place of rows that are elsewhere.
         anchor = _tf_variable(np.zeros(()), self.variable)
-        anchor.sharded_table = self
+        for method in _ASSIGNMENTS:
+            setattr(anchor, method, self._refuse_stock_optimizer)
         return anchor
+
+    def _refuse_stock_optimizer(self, *args, **kwargs):
+        raise ValueError(
+            f"The sharded table '{self.owner_name}' was given to an optimizer "
+            "that cannot update it. Wrap it: `ks.HybridOptimizer(optimizer)`; "
+            "`with strategy.scope(): model.compile(...)` does so itself."
+        )
 
     def _draw(self, rows):
         return initial_values.draw(
@@ -221,7 +229,7 @@ class ShardedTable:
 
     def check_under_strategy(self):
         """Raises where training would go on without any aggregation."""
-        if self.is_sharded and not _under_strategy():
+        if self.is_sharded and not under_strategy():
             raise ValueError(
                 f"'{self.owner_name}' is spread over "
                 f"{self.collectives.size} processes, but is trained outside "
@@ -473,6 +481,16 @@ class ShardedTable:
             piece.assign(whole[layout.rows_of(partition)])
 
 
+# What a stock optimizer would write a table's anchor with.
+_ASSIGNMENTS = (
+    "assign",
+    "assign_add",
+    "assign_sub",
+    "scatter_add",
+    "scatter_sub",
+    "scatter_update",
+)
+
 _announcers = []
 
 
@@ -651,7 +669,8 @@ def _check_acts_on_rows(owner_name, regularizer, constraint):
         )
 
 
-def _under_strategy():
+def under_strategy():
+    """Whether a `HybridStrategy` is entered."""
     return hasattr(tf.distribute.get_strategy(), "collectives")
 
 
