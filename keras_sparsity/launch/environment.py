@@ -148,8 +148,12 @@ def engine_variables(engine, slots, addresses=None, ports=None, here=None):
             variables = _horovod_variables(slots, here, port)
         else:
             variables = [{} for _ in slots]
+        is_even = len({slot.local_size for slot in slots}) == 1
         for slot, rank_variables in zip(slots, variables, strict=True):
-            rank_variables["KERAS_SPARSITY_TOPOLOGY"] = slot.topology
+            # It names the machine by the cross rank, which needs as many
+            # processes on each; else the engine finds machines by address.
+            if is_even:
+                rank_variables["KERAS_SPARSITY_TOPOLOGY"] = slot.topology
             if slot.host.gpus:
                 rank_variables["CUDA_VISIBLE_DEVICES"] = ",".join(
                     slot.host.gpus

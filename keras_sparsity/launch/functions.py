@@ -59,8 +59,9 @@ def run(
 
     Example:
 
-    >>> import keras_sparsity as ks
-    >>> ks.launch.run(math.hypot, 2, args=(3, 4))  # doctest: +SKIP
+    >>> import math
+    >>> from keras_sparsity import launch
+    >>> launch.run(math.hypot, 2, args=(3, 4))  # doctest: +SKIP
     [5.0, 5.0]
     """
     with Job(
