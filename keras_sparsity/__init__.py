@@ -8,6 +8,7 @@ from keras_sparsity import (  # noqa: E402
     callbacks,
     collectives,
     data,
+    launch,
     layers,
     losses,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "collectives",
     "data",
     "export",
+    "launch",
     "layers",
     "losses",
     "shard_embeddings",
