@@ -14,8 +14,7 @@ def full_logits(hidden, kernel, bias=None):
         n * num_classes + N * dim, if owners compute the logits of their rows.
 
     N is far less than num_classes where this layer is of use, so n <= dim
-    decides: batches go the first way, a few examples the second. Both take no
-    more memory than the logits themselves, up to that factor.
+    decides: batches go the first way, a few examples the second.
 
     Args:
         hidden: `(n, dim)`; ranks may differ in n, which may be 0.
@@ -56,17 +55,21 @@ def _from_owners(hidden, num_hidden, kernel, bias, name):
     """Each owner's logits of all ranks' hidden states, sent back to them."""
     communicator = kernel.collectives
     everyone = communicator.all_gather(hidden, name=f"{name}/hidden")
-    mine = tf.cast(kernel.stored_rows(), hidden.dtype)
-    logits = tf.matmul(everyone, mine, transpose_b=True)
-    if bias is not None:
-        logits += tf.cast(bias.stored_rows(), hidden.dtype)[:, 0]
+    widths = kernel.layout.num_stored_rows()
+    mine = widths[communicator.rank]
+    if mine > 0:
+        rows = tf.cast(kernel.stored_rows(), hidden.dtype)
+        logits = tf.matmul(everyone, rows, transpose_b=True)
+        if bias is not None:
+            logits += tf.cast(bias.stored_rows(), hidden.dtype)[:, 0]
+    else:
+        # oneDNN aborts the process on a product without columns (TensorFlow
+        # 2.21), which TensorFlow makes of it by fusing the bias.
+        logits = everyone[:, :0]
     # Flat, since ranks own different numbers of classes.
     flat, _ = communicator.all_to_all(
-        tf.reshape(logits, [-1]),
-        num_hidden * tf.shape(mine)[0],
-        name=f"{name}/columns",
+        tf.reshape(logits, [-1]), num_hidden * mine, name=f"{name}/columns"
     )
-    widths = kernel.layout.num_stored_rows()
     n = tf.shape(hidden)[0]
     blocks = tf.split(flat, [n * width for width in widths])
     columns = tf.concat(

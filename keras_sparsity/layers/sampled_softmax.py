@@ -12,6 +12,8 @@ from keras_sparsity.tables.sharded_table import ShardedTable
 _MAX_CLASSES = 2**24
 # On what the layer returns, for its loss: (layer, whether it is in training).
 _ORIGIN = "_keras_sparsity_sampled_softmax"
+# Under this name the sampler's state is saved, beside the weights.
+_SAMPLER = "sampler"
 
 
 @keras.saving.register_keras_serializable(package="keras_sparsity")
@@ -80,7 +82,8 @@ class SampledSoftmax(keras.layers.Layer):
         num_partitions=None,
         **kwargs,
     ):
-        super().__init__(**kwargs)
+        # Hidden states of 32 bits stay so under mixed precision.
+        super().__init__(autocast=False, **kwargs)
         _check_positive_integer("num_classes", num_classes)
         _check_positive_integer("num_sampled", num_sampled)
         if num_partitions is not None:
@@ -240,17 +243,22 @@ class SampledSoftmax(keras.layers.Layer):
     def save_own_variables(self, store):
         for index, table in enumerate(self.tables):
             store[str(index)] = table.read()
+        # Keras does not save its seed generators' states.
+        store[_SAMPLER] = self.sampler.state.numpy()
 
     def load_own_variables(self, store):
-        if len(store.keys()) != len(self.tables):
+        num_saved = len(set(store.keys()) - {_SAMPLER})
+        if num_saved != len(self.tables):
             raise ValueError(
                 f"The layer '{self.name}' cannot take the saved weights. "
-                f"Received: {len(store.keys())} arrays. Expected: "
+                f"Received: {num_saved} arrays. Expected: "
                 f"{len(self.tables)}. Build the layer, with the `use_bias` "
                 "that it was saved with, before loading."
             )
         for index, table in enumerate(self.tables):
             table.assign(store[str(index)][...])
+        if _SAMPLER in store.keys():
+            self.sampler.state.assign(store[_SAMPLER][...])
 
     def get_config(self):
         return {
@@ -313,6 +321,13 @@ class SampledSoftmaxLoss(keras.losses.Loss):
 
     def get_config(self):
         return {**super().get_config(), "dtype": self.dtype}
+
+
+def copy_origin(source, target):
+    """Lets the loss take `target`, some rows of `source`, in its place."""
+    origin = getattr(source, _ORIGIN, None)
+    if origin is not None:
+        setattr(target, _ORIGIN, origin)
 
 
 def _labels(y_true, y_pred, layer):

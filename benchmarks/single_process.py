@@ -1,0 +1,126 @@
+"""What the library costs where there is nothing to distribute.
+
+In one process, `fit` of a model with `ShardedEmbedding`, compiled inside
+`HybridStrategy.scope()`, against `fit` of the same model with
+`keras.layers.Embedding` in plain Keras, both under SGD: at least 0.95 of the
+steps per second. The models are small, so that overheads show.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import _timing
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+
+LIMIT = 0.95
+
+
+def main():
+    args = parse_arguments()
+    dataset = make_dataset(args)
+    models = {
+        "sharded": sharded_model(args),
+        "stock": stock_model(args),
+    }
+    seconds = {}
+    clocks = {name: EpochSeconds() for name in models}
+    for name, model in models.items():  # traced and warm
+        model.fit(dataset, steps_per_epoch=20, verbose=0)
+    for _ in range(args.rounds):
+        for name, model in models.items():
+            model.fit(
+                dataset,
+                steps_per_epoch=args.steps,
+                callbacks=[clocks[name]],
+                verbose=0,
+            )
+    seconds = {n: float(np.median(c.seconds)) for n, c in clocks.items()}
+    steps = {name: args.steps / seconds[name] for name in models}
+    ratio = steps["sharded"] / steps["stock"]
+    for name, rate in steps.items():
+        print(f"{name:8} {rate:8.1f} steps/s")
+    print(f"ratio    {ratio:8.3f}")
+    figures = {
+        "sharded_steps_per_second": round(steps["sharded"], 1),
+        "stock_steps_per_second": round(steps["stock"], 1),
+        "ratio": round(ratio, 3),
+        "limit": LIMIT,
+    }
+    misses = []
+    if ratio < LIMIT:
+        misses.append(f"{ratio:.3f} of the steps/s, at least {LIMIT} asked")
+    _timing.finish(figures, misses)
+
+
+def sharded_model(args):
+    model = make_model(ks.layers.ShardedEmbedding, args)
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", loss="sparse_categorical_crossentropy")
+    return model
+
+
+def stock_model(args):
+    model = make_model(keras.layers.Embedding, args)
+    model.compile("sgd", loss="sparse_categorical_crossentropy")
+    return model
+
+
+def make_model(embedding, args):
+    keras.utils.set_random_seed(0)
+    words = keras.Input((args.time,), dtype="int32")
+    x = embedding(args.num_rows, args.dim)(words)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    x = keras.layers.Dense(256, activation="relu")(x)
+    x = keras.layers.Dense(10, activation="softmax")(x)
+    return keras.Model(words, x)
+
+
+def make_dataset(args):
+    """Zipf ids, as words of a text are."""
+    random = np.random.default_rng(0)
+    shape = (50 * args.batch_size, args.time)
+    words = (random.zipf(1.2, shape) - 1) % args.num_rows
+    labels = random.integers(0, 10, shape[0])
+    dataset = tf.data.Dataset.from_tensor_slices(
+        (words.astype("int32"), labels.astype("int32"))
+    )
+    return dataset.batch(args.batch_size).cache().repeat().prefetch(2)
+
+
+class EpochSeconds(keras.callbacks.Callback):
+    """Seconds of each epoch, without what `fit` does before and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._start = _timing.now()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.seconds.append(_timing.now() - self._start)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--num-rows", type=int, default=20_000)
+    add("--dim", type=int, default=64)
+    add("--batch-size", type=int, default=128)
+    add("--time", type=int, default=20, help="words of an example")
+    add("--rounds", type=int, default=31)
+    add("--steps", type=int, default=100, help="steps of a round")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
