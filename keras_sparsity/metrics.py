@@ -6,11 +6,13 @@ process would have, and results computed from them are those of the whole.
 """
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives as collectives_module
+from keras_sparsity import compat
 
 _SUMMED = ("sum", "mean")
 
@@ -80,6 +82,45 @@ def global_state(metrics, collectives=None):
     return keras.StatelessScope(
         list(zip(variables, _reduced(variables, collectives), strict=True))
     )
+
+
+def ignore_empty_parts(metric):
+    """Has a metric's `update_state` do nothing for a batch without rows.
+
+    Some of Keras's metrics (F1Score) raise on such a batch, and functions
+    that return one mean for the batch give NaN.
+
+    Args:
+        metric: what `update_state(y_true, y_pred, ...)` is called on.
+
+    Example:
+
+    >>> metric = keras.metrics.MeanMetricWrapper(lambda y, p: tf.reduce_mean(p))
+    >>> ignore_empty_parts(metric)
+    >>> metric.update_state(tf.zeros([0, 1]), tf.zeros([0, 1]))
+    >>> metric.update_state(tf.ones([2, 1]), tf.ones([2, 1]))
+    >>> float(metric.result())
+    1.0
+    """
+    stock = metric.update_state
+
+    @functools.wraps(stock)
+    def update_state(y_true, y_pred, *args, **kwargs):
+        if not getattr(metric, "built", True):
+            metric.build(y_true, y_pred)  # not inside a condition
+        output = keras.tree.flatten(y_pred)[0]
+        rows = output.shape[0]
+        if rows is None and not compat.in_symbolic_scope():
+
+            def update():
+                stock(y_true, y_pred, *args, **kwargs)
+                return tf.constant(True)
+
+            tf.cond(tf.shape(output)[0] > 0, update, lambda: tf.constant(False))
+        elif rows != 0:
+            stock(y_true, y_pred, *args, **kwargs)
+
+    object.__setattr__(metric, "update_state", update_state)
 
 
 def _results(metrics):

@@ -240,3 +240,40 @@ def test_one_process_reads_its_own_state():
     metric = keras.metrics.Mean(name="m")
     metric.update_state([1.0, 2.0])
     assert float(metrics.global_results([metric])["m"]) == 1.5
+
+
+def mean_output(y_true, y_pred):
+    return tf.reduce_mean(y_pred)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_metrics_can_ignore_empty_parts(is_traced):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile(
+        loss="mse",
+        metrics=["f1_score", "r2_score", mean_output],
+        run_eagerly=not is_traced,
+    )
+    metrics.ignore_empty_parts(model._compile_metrics)
+    rng = np.random.default_rng(4)
+    x = rng.normal(size=(6, 3)).astype("float32")
+    y = np.eye(2, dtype="float32")[rng.integers(0, 2, (6,))]
+
+    def batches():  # of unknown numbers of rows, one of them none
+        for rows in (slice(0, 4), slice(0, 0), slice(4, 6)):
+            yield x[rows], y[rows]
+
+    spec = [tf.TensorSpec([None, n], tf.float32) for n in (3, 2)]
+    dataset = tf.data.Dataset.from_generator(
+        batches, output_signature=tuple(spec)
+    ).apply(tf.data.experimental.assert_cardinality(3))
+    found = model.evaluate(dataset, verbose=0, return_dict=True)
+    expected = model.evaluate(
+        tf.data.Dataset.from_tensor_slices((x, y)).batch(4),
+        verbose=0,
+        return_dict=True,
+    )
+    assert "mean_output" in found
+    del found["loss"], expected["loss"]  # the mean of nothing, in stock Keras
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-6)
