@@ -53,8 +53,8 @@ def values(rank, shape, dtype="float32", seed=0):
 
 def both_ways(function, *tensors):
     """`function`'s results eagerly, after a check that a graph agrees."""
-    eager = [np.array(t) for t in function(*tensors)]
-    graph = [np.array(t) for t in tf.function(function)(*tensors)]
+    eager = [np.asarray(t.numpy()) for t in function(*tensors)]
+    graph = [np.asarray(t.numpy()) for t in tf.function(function)(*tensors)]
     for one, other in zip(eager, graph, strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
@@ -519,6 +519,7 @@ def loop_gradient():
             value = rows
             for _ in tf.range(5):
                 value, _ = current.all_to_all(value * 2.0, splits, "test")
+                value = tf.ensure_shape(value, rows.shape)
             loss = tf.reduce_sum(value * value)
         return tape.gradient(loss, rows)
 

@@ -2,9 +2,9 @@
 
 Horovod's operations are not stateful: TensorFlow may fold one whose input is
 constant, merge equal ones, and drop one whose result is not used. Where that
-happens on one rank only, the others wait. `_unfolded` prevents the first; the
-journal's entries before and after each call, which differ from call to call
-and are stateful, prevent the others.
+happens on one rank only, the others wait. `_unfolded` prevents the first two
+(each call has a read of its own, after its own entry in the journal), and
+`_keep` the third.
 """
 
 import functools
@@ -109,6 +109,7 @@ class HorovodEngine(Engine):
         self.rank = self._ranks.index(hvd.rank())
         self.size = len(self._ranks)
         self._functions = {}
+        self._sinks = {}
 
     def all_reduce(self, flat, op, name):
         return self._run(
@@ -161,15 +162,37 @@ class HorovodEngine(Engine):
             "process_set": self._process_set,
         }
         if not tf.executing_eagerly():
-            return _kept(operation(_unfolded(tensor), *splits, **call))
+            outputs = operation(_unfolded(tensor), *splits, **call)
+            self._keep(outputs, name)
+            return outputs
         # An eager operation has no name: any two would fit each other.
-        if name not in self._functions:
-            self._functions[name] = tf.function(
-                lambda *tensors: operation(*tensors, **call),
-                reduce_retracing=True,
-                autograph=False,
-            )
-        return self._functions[name](tensor, *splits)
+        specs = [tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)]
+        specs += [tf.TensorSpec(part.shape, part.dtype) for part in splits]
+        key = (name, *specs)
+        if key not in self._functions:
+            function = tf.function(lambda *tensors: operation(*tensors, **call))
+            self._functions[key] = function.get_concrete_function(*specs)
+        return self._functions[key](tensor, *splits)
+
+    def _keep(self, outputs, name):
+        """Has an operation run even if nothing uses its outputs.
+
+        Horovod's operations count as free of side effects: Grappler turns one
+        whose outputs only control others into nothing. So a variable takes an
+        element: one variable for each name, as TensorFlow orders what uses
+        the same one.
+        """
+        flat = tf.reshape(tf.nest.flatten(outputs)[0], [-1])
+        element = tf.tile(flat[:1], [2])  # a copy, not the whole buffer
+        key = (name, element.dtype)
+        if key not in self._sinks:
+            with tf.init_scope(), tf.device("CPU:0"):
+                self._sinks[key] = tf.raw_ops.VarHandleOp(
+                    dtype=element.dtype,
+                    shape=tf.TensorShape(None),
+                    shared_name=f"keras_sparsity/sink/{name}",
+                )
+        tf.raw_ops.AssignVariableOp(resource=self._sinks[key], value=element)
 
 
 def _operation_name(name):
@@ -181,41 +204,23 @@ def _operation_name(name):
 
 
 def _unfolded(tensor):
-    """`tensor`, of which TensorFlow cannot know that it is constant."""
-    one = tf.raw_ops.ReadVariableOp(resource=_one(), dtype=tf.int32)
-    unfolded = tf.reshape(tensor, tf.shape(tensor) * one)
+    """`tensor`, of which TensorFlow cannot know that it is constant.
+
+    A slice of all of it, which copies nothing, from a position that only the
+    run tells. (Grappler sees through a reshape to its own shape.)
+    """
+    zero = tf.raw_ops.ReadVariableOp(resource=_zero(), dtype=tf.int32)
+    begin = tf.fill([tensor.shape.rank], zero)
+    unfolded = tf.slice(tensor, begin, tf.shape(tensor))
     unfolded.set_shape(tensor.shape)
     return unfolded
 
 
-def _kept(outputs):
-    """`outputs` of an operation that runs even if nothing uses them.
-
-    Horovod's operations count as free of side effects: Grappler turns one
-    whose outputs only control others into nothing, and where that happens on
-    one rank alone, the others wait. So a stateful operation takes an element.
-    """
-    flat = tf.reshape(tf.nest.flatten(outputs)[0], [-1])
-    element = tf.raw_ops.DeepCopy(x=flat[:1])  # not the whole buffer
-    tf.raw_ops.AssignVariableOp(resource=_sink(flat.dtype), value=element)
-    return outputs
-
-
 @functools.cache
-def _sink(dtype):
-    with tf.init_scope(), tf.device("CPU:0"):
-        return tf.raw_ops.VarHandleOp(
-            dtype=dtype,
-            shape=tf.TensorShape(None),
-            shared_name=f"keras_sparsity/sink/{dtype.name}",
-        )
-
-
-@functools.cache
-def _one():
+def _zero():
     with tf.init_scope(), tf.device("CPU:0"):
         handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.int32, shape=[], shared_name="keras_sparsity/one"
+            dtype=tf.int32, shape=[], shared_name="keras_sparsity/zero"
         )
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(1))
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))
     return handle
