@@ -37,6 +37,17 @@ def outermost_function():
     return _graph_numbers[graph]
 
 
+def captured(tensor):
+    """An eager tensor, as the outermost function being traced sees it.
+
+    For resources used in a loop: the gradient of a `tf.while_loop` cannot
+    capture an eager tensor by itself, only what a function around it has.
+    `FuncGraph.capture`: TensorFlow 2.16 to 2.21.
+    """
+    graph = outermost_graph()
+    return tensor if graph is None else graph.capture(tensor)
+
+
 def abort_collectives(message):
     """Makes all running and later native collectives fail with `message`.
 
@@ -159,6 +170,14 @@ def exclude_from_weight_decay_too(optimizer, variable, others):
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
     if excluded and optimizer._var_key(variable) in excluded:
         excluded.update(optimizer._var_key(other) for other in others)
+
+
+def iterations(optimizer):
+    """The variable that counts `apply`'s calls.
+
+    `_iterations`; `iterations` counts updates, if gradients accumulate.
+    """
+    return optimizer._iterations
 
 
 def set_optimizer_strategy(optimizer, strategy):

@@ -54,3 +54,65 @@ def test_array_orders_change():
     assert sorted(first) == sorted(second) == list(range(12))
     assert first != second != third
     assert orders() == [first, second, third]
+
+
+def test_outermost_graph():
+    numbers = []
+
+    @tf.function
+    def outer(x):
+        numbers.append((compat.outermost_graph(), compat.outermost_function()))
+
+        @tf.function
+        def inner(y):
+            for _ in tf.range(2):
+                numbers.append(
+                    (compat.outermost_graph(), compat.outermost_function())
+                )
+                y += 1.0
+            return y
+
+        return inner(x)
+
+    assert compat.outermost_graph() is compat.outermost_function() is None
+    graph = outer.get_concrete_function(tf.ones([])).graph
+    assert {found for found, _ in numbers} == {graph}
+    assert len({number for _, number in numbers}) == 1
+    before = numbers[0][1]
+    outer.get_concrete_function(tf.ones([2]))
+    assert numbers[-1][1] != before
+
+
+def test_captured():
+    handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name="c")
+    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))
+    assert compat.captured(handle) is handle
+
+    @tf.custom_gradient
+    def count(x):
+        def gradient(upstream):
+            tf.raw_ops.AssignAddVariableOp(
+                resource=compat.captured(handle), value=tf.constant(1)
+            )
+            return upstream
+
+        return tf.identity(x), gradient
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            for _ in tf.range(3):
+                y = count(y) * 2.0
+        return tape.gradient(y, x)
+
+    assert step(tf.ones([])) == 8.0
+    assert tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32) == 3
+
+
+def test_abort_collectives():
+    # It ends the collectives of this process for good: see test_watch.py.
+    from tensorflow.python.eager import context
+
+    assert callable(context.context().abort_collective_ops)

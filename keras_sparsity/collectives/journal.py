@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import weakref
 
 import tensorflow as tf
 
@@ -79,6 +80,7 @@ class Site:
     def __init__(self, call, scope=None, record_shapes=False):
         self.call = call
         self.scope = scope
+        self.last_counts = 0, 0
         self._entered = 0
         self._left = 0
         self._forgotten = 0
@@ -128,11 +130,12 @@ class Site:
     def is_open(self):
         """Whether the call was entered, not left, and not forgotten."""
         entered, left = self.counts()
-        return entered > left + self._forgotten
+        self._forgotten = min(self._forgotten, entered - left)
+        return entered - left > self._forgotten
 
-    def forget(self):
-        """Stops waiting for calls that ended by an error: they never leave."""
-        entered, left = self.counts()
+    def forget(self, counts):
+        """Stops waiting for calls that an error ended: they never leave."""
+        entered, left = counts
         self._forgotten = entered - left
 
     def current_call(self):
@@ -152,9 +155,10 @@ class Journal:
 
     def __init__(self):
         self._sites = {}
-        self._lock = threading.Lock()
+        # Reentrant, for a function may be collected at any point.
+        self._lock = threading.RLock()
         self._last_active = None
-        self._last_total = {}
+        self._scopes = set()
 
     @tf.autograph.experimental.do_not_convert
     def site(self, op, name, dtype="", shape=None, ranks=None, dynamic=False):
@@ -171,6 +175,10 @@ class Journal:
         key = (call, scope, dynamic)
         site = self._sites.get(key)
         if site is None:
+            graph = compat.outermost_graph()
+            if graph is not None and scope not in self._scopes:
+                self._scopes.add(scope)
+                weakref.finalize(graph, self._drop, scope).atexit = False
             record_shapes = dynamic and scope is not None and call.is_partial()
             site = Site(call, scope, record_shapes)
             with self._lock:
@@ -187,11 +195,7 @@ class Journal:
             collective: A function without arguments that returns the
                 outputs, in any structure of tensors.
         """
-        with tf.control_dependencies(site.enter(tensors)):
-            outputs = collective()
-        with tf.control_dependencies(tf.nest.flatten(outputs)):
-            site.leave()
-        return outputs
+        return noted(site, tensors, collective)
 
     def has_moved(self):
         """Whether any call was entered or left since the last question.
@@ -210,8 +214,8 @@ class Journal:
         if site is None:
             return False
         counts = site.counts()
-        moved = self._last_total.get(site, (0, 0)) != counts
-        self._last_total[site] = counts
+        moved = site.last_counts != counts
+        site.last_counts = counts
         return moved
 
     def open_sites(self):
@@ -244,13 +248,46 @@ class Journal:
         sites = self.open_sites()
         calls = [site.current_call() for site in sites]
         for site in sites:
-            site.forget()
+            site.forget(site.counts())
         return calls
 
+    def forget_stale(self, is_in_call):
+        """Stops waiting for calls that ended by an error nobody reported.
+
+        Args:
+            is_in_call: Function that tells whether any thread is in a call
+                of TensorFlow.
+        """
+        before = [(site, site.counts()) for site in self.open_sites()]
+        if before and not is_in_call():
+            for site, counts in before:
+                # Else it ended, and began again, in between.
+                if site.counts() == counts:
+                    site.forget(counts)
+
     def sites(self):
-        """All sites so far."""
+        """The sites of eager calls and of all functions that still exist."""
         with self._lock:
             return list(self._sites.values())
+
+    def _drop(self, scope):
+        """Forgets a function that is gone: it was traced anew, or deleted."""
+        with self._lock:
+            self._scopes.discard(scope)
+            self._sites = {
+                key: site
+                for key, site in self._sites.items()
+                if site.scope != scope
+            }
+
+
+def noted(site, tensors, collective):
+    """As `Journal.run`; whoever has this on the stack may be in a call."""
+    with tf.control_dependencies(site.enter(tensors)):
+        outputs = collective()
+    with tf.control_dependencies(tf.nest.flatten(outputs)):
+        site.leave()
+    return outputs
 
 
 @functools.cache
@@ -268,7 +305,7 @@ class _Counter:
 
     def __init__(self, shape):
         with tf.init_scope(), tf.device("CPU:0"):
-            self.handle = tf.raw_ops.VarHandleOp(
+            self._handle = tf.raw_ops.VarHandleOp(
                 dtype=tf.int64,
                 shape=shape,
                 shared_name=f"keras_sparsity/journal/{next(_numbers)}",
@@ -276,16 +313,18 @@ class _Counter:
             self.assign(tf.zeros([0] if shape.rank else [], tf.int64))
 
     def assign(self, value):
-        return tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+        handle = compat.captured(self._handle)
+        return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
     def add(self, amount):
         return tf.raw_ops.AssignAddVariableOp(
-            resource=self.handle, value=tf.constant(amount, tf.int64)
+            resource=compat.captured(self._handle),
+            value=tf.constant(amount, tf.int64),
         )
 
     def read(self):
         return tf.raw_ops.ReadVariableOp(
-            resource=self.handle, dtype=tf.int64
+            resource=self._handle, dtype=tf.int64
         ).numpy()
 
 

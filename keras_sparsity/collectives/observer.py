@@ -6,11 +6,15 @@ import sysconfig
 import threading
 import time
 
+import tensorflow as tf
+
 from keras_sparsity.collectives import verdict
+from keras_sparsity.collectives.journal import noted
 
 # Computing takes a whole core, an idle Horovod thread up to half of one.
 _BUSY_CORES = 0.6
 
+_TENSORFLOW = os.path.dirname(os.path.abspath(tf.__file__)) + os.sep
 _NOT_THE_USERS = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
     | {os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}
@@ -40,6 +44,7 @@ class Observer:
         self._look_at_cpu(now)
         if self._journal.has_moved():
             self._moved_at = now
+        self._journal.forget_stale(_is_in_call)
         report = verdict.Report(
             stalled_seconds=now - self._moved_at,
             busy=self._is_busy,
@@ -59,6 +64,24 @@ class Observer:
         cpu = time.process_time()
         self._is_busy = cpu - self._cpu > _BUSY_CORES * seconds
         self._cpu, self._cpu_at = cpu, now
+
+
+def _is_in_call():
+    """Whether any thread may be in a collective."""
+    if not tf.config.experimental.get_synchronous_execution():
+        return True
+    return any(map(_frame_is_in_call, sys._current_frames().values()))
+
+
+def _frame_is_in_call(frame):
+    # The one that called into TensorFlow's C++ is TensorFlow's own.
+    if frame.f_code.co_filename.startswith(_TENSORFLOW):
+        return True
+    while frame is not None:
+        if frame.f_code is noted.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _place():

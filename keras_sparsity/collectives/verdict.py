@@ -10,7 +10,7 @@ from keras_sparsity.collectives.journal import Call
 STALL_SECONDS = 3.0
 # Calls of one traced function that do not depend on each other may begin in
 # any order, and computing may lie between them.
-REORDER_SECONDS = 20.0
+REORDER_SECONDS = 15.0
 
 
 @dataclasses.dataclass
