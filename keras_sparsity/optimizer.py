@@ -4,7 +4,11 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives, compat, row_update
-from keras_sparsity.tables.sharded_table import TableVariable, under_strategy
+from keras_sparsity.tables.sharded_table import (
+    TableVariable,
+    acts_on_rows,
+    under_strategy,
+)
 
 _MODES = ("exact", "lazy")
 # Set on the wrapper itself after construction; all else is the inner's.
@@ -80,6 +84,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 f"HybridOptimizer takes no arguments {sorted(kwargs)}; set "
                 "them on the inner optimizer."
             )
+        _check_is_rule(inner_optimizer)
         self.__dict__["_inner"] = _Holder(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
         self.sparse_updates = sparse_updates
@@ -161,6 +166,10 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                     pieces = list(variable.table.partitions)
             self._expansion[id(variable)] = pieces
             expanded.extend(pieces)
+        # First of all: some rules start their slots from the variables.
+        _same_on_all_ranks(
+            [v for v in var_list if self._expansion[id(v)][0] is v]
+        )
         is_whole = all(self._expansion[id(v)][0] is v for v in var_list)
         inner = self.inner_optimizer
         state = None
@@ -187,9 +196,6 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         self.built = True
         if state is not None:
             self._assign_state(state)
-        _same_on_all_ranks(
-            [v for v in var_list if self._expansion[id(v)][0] is v]
-        )
 
     # One step.
 
@@ -258,8 +264,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 updates.extend(
                     _Update(piece, s, variable, is_spread=True)
                     for piece, s in zip(pieces, slices, strict=True)
-                    # Keras's own arithmetic trips over tensors without rows.
-                    if piece.shape[0] > 0
+                    if piece.num_rows > 0
                 )
                 continue
             if is_slices and communicator.size > 1:
@@ -294,13 +299,16 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
     def _updates_rows_of(self, variable):
         rule = self._rule
-        if row_update.leaves_untouched_rows(rule):
+        if self.sparse_updates == "exact":
             # A constraint may change rows that were not touched.
-            return self.sparse_updates == "lazy" or variable.constraint is None
+            return (
+                variable.constraint is None
+                and row_update.leaves_untouched_rows(rule)
+            )
         return (
-            self.sparse_updates == "lazy"
-            and not row_update.needs_whole_part(rule)
+            acts_on_rows(variable.constraint)
             and row_update.is_by_rows(rule)
+            and not row_update.needs_whole_part(rule)
         )
 
     def _update_if_finite(self, loss_scale_optimizer, updates):
@@ -323,7 +331,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
     def _update(self, updates):
         """The inner optimizer's step, rows standing in for variables."""
         if not updates:  # a rank that owns no row, of a model of tables only
-            self._rule.iterations.assign_add(1)
+            self._go_along()
             return
         rows = [
             (u.variable, u.gradient.indices)
@@ -341,6 +349,19 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             [stand_ins.get(id(u.variable), u.variable) for u in updates],
         )
         row_update.write_back(step)
+
+    def _go_along(self):
+        """Takes part in the other ranks' step, without a row to update."""
+        rule = self._rule
+        iterations = compat.iterations(rule)
+        if rule.clipnorm or rule.global_clipnorm:
+            steps = rule.gradient_accumulation_steps or 1
+            tf.cond(
+                (iterations.value + 1) % steps == 0,
+                lambda: tf.add_n(list(self._squared_norms([], []).values())),
+                lambda: tf.zeros([]),
+            )
+        iterations.assign_add(1)
 
     def _clip(self, grads, updates):
         """Stock Keras's clipping, of the aggregated gradients."""
@@ -473,6 +494,18 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             config["inner_optimizer"], custom_objects=custom_objects
         )
         return cls(**config)
+
+
+def _check_is_rule(optimizer):
+    """Raises for optimizers that apply others, past the aggregation."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    if type(optimizer).apply is not keras.optimizers.Optimizer.apply:
+        raise ValueError(
+            f"{type(optimizer).__name__} has an `apply` of its own, so its "
+            "gradients cannot be aggregated before. Use one optimizer that "
+            "updates each variable by `update_step`, as Adam does."
+        )
 
 
 class _Holder:

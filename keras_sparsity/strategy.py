@@ -123,13 +123,6 @@ class _HybridExtended(tf.distribute.StrategyExtended):
     # Running.
 
     def call_for_each_replica(self, fn, args=(), kwargs=None):
-        if not tf.distribute.in_cross_replica_context() and (
-            tf.distribute.has_strategy()
-        ):
-            raise RuntimeError(
-                "`strategy.run` was called inside of `strategy.run`. Call the "
-                "function itself there."
-            )
         try:
             with tf.distribute.Strategy.scope(self._container_strategy()):
                 return self._call_for_each_replica(fn, args, kwargs or {})

@@ -151,8 +151,9 @@ class ShardedTable:
             self.variable.regularizer = _SpreadRegularizer(
                 self, self.regularizer
             )
-        if not rows:  # fewer partitions than processes: one without rows
-            rows = [np.zeros((0, self.dim), np.float32)]
+        # With fewer partitions than processes some have none: one without
+        # rows, so that all have the same kinds of variables.
+        rows = rows or [np.zeros((0, self.dim), np.float32)]
         self.partitions = [
             Partition(self.variable, values, index)
             for index, values in enumerate(rows)
@@ -249,17 +250,18 @@ class ShardedTable:
             return tf.gather(self.variable.value, ids)
 
     def _assert_inside(self, ids):
-        low = tf.cast(tf.reduce_min(ids), tf.int64)
-        high = tf.cast(tf.reduce_max(ids), tf.int64)
-        # The extremes of no ids at all are the dtype's limits, reversed.
-        empty = tf.equal(tf.size(ids), 0)
-        inside = empty | ((low >= 0) & (high < self.num_rows))
-        offending = tf.where(low < 0, low, high)
-        check = tf.debugging.Assert(
-            inside,
-            [
+        """Operations that fail if an id of int32 or int64 is outside."""
+        # Without their signs negative ids are the largest ones, so that one
+        # extreme is enough; that of no ids at all is 0. In a small model each
+        # operation counts: see benchmarks/single_process.py.
+        unsigned = tf.uint32 if ids.dtype == tf.int32 else tf.uint64
+        largest = tf.reduce_max(tf.bitcast(ids, unsigned))
+        limit = tf.constant(min(self.num_rows, ids.dtype.max + 1), unsigned)
+        check = tf.raw_ops.Assert(
+            condition=largest < limit,
+            data=[
                 f"'{self.owner_name}' received the id",
-                offending,
+                tf.bitcast(largest, ids.dtype),
                 f"but ids must lie in [0, {self.num_rows}). Stock Keras reads "
                 "the last row for -1; map such ids to a row of their own.",
             ],
@@ -411,6 +413,8 @@ class ShardedTable:
         Without a gradient to the table.
         """
         rows = [tf.stop_gradient(p.value) for p in self.partitions]
+        if not self.partitions[0].num_rows:  # a rank without a partition
+            rows = [rows[0][:0]]
         return tf.concat(rows, axis=0)
 
     def whole(self):
@@ -439,7 +443,14 @@ class ShardedTable:
         """
         layout = self.layout
         _announce(pieces)
-        mine = np.concatenate([_numpy(piece) for piece in pieces])
+        mine = np.concatenate(
+            [
+                _numpy(piece)[: partition.num_rows]
+                for piece, partition in zip(
+                    pieces, self.partitions, strict=True
+                )
+            ]
+        )
         gathered = self.collectives.all_gather(
             tf.constant(mine), name=f"{self._role}/read"
         ).numpy()
@@ -478,7 +489,9 @@ class ShardedTable:
         owned = layout.owned_partitions(self.collectives.rank)
         # A rank without a partition has one piece, without rows.
         for piece, partition in zip(pieces, owned, strict=False):
-            piece.assign(whole[layout.rows_of(partition)])
+            rows = layout.rows_of(partition)
+            if len(rows):
+                piece.assign(whole[rows])
 
 
 # What a stock optimizer would write a table's anchor with.
@@ -580,9 +593,16 @@ class TableVariable(keras.Variable):
 
 
 class Partition(keras.Variable):
-    """The rows of one partition, at its owner."""
+    """The rows of one partition, at its owner.
+
+    One without rows holds a row of zeros that nobody reads: Keras's own
+    arithmetic trips over variables without rows.
+    """
 
     def __init__(self, whole, values, index):
+        self.num_rows = len(values)
+        if not self.num_rows:
+            values = np.zeros((1, values.shape[1]))
         super().__init__(
             np.asarray(values),
             dtype=whole.dtype,
@@ -614,7 +634,9 @@ class _SpreadRegularizer:
         table = self._table
         communicator = table.collectives
         rank = communicator.rank
-        partitions = [tf.stop_gradient(p.value) for p in table.partitions]
+        partitions = [
+            tf.stop_gradient(p.value)[: p.num_rows] for p in table.partitions
+        ]
         with tf.GradientTape() as tape:
             tape.watch(partitions)
             mine = tf.add_n([self._inner(rows) for rows in partitions])
@@ -657,16 +679,22 @@ def _check_acts_on_rows(owner_name, regularizer, constraint):
             "regularizers L1, L2 and L1L2, which add up over its rows. "
             f"Received: {regularizer}."
         )
-    if constraint is None or isinstance(constraint, keras.constraints.NonNeg):
-        return
-    axis = getattr(constraint, "axis", None)
-    if axis not in (1, -1, [1], (1,), [-1], (-1,)):
+    if not acts_on_rows(constraint):
         raise ValueError(
             f"'{owner_name}': a table that is spread over processes takes "
             "constraints that act on each row by itself: NonNeg, or MaxNorm, "
             "MinMaxNorm and UnitNorm with axis=1. "
-            f"Received: {constraint} with axis={axis}."
+            f"Received: {constraint} with "
+            f"axis={getattr(constraint, 'axis', None)}."
         )
+
+
+def acts_on_rows(constraint):
+    """Whether a constraint, or None, changes each row of a table by itself."""
+    if constraint is None or isinstance(constraint, keras.constraints.NonNeg):
+        return True
+    axis = getattr(constraint, "axis", None)
+    return axis in (1, -1, [1], (1,), [-1], (-1,))
 
 
 def under_strategy():
