@@ -40,8 +40,26 @@ def split_batch(batch, rank, size):
     )
 
 
+def inner_shape(leaf):
+    """The dimensions of a dense or sparse tensor but for its rows: int64."""
+    if isinstance(leaf, tf.SparseTensor):
+        return leaf.dense_shape[1:]
+    return tf.shape(leaf, out_type=tf.int64)[1:]
+
+
+def empty_like(leaf, shape):
+    """A tensor of that shape without elements, dense or sparse as `leaf`."""
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.SparseTensor(
+            tf.zeros([0, leaf.shape.rank], tf.int64),
+            tf.zeros([0], leaf.dtype),
+            shape,
+        )
+    return tf.zeros(shape, leaf.dtype)
+
+
 def without_rows(spec):
-    """A value of the spec with no rows in it."""
+    """A value of the spec with no rows in it; unknown dimensions are 1."""
     if isinstance(spec, tf.RaggedTensorSpec):
         inner = spec.shape[spec.ragged_rank + 1 :]
         value = tf.zeros([0, *[dim or 1 for dim in inner]], spec.dtype)

@@ -12,8 +12,9 @@ import itertools
 import tensorflow as tf
 
 from keras_sparsity import compat
-from keras_sparsity.batches import split_batch, without_rows
+from keras_sparsity.batches import split_batch
 from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
+from keras_sparsity.equal_steps import with_equal_steps
 from keras_sparsity.fingerprints import Fingerprints, fingerprint
 
 _SHARDED = "_keras_sparsity_is_sharded"
@@ -224,50 +225,6 @@ def shard(dataset, collectives, by=None):
     part = mark_as_part(with_equal_steps(part, num_steps, collectives))
     setattr(part, _IN_STEP, num_steps == tf.data.UNKNOWN_CARDINALITY)
     return part
-
-
-def with_equal_steps(part, num_steps, collectives):
-    """Gives a rank batches without rows until all ranks have ended.
-
-    Args:
-        part: `tf.data.Dataset` of this rank's batches.
-        num_steps: how many steps all ranks shall have, or
-            `tf.data.UNKNOWN_CARDINALITY`: until the last one ends.
-        collectives: the processes.
-
-    Returns:
-        `tf.data.Dataset`.
-    """
-    if num_steps == tf.data.INFINITE_CARDINALITY:
-        return part.prefetch(tf.data.AUTOTUNE)
-    rest = tf.data.Dataset.from_tensors(
-        tf.nest.map_structure(without_rows, part.element_spec)
-    ).repeat()
-    if num_steps >= 0:
-        part = part.concatenate(rest).take(num_steps)
-        return part.prefetch(tf.data.AUTOTUNE)
-
-    # Nothing may read ahead of the messages: ranks that stop early would
-    # have sent different numbers of them.
-    @tf.autograph.experimental.do_not_convert
-    def is_left_anywhere(batch, is_left):
-        del batch
-        (anywhere,) = collectives.all_reduce(
-            [is_left], op="max", name="input/is_left"
-        )
-        return anywhere > 0
-
-    return (
-        _marked(part.prefetch(tf.data.AUTOTUNE), 1)
-        .concatenate(_marked(rest, 0))
-        .take_while(is_left_anywhere)
-        .map(lambda batch, is_left: batch)
-    )
-
-
-def _marked(dataset, mark):
-    marks = tf.data.Dataset.from_tensors(tf.constant(mark, tf.int32)).repeat()
-    return tf.data.Dataset.zip((dataset, marks))
 
 
 def _num_steps(dataset, is_global, collectives):

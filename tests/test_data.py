@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_sparsity import collectives, data, fingerprints
 from keras_sparsity.batches import split_batch
 from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
+from keras_sparsity.equal_steps import with_equal_steps
 from tests.conftest import engines
 
 # Cutting batches, in one process.
@@ -364,6 +365,36 @@ def test_impossible_splits_say_why(cluster, engine):
     assert "longest" in run(asks_for, "elements", "padded")[1]
     assert "list of files" in run(asks_for, "files", "arrays")[1]
     assert "`by` must be" in run(asks_for, "rows", "arrays")[1]
+
+
+@pytest.mark.parametrize("kind", _structures())
+def test_ranks_that_have_ended_get_batches_without_rows(kind):
+    batch = _structures()[kind]
+    part = tf.data.Dataset.from_tensors(batch)
+    # What the pipeline does not know of the shapes must be found from data.
+    part = tf.data.Dataset.from_tensors(0).flat_map(lambda _: part)
+    steps = with_equal_steps(part, 3, None)
+    assert steps.cardinality() == 3
+    first, *rest = steps
+    assert _listed(first) == _listed(next(iter(part)))
+    for step in rest:
+        for empty, leaf in zip(
+            tf.nest.flatten(step), tf.nest.flatten(first), strict=True
+        ):
+            if hasattr(leaf, "shape"):
+                assert empty.shape[0] == 0
+                assert empty.shape[1:] == leaf.shape[1:]
+
+
+def test_shapes_unknown_beforehand_are_kept():
+    part = (
+        tf.data.Dataset.from_tensors("1,2,3")
+        .map(lambda line: tf.strings.to_number(tf.strings.split(line, ",")))
+        .batch(1)
+    )
+    assert part.element_spec.shape.as_list() == [None, None]
+    steps = list(with_equal_steps(part, 2, None))
+    assert [tuple(step.shape) for step in steps] == [(1, 3), (0, 3)]
 
 
 # Input that differs.

@@ -1,0 +1,92 @@
+"""As many steps on all ranks, when some have fewer batches."""
+
+import tensorflow as tf
+
+from keras_sparsity.batches import empty_like, inner_shape, without_rows
+
+
+def with_equal_steps(part, num_steps, collectives):
+    """Gives a rank batches without rows until all ranks have ended.
+
+    Args:
+        part: `tf.data.Dataset` of this rank's batches.
+        num_steps: how many steps all ranks shall have, or
+            `tf.data.UNKNOWN_CARDINALITY`: until the last one ends.
+        collectives: the processes.
+
+    Returns:
+        `tf.data.Dataset`.
+    """
+    if num_steps == tf.data.INFINITE_CARDINALITY:
+        return part.prefetch(tf.data.AUTOTUNE)
+    nothing = tf.nest.map_structure(without_rows, part.element_spec)
+    rest = tf.data.Dataset.from_tensors(nothing).repeat()
+    steps = _with_known_shapes(
+        _marked(part.prefetch(tf.data.AUTOTUNE), 1).concatenate(
+            _marked(rest, 0)
+        )
+    )
+    if num_steps >= 0:
+        steps = steps.take(num_steps).map(_unmarked)
+        return steps.prefetch(tf.data.AUTOTUNE)
+
+    # Nothing may read ahead of the messages: ranks that stop early would
+    # have sent different numbers of them.
+    @tf.autograph.experimental.do_not_convert
+    def is_left_anywhere(batch, is_left):
+        del batch
+        (anywhere,) = collectives.all_reduce(
+            [is_left], op="max", name="input/is_left"
+        )
+        return anywhere > 0
+
+    return steps.take_while(is_left_anywhere).map(_unmarked)
+
+
+def _with_known_shapes(marked):
+    """Gives batches without rows the shapes of the last one with some.
+
+    What the pipeline does not know beforehand (the width of a parsed line),
+    only data tells; layers behind it may refuse anything else.
+    """
+    flat = tf.nest.flatten(marked.element_spec[0])
+    unknown = [
+        i
+        for i, spec in enumerate(flat)
+        if isinstance(spec, tf.TensorSpec | tf.SparseTensorSpec)
+        and spec.shape.rank is not None
+        and None in spec.shape[1:]
+    ]
+    if not unknown:
+        return marked
+
+    @tf.autograph.experimental.do_not_convert
+    def fill(shapes, element):
+        batch, is_left = element
+        leaves = tf.nest.flatten(batch)
+        shapes = list(shapes)
+        for j, i in enumerate(unknown):
+            leaf = leaves[i]
+            shapes[j] = tf.where(is_left > 0, inner_shape(leaf), shapes[j])
+            shape = tf.concat([[0], shapes[j]], axis=0)
+            leaves[i] = tf.cond(
+                is_left > 0,
+                lambda leaf=leaf: leaf,
+                lambda leaf=leaf, shape=shape: empty_like(leaf, shape),
+            )
+        batch = tf.nest.pack_sequence_as(batch, leaves)
+        return tuple(shapes), (batch, is_left)
+
+    ones = [tf.ones([flat[i].shape.rank - 1], tf.int64) for i in unknown]
+    return marked.scan(tuple(ones), fill)
+
+
+@tf.autograph.experimental.do_not_convert
+def _unmarked(batch, mark):
+    del mark
+    return batch
+
+
+def _marked(dataset, mark):
+    marks = tf.data.Dataset.from_tensors(tf.constant(mark, tf.int32)).repeat()
+    return tf.data.Dataset.zip((dataset, marks))
