@@ -14,6 +14,7 @@ import socket
 
 import tensorflow as tf
 
+from keras_sparsity import compat
 from keras_sparsity.collectives import topology
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
@@ -170,7 +171,9 @@ class HorovodEngine(Engine):
         specs += [tf.TensorSpec(part.shape, part.dtype) for part in splits]
         key = (name, *specs)
         if key not in self._functions:
-            function = tf.function(lambda *tensors: operation(*tensors, **call))
+            function = tf.function(
+                lambda *tensors: operation(*tensors, **call), autograph=False
+            )
             self._functions[key] = function.get_concrete_function(*specs)
         return self._functions[key](tensor, *splits)
 
@@ -192,7 +195,9 @@ class HorovodEngine(Engine):
                     shape=tf.TensorShape(None),
                     shared_name=f"keras_sparsity/sink/{name}",
                 )
-        tf.raw_ops.AssignVariableOp(resource=self._sinks[key], value=element)
+        tf.raw_ops.AssignVariableOp(
+            resource=compat.captured(self._sinks[key]), value=element
+        )
 
 
 def _operation_name(name):
@@ -209,7 +214,9 @@ def _unfolded(tensor):
     A slice of all of it, which copies nothing, from a position that only the
     run tells. (Grappler sees through a reshape to its own shape.)
     """
-    zero = tf.raw_ops.ReadVariableOp(resource=_zero(), dtype=tf.int32)
+    zero = tf.raw_ops.ReadVariableOp(
+        resource=compat.captured(_zero()), dtype=tf.int32
+    )
     begin = tf.fill([tensor.shape.rank], zero)
     unfolded = tf.slice(tensor, begin, tf.shape(tensor))
     unfolded.set_shape(tensor.shape)
