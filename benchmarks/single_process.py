@@ -30,7 +30,7 @@ def main():
     }
     seconds = {}
     clocks = {name: EpochSeconds() for name in models}
-    for name, model in models.items():  # traced and warm
+    for model in models.values():  # traced and warm
         model.fit(dataset, steps_per_epoch=20, verbose=0)
     for _ in range(args.rounds):
         for name, model in models.items():

@@ -17,7 +17,8 @@ class RowStandIn:
 
     An optimizer reads and assigns it like the variable; only the tensor held
     here changes, and `write_back` scatters it into the variable at the end.
-    The rows are read when they are first needed.
+    The rows are read when they are first needed: a rule that only subtracts
+    from them (SGD, Adagrad) never reads them.
     """
 
     def __init__(self, variable, rows, constraint=None):
@@ -25,6 +26,7 @@ class RowStandIn:
         self._rows = rows
         self._tensor = None
         self._is_changed = False
+        self._subtracted = None  # in place of a tensor that was not read
         self.constraint = constraint
         self.name = variable.name
         self.path = variable.path
@@ -39,6 +41,8 @@ class RowStandIn:
         if self._tensor is None:
             # On the variable itself: reading its value would copy it whole.
             self._tensor = tf.gather(self._variable.value, self._rows)
+            if self._subtracted is not None:
+                self.assign(self._tensor - self._subtracted)
         return self._tensor
 
     @property
@@ -56,16 +60,25 @@ class RowStandIn:
     def assign(self, value):
         self._tensor = tf.cast(value, self.dtype)
         self._is_changed = True
+        self._subtracted = None
         return self
 
     def assign_add(self, value):
         return self.assign(self.tensor + tf.cast(value, self.dtype))
 
     def assign_sub(self, value):
-        return self.assign(self.tensor - tf.cast(value, self.dtype))
+        value = tf.cast(value, self.dtype)
+        if self._tensor is None and self._subtracted is None:
+            self._subtracted = value
+            return self
+        return self.assign(self.tensor - value)
 
     def write_back(self):
-        if self._is_changed:
+        if self._subtracted is not None:
+            self._variable.value.scatter_sub(
+                tf.IndexedSlices(self._subtracted, self._rows)
+            )
+        elif self._is_changed:
             self._variable.value.scatter_update(
                 tf.IndexedSlices(self._tensor, self._rows)
             )
