@@ -6,6 +6,7 @@ counts, and the capacity is part of the key.
 """
 
 import hashlib
+import itertools
 import json
 import os
 
@@ -48,6 +49,11 @@ _SPREAD = 2654435761 % _KEYS
 # numbers, for all machines must come to the same ones.
 _CAPACITIES = np.array(
     [step << octave for octave in range(38) for step in range(8, 16)], np.int64
+)
+
+_CAPACITY_KEYS = np.array(
+    [length % _KEYS * _SPREAD % _KEYS for length in _CAPACITIES.tolist()],
+    np.int32,
 )
 
 
@@ -131,7 +137,7 @@ class NativeEngine(Engine):
             input=flat,
             merge_op=_MERGE_OPS[op],
             final_op="Id",
-            **self._instance(name, _length(flat)),
+            **self._instance(name, _length_key(flat)),
         )
 
     def all_to_all(self, rows, splits, name):
@@ -142,28 +148,25 @@ class NativeEngine(Engine):
 
     def all_to_all_along(self, rows, route, name):
         width = _width(rows)
-        capacity = _capacity(route.largest, width)
-        parts = _parts(tf.reshape(rows, [-1]), route.splits, width, self.size)
-        message = tf.reshape(_padded(parts, capacity), [self.size, capacity])
+        capacity, capacity_key = _capacity(route.largest, width)
+        message = _padded(rows, route.splits, width, capacity, self.size)
         arrived = tf.raw_ops.CollectiveAllToAllV2(
-            input=self._by_slot(message), **self._instance(name, capacity)
+            input=self._by_slot(message), **self._instance(name, capacity_key)
         )
         arrived = self._by_rank(arrived)
-        return self._unpadded(arrived, route.received_splits, width, rows)
+        return _unpadded(arrived, route.received_splits, width, self.size, rows)
 
     def all_gather(self, rows, name):
         width = _width(rows)
         counts = self._gather(tf.shape(rows)[:1], f"{name}/counts")
         counts = tf.ensure_shape(self._by_rank(counts), [self.size])
-        capacity = _capacity(tf.reduce_max(counts), width)
-        message = _padded([tf.reshape(rows, [-1])], capacity)
-        arrived = self._gather(message, name, capacity)
-        arrived = tf.reshape(arrived, [self.size, capacity])
-        arrived = self._by_rank(arrived)
-        return self._unpadded(arrived, counts, width, rows)
+        capacity, capacity_key = _capacity(tf.reduce_max(counts), width)
+        message = _padded(rows, tf.shape(rows)[:1], width, capacity, 1)
+        arrived = self._gather(message, name, capacity_key)
+        return _unpadded(self._by_rank(arrived), counts, width, self.size, rows)
 
     def broadcast(self, flat, root, name):
-        instance = self._instance(name, _length(flat))
+        instance = self._instance(name, _length_key(flat))
         instance.pop("ordering_token")
         if self.rank == root:
             return tf.raw_ops.CollectiveBcastSendV2(input=flat, **instance)
@@ -184,18 +187,12 @@ class NativeEngine(Engine):
     def close(self):
         pass
 
-    def _gather(self, flat, name, length=None):
-        length = _length(flat) if length is None else length
+    def _gather(self, tensor, name, length_key=None):
+        if length_key is None:
+            length_key = _length_key(tensor)
         return tf.raw_ops.CollectiveGatherV2(
-            input=flat, **self._instance(name, length)
+            input=tensor, **self._instance(name, length_key)
         )
-
-    def _unpadded(self, arrived, counts, width, rows):
-        """The rows in `arrived` `(size, capacity)`, `counts[r]` from rank r."""
-        lengths = tf.cast(counts, tf.int64) * width
-        parts = [arrived[r, : lengths[r]] for r in range(self.size)]
-        shape = tf.concat([[tf.reduce_sum(counts)], tf.shape(rows)[1:]], 0)
-        return tf.reshape(tf.concat(parts, 0), shape)
 
     def _by_rank(self, slots):
         return slots if self._slots is None else tf.gather(slots, self._slots)
@@ -203,13 +200,17 @@ class NativeEngine(Engine):
     def _by_slot(self, ranks):
         return ranks if self._slots is None else tf.gather(ranks, self._order)
 
-    def _instance(self, name, length):
+    def _instance(self, name, length_key):
         """What tells one collective from another, as arguments."""
-        key = (_length_key(length) + self._name_key(name)) % _KEYS
+        name_key = self._name_key(name)
+        if isinstance(length_key, int):
+            key = tf.constant(name_key ^ length_key)
+        else:
+            key = tf.bitwise.bitwise_xor(length_key, name_key)
         return {
             "group_size": self.size,
             "group_key": self._group_key,
-            "instance_key": tf.cast(key, tf.int32),
+            "instance_key": key,
             "ordering_token": self._token(name),
         }
 
@@ -244,7 +245,7 @@ class NativeEngine(Engine):
                     shape=[],
                     shared_name=f"keras_sparsity/{self._group_key}/{name}",
                 )
-        return [self._tokens[name]]
+        return [compat.captured(self._tokens[name])]
 
 
 def _hash(text):
@@ -252,14 +253,16 @@ def _hash(text):
     return int.from_bytes(digest, "little") % _KEYS
 
 
-def _length(flat):
-    """The length of a flat tensor: a number where it is known."""
-    length = flat.shape[0]
-    return tf.size(flat, tf.int64) if length is None else length
-
-
-def _length_key(length):
+def _spread(length):
+    """A key of a length, a whole number or a tensor of such."""
     return length % _KEYS * _SPREAD % _KEYS
+
+
+def _length_key(flat):
+    """The key of the length of a flat tensor: a number if that is known."""
+    if flat.shape[0] is not None:
+        return _spread(flat.shape[0])
+    return tf.cast(_spread(tf.size(flat, tf.int64)), tf.int32)
 
 
 def _width(rows):
@@ -271,21 +274,32 @@ def _width(rows):
 
 
 def _capacity(largest, width):
-    """The length to which parts of up to `largest` rows are padded."""
+    """The length to which parts of up to `largest` rows are padded.
+
+    Returns:
+        `(the length, its key)`.
+    """
     largest = tf.cast(largest, tf.int64) * width
     bucket = tf.searchsorted(_CAPACITIES, [largest])[0]
-    return tf.gather(_CAPACITIES, bucket)
+    return tf.gather(_CAPACITIES, bucket), tf.gather(_CAPACITY_KEYS, bucket)
 
 
-def _parts(flat, counts, width, size):
+def _padded(rows, counts, width, capacity, num_parts):
+    """`(num_parts, capacity)`: `counts[i]` rows in each line, then zeros."""
     lengths = tf.cast(counts, tf.int64) * width
-    return tf.split(flat, lengths, num=size)
+    gaps = capacity - lengths
+    parts = tf.split(tf.reshape(rows, [-1]), lengths, num=num_parts)
+    zeros = tf.zeros([tf.reduce_sum(gaps)], rows.dtype)
+    zeros = tf.split(zeros, gaps, num=num_parts)
+    pieces = itertools.chain(*zip(parts, zeros, strict=True))
+    return tf.reshape(tf.concat(list(pieces), 0), [num_parts, capacity])
 
 
-def _padded(parts, capacity):
-    """The flat parts one after the other, each padded to `capacity`."""
-    padding = tf.zeros([capacity], parts[0].dtype)
-    pieces = []
-    for part in parts:
-        pieces += [part, padding[tf.size(part, tf.int64) :]]
-    return tf.concat(pieces, 0)
+def _unpadded(padded, counts, width, num_parts, rows):
+    """The rows, shaped like those of `rows`, in the lines of `padded`."""
+    capacity = tf.shape(padded, tf.int64)[1]
+    lengths = tf.cast(counts, tf.int64) * width
+    pieces = tf.reshape(tf.stack([lengths, capacity - lengths], 1), [-1])
+    pieces = tf.split(tf.reshape(padded, [-1]), pieces, num=2 * num_parts)
+    shape = tf.concat([[tf.reduce_sum(counts)], tf.shape(rows)[1:]], 0)
+    return tf.reshape(tf.concat(pieces[::2], 0), shape)
