@@ -26,7 +26,7 @@ from keras_sparsity import (
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.tables.sharded_table import TableVariable
+from keras_sparsity.tables.table_variable import TableVariable
 
 # Set on an adopted model; holds its `Adoption`.
 _ADOPTION = "_keras_sparsity_adoption"

@@ -4,11 +4,10 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives, compat, row_update
-from keras_sparsity.tables.sharded_table import (
-    TableVariable,
-    acts_on_rows,
-    under_strategy,
-)
+from keras_sparsity.tables.exchange import split_gradient
+from keras_sparsity.tables.row_wise import acts_on_rows
+from keras_sparsity.tables.sharded_table import under_strategy
+from keras_sparsity.tables.table_variable import TableVariable
 
 _MODES = ("exact", "lazy")
 # Set on the wrapper itself after construction; all else is the inner's.
@@ -260,7 +259,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                         "be the tf.IndexedSlices that the gradient tape gives."
                         f" Received: {gradient}."
                     )
-                slices = variable.table.split_gradient(gradient)
+                slices = split_gradient(variable.table, gradient)
                 updates.extend(
                     _Update(piece, s, variable, is_spread=True)
                     for piece, s in zip(pieces, slices, strict=True)

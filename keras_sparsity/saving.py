@@ -8,7 +8,7 @@ import tensorflow as tf
 from keras_sparsity import row_update
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables import sharded_table
-from keras_sparsity.tables.sharded_table import TableVariable
+from keras_sparsity.tables.table_variable import TableVariable
 
 _DONE, _FAILED = -1, -2
 

@@ -2,13 +2,19 @@
 
 import contextlib
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import collectives, compat
-from keras_sparsity.tables import initial_values
+from keras_sparsity.tables import exchange, initial_values, row_wise
 from keras_sparsity.tables.layout import Layout, default_owners
+from keras_sparsity.tables.table_variable import (
+    Partition,
+    TableVariable,
+    anchor,
+    storage,
+    to_numpy,
+)
 
 
 class ShardedTable:
@@ -77,7 +83,7 @@ class ShardedTable:
         self.layout = None
         self.partitions = []
         # Collectives of one table are told apart by this role.
-        self._role = f"table/{self.owner_name}"
+        self.role = f"table/{self.owner_name}"
         self.regularizer = regularizer
         self.constraint = constraint
         self._to_stock = to_stock
@@ -105,7 +111,7 @@ class ShardedTable:
         with tf.init_scope():
             if communicator.size == 1:
                 (rows,) = self._draw([np.arange(self.num_rows)])
-                return _tf_variable(rows, variable)
+                return storage(rows, variable)
             self._agree_on_seed(communicator)
             layout = self._new_layout(communicator)
             owned = layout.owned_partitions(communicator.rank)
@@ -124,7 +130,7 @@ class ShardedTable:
         if communicator.size == 1:
             return
         (whole,) = communicator.broadcast(
-            [tf.constant(self.variable.numpy())], name=f"{self._role}/shard"
+            [tf.constant(self.variable.numpy())], name=f"{self.role}/shard"
         )
         whole = whole.numpy()
         layout = self._new_layout(communicator)
@@ -146,9 +152,11 @@ class ShardedTable:
         )
 
     def _store(self, communicator, layout, rows):
-        _check_acts_on_rows(self.owner_name, self.regularizer, self.constraint)
+        row_wise.check_acts_on_rows(
+            self.owner_name, self.regularizer, self.constraint
+        )
         if self.regularizer is not None:
-            self.variable.regularizer = _SpreadRegularizer(
+            self.variable.regularizer = row_wise.SpreadRegularizer(
                 self, self.regularizer
             )
         # With fewer partitions than processes some have none: one without
@@ -162,11 +170,7 @@ class ShardedTable:
         self.layout = layout
 
     def _anchor(self):
-        # A scalar that the tape watches in place of rows that are elsewhere.
-        anchor = _tf_variable(np.zeros(()), self.variable)
-        for method in _ASSIGNMENTS:
-            setattr(anchor, method, self._refuse_stock_optimizer)
-        return anchor
+        return anchor(self.variable, self._refuse_stock_optimizer)
 
     def _refuse_stock_optimizer(self, *args, **kwargs):
         raise ValueError(
@@ -223,7 +227,7 @@ class ShardedTable:
         if not self.is_sharded:
             return self._gather_here(ids)
         flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
-        rows = self._pull(flat)
+        rows = exchange.pull(self, flat)
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.dim]], axis=0))
         rows.set_shape([*ids.shape, self.dim])
         return rows
@@ -243,13 +247,13 @@ class ShardedTable:
     def _gather_here(self, ids):
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int64)
-        inside = self._assert_inside(ids)
+        inside = self.assert_inside(ids)
         with tf.control_dependencies(inside):
             # On the variable itself, not on its value: reading the value
             # after a sparse write copies the whole table.
             return tf.gather(self.variable.value, ids)
 
-    def _assert_inside(self, ids):
+    def assert_inside(self, ids):
         """Operations that fail if an id of int32 or int64 is outside."""
         # Without their signs negative ids are the largest ones, so that one
         # extreme is enough; that of no ids at all is 0. In a small model each
@@ -274,127 +278,14 @@ class ShardedTable:
         For ids that are not gathered; `gather` checks those it is given.
         """
         if not self.is_sharded:
-            return self._assert_inside(ids)
+            return self.assert_inside(ids)
         ids = tf.concat([tf.cast(tf.reshape(ids, [-1]), tf.int64), [0]], 0)
         (extremes,) = self.collectives.all_reduce(
             [tf.stack([tf.reduce_max(ids), -tf.reduce_min(ids)])],
             op="max",
-            name=f"{self._role}/check_inside",
+            name=f"{self.role}/check_inside",
         )
-        return self._assert_inside(tf.stack([extremes[0], -extremes[1]]))
-
-    def _pull(self, ids):
-        """Rows `(n, dim)` of ids `(n,)`, from their owners."""
-        role = self._role
-        communicator = self.collectives
-        unique, inverse = tf.unique(ids)
-        sorted_ids, positions, splits = self._by_owner(unique)
-        received_ids, route = communicator.all_to_all(
-            sorted_ids, splits, name=f"{role}/pull/ids"
-        )
-        with tf.control_dependencies(self._assert_inside(received_ids)):
-            received_ids = tf.identity(received_ids)
-        # Where the row of each id arrives.
-        arrival = tf.gather(positions, inverse)
-
-        rows = communicator.all_to_all_back(
-            tf.stop_gradient(self._read_rows(received_ids)),
-            route,
-            name=f"{role}/pull/rows",
-        )
-        num_sent = tf.shape(sorted_ids)[0]
-
-        @tf.custom_gradient
-        def expand(anchor, rows):
-            del anchor
-
-            def push(gradient):
-                self.check_under_strategy()
-                # Summed per row here, then along the ids' own route: each
-                # owner already knows which rows these are.
-                summed = tf.math.unsorted_segment_sum(
-                    gradient, arrival, num_sent
-                )
-                at_owner = communicator.all_to_all_along(
-                    summed, route, name=f"{role}/push/rows"
-                )
-                return self._slices(at_owner, received_ids), None
-
-            return tf.gather(rows, arrival), push
-
-        return expand(tf.convert_to_tensor(self.variable.value), rows)
-
-    def _slices(self, values, ids):
-        shape = tf.constant([self.num_rows, self.dim], tf.int64)
-        return tf.IndexedSlices(values, ids, shape)
-
-    def _by_owner(self, unique):
-        """Unique ids sorted by owner, the position of each, and the splits.
-
-        If an id lies outside the table it is sent to every owner in place of
-        all others, so that the check that each owner makes fails on all.
-        """
-        size = self.collectives.size
-        outside = (unique < 0) | (unique >= self.num_rows)
-        valid = tf.logical_not(tf.reduce_any(outside))
-        count = tf.size(unique)
-        owner = self.layout.owner(
-            tf.where(outside, tf.zeros_like(unique), unique)
-        )
-        order = tf.concat(
-            tf.dynamic_partition(tf.range(count), owner, size), axis=0
-        )
-
-        def send_valid():
-            return (
-                tf.gather(unique, order),
-                tf.math.bincount(owner, minlength=size, maxlength=size),
-            )
-
-        def send_offending():
-            offending = tf.boolean_mask(unique, outside)[0]
-            return tf.fill([size], offending), tf.ones([size], tf.int32)
-
-        sorted_ids, splits = tf.cond(valid, send_valid, send_offending)
-        return sorted_ids, tf.math.invert_permutation(order), splits
-
-    def _read_rows(self, ids):
-        """Rows of ids that this rank owns, each partition by itself."""
-        local_rows = self.layout.local_row(ids)
-        if len(self.partitions) == 1:
-            return tf.gather(self.partitions[0].value, local_rows)
-        slots = self.layout.slot(ids)
-        count = len(self.partitions)
-        positions = tf.dynamic_partition(tf.range(tf.size(ids)), slots, count)
-        wanted = tf.dynamic_partition(local_rows, slots, count)
-        rows = [
-            tf.gather(partition.value, local)
-            for partition, local in zip(self.partitions, wanted, strict=True)
-        ]
-        return tf.dynamic_stitch(positions, rows)
-
-    def split_gradient(self, gradient):
-        """The gradient of each of this rank's partitions.
-
-        Args:
-            gradient: `tf.IndexedSlices` of rows that this rank owns, as
-                `gather`'s gradient gives them.
-
-        Returns:
-            List of `tf.IndexedSlices` by local row, one for each partition.
-        """
-        local_rows = self.layout.local_row(tf.cast(gradient.indices, tf.int64))
-        if len(self.partitions) == 1:
-            rows, values = [local_rows], [gradient.values]
-        else:
-            slots = self.layout.slot(tf.cast(gradient.indices, tf.int64))
-            count = len(self.partitions)
-            rows = tf.dynamic_partition(local_rows, slots, count)
-            values = tf.dynamic_partition(gradient.values, slots, count)
-        return [
-            tf.IndexedSlices(value, row, tf.constant(list(p.shape), tf.int64))
-            for p, row, value in zip(self.partitions, rows, values, strict=True)
-        ]
+        return self.assert_inside(tf.stack([extremes[0], -extremes[1]]))
 
     # The whole table.
 
@@ -424,7 +315,7 @@ class ShardedTable:
         the table gathers rows.
         """
         gathered = self.collectives.all_gather(
-            self.stored_rows(), name=f"{self._role}/whole"
+            self.stored_rows(), name=f"{self.role}/whole"
         )
         order = self.layout.stored_position(tf.range(self.num_rows))
         return tf.ensure_shape(
@@ -445,14 +336,14 @@ class ShardedTable:
         _announce(pieces)
         mine = np.concatenate(
             [
-                _numpy(piece)[: partition.num_rows]
+                to_numpy(piece)[: partition.num_rows]
                 for piece, partition in zip(
                     pieces, self.partitions, strict=True
                 )
             ]
         )
         gathered = self.collectives.all_gather(
-            tf.constant(mine), name=f"{self._role}/read"
+            tf.constant(mine), name=f"{self.role}/read"
         ).numpy()
         whole = np.empty((self.num_rows, *gathered.shape[1:]), gathered.dtype)
         start = 0
@@ -467,11 +358,11 @@ class ShardedTable:
         """A whole array as the stock layer that takes its place has it."""
         if self._to_stock is None:
             return whole
-        return _numpy(self._to_stock(whole))
+        return to_numpy(self._to_stock(whole))
 
     def assign(self, whole):
         """Gives the table new values; every rank passes the whole table."""
-        whole = _numpy(whole)
+        whole = to_numpy(whole)
         if whole.shape != (self.num_rows, self.dim):
             raise ValueError(
                 f"The shape of the value does not match the table "
@@ -493,16 +384,6 @@ class ShardedTable:
             if len(rows):
                 piece.assign(whole[rows])
 
-
-# What a stock optimizer would write a table's anchor with.
-_ASSIGNMENTS = (
-    "assign",
-    "assign_add",
-    "assign_sub",
-    "scatter_add",
-    "scatter_sub",
-    "scatter_update",
-)
 
 _announcers = []
 
@@ -526,192 +407,9 @@ def _announce(pieces):
         announce(pieces)
 
 
-class TableVariable(keras.Variable):
-    """Stands for a whole table among a layer's weights.
-
-    Its shape is the table's. While the table is in one piece it is an
-    ordinary variable; once the table is spread it holds only a scalar, the
-    anchor that gradients are taken with respect to, and reading or assigning
-    it moves the whole table, on every rank together.
-    """
-
-    def __init__(self, table, dtype, trainable, name):
-        self.table = table
-        super().__init__(
-            initializer=table.initializer,
-            shape=(table.num_rows, table.dim),
-            dtype=dtype,
-            trainable=trainable,
-            autocast=False,
-            name=name,
-        )
-
-    def _initialize_with_initializer(self, initializer):
-        del initializer  # the table draws its own rows
-        self._value = self.table.create(self)
-
-    @property
-    def is_built(self):
-        return self._value is not None
-
-    def use(self, value):
-        """Takes a new `tf.Variable` as its value."""
-        self._value = value
-
-    def numpy(self):
-        return self.table.read()
-
-    def __array__(self, dtype=None, copy=None):
-        return np.asarray(self.numpy(), dtype=dtype)
-
-    def assign(self, value):
-        self.table.assign(value)
-        return self
-
-    def assign_whole(self, value):
-        super().assign(value)
-
-    def __tf_tensor__(self, dtype=None, name=None):
-        if self.table.is_sharded and tf.executing_eagerly():
-            return tf.convert_to_tensor(self.table.read(), dtype=dtype)
-        if self.table.is_sharded:
-            raise ValueError(
-                f"The table '{self.table.owner_name}' is spread over "
-                f"{self.table.collectives.size} processes and cannot be read "
-                "as one tensor inside a computation. Gather the rows you need "
-                "with `ShardedTable.gather(ids)`, or read the whole table, "
-                "outside of a step, with `table.read()`."
-            )
-        return super().__tf_tensor__(dtype, name)
-
-    def __repr__(self):
-        kind = "sharded" if self.table.is_sharded else "whole"
-        return (
-            f"<TableVariable path={self.path}, shape={tuple(self.shape)}, "
-            f"dtype={self.dtype}, {kind}>"
-        )
-
-
-class Partition(keras.Variable):
-    """The rows of one partition, at its owner.
-
-    One without rows holds a row of zeros that nobody reads: Keras's own
-    arithmetic trips over variables without rows.
-    """
-
-    def __init__(self, whole, values, index):
-        self.num_rows = len(values)
-        if not self.num_rows:
-            values = np.zeros((1, values.shape[1]))
-        super().__init__(
-            np.asarray(values),
-            dtype=whole.dtype,
-            # The tape watches the table's anchor, not its rows.
-            trainable=False,
-            autocast=False,
-            name=whole.name,
-        )
-        # What an optimizer excludes by name it excludes in every partition.
-        self._path = whole.path if index == 0 else f"{whole.path}_{index}"
-        self.whole = whole
-        self.constraint = whole.table.constraint
-
-
-class _SpreadRegularizer:
-    """A regularizer of the whole table, from each owner's part of it.
-
-    Keras divides what a regularizer adds to the loss by the number of
-    replicas, expecting each of them to add the whole. The value is therefore
-    the whole one, on every rank, and the gradient of each owner's part is
-    multiplied by the number of replicas.
-    """
-
-    def __init__(self, table, inner):
-        self._table = table
-        self._inner = inner
-
-    def __call__(self, variable):
-        table = self._table
-        communicator = table.collectives
-        rank = communicator.rank
-        partitions = [
-            tf.stop_gradient(p.value)[: p.num_rows] for p in table.partitions
-        ]
-        with tf.GradientTape() as tape:
-            tape.watch(partitions)
-            mine = tf.add_n([self._inner(rows) for rows in partitions])
-        gradients = tape.gradient(mine, partitions)
-        (total,) = communicator.all_reduce(
-            [mine], name=f"{table._role}/regularizer"
-        )
-        ids = np.concatenate(
-            [
-                table.layout.rows_of(p)
-                for p in table.layout.owned_partitions(rank)
-            ]
-            or [np.zeros(0, np.int64)]
-        )
-        values = tf.concat(gradients, axis=0) * communicator.size
-
-        @tf.custom_gradient
-        def attach(anchor, total, values):
-            del anchor
-
-            def spread(upstream):
-                slices = table._slices(values * upstream, tf.constant(ids))
-                return slices, None, None
-
-            return tf.identity(total), spread
-
-        return attach(tf.convert_to_tensor(variable.value), total, values)
-
-
-def _check_acts_on_rows(owner_name, regularizer, constraint):
-    """Raises unless both act on each row by itself."""
-    by_elements = (
-        keras.regularizers.L1,
-        keras.regularizers.L2,
-        keras.regularizers.L1L2,
-    )
-    if regularizer is not None and not isinstance(regularizer, by_elements):
-        raise ValueError(
-            f"'{owner_name}': a table that is spread over processes takes the "
-            "regularizers L1, L2 and L1L2, which add up over its rows. "
-            f"Received: {regularizer}."
-        )
-    if not acts_on_rows(constraint):
-        raise ValueError(
-            f"'{owner_name}': a table that is spread over processes takes "
-            "constraints that act on each row by itself: NonNeg, or MaxNorm, "
-            "MinMaxNorm and UnitNorm with axis=1. "
-            f"Received: {constraint} with "
-            f"axis={getattr(constraint, 'axis', None)}."
-        )
-
-
-def acts_on_rows(constraint):
-    """Whether a constraint, or None, changes each row of a table by itself."""
-    if constraint is None or isinstance(constraint, keras.constraints.NonNeg):
-        return True
-    axis = getattr(constraint, "axis", None)
-    return axis in (1, -1, [1], (1,), [-1], (-1,))
-
-
 def under_strategy():
     """Whether a `HybridStrategy` is entered."""
     return hasattr(tf.distribute.get_strategy(), "collectives")
-
-
-def _tf_variable(value, like):
-    return tf.Variable(
-        value, dtype=like.dtype, trainable=like.trainable, name=like.name
-    )
-
-
-def _numpy(value):
-    # NumPy warns when it is handed a variable itself.
-    value = getattr(value, "value", value)
-    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
 
 
 def _positive_integer(name, value):

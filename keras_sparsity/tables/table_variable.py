@@ -1,0 +1,131 @@
+"""The variables of a table: the layer's, and the owners'."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# What a stock optimizer would write a table's anchor with.
+_ASSIGNMENTS = (
+    "assign",
+    "assign_add",
+    "assign_sub",
+    "scatter_add",
+    "scatter_sub",
+    "scatter_update",
+)
+
+
+class TableVariable(keras.Variable):
+    """Stands for a whole table among a layer's weights.
+
+    Its shape is the table's. While the table is in one piece it is an
+    ordinary variable; once the table is spread it holds only a scalar, the
+    anchor that gradients are taken with respect to, and reading or assigning
+    it moves the whole table, on every rank together.
+    """
+
+    def __init__(self, table, dtype, trainable, name):
+        self.table = table
+        super().__init__(
+            initializer=table.initializer,
+            shape=(table.num_rows, table.dim),
+            dtype=dtype,
+            trainable=trainable,
+            autocast=False,
+            name=name,
+        )
+
+    def _initialize_with_initializer(self, initializer):
+        del initializer  # the table draws its own rows
+        self._value = self.table.create(self)
+
+    @property
+    def is_built(self):
+        return self._value is not None
+
+    def use(self, value):
+        """Takes a new `tf.Variable` as its value."""
+        self._value = value
+
+    def numpy(self):
+        return self.table.read()
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.numpy(), dtype=dtype)
+
+    def assign(self, value):
+        self.table.assign(value)
+        return self
+
+    def assign_whole(self, value):
+        super().assign(value)
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        if self.table.is_sharded and tf.executing_eagerly():
+            return tf.convert_to_tensor(self.table.read(), dtype=dtype)
+        if self.table.is_sharded:
+            raise ValueError(
+                f"The table '{self.table.owner_name}' is spread over "
+                f"{self.table.collectives.size} processes and cannot be read "
+                "as one tensor inside a computation. Gather the rows you need "
+                "with `ShardedTable.gather(ids)`, or read the whole table, "
+                "outside of a step, with `table.read()`."
+            )
+        return super().__tf_tensor__(dtype, name)
+
+    def __repr__(self):
+        kind = "sharded" if self.table.is_sharded else "whole"
+        return (
+            f"<TableVariable path={self.path}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, {kind}>"
+        )
+
+
+class Partition(keras.Variable):
+    """The rows of one partition, at its owner.
+
+    One without rows holds a row of zeros that nobody reads: Keras's own
+    arithmetic trips over variables without rows.
+    """
+
+    def __init__(self, whole, values, index):
+        self.num_rows = len(values)
+        if not self.num_rows:
+            values = np.zeros((1, values.shape[1]))
+        super().__init__(
+            np.asarray(values),
+            dtype=whole.dtype,
+            # The tape watches the table's anchor, not its rows.
+            trainable=False,
+            autocast=False,
+            name=whole.name,
+        )
+        # What an optimizer excludes by name it excludes in every partition.
+        self._path = whole.path if index == 0 else f"{whole.path}_{index}"
+        self.whole = whole
+        self.constraint = whole.table.constraint
+
+
+def storage(value, like):
+    """A `tf.Variable` for the value of a Keras variable."""
+    return tf.Variable(
+        value, dtype=like.dtype, trainable=like.trainable, name=like.name
+    )
+
+
+def anchor(table_variable, refuse):
+    """A scalar that the tape watches in place of rows that are elsewhere.
+
+    `refuse` is called by a stock optimizer that tries to update it.
+    """
+    scalar = storage(np.zeros(()), table_variable)
+    for method in _ASSIGNMENTS:
+        setattr(scalar, method, refuse)
+    return scalar
+
+
+def to_numpy(value):
+    """The array of a variable, tensor or array."""
+    # NumPy warns when it is handed a variable itself.
+    value = getattr(value, "value", value)
+    return np.asarray(value.numpy() if hasattr(value, "numpy") else value)
