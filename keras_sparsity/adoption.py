@@ -126,6 +126,7 @@ class Adoption:
             "make_train_function",
             "make_test_function",
             "make_predict_function",
+            "get_compile_config",
             "save",
             "save_weights",
         ):
@@ -344,6 +345,26 @@ class Adoption:
 
     def save_weights(self, *args, **kwargs):
         self._save("save_weights", args, kwargs)
+
+    def get_compile_config(self):
+        """As stock, but with loss scaling outermost, where Keras looks for it.
+
+        Else a model that is loaded outside of a scope would get a second one.
+        """
+        config = self._stock["get_compile_config"]()
+        hybrid = (config or {}).get("optimizer") or {}
+        inner = hybrid.get("config", {}).get("inner_optimizer")
+        if inner and inner["class_name"] == "LossScaleOptimizer":
+            rule = inner["config"]["inner_optimizer"]
+            hybrid = {
+                **hybrid,
+                "config": {**hybrid["config"], "inner_optimizer": rule},
+            }
+            config["optimizer"] = {
+                **inner,
+                "config": {**inner["config"], "inner_optimizer": hybrid},
+            }
+        return config
 
     def _save(self, name, args, kwargs):
         self._collectives.check_equal(

@@ -376,3 +376,81 @@ def test_ranks_draw_apart_and_stay_together(cluster, engine):
     for a, b in zip(weights, other_weights, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+# Loss scaling, which Keras puts around the optimizer by itself.
+
+
+@pytest.fixture
+def mixed_float16():
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def nesting(optimizer):
+    """Names of the optimizers, from the outermost to the innermost."""
+    names = []
+    while optimizer is not None:
+        names.append(type(optimizer).__name__)
+        optimizer = vars(optimizer).get(
+            "inner_optimizer",
+            getattr(type(optimizer), "inner_optimizer", None)
+            and optimizer.inner_optimizer,
+        )
+    return names
+
+
+NESTED = ["HybridOptimizer", "LossScaleOptimizer", "Adam"]
+
+
+@pytest.mark.parametrize("given", ["adam", "scaled"])
+def test_loss_scaling_is_inside(mixed_float16, given, tmp_path):
+    optimizer = "adam"
+    if given == "scaled":
+        adam = keras.optimizers.Adam()
+        optimizer = keras.optimizers.LossScaleOptimizer(adam)
+    model = compiled(optimizer, run_eagerly=True)
+    assert nesting(model.optimizer) == NESTED
+    x, y = examples(BATCH)
+    model.fit(x, y, verbose=0)
+    model.save(tmp_path / "model.keras")
+    state = model.optimizer.state()
+    with ks.HybridStrategy().scope():
+        inside = keras.models.load_model(tmp_path / "model.keras")
+    outside = keras.models.load_model(tmp_path / "model.keras")
+    with ks.HybridStrategy().scope():
+        outside.compile(outside.optimizer, loss=LOSS, run_eagerly=True)
+    for loaded in (inside, outside):
+        assert nesting(loaded.optimizer) == NESTED
+        assert_same(loaded.optimizer.state(), state)
+    plain = ks.export(model)
+    assert nesting(plain.optimizer) == NESTED[1:]
+    assert_same([v.numpy() for v in plain.optimizer.variables], state)
+
+
+# Layers that cannot work without examples.
+
+
+def train_on_few_examples():
+    """Batches smaller than the number of ranks, through a convolution."""
+    keras.utils.set_random_seed(4)
+    inputs = keras.Input((5,), dtype="int32")
+    rows = ks.layers.ShardedEmbedding(ROWS, 4)(inputs)
+    outputs = keras.layers.Dense(2)(keras.layers.Conv1D(3, 2)(rows))
+    model = keras.Model(inputs, outputs)
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", loss="mse")
+    x, _ = examples(5)
+    y = np.zeros((5, 4, 2), "float32")
+    history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
+    return history["loss"], model.get_weights(), model.predict(x, 4, verbose=0)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_ranks_without_examples(cluster, engine):
+    loss, expected, outputs = train_on_few_examples()
+    for result in cluster(engine, 2).run(train_on_few_examples):
+        np.testing.assert_allclose(result[0], loss, rtol=1e-5)
+        assert_same(result[1], expected)
+        np.testing.assert_allclose(result[2], outputs, atol=1e-6)
