@@ -1,10 +1,13 @@
 """`import keras_sparsity` says what is missing, and starts nothing."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
 import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 BLOCK = """
 import sys
@@ -28,7 +31,7 @@ def run_python(code, **environment):
     """Runs `code` in a fresh interpreter and returns its exit and output."""
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
         timeout=120,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-TUTORIALS = pathlib.Path(__file__).parents[1] / "tutorials"
+ROOT = pathlib.Path(__file__).parents[1]
+TUTORIALS = ROOT / "tutorials"
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +106,7 @@ def test_language_model_learns_and_exports_on_two_processes(engine, tmp_path):
         + ["--dim", "16", "--units", "32", "--num-sampled", "20"]
         + ["--learning-rate", "0.02"],
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=180,
