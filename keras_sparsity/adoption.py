@@ -30,6 +30,7 @@ from keras_sparsity.tables.table_variable import TableVariable
 
 # Set on an adopted model; holds its `Adoption`.
 _ADOPTION = "_keras_sparsity_adoption"
+_NO_CHANGE = contextlib.nullcontext()
 _EVERY_RANK = (
     "Every rank must make the same calls; `ks.export(model)` gives a model "
     "that one rank can use by itself."
@@ -54,6 +55,9 @@ def compile_adopts(strategy):
         )
         adopt(model, strategy)
         original(model, **arguments)
+        compiled_metrics = compat.compiled_metrics(model)
+        if compiled_metrics is not None and strategy.size > 1:
+            metrics.ignore_empty_parts(compiled_metrics)
         if getattr(model, "optimizer", None) is not None:
             model.optimizer = wrap(model.optimizer, strategy.sparse_updates)
 
@@ -127,6 +131,7 @@ class Adoption:
             "make_test_function",
             "make_predict_function",
             "get_compile_config",
+            "_maybe_symbolic_build",
             "save",
             "save_weights",
         ):
@@ -174,7 +179,10 @@ class Adoption:
     def fit(self, *args, **kwargs):
         self._check_call("fit")
         arguments = _bound_arguments(self._stock["fit"], args, kwargs)
-        return self._run("fit", arguments)
+        # A seed that the ranks only share to agree must not freeze orders.
+        is_ours = tf.compat.v1.get_seed(0)[0] == collectives.agreed_seed()
+        with data.array_orders_change() if is_ours else _NO_CHANGE:
+            return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):
         if not kwargs.get("_use_cached_eval_dataset"):
@@ -275,6 +283,10 @@ class Adoption:
         return self._global_results()
 
     def _global_results(self):
+        built = [m for m in self._model.metrics if getattr(m, "built", True)]
+        if len(built) < len(self._model.metrics):
+            # A step of the user's own never updated what `compile` was given.
+            return metrics.global_results(built, self._collectives)
         return metrics.global_results(
             self._model.metrics,
             self._collectives,
@@ -290,6 +302,16 @@ class Adoption:
         )
 
     # What comes before the first step.
+
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        """Builds the model from the shapes of a batch, without reading one.
+
+        Keras reads a batch and throws it away. A generator's cannot be read
+        again, and what was prefetched meanwhile differs between the ranks.
+        """
+        if iterator is not None:
+            data_batch = compat.batch_shapes(iterator)
+        self._stock["_maybe_symbolic_build"](data_batch=data_batch)
 
     def make_train_function(self, *args, **kwargs):
         self._synchronise()

@@ -244,3 +244,22 @@ def array_orders_change(seed):
         yield
     finally:
         adapter.get_tf_dataset = stock_dataset
+
+
+def compiled_metrics(model):
+    """What updates the metrics given to `compile`, or None.
+
+    `Model._compile_metrics`: Keras 3.5 to 3.15.
+    """
+    return getattr(model, "_compile_metrics", None)
+
+
+def batch_shapes(iterator):
+    """The tensor specs of a batch of Keras's epoch iterator; None for None.
+
+    `TFEpochIterator._distributed_dataset`: Keras 3.5 to 3.15.
+    """
+    return tf.nest.map_structure(
+        lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec,
+        iterator._distributed_dataset.element_spec,
+    )

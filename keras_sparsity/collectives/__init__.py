@@ -11,7 +11,7 @@ from keras_sparsity.collectives.errors import (
     explained,
     failure,
 )
-from keras_sparsity.collectives.startup import current, start
+from keras_sparsity.collectives.startup import agreed_seed, current, start
 from keras_sparsity.collectives.topology import Topology
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Collectives",
     "Route",
     "Topology",
+    "agreed_seed",
     "current",
     "explained",
     "failure",

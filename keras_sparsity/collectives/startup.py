@@ -19,6 +19,9 @@ ENGINES = ("local", "native", "horovod")
 _started = None
 
 
+_agreed_seeds = []
+
+
 def current():
     """The collectives of this process; those of one process if none began.
 
@@ -145,3 +148,9 @@ def _agree_seeds(collectives):
         random.seed(seed)
         np.random.seed(seed)
         tf.random.set_seed(seed)
+        _agreed_seeds.append(seed)
+
+
+def agreed_seed():
+    """TensorFlow's global seed that `start` chose; None where the user did."""
+    return _agreed_seeds[-1] if _agreed_seeds else None

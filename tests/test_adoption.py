@@ -1,0 +1,69 @@
+"""What `fit` reads on several processes: as stock Keras reads it on one."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_sparsity as ks
+from tests.conftest import engines
+
+NUM_BATCHES = 7
+
+
+def batches():
+    """A generator that can be read once; its last batch is a short one."""
+    rng = np.random.default_rng(5)
+    for index in range(NUM_BATCHES):
+        rows = 3 if index == NUM_BATCHES - 1 else 6
+        x = rng.normal(size=(rows, 2)).astype("float32")
+        yield x, x[:, :1] * 2 + 1
+
+
+def model():
+    keras.utils.set_random_seed(2)
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def fit_generator():
+    distributed = model()
+    with ks.HybridStrategy().scope():
+        distributed.compile("sgd", "mse", metrics=["mae"])
+    history = distributed.fit(batches(), verbose=0).history
+    return distributed.get_weights(), history
+
+
+def orders_of_epochs():
+    """The labels of each step, over epochs, of shuffled arrays."""
+    x = np.arange(32, dtype="float32").reshape(32, 1)
+    seen = []
+
+    class Note(keras.layers.Layer):
+        def call(self, inputs):
+            seen.append(inputs.numpy().ravel().tolist())
+            return inputs
+
+    noting = keras.Sequential([keras.Input((1,)), Note()])
+    with ks.HybridStrategy().scope():
+        noting.compile("sgd", "mse", run_eagerly=True)
+    noting.fit(x, x, batch_size=32, epochs=3, verbose=0)
+    return [order for order in seen if len(order) == 16]
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_a_generator_is_read_once_and_whole(cluster, engine):
+    stock = model()
+    stock.compile("sgd", "mse", metrics=["mae"])
+    expected = stock.fit(batches(), verbose=0).history
+    for weights, history in cluster(engine, 2).run(fit_generator):
+        for ours, theirs in zip(weights, stock.get_weights(), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        for name, values in expected.items():
+            np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+
+def test_arrays_are_shuffled_alike_and_anew_in_each_epoch(cluster):
+    first, second = cluster("native", 2).run(orders_of_epochs)
+    assert len(first) == len(second) == 3
+    for ours, theirs in zip(first, second, strict=True):
+        assert sorted(ours + theirs) == list(range(32))
+    assert first[0] != first[1] != first[2]
