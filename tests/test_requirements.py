@@ -34,7 +34,7 @@ def run_python(code, **environment):
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
     )
 
 
