@@ -186,7 +186,8 @@ class HorovodEngine(Engine):
         the same one.
         """
         flat = tf.reshape(tf.nest.flatten(outputs)[0], [-1])
-        element = tf.tile(flat[:1], [2])  # a copy, not the whole buffer
+        # A copy: a slice would keep the whole buffer.
+        element = tf.concat([flat[:1], flat[:1]], 0)
         key = (name, element.dtype)
         if key not in self._sinks:
             with tf.init_scope(), tf.device("CPU:0"):
