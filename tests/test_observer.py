@@ -1,6 +1,7 @@
 """The observer's report of what this process is doing."""
 
 import threading
+import time
 
 import tensorflow as tf
 
@@ -78,4 +79,6 @@ def test_a_call_that_failed_unnoticed_is_no_waiting():
     assert journal.open_sites()
     observer = Observer(journal)
     observer.look()
+    assert observer.look().status == "blocked"  # it may still be asked about
+    time.sleep(1.1)
     assert observer.look().status == "working"

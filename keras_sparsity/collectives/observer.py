@@ -8,11 +8,17 @@ import time
 
 import tensorflow as tf
 
-from keras_sparsity.collectives import verdict
+from keras_sparsity.collectives import errors, verdict
 from keras_sparsity.collectives.journal import noted
 
 # Computing takes a whole core, an idle Horovod thread up to half of one.
 _BUSY_CORES = 0.6
+
+# An error that ended a call is asked about soon, or nobody wants to know.
+_EXPLAIN_SECONDS = 1.0
+
+# In these a call may be open though Python is not in TensorFlow.
+_CALLS = (noted.__code__, errors.explain.__code__)
 
 _TENSORFLOW = os.path.dirname(os.path.abspath(tf.__file__)) + os.sep
 _NOT_THE_USERS = tuple(
@@ -30,7 +36,7 @@ class Observer:
 
     def __init__(self, journal):
         self._journal = journal
-        self._moved_at = time.monotonic()
+        self._moved_at = self._in_call_at = time.monotonic()
         self._cpu = self._cpu_at = 0.0
         self._is_busy = False
 
@@ -44,7 +50,10 @@ class Observer:
         self._look_at_cpu(now)
         if self._journal.has_moved():
             self._moved_at = now
-        self._journal.forget_stale(_is_in_call)
+        if _is_in_call():
+            self._in_call_at = now
+        elif now - self._in_call_at > _EXPLAIN_SECONDS:
+            self._journal.forget_stale(_is_in_call)
         report = verdict.Report(
             stalled_seconds=now - self._moved_at,
             busy=self._is_busy,
@@ -78,7 +87,7 @@ def _frame_is_in_call(frame):
     if frame.f_code.co_filename.startswith(_TENSORFLOW):
         return True
     while frame is not None:
-        if frame.f_code is noted.__code__:
+        if frame.f_code in _CALLS:
             return True
         frame = frame.f_back
     return False
