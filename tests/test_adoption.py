@@ -9,6 +9,7 @@ import keras_sparsity as ks
 from tests.conftest import engines
 
 NUM_BATCHES = 7
+READ_ONCE = {"shuffle": False, "steps_per_epoch": NUM_BATCHES, "verbose": 0}
 
 
 def batches():
@@ -29,7 +30,7 @@ def fit_generator():
     distributed = model()
     with ks.HybridStrategy().scope():
         distributed.compile("sgd", "mse", metrics=["mae"])
-    history = distributed.fit(batches(), shuffle=False, verbose=0).history
+    history = distributed.fit(batches(), **READ_ONCE).history
     return distributed.get_weights(), history
 
 
@@ -56,7 +57,7 @@ def orders_of_epochs():
 def test_a_generator_is_read_once_and_whole(cluster, engine):
     stock = model()
     stock.compile("sgd", "mse", metrics=["mae"])
-    expected = stock.fit(batches(), shuffle=False, verbose=0).history
+    expected = stock.fit(batches(), **READ_ONCE).history
     for weights, history in cluster(engine, 2).run(fit_generator):
         for ours, theirs in zip(weights, stock.get_weights(), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
