@@ -101,6 +101,7 @@ def export(model):
     Example:
 
     >>> import keras
+    >>> from keras_sparsity.layers import ShardedEmbedding
     >>> model = keras.Sequential(
     ...     [keras.Input((3,)), ShardedEmbedding(10, 4)])
     >>> type(export(model).layers[0]).__name__

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity import optimizer as optimizer_module
 from keras_sparsity import row_update
 from tests.conftest import engines
 
@@ -58,6 +59,12 @@ WITH = {
 NOT_BY_ROWS = ("Lamb", "Adafactor", "Muon")
 INSIDE = ("Optimizer", "LossScaleOptimizer")
 OF_OTHERS = ("MultiOptimizer",)
+
+
+@pytest.fixture(autouse=True)
+def by_rows_however_small(monkeypatch):
+    """All tables here are small ones, which else are updated whole."""
+    monkeypatch.setattr(optimizer_module, "_SMALL_ELEMENTS", 0)
 
 
 def made(name, **more):
@@ -135,6 +142,14 @@ def test_exact_is_stock_on_the_dense_gradient(name):
     got, expected = hybrid(made(name)), stock_on_dense(made(name))
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_small_tables_are_updated_whole(name, monkeypatch):
+    by_rows = hybrid(made(name))
+    monkeypatch.setattr(optimizer_module, "_SMALL_ELEMENTS", ROWS * DIM)
+    for a, b in zip(hybrid(made(name)), by_rows, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.parametrize("more", WITH)
