@@ -86,6 +86,17 @@ def keras_mask(tensor):
     return getattr(tensor, "_keras_mask", None)
 
 
+def is_variable(value):
+    """Whether a value is a Keras variable.
+
+    `keras.src.backend.Variable`: Keras 3.5 to 3.15. The variables that Keras
+    3.5 itself makes are not of the class `keras.Variable`.
+    """
+    from keras.src import backend
+
+    return isinstance(value, backend.Variable)
+
+
 def set_keras_mask(tensor, mask):
     """Lets a tensor carry a mask, as Keras's layers do.
 

@@ -58,7 +58,7 @@ def global_results(metrics, collectives=None, results=None):
     with global_state(metrics, collectives):
         # Some metrics return a variable itself: read it while it is global.
         return keras.tree.map_structure(
-            lambda x: x.value if isinstance(x, keras.Variable) else x,
+            lambda x: x.value if compat.is_variable(x) else x,
             results(),
         )
 

@@ -91,7 +91,7 @@ def _forward(name):
     def operator(self, *args):
         args = [a.tensor if isinstance(a, RowStandIn) else a for a in args]
         args = [
-            tf.convert_to_tensor(a) if isinstance(a, keras.Variable) else a
+            tf.convert_to_tensor(a) if compat.is_variable(a) else a
             for a in args
         ]
         return getattr(self.tensor, name)(*args)
@@ -178,8 +178,8 @@ def _slot_containers(optimizer):
             elements = list(value.values())
         else:
             continue
-        if any(isinstance(e, keras.Variable) for e in elements) and all(
-            e is None or isinstance(e, keras.Variable) for e in elements
+        if any(compat.is_variable(e) for e in elements) and all(
+            e is None or compat.is_variable(e) for e in elements
         ):
             yield name, value
 

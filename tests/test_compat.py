@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from keras_sparsity import compat
@@ -24,6 +25,86 @@ def test_keras_mask():
     embedded = keras.layers.Embedding(3, 2, mask_zero=True)(np.array([[0, 1]]))
     np.testing.assert_array_equal(compat.keras_mask(embedded), [[False, True]])
     assert compat.keras_mask(tf.zeros([1])) is None
+
+
+def test_set_keras_mask():
+    tensor = tf.zeros([2, 1])
+    compat.set_keras_mask(tensor, tf.constant([True, False]))
+    np.testing.assert_array_equal(compat.keras_mask(tensor), [True, False])
+
+
+def test_is_variable():
+    layer = keras.layers.Dense(1)
+    layer.build((None, 1))
+    assert compat.is_variable(layer.kernel)
+    assert compat.is_variable(keras.Variable(1.0))
+    assert not compat.is_variable(tf.Variable(1.0))
+
+
+def test_all_layers():
+    inner = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    layers = compat.all_layers(keras.Sequential([inner]))
+    assert inner in layers
+    assert inner.layers[0] in layers
+
+
+def test_set_distribute_strategy():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    strategy = tf.distribute.OneDeviceStrategy("/cpu:0")
+    compat.set_distribute_strategy(model, strategy)
+    assert model.distribute_strategy is strategy
+
+
+def test_scopes_of_shapes():
+    seen = []
+
+    class Noting(keras.layers.Layer):
+        def call(self, inputs):
+            seen.append(
+                (compat.is_tracing_shapes(), compat.in_symbolic_scope())
+            )
+            return inputs
+
+    layer = Noting()
+    layer(keras.Input((1,)))
+    layer(tf.zeros([1, 1]))
+    assert seen[0][0]
+    assert seen[-1] == (False, False)
+
+
+def test_optimizers():
+    variables = [keras.Variable(tf.ones([n])) for n in (2, 3)]
+    optimizer = keras.optimizers.AdamW(gradient_accumulation_steps=2)
+    optimizer.exclude_from_weight_decay(var_list=variables[:1])
+    compat.exclude_from_weight_decay_too(optimizer, variables[0], variables[1:])
+    optimizer.build(variables)
+    assert len(compat.built_variables(optimizer)) == 2
+    assert compat.variable_index(optimizer, variables[1]) == 1
+    assert not optimizer._use_weight_decay(variables[1])
+    strategy = tf.distribute.get_strategy()
+    compat.set_optimizer_strategy(optimizer, strategy)
+    seen = []
+
+    def clip(grads):
+        seen.append(grads)
+        return grads
+
+    compat.take_aggregated_gradients(optimizer, clip)
+    grads = [tf.ones([2]), tf.ones([3])]
+    for _ in range(2):
+        optimizer.apply(grads, variables)
+    assert len(seen) == 1
+    assert int(compat.iterations(optimizer)) == 2
+
+
+def test_without_missing_gradients():
+    variables = [keras.Variable(1.0), keras.Variable(2.0)]
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        grads, kept = compat.without_missing_gradients(
+            keras.optimizers.SGD(), [None, tf.ones([])], variables
+        )
+    assert len(grads) == len(kept) == 1
+    assert kept[0] is variables[1]
 
 
 def test_losses_are_scaled():
