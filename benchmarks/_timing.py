@@ -1,41 +1,44 @@
 """What the benchmarks share: interleaved medians, and how they end."""
 
 import json
+import os
 import platform
 import statistics
 import sys
 import time
 
-now = time.perf_counter
 
+def interleaved(steps, num_rounds, num_warm_up=3):
+    """Seconds of a step of each of several things, round by round.
 
-def interleaved(steps, num_rounds, steps_per_round, num_warm_up=3):
-    """Median seconds of a step of each of several things.
-
-    A round runs each of them in turn, so that what else the machine does
-    falls on all alike.
+    A round runs each of them once, so that what else the machine does falls on
+    all alike; every other round in the opposite order.
 
     Args:
         steps: dict from a name to a function that runs one step.
         num_rounds: how often each is run.
-        steps_per_round: number of steps that a round times together.
         num_warm_up: steps of each before the first round.
 
     Returns:
-        dict from the name to seconds.
+        dict from the name to a list of seconds, one for each round.
     """
     for step in steps.values():
         for _ in range(num_warm_up):
             step()
     seconds = {name: [] for name in steps}
-    for _ in range(num_rounds):
-        for name, step in steps.items():
+    for index in range(num_rounds):
+        for name in list(steps)[:: -1 if index % 2 else 1]:
             start = time.perf_counter()
-            for _ in range(steps_per_round):
-                step()
-            elapsed = time.perf_counter() - start
-            seconds[name].append(elapsed / steps_per_round)
-    return {name: statistics.median(s) for name, s in seconds.items()}
+            steps[name]()
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median_ratio(seconds, others):
+    """Median over the rounds of what one took, in terms of the other."""
+    return statistics.median(
+        a / b for a, b in zip(seconds, others, strict=True)
+    )
 
 
 def finish(figures, misses):
@@ -59,17 +62,10 @@ def machine():
 
     return {
         "processor": _processor(),
-        "num_cores": tf.config.threading.get_inter_op_parallelism_threads()
-        or _num_cores(),
+        "num_cores": len(os.sched_getaffinity(0)),
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
     }
-
-
-def _num_cores():
-    import os
-
-    return len(os.sched_getaffinity(0))
 
 
 def _processor():

@@ -7,12 +7,15 @@ as on one of ten thousand: at most 1.3 times. Exact Adam, which must decay
 every row, and stock Keras stand beside them.
 
 The rows are the same in both tables and in all steps: all of them lie in the
-first ten thousand. With `--spread` they are spread over all of the large
-table (other pages, which a processor reaches more slowly).
+first ten thousand. What is compared is then the work done, not how fast the
+processor reaches 4,096 rows among 5 MB and among 512 MB. That is what
+`--spread` shows, with rows drawn from all of the large table; nothing is asked
+of it.
 """
 
 import argparse
 import os
+import statistics
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -51,22 +54,23 @@ def main():
         seconds = _timing.interleaved(
             steps,
             num_rounds=args.rounds if is_by_rows else args.rounds_beside,
-            steps_per_round=args.steps if is_by_rows else 1,
         )
-        ratio = seconds["large"] / seconds["small"]
+        ratio = _timing.median_ratio(seconds["large"], seconds["small"])
         figures[name] = {
-            "large_milliseconds": round(1e3 * seconds["large"], 3),
-            "small_milliseconds": round(1e3 * seconds["small"], 3),
+            f"{size}_milliseconds": round(1e3 * statistics.median(s), 3)
+            for size, s in seconds.items()
+        } | {
             "ratio": round(ratio, 3),
         }
         print(f"{name:14}" + row(figures[name]), flush=True)
-        if is_by_rows and ratio > LIMIT:
+        if is_by_rows and ratio > LIMIT and not args.spread:
             misses.append(
                 f"{name}: {ratio:.2f} times the small table's step, at most "
                 f"{LIMIT} asked"
             )
         del steps, optimizers
-    _timing.finish({"limit": LIMIT, "optimizers": figures}, misses)
+    limit = None if args.spread else LIMIT
+    _timing.finish({"limit": limit, "optimizers": figures}, misses)
 
 
 def wrap(name, optimizer):
@@ -79,9 +83,8 @@ def wrap(name, optimizer):
 def make_step(optimizer, num_rows, args):
     """One training step on a table of `num_rows` rows, as a function."""
     random = np.random.default_rng(0)
-    ids = random.choice(args.num_small_rows, args.num_touched, replace=False)
-    if args.spread:
-        ids *= num_rows // args.num_small_rows
+    high = num_rows if args.spread else args.num_small_rows
+    ids = random.choice(high, args.num_touched, replace=False)
     ids = tf.constant(ids, tf.int64)
     upstream = tf.constant(
         random.normal(size=(args.num_touched, args.dim)), tf.float32
@@ -126,7 +129,6 @@ def parse_arguments():
     add("--num-touched", type=int, default=4096)
     add("--rounds", type=int, default=200)
     add("--rounds-beside", type=int, default=3, help="of exact and stock")
-    add("--steps", type=int, default=1, help="steps of a round")
     add("--spread", action="store_true", help="rows all over the large table")
     return parser.parse_args()
 

@@ -7,7 +7,10 @@ steps per second. The models are small, so that overheads show.
 """
 
 import argparse
+import functools
 import os
+import statistics
+import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -28,21 +31,26 @@ def main():
         "sharded": sharded_model(args),
         "stock": stock_model(args),
     }
-    seconds = {}
-    clocks = {name: EpochSeconds() for name in models}
     for model in models.values():  # traced and warm
         model.fit(dataset, steps_per_epoch=20, verbose=0)
-    for _ in range(args.rounds):
-        for name, model in models.items():
-            model.fit(
+    clocks = {name: StepSeconds() for name in models}
+    _timing.interleaved(
+        {
+            name: functools.partial(
+                model.fit,
                 dataset,
                 steps_per_epoch=args.steps,
                 callbacks=[clocks[name]],
                 verbose=0,
             )
-    seconds = {n: float(np.median(c.seconds)) for n, c in clocks.items()}
-    steps = {name: args.steps / seconds[name] for name in models}
-    ratio = steps["sharded"] / steps["stock"]
+            for name, model in models.items()
+        },
+        num_rounds=args.rounds,
+        num_warm_up=0,
+    )
+    seconds = {name: clock.seconds for name, clock in clocks.items()}
+    ratio = _timing.median_ratio(seconds["stock"], seconds["sharded"])
+    steps = {name: 1 / statistics.median(s) for name, s in seconds.items()}
     for name, rate in steps.items():
         print(f"{name:8} {rate:8.1f} steps/s")
     print(f"ratio    {ratio:8.3f}")
@@ -93,18 +101,21 @@ def make_dataset(args):
     return dataset.batch(args.batch_size).cache().repeat().prefetch(2)
 
 
-class EpochSeconds(keras.callbacks.Callback):
-    """Seconds of each epoch, without what `fit` does before and after."""
+class StepSeconds(keras.callbacks.Callback):
+    """Mean seconds of a step in each `fit`, from the first step's end on."""
 
     def __init__(self):
         super().__init__()
         self.seconds = []
 
-    def on_epoch_begin(self, epoch, logs=None):
-        self._start = _timing.now()
+    def on_train_batch_end(self, batch, logs=None):
+        self._end = time.perf_counter()
+        if batch == 0:
+            self._start = self._end
+        self._num_steps = batch
 
     def on_epoch_end(self, epoch, logs=None):
-        self.seconds.append(_timing.now() - self._start)
+        self.seconds.append((self._end - self._start) / self._num_steps)
 
 
 def parse_arguments():
@@ -117,7 +128,7 @@ def parse_arguments():
     add("--dim", type=int, default=64)
     add("--batch-size", type=int, default=128)
     add("--time", type=int, default=20, help="words of an example")
-    add("--rounds", type=int, default=31)
+    add("--rounds", type=int, default=40)
     add("--steps", type=int, default=100, help="steps of a round")
     return parser.parse_args()
 
