@@ -126,9 +126,7 @@ def test_training_equals_one_process(cluster, engine, num_processes):
         start, end = reference(*case)
         for size, weights in results:
             assert size == num_processes
-            difference = oracles.relative_difference(
-                start, end, weights[index]
-            )
+            difference = oracles.relative_difference(start, end, weights[index])
             assert max(difference) < TOLERANCE, (case, difference)
 
 

@@ -63,8 +63,8 @@ def _from_owners(hidden, num_hidden, kernel, bias, name):
         if bias is not None:
             logits += tf.cast(bias.stored_rows(), hidden.dtype)[:, 0]
     else:
-        # oneDNN aborts the process on a product without columns (TensorFlow
-        # 2.21), which TensorFlow makes of it by fusing the bias.
+        # A product without columns has ended a process in oneDNN (SIGABRT,
+        # TensorFlow 2.21; not reproduced in isolation).
         logits = everyone[:, :0]
     # Flat, since ranks own different numbers of classes.
     flat, _ = communicator.all_to_all(
