@@ -38,14 +38,21 @@ def outermost_function():
 
 
 def captured(tensor):
-    """An eager tensor, as the outermost function being traced sees it.
+    """An eager tensor, as the `tf.function` being traced sees it.
 
     For resources used in a loop: the gradient of a `tf.while_loop` cannot
-    capture an eager tensor by itself, only what a function around it has.
-    `FuncGraph.capture`: TensorFlow 2.16 to 2.21.
+    capture an eager tensor by itself, only what the function around it has.
+    Not the outermost function: one within it may be called by others too.
+    `ControlFlowFuncGraph`, `FuncGraph.capture`: TensorFlow 2.16 to 2.21.
     """
-    graph = outermost_graph()
-    return tensor if graph is None else graph.capture(tensor)
+    from tensorflow.python.ops import control_flow_v2_func_graphs
+
+    if tf.executing_eagerly():
+        return tensor
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
 def abort_collectives(message):

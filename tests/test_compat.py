@@ -192,6 +192,22 @@ def test_captured():
     assert tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32) == 3
 
 
+def test_captured_by_a_function_of_several_others():
+    handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name="d")
+    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))
+
+    @tf.function
+    def inner():
+        tf.raw_ops.AssignAddVariableOp(
+            resource=compat.captured(handle), value=tf.constant(1)
+        )
+
+    for _ in range(2):
+        tf.function(lambda: inner())()
+    inner()
+    assert tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32) == 3
+
+
 def test_abort_collectives():
     # It ends the collectives of this process for good: see test_watch.py.
     from tensorflow.python.eager import context

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity import compat
 from tests import oracles
 from tests.conftest import engines
 
@@ -225,7 +226,10 @@ def by_method(method, model):
 METHODS = {
     "fit": {},
     "run_eagerly": {"run_eagerly": True},
-    "steps_per_execution": {"steps_per_execution": 2},
+    "steps_per_execution": {
+        # Keras 3.5 loses the logs of steps that do not fill an execution.
+        "steps_per_execution": 2 if compat.losses_are_scaled() else 3
+    },
     "train_on_batch": {"run_eagerly": True},
 }
 

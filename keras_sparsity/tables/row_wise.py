@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras_sparsity.tables.exchange import row_gradient
 
 
-class SpreadRegularizer:
+class SpreadRegularizer(keras.regularizers.Regularizer):
     """A regularizer of the whole table, from each owner's part of it.
 
     Keras divides what a regularizer adds to the loss by the number of
