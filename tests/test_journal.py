@@ -110,6 +110,20 @@ def test_shapes_known_at_run_time_only_are_recorded():
         assert site.current_call().shape == (rows, 2)
 
 
+def test_a_shape_is_unknown_until_the_call_has_run():
+    journal = Journal()
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 2])])
+    def step(x):
+        return noted(journal, x, "a")
+
+    step.get_concrete_function()
+    (site,) = journal.sites()
+    assert site.current_call().shape == (None, 2)
+    step(tf.ones([3, 2]))
+    assert site.current_call().shape == (3, 2)
+
+
 def test_upcoming_calls_are_those_of_the_same_function_not_yet_run():
     journal = Journal()
 

@@ -142,11 +142,10 @@ class Site:
         """The call, with the shapes of its last run where they vary."""
         if self._shapes is None:
             return self.call
-        sizes = iter(self._shapes.read().tolist())
-        try:
-            shape = _fill(self.call.shape, sizes)
-        except StopIteration:  # not run yet
-            shape = self.call.shape
+        sizes = self._shapes.read().tolist()
+        if len(sizes) != len(tf.nest.flatten(self.call.shape)):
+            return self.call  # not run yet
+        shape = _fill(self.call.shape, iter(sizes))
         return dataclasses.replace(self.call, shape=shape)
 
 
