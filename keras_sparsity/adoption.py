@@ -136,6 +136,8 @@ class Adoption:
             "save_weights",
         ):
             self._bind(name)
+        if not compat.losses_are_scaled():
+            self._bind("compute_loss")
 
     @property
     def _collectives(self):
@@ -241,6 +243,20 @@ class Adoption:
         if self._is_in_step and args and self._collectives.size > 1:
             return empty_parts.call(stock, *args, **kwargs)
         return stock(*args, **kwargs)
+
+    def compute_loss(self, *args, **kwargs):
+        """For Keras 3.5, which scales no loss by the number of replicas.
+
+        What layers add (regularizers) is then summed over the ranks with the
+        gradients; its value stays as it is.
+        """
+        loss = self._stock["compute_loss"](*args, **kwargs)
+        size = self._collectives.size
+        added = [tf.reduce_sum(x) for x in self._model.losses if size > 1]
+        if not added:
+            return loss
+        added = tf.add_n(added)
+        return loss - (added - tf.stop_gradient(added)) * (1 - 1 / size)
 
     def train_step(self, batch):
         self._check_optimizer()

@@ -227,14 +227,15 @@ def test_export_and_shard_embeddings_in_one_process():
 # Several processes.
 
 
-def pooled_model(embedding, names=("a",), **options):
+def pooled_model(embedding, names=("a",), penalty=None, **options):
     """Tables of one size, pooled, and a small head."""
     keras.utils.set_random_seed(3)
     inputs = keras.Input((4,), dtype="int32")
     rows = [embedding(ROWS, DIM, name=n, **options)(inputs) for n in names]
     features = rows[0] if len(rows) == 1 else keras.layers.Concatenate()(rows)
     features = keras.layers.GlobalAveragePooling1D()(features)
-    return keras.Model(inputs, keras.layers.Dense(1, name="head")(features))
+    head = keras.layers.Dense(1, name="head", kernel_regularizer=penalty)
+    return keras.Model(inputs, head(features))
 
 
 def batches(steps=3, batch=8):
@@ -316,6 +317,7 @@ def regularized(kind):
         "l1l2": keras.constraints.NonNeg(),
     }[kind]
     return {
+        "penalty": keras.regularizers.L2(0.3),
         "embeddings_regularizer": regularizer,
         "embeddings_constraint": constraint,
     }
