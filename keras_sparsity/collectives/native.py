@@ -127,7 +127,7 @@ class NativeEngine(Engine):
         self._group_key = (_hash(f"group {label}") + number) % _KEYS
         self._names = {}
         self._tokens = {}
-        # TensorFlow orders the members by the name of their task.
+        # TensorFlow orders the members by the name of their task: 10 before 2.
         order = self._gather(tf.constant([rank]), "order").numpy()
         self._slots = None if (np.diff(order) > 0).all() else np.argsort(order)
         self._order = order
