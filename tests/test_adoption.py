@@ -8,6 +8,8 @@ import tensorflow as tf
 import keras_sparsity as ks
 from tests.conftest import engines
 
+pytestmark = pytest.mark.smoke
+
 NUM_BATCHES = 7
 READ_ONCE = {"shuffle": False, "steps_per_epoch": NUM_BATCHES, "verbose": 0}
 

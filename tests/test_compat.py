@@ -7,6 +7,8 @@ import tensorflow as tf
 
 from keras_sparsity import compat
 
+pytestmark = pytest.mark.smoke
+
 
 def test_resolve_loss():
     assert compat.resolve_loss(None) is None

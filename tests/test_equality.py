@@ -117,7 +117,9 @@ def train_without_aggregation():
         type(communicator).all_to_all_along = original
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize(
+    "num_processes", [pytest.param(2, marks=pytest.mark.smoke), 4]
+)
 @pytest.mark.parametrize("engine", engines())
 def test_training_equals_one_process(cluster, engine, num_processes):
     cases = [(name, clip) for name in OPTIMIZERS for clip in CLIPS]
