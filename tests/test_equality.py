@@ -117,6 +117,7 @@ def train_without_aggregation():
         type(communicator).all_to_all_along = original
 
 
+@pytest.mark.timeout(600)  # ten models are traced: minutes on a busy machine
 @pytest.mark.parametrize(
     "num_processes", [pytest.param(2, marks=pytest.mark.smoke), 4]
 )
