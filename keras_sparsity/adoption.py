@@ -102,10 +102,6 @@ def adopt(model, strategy):
         object.__setattr__(model, _ADOPTION, Adoption(model))
 
 
-def is_adopted(model):
-    return getattr(model, _ADOPTION, None) is not None
-
-
 class Adoption:
     """The bound methods of one adopted model."""
 
@@ -158,10 +154,11 @@ class Adoption:
     def _check_call(self, what):
         """Raises where ranks call different methods, or with a wrong model."""
         self._check_optimizer()
+        self._check_same_call(what)
+
+    def _check_same_call(self, what):
         self._collectives.check_equal(
-            what,
-            "The method of the model that is called",
-            _EVERY_RANK,
+            what, "The method of the model that is called", _EVERY_RANK
         )
 
     def _check_optimizer(self):
@@ -405,9 +402,7 @@ class Adoption:
         return config
 
     def _save(self, name, args, kwargs):
-        self._collectives.check_equal(
-            name, "The method of the model that is called", _EVERY_RANK
-        )
+        self._check_same_call(name)
         with saving.on_rank_zero(self._model) as is_writer:
             if is_writer:
                 self._stock[name](*args, **kwargs)

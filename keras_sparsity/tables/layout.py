@@ -57,9 +57,6 @@ class Layout:
     def num_owners(self):
         return len(self.owners)
 
-    def owner_of_partition(self, partition):
-        return self.owners[partition % self.num_owners]
-
     def owned_partitions(self, rank):
         """Partitions of `rank`, in the order in which it stores them."""
         position = self.owners.index(rank)
