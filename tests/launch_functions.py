@@ -58,3 +58,13 @@ def hang(rank):
 
 def double(values):
     return 2 * values
+
+
+def is_running(pid):
+    """Whether a process has not ended."""
+    # An orphan may stay as a zombie where no init process waits for it.
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -17,6 +17,7 @@ from keras_sparsity.launch.hosts import Host
 from keras_sparsity.launch.remote import HostError, Remote
 from tests import launch_functions
 from tests.conftest import engines
+from tests.launch_functions import is_running
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -264,18 +265,9 @@ def _running(*arguments):
 
 def _wait_for_end(pids, seconds):
     deadline = time.monotonic() + seconds
-    while any(map(_is_running, pids)) and time.monotonic() < deadline:
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return not any(map(_is_running, pids))
-
-
-def _is_running(pid):
-    # An orphan may stay as a zombie where no init process waits for it.
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return not any(map(is_running, pids))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from keras_sparsity.launch.processes import (
     RankProcess,
     last_lines,
 )
+from tests.launch_functions import is_running
 
 _SLEEP = "import time; time.sleep(60)"
 _IGNORE_SIGTERM = (
@@ -125,18 +126,9 @@ def test_what_a_rank_started_ends_with_it(tmp_path):
         group.wait()
         pid = int(group.processes[0].last_lines()[0])
         deadline = time.monotonic() + 10
-        while _is_running(pid) and time.monotonic() < deadline:
+        while is_running(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not _is_running(pid)
-
-
-def _is_running(pid):
-    # An orphan may stay as a zombie where no init process waits for it.
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+        assert not is_running(pid)
 
 
 @pytest.mark.parametrize(
