@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.checkpoint import state, storage
+from keras_sparsity.checkpoint import folder, state, storage
 
 VOCABULARY = 40
 NUM_EXAMPLES = 64
@@ -173,11 +173,46 @@ def train_and_resume(directory, interruptions, **arguments):
     return undisturbed, train(directory, **arguments)
 
 
+def save(directory):
+    """Trains and saves in each way; then the next step."""
+    train(directory, epochs=1, every_steps=None, dropout=0.0)
+    model = build(dropout=0.0)
+    ks.callbacks.ShardedCheckpoint(directory).restore(model)
+    model.save(os.path.join(directory, "model.keras"))
+    plain = ks.export(model)
+    if ks.collectives.current().rank == 0:
+        plain.save(os.path.join(directory, "plain.keras"))
+    return _next_step(model)
+
+
+def load(directory, kind):
+    """A saved model's predictions, and its weights after the next step."""
+    if kind == "plain":
+        path = os.path.join(directory, "plain.keras")
+        return _next_step(keras.models.load_model(path))
+    if kind == "checkpoint":
+        model = build(partitions=(4, 2), dropout=0.0)
+        ks.callbacks.ShardedCheckpoint(directory).restore(model)
+        return _next_step(model)
+    with ks.HybridStrategy().scope():
+        path = os.path.join(directory, "model.keras")
+        return _next_step(keras.models.load_model(path))
+
+
+def _next_step(model):
+    x, y = arrays()
+    predictions = model.predict(x, batch_size=BATCH, verbose=0)
+    # No row twice, which stock Keras would not add up.
+    ids = np.arange(36).reshape(6, 6)
+    model.train_on_batch(ids, y[:6])
+    return predictions, model.get_weights()
+
+
 def fail_to_write(directory):
     """Trains while rank 1 may not write files of any size."""
     outcome = None
     train(directory, interrupt_after=12)
-    before = sorted(os.listdir(directory))
+    before = folder.complete(directory)
     is_full = ks.collectives.current().rank == 1
     if is_full:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -192,7 +227,7 @@ def fail_to_write(directory):
             resource.RLIMIT_FSIZE,
             (resource.RLIM_INFINITY, resource.RLIM_INFINITY),
         )
-    return before, sorted(os.listdir(directory)), outcome
+    return before, folder.complete(directory), outcome
 
 
 def peak_memory(directory, num_rows, dim):
@@ -240,9 +275,7 @@ class _Peak:
 
 
 def write_sample(directory):
-    weights, optimizer_state, *_ = train(
-        directory, epochs=1, every_steps=None
-    )
+    weights, optimizer_state, *_ = train(directory, epochs=1, every_steps=None)
     return [v.tolist() for v in [*weights, *optimizer_state]]
 
 
