@@ -1,4 +1,4 @@
-"""Sends each gradient down its variable's path, then updates."""
+"""A Keras optimizer around another: aggregates, then updates by its rule."""
 
 import math
 
@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives, compat, row_update
-from keras_sparsity.tables.exchange import split_gradient
+from keras_sparsity.aggregation import Aggregation, Update
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
 from keras_sparsity.tables.table_variable import TableVariable
@@ -18,7 +18,7 @@ _MODES = ("exact", "lazy")
 # benchmarks/single_process.py; stock Keras 0.67 and 1.33).
 _SMALL_ELEMENTS = 1 << 15
 # Set on the wrapper itself after construction; all else is the inner's.
-_OWN = ("built", "name", "_trainable_variables", "_expansion")
+_OWN = ("built", "name", "_trainable_variables", "_aggregation")
 # Not to be found by Keras's saving, which walks `dir()`.
 _HIDDEN = ("inner_optimizer", "_rule")
 # Of the base class's attributes, those that the wrapper needs for itself.
@@ -94,8 +94,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         self.__dict__["_inner"] = _Holder(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
         self.sparse_updates = sparse_updates
-        # For each model variable, the variables that the rule updates.
-        self._expansion = {}
+        self._aggregation = Aggregation([], [])
         # What the base class made for itself is the inner optimizer's.
         for attribute in set(self.__dict__) & set(self._rule.__dict__):
             if attribute not in _KEPT:
@@ -162,24 +161,21 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         if self.built:
             return
         var_list = list(var_list)
-        self._expansion = {}
-        expanded = []
+        pieces = []
         for variable in var_list:
-            pieces = [variable]
+            of_variable = [variable]
             if isinstance(variable, TableVariable):
                 row_update.check_applies_by_rows(self._rule)
                 if variable.table.is_sharded:
-                    pieces = list(variable.table.partitions)
-            self._expansion[id(variable)] = pieces
-            expanded.extend(pieces)
+                    of_variable = list(variable.table.partitions)
+            pieces.append(of_variable)
+        self._aggregation = Aggregation(var_list, pieces)
         # First of all: some rules start their slots from the variables.
-        _same_on_all_ranks(
-            [v for v in var_list if self._expansion[id(v)][0] is v]
-        )
-        is_whole = all(self._expansion[id(v)][0] is v for v in var_list)
+        whole = [v for v in var_list if not self._aggregation.is_spread(v)]
+        _same_on_all_ranks(whole)
         inner = self.inner_optimizer
         state = None
-        if inner.built and not is_whole:
+        if inner.built and len(whole) < len(var_list):
             # Built for whole tables, for example by `load_model`: start anew
             # on the partitions and hand the state over.
             state = [keras.ops.convert_to_numpy(v) for v in inner.variables]
@@ -190,14 +186,12 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 optimizer, tf.distribute.get_strategy()
             )
         if not inner.built:
-            for variable, pieces in zip(
-                var_list, self._expansion.values(), strict=True
-            ):
+            for variable, of_variable in zip(var_list, pieces, strict=True):
                 compat.exclude_from_weight_decay_too(
-                    self._rule, variable, pieces
+                    self._rule, variable, of_variable
                 )
             with keras.name_scope(inner.name):
-                inner.build(expanded)
+                inner.build([v for several in pieces for v in several])
         self._trainable_variables = var_list
         self.built = True
         if state is not None:
@@ -227,7 +221,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         grads, variables = compat.without_missing_gradients(
             self, grads, trainable_variables
         )
-        updates = self._aggregate(grads, variables)
+        updates = self._aggregation.aggregate(
+            grads, variables, self._updates_rows_of
+        )
         inner = self.inner_optimizer
         if inner is self._rule:
             self._update(updates)
@@ -235,7 +231,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             self._update_if_finite(inner, updates)
 
     def _check_known(self, variable):
-        pieces = self._expansion.get(id(variable))
+        pieces = self._aggregation.pieces_of(variable)
         is_sharded = (
             isinstance(variable, TableVariable) and variable.table.is_sharded
         )
@@ -250,58 +246,6 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 "optimizer was built. Compile the model again, with a new "
                 "optimizer."
             )
-
-    def _aggregate(self, grads, variables):
-        """List of `_Update`, with gradients summed over all ranks."""
-        communicator = collectives.current()
-        updates = []
-        dense = []
-        for gradient, variable in zip(grads, variables, strict=True):
-            pieces = self._expansion[id(variable)]
-            is_slices = isinstance(gradient, tf.IndexedSlices)
-            if pieces[0] is not variable:
-                if not is_slices:
-                    raise ValueError(
-                        f"The gradient of the sharded table {variable} must "
-                        "be the tf.IndexedSlices that the gradient tape gives."
-                        f" Received: {gradient}."
-                    )
-                slices = split_gradient(variable.table, gradient)
-                updates.extend(
-                    _Update(piece, s, variable, is_spread=True)
-                    for piece, s in zip(pieces, slices, strict=True)
-                    if piece.num_rows > 0
-                )
-                continue
-            if is_slices and communicator.size > 1:
-                gradient = _gather_slices(communicator, gradient, variable)
-            update = _Update(variable, gradient, variable, is_spread=False)
-            updates.append(update)
-            if not is_slices:
-                dense.append(update)
-        if dense and communicator.size > 1:
-            # One call: fused into few messages.
-            reduced = communicator.all_reduce(
-                [update.gradient for update in dense], name="optimizer/dense"
-            )
-            for update, gradient in zip(dense, reduced, strict=True):
-                update.gradient = gradient
-        for update in updates:
-            if isinstance(update.gradient, tf.IndexedSlices):
-                update.gradient = self._one_gradient_per_row(update)
-        return updates
-
-    def _one_gradient_per_row(self, update):
-        slices = update.gradient
-        if self._updates_rows_of(update.variable):
-            rows, index = tf.unique(slices.indices)
-            values = tf.math.unsorted_segment_sum(
-                slices.values, index, tf.size(rows)
-            )
-            return tf.IndexedSlices(values, rows, slices.dense_shape)
-        return tf.math.unsorted_segment_sum(
-            slices.values, slices.indices, update.variable.shape[0]
-        )
 
     def _updates_rows_of(self, variable):
         rule = self._rule
@@ -320,15 +264,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
     def _update_if_finite(self, loss_scale_optimizer, updates):
         """Loss scaling: all ranks update, or all skip."""
-        finite = tf.reduce_all(
-            [tf.reduce_all(tf.math.is_finite(u.values)) for u in updates]
-        )
-        communicator = collectives.current()
-        if communicator.size > 1 and self._spread_variables():
-            (votes,) = communicator.all_reduce(
-                [tf.cast(finite, tf.int32)], op="min", name="optimizer/finite"
-            )
-            finite = votes > 0
+        finite = self._aggregation.is_finite(updates)
         step = object.__new__(type(loss_scale_optimizer))
         step.__dict__.update(loss_scale_optimizer.__dict__)
         step.__dict__["check_finite"] = lambda grads: finite
@@ -349,7 +285,8 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         compat.set_optimizer_strategy(step, tf.distribute.get_strategy())
         # Aggregated already; clipped over all owners.
         compat.take_aggregated_gradients(
-            step, lambda grads: self._clip(grads, updates)
+            step,
+            lambda grads: self._aggregation.clip(self._rule, grads, updates),
         )
         step.apply(
             [u.values for u in updates],
@@ -365,54 +302,12 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             steps = rule.gradient_accumulation_steps or 1
             tf.cond(
                 (iterations.value + 1) % steps == 0,
-                lambda: tf.add_n(list(self._squared_norms([], []).values())),
+                lambda: tf.add_n(
+                    list(self._aggregation.squared_norms([], []).values())
+                ),
                 lambda: tf.zeros([]),
             )
         iterations.assign_add(1)
-
-    def _clip(self, grads, updates):
-        """Stock Keras's clipping, of the aggregated gradients."""
-        rule = self._rule
-        if rule.clipvalue and rule.clipvalue > 0:
-            limit = rule.clipvalue
-            return [tf.clip_by_value(g, -limit, limit) for g in grads]
-        if rule.clipnorm and rule.clipnorm > 0:
-            squares = self._squared_norms(grads, updates)
-            return [
-                _scale_to(g, squares[id(u.whole)], rule.clipnorm)
-                for g, u in zip(grads, updates, strict=True)
-            ]
-        if rule.global_clipnorm and rule.global_clipnorm > 0:
-            squares = self._squared_norms(grads, updates)
-            total = tf.add_n(list(squares.values()))
-            return [_scale_to(g, total, rule.global_clipnorm) for g in grads]
-        return grads
-
-    def _squared_norms(self, grads, updates):
-        """Squared norm of each model variable's gradient, over all owners."""
-        squares = {id(v): tf.zeros([]) for v in self._spread_variables()}
-        for gradient, update in zip(grads, updates, strict=True):
-            square = tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
-            key = id(update.whole)
-            squares[key] = squares[key] + square if key in squares else square
-        spread = [id(v) for v in self._spread_variables()]
-        communicator = collectives.current()
-        if spread and communicator.size > 1:
-            # One number for each table, all in one message (EuroSys 4.3).
-            (summed,) = communicator.all_reduce(
-                [tf.stack([squares[key] for key in spread])],
-                name="optimizer/norms",
-            )
-            squares.update(zip(spread, tf.unstack(summed), strict=True))
-        return squares
-
-    def _spread_variables(self):
-        """Tables of which this rank may hold no row at all."""
-        return [
-            v
-            for v in self._trainable_variables
-            if self._expansion[id(v)][0] is not v
-        ]
 
     # As an optimizer among Keras's own.
 
@@ -451,9 +346,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         has them; `table` is None for what is not spread.
         """
         whole_of = {}
-        for variable, pieces in (
-            (v, self._expansion[id(v)]) for v in self._trainable_variables
-        ):
+        for variable, pieces in self._aggregation.places:
             if pieces[0] is variable:
                 continue
             for slots in row_update.slots_of(self._rule, pieces):
@@ -525,26 +418,6 @@ class _Holder:
         self.optimizer = optimizer
 
 
-class _Update:
-    """The aggregated gradient of one variable that the rule updates.
-
-    `gradient` is dense, or `tf.IndexedSlices` without a row twice; `whole` is
-    the model's variable, of which `variable` may be a partition.
-    """
-
-    def __init__(self, variable, gradient, whole, is_spread):
-        self.variable = variable
-        self.gradient = gradient
-        self.whole = whole
-        self.is_spread = is_spread
-
-    @property
-    def values(self):
-        if isinstance(self.gradient, tf.IndexedSlices):
-            return self.gradient.values
-        return self.gradient
-
-
 class _Unscaled:
     """What a LossScaleOptimizer applies once it has unscaled gradients."""
 
@@ -555,7 +428,7 @@ class _Unscaled:
     def apply(self, grads, trainable_variables=None):
         del trainable_variables
         updates = [
-            _Update(u.variable, gradient, u.whole, u.is_spread)
+            Update(u.variable, gradient, u.whole)
             for gradient, u in zip(grads, self._updates, strict=True)
         ]
         self._optimizer._update(updates)
@@ -594,19 +467,3 @@ def _is_small_table(variable):
         isinstance(variable, TableVariable)
         and math.prod(variable.shape) <= _SMALL_ELEMENTS
     )
-
-
-def _gather_slices(communicator, slices, variable):
-    """IndexedSlices of all ranks, one after the other."""
-    name = f"optimizer/rows/{variable.path}"
-    return tf.IndexedSlices(
-        communicator.all_gather(slices.values, name=f"{name}/values"),
-        communicator.all_gather(slices.indices, name=f"{name}/ids"),
-        slices.dense_shape,
-    )
-
-
-def _scale_to(gradient, squared_norm, limit):
-    norm = tf.sqrt(squared_norm)
-    scale = limit / tf.maximum(norm, limit)
-    return gradient * tf.cast(scale, gradient.dtype)
