@@ -49,7 +49,7 @@ def compile_adopts(strategy):
         del arguments["self"]
         optimizer = arguments.get("optimizer", "rmsprop")
         if optimizer is not None:
-            arguments["optimizer"] = wrap(optimizer, strategy.sparse_updates)
+            arguments["optimizer"] = wrap(optimizer, strategy)
         arguments["loss"] = losses.globalize(
             arguments.get("loss"), strategy.collectives
         )
@@ -59,7 +59,7 @@ def compile_adopts(strategy):
         if compiled_metrics is not None and strategy.size > 1:
             metrics.ignore_empty_parts(compiled_metrics)
         if getattr(model, "optimizer", None) is not None:
-            model.optimizer = wrap(model.optimizer, strategy.sparse_updates)
+            model.optimizer = wrap(model.optimizer, strategy)
 
     owner.compile = compile
     try:
@@ -68,15 +68,26 @@ def compile_adopts(strategy):
         owner.compile = original
 
 
-def wrap(optimizer, sparse_updates):
+def wrap(optimizer, strategy):
     """The optimizer as a `HybridOptimizer`, outermost."""
+    options = strategy.optimizer_options
     optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, HybridOptimizer):
-        return optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if isinstance(inner, HybridOptimizer):
-        return _nested(optimizer)
-    return HybridOptimizer(optimizer, sparse_updates=sparse_updates)
+    if not isinstance(optimizer, HybridOptimizer):
+        inner = getattr(optimizer, "inner_optimizer", None)
+        if not isinstance(inner, HybridOptimizer):
+            return HybridOptimizer(optimizer, **options)
+        optimizer = _nested(optimizer)
+    # One that was loaded has none: functions are not saved.
+    given = options["transform_gradients"]
+    if optimizer.transform_gradients is None:
+        optimizer.transform_gradients = given
+    elif given not in (None, optimizer.transform_gradients):
+        raise ValueError(
+            "The strategy and the optimizer have different "
+            "`transform_gradients`. Give it to one of them. Received: "
+            f"{given} and {optimizer.transform_gradients}."
+        )
+    return optimizer
 
 
 def _nested(loss_scaling):
@@ -90,7 +101,7 @@ def _nested(loss_scaling):
     if isinstance(hybrid.inner_optimizer, keras.optimizers.LossScaleOptimizer):
         return hybrid  # scaled already, by the user or when it was saved
     loss_scaling.inner_optimizer = hybrid.inner_optimizer
-    return HybridOptimizer(loss_scaling, sparse_updates=hybrid.sparse_updates)
+    return HybridOptimizer(loss_scaling, **hybrid.options())
 
 
 def adopt(model, strategy):

@@ -6,12 +6,17 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives, compat, row_update
-from keras_sparsity.aggregation import Aggregation, Update
+from keras_sparsity.aggregation import Aggregation, Update, each_row_once
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
 from keras_sparsity.tables.table_variable import TableVariable
 
-_MODES = ("exact", "lazy")
+# What each option may be.
+_CHOICES = {
+    "sparse_updates": ("exact", "lazy"),
+    "dense_aggregation": ("mean", "sum"),
+    "sparse_aggregation": ("mean", "sum"),
+}
 # In one process, finding the rows that occur twice costs more than updating all
 # of a table of so many elements: a step of a small model on 1,000 x 16 takes
 # 0.68 ms in place of 0.98, on 1,000 x 64 the same (the model and batch of
@@ -58,6 +63,26 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             them. For rules that leave untouched rows alone (SGD, Adagrad) the
             two are the same, and always cheap. Moving averages (`use_ema`)
             and `gradient_accumulation_steps` update the whole part.
+        dense_aggregation: `"mean"`: the inner optimizer gets the gradient of
+            the mean loss over the global batch. Each rank's loss is weighted
+            by its share of that batch, so the ranks' gradients are added.
+            `"sum"`: `size` times that gradient. Where the ranks' parts of the
+            batch count the same, it is the sum over ranks of the gradient of
+            each rank's own mean loss.
+        sparse_aggregation: the same for sharded tables and for variables
+            whose gradient is `tf.IndexedSlices` (an ordinary `Embedding`).
+        transform_gradients: `function(gradients, variables) -> gradients`, to
+            read or to change the gradients of all ranks. It is called once in
+            each step, after aggregation (and after loss scaling has divided,
+            if the step is not skipped), before clipping and accumulation. Its
+            lists have one entry for each of the model's variables that has a
+            gradient: a tensor, or for rows a `tf.IndexedSlices` in which each
+            row occurs once, by its index in the whole variable. Of a sharded
+            table these are the touched rows that this rank owns, of an
+            ordinary `Embedding` all touched rows. It returns gradients of the
+            same kinds, shapes, dtypes and rows. Every rank must make the same
+            change to what all of them have. Not part of the configuration:
+            give it anew to a model that is loaded.
 
     Example:
 
@@ -67,11 +92,19 @@ class HybridOptimizer(keras.optimizers.Optimizer):
     0.1
 
     References:
-        EuroSys 4.3 (post-aggregation operations); arXiv 3.1 (correctness).
+        EuroSys 4.3 (post-aggregation operations); arXiv 3.1 (correctness;
+        reading aggregated gradients).
     """
 
     def __init__(
-        self, inner_optimizer, sparse_updates="exact", name=None, **kwargs
+        self,
+        inner_optimizer,
+        sparse_updates="exact",
+        dense_aggregation="mean",
+        sparse_aggregation="mean",
+        transform_gradients=None,
+        name=None,
+        **kwargs,
     ):
         inner_optimizer = keras.optimizers.get(inner_optimizer)
         if isinstance(inner_optimizer, HybridOptimizer):
@@ -79,11 +112,12 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 "`inner_optimizer` is a HybridOptimizer already. Pass the "
                 f"optimizer inside it. Received: {inner_optimizer}."
             )
-        if sparse_updates not in _MODES:
-            raise ValueError(
-                f"`sparse_updates` must be one of {_MODES}. "
-                f"Received: sparse_updates={sparse_updates!r}."
-            )
+        options = checked_options(
+            sparse_updates=sparse_updates,
+            dense_aggregation=dense_aggregation,
+            sparse_aggregation=sparse_aggregation,
+            transform_gradients=transform_gradients,
+        )
         kwargs.pop("learning_rate", None)
         if kwargs:
             raise ValueError(
@@ -93,7 +127,8 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         _check_is_rule(inner_optimizer)
         self.__dict__["_inner"] = _Holder(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
-        self.sparse_updates = sparse_updates
+        for option, value in options.items():
+            setattr(self, option, value)
         self._aggregation = Aggregation([], [])
         # What the base class made for itself is the inner optimizer's.
         for attribute in set(self.__dict__) & set(self._rule.__dict__):
@@ -112,6 +147,11 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         if isinstance(inner, keras.optimizers.LossScaleOptimizer):
             return inner.inner_optimizer
         return inner
+
+    def options(self):
+        """The arguments with which to wrap another optimizer like this."""
+        names = (*_CHOICES, "transform_gradients")
+        return {name: getattr(self, name) for name in names}
 
     def __dir__(self):
         return [name for name in super().__dir__() if name not in _HIDDEN]
@@ -169,7 +209,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 if variable.table.is_sharded:
                     of_variable = list(variable.table.partitions)
             pieces.append(of_variable)
-        self._aggregation = Aggregation(var_list, pieces)
+        self._aggregation = Aggregation(
+            var_list, pieces, self.dense_aggregation, self.sparse_aggregation
+        )
         # First of all: some rules start their slots from the variables.
         whole = [v for v in var_list if not self._aggregation.is_spread(v)]
         _same_on_all_ranks(whole)
@@ -204,7 +246,8 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
         Args:
             grads: list of this rank's gradients: tensors, `tf.IndexedSlices`
-                or None. Their sum over ranks is applied.
+                or None. Their sum over ranks is applied, see
+                `dense_aggregation`.
             trainable_variables: list of variables, as in Keras.
         """
         grads = list(grads)
@@ -221,9 +264,11 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         grads, variables = compat.without_missing_gradients(
             self, grads, trainable_variables
         )
-        updates = self._aggregation.aggregate(
-            grads, variables, self._updates_rows_of
-        )
+        updates = self._aggregation.aggregate(grads, variables)
+        if self.transform_gradients is None:
+            updates = self._by_piece(updates)
+        else:  # which is to see each variable as one
+            updates = each_row_once(updates)
         inner = self.inner_optimizer
         if inner is self._rule:
             self._update(updates)
@@ -246,6 +291,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 "optimizer was built. Compile the model again, with a new "
                 "optimizer."
             )
+
+    def _by_piece(self, updates):
+        return self._aggregation.by_piece(updates, self._updates_rows_of)
 
     def _updates_rows_of(self, variable):
         rule = self._rule
@@ -273,6 +321,10 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
     def _update(self, updates):
         """The inner optimizer's step, rows standing in for variables."""
+        if self.transform_gradients is not None:
+            updates = self._by_piece(
+                self._aggregation.transform(self.transform_gradients, updates)
+            )
         if not updates:  # a rank that owns no row, of a model of tables only
             self._go_along()
             return
@@ -387,7 +439,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             "inner_optimizer": keras.saving.serialize_keras_object(
                 self.inner_optimizer
             ),
-            "sparse_updates": self.sparse_updates,
+            **{option: getattr(self, option) for option in _CHOICES},
         }
 
     @classmethod
@@ -397,6 +449,24 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             config["inner_optimizer"], custom_objects=custom_objects
         )
         return cls(**config)
+
+
+def checked_options(**options):
+    """The options of a `HybridOptimizer`, once they are seen to be valid."""
+    for name, choices in _CHOICES.items():
+        if options[name] not in choices:
+            raise ValueError(
+                f"`{name}` must be one of {choices}. "
+                f"Received: {name}={options[name]!r}."
+            )
+    function = options["transform_gradients"]
+    if function is not None and not callable(function):
+        raise ValueError(
+            "`transform_gradients` must be None or a function of a list of "
+            "gradients and a list of variables that returns the gradients. "
+            f"Received: transform_gradients={function!r}."
+        )
+    return options
 
 
 def _check_is_rule(optimizer):
