@@ -11,7 +11,6 @@ import functools
 import inspect
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import (
@@ -21,16 +20,16 @@ from keras_sparsity import (
     empty_parts,
     losses,
     metrics,
+    random_states,
     saving,
 )
-from keras_sparsity.callbacks import rank_zero
+from keras_sparsity.callbacks import rank_zero, sharded_checkpoint
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.table_variable import TableVariable
 
 # Set on an adopted model; holds its `Adoption`.
 _ADOPTION = "_keras_sparsity_adoption"
-_NO_CHANGE = contextlib.nullcontext()
 _EVERY_RANK = (
     "Every rank must make the same calls; `ks.export(model)` gives a model "
     "that one rank can use by itself."
@@ -122,6 +121,7 @@ class Adoption:
         self._is_in_step = False
         self._synchronised = None
         self._folded = set()
+        self._awaits_input = None
         for name in (
             "fit",
             "evaluate",
@@ -189,9 +189,18 @@ class Adoption:
     def fit(self, *args, **kwargs):
         self._check_call("fit")
         arguments = _bound_arguments(self._stock["fit"], args, kwargs)
-        # A seed that the ranks only share to agree must not freeze orders.
-        is_ours = tf.compat.v1.get_seed(0)[0] == collectives.agreed_seed()
-        with data.array_orders_change() if is_ours else _NO_CHANGE:
+        callbacks = self._callbacks(arguments.get("callbacks"))
+        arguments["callbacks"] = callbacks
+        order_seed = data.next_order_seed()
+        callbacks = getattr(callbacks, "callbacks", callbacks)
+        checkpoint = sharded_checkpoint.among(callbacks)
+        if checkpoint:
+            arguments["initial_epoch"] = checkpoint.begin(
+                self._model, callbacks, arguments
+            )
+            order_seed = checkpoint.order_seed(order_seed)
+        self._awaits_input = checkpoint
+        with compat.array_orders_change(order_seed):
             return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):
@@ -209,17 +218,24 @@ class Adoption:
         rank = self._collectives.rank
         if rank != 0:
             arguments["verbose"] = 0
-        arguments["callbacks"] = self._callbacks(arguments.get("callbacks"))
+        if name != "fit":
+            callbacks = self._callbacks(arguments.get("callbacks"))
+            arguments["callbacks"] = callbacks
         with collectives.explained(f"model.{name}"):
             return self._stock[name](**arguments)
 
     def _callbacks(self, callbacks):
         communicator = self._collectives
-        is_inner = isinstance(callbacks, keras.callbacks.CallbackList)
-        if communicator.size == 1 or is_inner:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
         callbacks = rank_zero.on_rank(callbacks, communicator.rank)
-        return [InputCheck(communicator), *(callbacks or ())]
+        if communicator.size > 1:
+            callbacks = [InputCheck(communicator), *callbacks]
+        # What it saves includes what the others do.
+        return sorted(
+            callbacks,
+            key=lambda c: isinstance(c, sharded_checkpoint.ShardedCheckpoint),
+        )
 
     # Single batches: global ones, too.
 
@@ -335,6 +351,9 @@ class Adoption:
         """
         if iterator is not None:
             data_batch = compat.batch_shapes(iterator)
+            if self._awaits_input:
+                self._awaits_input.use_input(iterator)
+                self._awaits_input = None
         self._stock["_maybe_symbolic_build"](data_batch=data_batch)
 
     def make_train_function(self, *args, **kwargs):
@@ -370,7 +389,7 @@ class Adoption:
             "The model's variables and optimizer",
             "Build the same model on every rank.",
         )
-        folded = [v for v in variables if _is_random_state(v)]
+        folded = [v for v in variables if random_states.is_own(v)]
         synchronised = [v for v in variables if id(v) not in self._folded]
         values = communicator.broadcast(
             [tf.convert_to_tensor(v.value) for v in synchronised],
@@ -381,7 +400,7 @@ class Adoption:
         for variable in folded:
             if id(variable) not in self._folded:
                 self._folded.add(id(variable))
-                _fold_rank(variable, communicator.rank)
+                random_states.fold_rank(variable, communicator.rank)
         self._synchronised = identity
 
     # Saving.
@@ -438,21 +457,3 @@ def _whole_batch(part, communicator):
     if part.shape.rank == 0:
         part = part[tf.newaxis]
     return communicator.all_gather(part, name="model/predict")
-
-
-def _is_random_state(variable):
-    """Whether a variable is the state of a `keras.random.SeedGenerator`.
-
-    Except of one whose draws all ranks must share.
-    """
-    return variable.name == "seed_generator_state" and not getattr(
-        variable, "is_same_on_all_ranks", False
-    )
-
-
-def _fold_rank(state, rank):
-    """Gives each rank a random stream of its own, derived from the first."""
-    seed, counter = keras.ops.convert_to_numpy(state)
-    mixed = np.random.SeedSequence([int(seed), rank]).generate_state(1)[0]
-    if rank:
-        state.assign(np.array([mixed, counter], dtype="uint32"))

@@ -143,7 +143,7 @@ def _reduced(variables, collectives):
     wide = dtypes.pop() if dtypes <= {tf.float32} else tf.float64
     sent = [
         tf.cast(value, wide)
-        if collectives.rank == 0 or _aggregation(variable) in _SUMMED
+        if collectives.rank == 0 or aggregation(variable) in _SUMMED
         else tf.zeros(value.shape, wide)
         for variable, value in zip(variables, values, strict=True)
     ]
@@ -155,13 +155,13 @@ def _reduced(variables, collectives):
 
 
 def _restored(variable, total, dtype, size):
-    if _aggregation(variable) == "mean":
+    if aggregation(variable) == "mean":
         total /= size
     if dtype == tf.bool:
         return total > 0  # the sum of truth values: whether any is true
     return tf.cast(total, dtype)
 
 
-def _aggregation(variable):
+def aggregation(variable):
     # Keras stores what `add_variable` was given; None in its first versions.
     return getattr(variable, "aggregation", None) or "sum"

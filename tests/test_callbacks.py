@@ -325,7 +325,7 @@ def test_ranks_that_write():
 
 def test_refuses_callbacks_of_one_process(tmp_path):
     for callback, part in (
-        (keras.callbacks.BackupAndRestore(tmp_path), "ModelCheckpoint"),
+        (keras.callbacks.BackupAndRestore(tmp_path), "ShardedCheckpoint"),
         (
             keras.callbacks.TensorBoard(tmp_path, histogram_freq=1),
             "histogram_freq=1",
