@@ -456,7 +456,7 @@ def checked_options(**options):
     for name, choices in _CHOICES.items():
         if options[name] not in choices:
             raise ValueError(
-                f"`{name}` must be one of {choices}. "
+                f"`{name}` must be {choices[0]!r} or {choices[1]!r}. "
                 f"Received: {name}={options[name]!r}."
             )
     function = options["transform_gradients"]
