@@ -4,7 +4,7 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity import adoption, collectives, data
+from keras_sparsity import adoption, collectives, data, metrics
 from keras_sparsity.optimizer import checked_options
 
 _REDUCE = {
@@ -85,9 +85,15 @@ class HybridStrategy(tf.distribute.Strategy):
         """Context in which `model.compile` makes a model distributed.
 
         Models compiled inside it (also by `keras.models.load_model`) train on
-        all processes, wherever they were built.
+        all processes, wherever they were built. The results of metrics made
+        inside it are those of all processes, wherever a custom loop asks for
+        them outside of `run`; every process must ask.
         """
-        with super().scope(), adoption.compile_adopts(self):
+        with (
+            super().scope(),
+            adoption.compile_adopts(self),
+            metrics.new_ones_are_global(self.collectives),
+        ):
             yield self
 
     def shard(self, dataset):
