@@ -80,6 +80,20 @@ class HybridStrategy(tf.distribute.Strategy):
     def size(self):
         return self.collectives.size
 
+    @property
+    def cluster_resolver(self):
+        """Which worker this process is: `task_id` is its rank.
+
+        For scripts that ask their strategy so who the chief is. The addresses
+        are names only.
+        """
+        workers = [f"rank-{rank}" for rank in range(self.size)]
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": workers}),
+            task_type="worker",
+            task_id=self.rank,
+        )
+
     @contextlib.contextmanager
     def scope(self):
         """Context in which `model.compile` makes a model distributed.
