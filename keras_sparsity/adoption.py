@@ -25,7 +25,7 @@ from keras_sparsity import (
 )
 from keras_sparsity.callbacks import rank_zero, sharded_checkpoint
 from keras_sparsity.callbacks.input_check import InputCheck
-from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.optimizer import HybridOptimizer, get
 from keras_sparsity.tables.table_variable import TableVariable
 
 # Set on an adopted model; holds its `Adoption`.
@@ -70,7 +70,7 @@ def compile_adopts(strategy):
 def wrap(optimizer, strategy):
     """The optimizer as a `HybridOptimizer`, outermost."""
     options = strategy.optimizer_options
-    optimizer = keras.optimizers.get(optimizer)
+    optimizer = get(optimizer)
     if not isinstance(optimizer, HybridOptimizer):
         inner = getattr(optimizer, "inner_optimizer", None)
         if not isinstance(inner, HybridOptimizer):

@@ -1,11 +1,13 @@
 """A Keras optimizer around another: aggregates, then updates by its rule."""
 
 import math
+from collections.abc import Iterable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import collectives, compat, row_update
+from keras_sparsity import checks, collectives, compat, row_update
 from keras_sparsity.aggregation import Aggregation, Update, each_row_once
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
@@ -106,7 +108,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         name=None,
         **kwargs,
     ):
-        inner_optimizer = keras.optimizers.get(inner_optimizer)
+        inner_optimizer = get(inner_optimizer, "inner_optimizer")
         if isinstance(inner_optimizer, HybridOptimizer):
             raise ValueError(
                 "`inner_optimizer` is a HybridOptimizer already. Pass the "
@@ -118,7 +120,6 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             sparse_aggregation=sparse_aggregation,
             transform_gradients=transform_gradients,
         )
-        kwargs.pop("learning_rate", None)
         if kwargs:
             raise ValueError(
                 f"HybridOptimizer takes no arguments {sorted(kwargs)}; set "
@@ -200,7 +201,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
     def build(self, var_list):
         if self.built:
             return
-        var_list = list(var_list)
+        var_list = _checked_variables(var_list)
         pieces = []
         for variable in var_list:
             of_variable = [variable]
@@ -250,13 +251,20 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 `dense_aggregation`.
             trainable_variables: list of variables, as in Keras.
         """
+        checks.check(
+            isinstance(grads, Iterable) and not isinstance(grads, tf.Tensor),
+            "grads",
+            grads,
+            "a list of gradients, one for each variable",
+        )
         grads = list(grads)
         if not grads:
             return
         _check_under_strategy()
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
-        trainable_variables = list(trainable_variables)
+        trainable_variables = _checked_variables(trainable_variables)
+        _check_gradients(grads, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
         for variable in trainable_variables:
@@ -460,13 +468,74 @@ def checked_options(**options):
                 f"Received: {name}={options[name]!r}."
             )
     function = options["transform_gradients"]
-    if function is not None and not callable(function):
-        raise ValueError(
-            "`transform_gradients` must be None or a function of a list of "
-            "gradients and a list of variables that returns the gradients. "
-            f"Received: transform_gradients={function!r}."
-        )
+    checks.check(
+        function is None or callable(function),
+        "transform_gradients",
+        function,
+        "None or a function of a list of gradients and a list of variables "
+        "that returns the gradients",
+    )
     return options
+
+
+def get(optimizer, name="optimizer"):
+    """The Keras optimizer of a name, a configuration or itself."""
+    expected = "a Keras optimizer, its name ('adam') or its configuration"
+    found = checks.keras_object(name, optimizer, keras.optimizers.get, expected)
+    checks.check(
+        isinstance(found, keras.optimizers.Optimizer), name, optimizer, expected
+    )
+    return found
+
+
+def _checked_variables(variables):
+    is_list = isinstance(variables, Iterable)
+    checks.check(
+        is_list and not isinstance(variables, tf.Tensor | tf.Variable),
+        "variables",
+        variables,
+        "a list of variables, such as `model.trainable_variables`",
+    )
+    variables = list(variables)
+    for variable in variables:
+        checks.check(
+            compat.is_variable(variable) or isinstance(variable, tf.Variable),
+            "variables",
+            variable,
+            "a list of variables, such as `model.trainable_variables`",
+        )
+    return variables
+
+
+def _check_gradients(grads, variables):
+    if len(grads) != len(variables):
+        raise ValueError(
+            "There must be one gradient for each variable, None where there "
+            f"is none. Received: {len(grads)} gradients and {len(variables)} "
+            "variables. (Before an optimizer is built, it must be given the "
+            "variables too.)"
+        )
+    for gradient, variable in zip(grads, variables, strict=True):
+        if gradient is None:
+            continue
+        checks.check(
+            isinstance(gradient, tf.Tensor | tf.IndexedSlices | np.ndarray)
+            and tf.as_dtype(gradient.dtype).is_floating,
+            "grads",
+            gradient,
+            "a list of floating-point tensors or tf.IndexedSlices, as "
+            "`tape.gradient` gives them",
+        )
+        is_slices = isinstance(gradient, tf.IndexedSlices)
+        received = gradient.values.shape[1:] if is_slices else gradient.shape
+        expected = variable.shape[1:] if is_slices else variable.shape
+        if not tf.TensorShape(received).is_compatible_with(expected):
+            raise ValueError(
+                "A gradient must have its variable's shape. Received: "
+                f"{'rows of ' * is_slices}shape {tuple(received)} for "
+                f"{variable.name}. Expected: {tuple(expected)}. Are gradients "
+                "and variables in the same order?"
+            )
 
 
 def _check_is_rule(optimizer):
