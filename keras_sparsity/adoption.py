@@ -25,7 +25,7 @@ from keras_sparsity import (
 )
 from keras_sparsity.callbacks import rank_zero, sharded_checkpoint
 from keras_sparsity.callbacks.input_check import InputCheck
-from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.optimizer import HybridOptimizer, get
 from keras_sparsity.tables.table_variable import TableVariable
 
 # Set on an adopted model; holds its `Adoption`.
@@ -48,7 +48,7 @@ def compile_adopts(strategy):
         del arguments["self"]
         optimizer = arguments.get("optimizer", "rmsprop")
         if optimizer is not None:
-            arguments["optimizer"] = wrap(optimizer, strategy.sparse_updates)
+            arguments["optimizer"] = wrap(optimizer, strategy)
         arguments["loss"] = losses.globalize(
             arguments.get("loss"), strategy.collectives
         )
@@ -58,7 +58,7 @@ def compile_adopts(strategy):
         if compiled_metrics is not None and strategy.size > 1:
             metrics.ignore_empty_parts(compiled_metrics)
         if getattr(model, "optimizer", None) is not None:
-            model.optimizer = wrap(model.optimizer, strategy.sparse_updates)
+            model.optimizer = wrap(model.optimizer, strategy)
 
     owner.compile = compile
     try:
@@ -67,15 +67,26 @@ def compile_adopts(strategy):
         owner.compile = original
 
 
-def wrap(optimizer, sparse_updates):
+def wrap(optimizer, strategy):
     """The optimizer as a `HybridOptimizer`, outermost."""
-    optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, HybridOptimizer):
-        return optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if isinstance(inner, HybridOptimizer):
-        return _nested(optimizer)
-    return HybridOptimizer(optimizer, sparse_updates=sparse_updates)
+    options = strategy.optimizer_options
+    optimizer = get(optimizer)
+    if not isinstance(optimizer, HybridOptimizer):
+        inner = getattr(optimizer, "inner_optimizer", None)
+        if not isinstance(inner, HybridOptimizer):
+            return HybridOptimizer(optimizer, **options)
+        optimizer = _nested(optimizer)
+    # One that was loaded has none: functions are not saved.
+    given = options["transform_gradients"]
+    if optimizer.transform_gradients is None:
+        optimizer.transform_gradients = given
+    elif given not in (None, optimizer.transform_gradients):
+        raise ValueError(
+            "The strategy and the optimizer have different "
+            "`transform_gradients`. Give it to one of them. Received: "
+            f"{given} and {optimizer.transform_gradients}."
+        )
+    return optimizer
 
 
 def _nested(loss_scaling):
@@ -89,7 +100,7 @@ def _nested(loss_scaling):
     if isinstance(hybrid.inner_optimizer, keras.optimizers.LossScaleOptimizer):
         return hybrid  # scaled already, by the user or when it was saved
     loss_scaling.inner_optimizer = hybrid.inner_optimizer
-    return HybridOptimizer(loss_scaling, sparse_updates=hybrid.sparse_updates)
+    return HybridOptimizer(loss_scaling, **hybrid.options())
 
 
 def adopt(model, strategy):

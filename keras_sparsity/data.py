@@ -11,12 +11,14 @@ import itertools
 
 import tensorflow as tf
 
-from keras_sparsity import compat
+from keras_sparsity import checks, compat
 from keras_sparsity.batches import split_batch
 from keras_sparsity.collectives import agreed_seed
 from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
 from keras_sparsity.equal_steps import with_equal_steps
 from keras_sparsity.fingerprints import Fingerprints, fingerprint
+
+__all__ = ["shard"]
 
 _SHARDED = "_keras_sparsity_is_sharded"
 _IN_STEP = "_keras_sparsity_agrees_in_step"
@@ -196,9 +198,12 @@ def shard(dataset, collectives, by=None):
             f"Received: by={by!r}."
         )
     _check_is_dataset(dataset)
-    if collectives.size == 1 or is_sharded(dataset):
+    checks.processes("collectives", collectives)
+    if is_sharded(dataset):
         return dataset
     _check_is_batched(dataset)
+    if collectives.size == 1:
+        return dataset
     graph = place = reason = None
     if by != "batches":
         try:

@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 import sys
 
 from keras_sparsity.launch import environment, hosts
@@ -117,12 +118,21 @@ def _add_run_options(parser):
 def _plan(options):
     """The checked options: what is to run where."""
     where = _hosts(options)
+    environment.check_timeout(options.timeout)
     num_processes = sum(host.num_slots for host in where)
-    if options.python and all(host.is_local for host in where):
-        raise ValueError(
-            "--python is for other hosts; here it is the Python that runs "
-            "keras-sparsity."
-        )
+    if all(host.is_local for host in where):
+        if options.python is not None:
+            raise ValueError(
+                "--python is for other hosts; here it is the Python that runs "
+                f"keras-sparsity. Received: --python {options.python}."
+            )
+        if options.ssh is not None:
+            raise ValueError(
+                "--ssh is for other hosts; leave it out. "
+                f"Received: --ssh {options.ssh!r}."
+            )
+    _check_ssh(options.ssh)
+    _check_log_dir(options.log_dir)
     return Program(
         hosts=where,
         engine=environment.resolve_engine(options.engine, num_processes),
@@ -134,6 +144,26 @@ def _plan(options):
         ssh=options.ssh,
         python=options.python,
     )
+
+
+def _check_ssh(command):
+    try:
+        is_command = command is None or shlex.split(command)
+    except ValueError:  # a quote without its other one
+        is_command = False
+    if not is_command:
+        raise ValueError(
+            "--ssh takes a client and its options, as a shell would. "
+            f"Received: {command!r}."
+        )
+
+
+def _check_log_dir(path):
+    if path is not None and not os.path.isdir(path) and os.path.exists(path):
+        raise ValueError(
+            f"--log-dir takes a folder, made if it is not there. {path!r} is "
+            "something else."
+        )
 
 
 def _hosts(options):

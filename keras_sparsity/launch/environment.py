@@ -8,6 +8,8 @@ import random
 import socket
 import threading
 
+from keras_sparsity import checks
+
 ENGINES = ("local", "native", "horovod")
 
 # What an outer launcher may have left, which would contradict ours.
@@ -50,6 +52,17 @@ def resolve_engine(engine, num_processes):
             "pip install 'keras-sparsity[horovod]', or use engine='native'."
         )
     return engine
+
+
+def check_timeout(timeout):
+    is_number = isinstance(timeout, int | float)
+    checks.check(
+        timeout is None
+        or (is_number and not isinstance(timeout, bool) and timeout > 0),
+        "timeout",
+        timeout,
+        "None or a positive number of seconds",
+    )
 
 
 def inherited():
