@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import (
+    agreement,
     collectives,
     compat,
     data,
@@ -151,14 +152,19 @@ class Adoption:
         # Not through Keras's attribute tracking: these are not state.
         object.__setattr__(self._model, name, bound)
 
-    def _check_call(self, what):
+    def _check_call(self, method, arguments):
         """Raises where ranks call different methods, or with a wrong model."""
         self._check_optimizer()
-        self._check_same_call(what)
+        self._check_same_call(method, arguments)
 
-    def _check_same_call(self, what):
+    def _check_same_call(self, method, arguments):
+        if self._collectives.size == 1:
+            return
+        facts = agreement.of_call(method, arguments)
+        if method == "fit":
+            facts.update(agreement.of_model(self._model))
         self._collectives.check_equal(
-            what, "The method of the model that is called", _EVERY_RANK
+            facts, "The model and its method that is called", _EVERY_RANK
         )
 
     def _check_optimizer(self):
@@ -176,22 +182,22 @@ class Adoption:
     # Whole runs.
 
     def fit(self, *args, **kwargs):
-        self._check_call("fit")
         arguments = _bound_arguments(self._stock["fit"], args, kwargs)
+        self._check_call("fit", arguments)
         # A seed that the ranks only share to agree must not freeze orders.
         is_ours = tf.compat.v1.get_seed(0)[0] == collectives.agreed_seed()
         with data.array_orders_change() if is_ours else _NO_CHANGE:
             return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):
-        if not kwargs.get("_use_cached_eval_dataset"):
-            self._check_call("evaluate")
         arguments = _bound_arguments(self._stock["evaluate"], args, kwargs)
+        if not kwargs.get("_use_cached_eval_dataset"):
+            self._check_call("evaluate", arguments)
         return self._run("evaluate", arguments)
 
     def predict(self, *args, **kwargs):
-        self._check_call("predict")
         arguments = _bound_arguments(self._stock["predict"], args, kwargs)
+        self._check_call("predict", arguments)
         return self._run("predict", arguments)
 
     def _run(self, name, arguments):
@@ -349,14 +355,12 @@ class Adoption:
             for v in self._model.variables
             if not (isinstance(v, TableVariable) and v.table.is_sharded)
         ]
-        optimizer = getattr(self._model, "optimizer", None)
         identity = tuple(id(v) for v in variables)
         if communicator.size == 1 or identity == self._synchronised:
             return
         communicator.check_equal(
-            [(v.path, tuple(v.shape), v.dtype) for v in variables]
-            + [str(type(optimizer and optimizer.inner_optimizer))],
-            "The model's variables and optimizer",
+            agreement.of_model(self._model),
+            "The model and its optimizer",
             "Build the same model on every rank.",
         )
         folded = [v for v in variables if _is_random_state(v)]
@@ -402,7 +406,7 @@ class Adoption:
         return config
 
     def _save(self, name, args, kwargs):
-        self._check_same_call(name)
+        self._check_same_call(name, {})
         with saving.on_rank_zero(self._model) as is_writer:
             if is_writer:
                 self._stock[name](*args, **kwargs)

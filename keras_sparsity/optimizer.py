@@ -5,7 +5,7 @@ import math
 import keras
 import tensorflow as tf
 
-from keras_sparsity import collectives, compat, row_update
+from keras_sparsity import agreement, collectives, compat, row_update
 from keras_sparsity.tables.exchange import split_gradient
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
@@ -580,6 +580,11 @@ def _same_on_all_ranks(variables):
     if communicator.size == 1 or not variables:
         return
     with tf.init_scope():  # now, not in the step that may be traced
+        communicator.check_equal(
+            agreement.of_variables(variables),
+            "The variables that an optimizer updates",
+            "Build the same model on every rank.",
+        )
         values = communicator.broadcast(
             [tf.convert_to_tensor(v.value) for v in variables],
             name="optimizer/variables",

@@ -32,6 +32,13 @@ class HybridStrategy(tf.distribute.Strategy):
             started.
         sparse_updates: how `compile` wraps the optimizer, see
             `ks.HybridOptimizer`.
+        timeout: seconds for which a rank may keep the others waiting (because
+            it is stopped, hangs, or computes alone) before all of them are
+            ended with a message on what each was doing; at least 5, and the
+            same on all ranks. By default the environment's
+            `KERAS_SPARSITY_TIMEOUT`, which `keras-sparsity run
+            --rank-timeout` sets, else 600. A rank that dies, raises or calls
+            something else than the others ends them within seconds.
 
     Attributes:
         collectives: `ks.collectives.Collectives` of all processes.
@@ -51,13 +58,13 @@ class HybridStrategy(tf.distribute.Strategy):
         EuroSys 3.1 (hybrid architecture), 4.3 (placement).
     """
 
-    def __init__(self, engine=None, sparse_updates="exact"):
+    def __init__(self, engine=None, sparse_updates="exact", timeout=None):
         if sparse_updates not in ("exact", "lazy"):
             raise ValueError(
                 "`sparse_updates` must be 'exact' or 'lazy'. "
                 f"Received: sparse_updates={sparse_updates!r}."
             )
-        self.collectives = collectives.start(engine)
+        self.collectives = collectives.start(engine, timeout)
         self.sparse_updates = sparse_updates
         super().__init__(_HybridExtended(self, self.collectives))
 
