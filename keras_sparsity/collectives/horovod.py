@@ -11,8 +11,6 @@ import functools
 import os
 import re
 import socket
-import urllib.error
-import urllib.request
 
 import tensorflow as tf
 
@@ -98,23 +96,16 @@ def _check_rendezvous():
         )
 
 
-def find_missing():
-    """Lines on the processes that have not come."""
+def others():
+    """dict from the other processes' names to where they leave a sign."""
     address = _rendezvous()
     if address is None:  # under MPI
-        return ["Horovod waits for its other processes."]
-    lines = arrival.unreachable({"Horovod's rendezvous": address})
-    if lines:
-        return lines
-    for rank in range(int(os.environ.get("HOROVOD_SIZE", 0))):
-        try:
-            # Each rank leaves its own address there first.
-            urllib.request.urlopen(f"http://{address}/global/{rank}").close()
-        except urllib.error.HTTPError:
-            lines.append(f"rank {rank} has not come to {address}")
-        except OSError as error:
-            return [f"Horovod's rendezvous at {address}: {error}"]
-    return lines
+        return {}
+    return {
+        # Each rank leaves its own address there first.
+        f"rank {rank}": f"http://{address}/global/{rank}"
+        for rank in range(int(os.environ.get("HOROVOD_SIZE", 0)))
+    }
 
 
 def _may_need_groups():

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import compat
-from keras_sparsity.collectives import arrival, topology
+from keras_sparsity.collectives import topology
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.collectives.wire import Wires
@@ -101,16 +101,14 @@ def bring_up():
     return NativeEngine(rank, len(hosts), "all", 0), machine
 
 
-def find_missing():
-    """Lines on the other processes that do not answer."""
-    addresses, rank = _read_cluster()
-    return arrival.unreachable(
-        {
-            f"rank {other}": address
-            for other, address in enumerate(addresses)
-            if other != rank
-        }
-    )
+def others():
+    """dict from the other processes' names to their addresses."""
+    addresses, own = _read_cluster()
+    return {
+        f"rank {rank}": address
+        for rank, address in enumerate(addresses)
+        if rank != own
+    }
 
 
 def _read_cluster():

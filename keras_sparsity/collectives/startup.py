@@ -91,7 +91,7 @@ def start(engine=None, timeout=None):
         _started = _single_process()
     else:
         module = importlib.import_module(f"keras_sparsity.collectives.{engine}")
-        with arrival.expected(seconds, module.find_missing):
+        with arrival.expected(seconds, module.others()):
             _started = _bring_up(module, seconds)
     if _started.size > 1 or SEED_VARIABLE in os.environ:
         _agree_seeds(_started)
