@@ -5,6 +5,7 @@ import re
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity import agreement, collectives
@@ -35,8 +36,15 @@ def _model(num_rows=20, dim=4, units=3, rate=0.0, use_bias=True, extra=False):
     return keras.Sequential(layers)
 
 
-def _fit(optimizer=None, rows=_ROWS, model=None, steps=None, **arguments):
-    strategy = ks.HybridStrategy()
+def _fit(
+    optimizer=None,
+    rows=_ROWS,
+    model=None,
+    steps=None,
+    timeout=None,
+    **arguments,
+):
+    strategy = ks.HybridStrategy(timeout=timeout)
     built = _model(**(model or {}))
     kind, options = optimizer or ("Adam", {})
     optimizer = getattr(keras.optimizers, kind)(**options)
@@ -46,8 +54,6 @@ def _fit(optimizer=None, rows=_ROWS, model=None, steps=None, **arguments):
     y = np.ones([rows, 1], "float32")
     if steps is None:
         return built.fit(ids, y, verbose=0, **{"batch_size": 8, **arguments})
-    import tensorflow as tf
-
     dataset = tf.data.Dataset.from_tensor_slices((ids, y)).repeat().batch(8)
     return built.fit(dataset.take(steps), verbose=0, **arguments)
 
@@ -113,6 +119,7 @@ _CASES = [
         r"'x': 'int64 of shape \(24, 2\)'",
         r"'x': 'int64 of shape \(23, 2\)'",
     ),
+    ({"timeout": 300}, {"timeout": 400}, "300.0", "400.0"),
     ({"steps": 3}, {"steps": 4}, r"batches': 3\}", r"batches': 4\}"),
     ({"epochs": 1}, {"epochs": 2}, r"\{'epochs': 1\}", r"\{'epochs': 2\}"),
     (

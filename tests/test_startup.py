@@ -16,6 +16,8 @@ import sys
 
 import pytest
 
+import keras_sparsity as ks
+from keras_sparsity.collectives import startup, watch
 from keras_sparsity.launch import environment, hosts
 from tests.conftest import HAS_HOROVOD
 
@@ -164,3 +166,30 @@ def test_a_start_that_fails(name, ends):
         assert code == (-signal.SIGALRM if is_late else 1), output
         assert "UP" not in output
         assert re.search(r"(.|\n)*".join(case.messages), output), output
+
+
+@pytest.mark.parametrize(
+    "timeout", [0, -600, 4.9, float("nan"), float("inf"), True, "soon", [9]]
+)
+def test_what_is_no_timeout(timeout, monkeypatch):
+    message = "must be a number of seconds, at least 5 .*Received: "
+    with pytest.raises(ValueError, match=f"`timeout` {message}"):
+        ks.HybridStrategy(timeout=timeout)
+    monkeypatch.setenv("KERAS_SPARSITY_TIMEOUT", str(timeout))
+    with pytest.raises(ValueError, match=f"KERAS_SPARSITY_TIMEOUT {message}"):
+        ks.HybridStrategy()
+
+
+def test_the_timeouts_defaults(monkeypatch):
+    monkeypatch.delenv("KERAS_SPARSITY_TIMEOUT", raising=False)
+    assert watch.checked_timeout() == 600
+    monkeypatch.setenv("KERAS_SPARSITY_TIMEOUT", "20")
+    assert watch.checked_timeout() == 20
+    assert watch.checked_timeout(7) == 7
+
+
+@pytest.mark.parametrize("seed", ["", "-1", "1.5", "one", str(2**32)])
+def test_what_is_no_seed(seed, monkeypatch):
+    monkeypatch.setenv("KERAS_SPARSITY_SEED", seed)
+    with pytest.raises(ValueError, match="KERAS_SPARSITY_SEED must be a whole"):
+        startup._given_seed()
