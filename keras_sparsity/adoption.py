@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import (
+    agreement,
     collectives,
     compat,
     data,
@@ -162,14 +163,19 @@ class Adoption:
         # Not through Keras's attribute tracking: these are not state.
         object.__setattr__(self._model, name, bound)
 
-    def _check_call(self, what):
+    def _check_call(self, method, arguments):
         """Raises where ranks call different methods, or with a wrong model."""
         self._check_optimizer()
-        self._check_same_call(what)
+        self._check_same_call(method, arguments)
 
-    def _check_same_call(self, what):
+    def _check_same_call(self, method, arguments):
+        if self._collectives.size == 1:
+            return
+        facts = agreement.of_call(method, arguments)
+        if method == "fit":
+            facts.update(agreement.of_model(self._model))
         self._collectives.check_equal(
-            what, "The method of the model that is called", _EVERY_RANK
+            facts, "The model and its method that is called", _EVERY_RANK
         )
 
     def _check_optimizer(self):
@@ -187,8 +193,8 @@ class Adoption:
     # Whole runs.
 
     def fit(self, *args, **kwargs):
-        self._check_call("fit")
         arguments = _bound_arguments(self._stock["fit"], args, kwargs)
+        self._check_call("fit", arguments)
         callbacks = self._callbacks(arguments.get("callbacks"))
         arguments["callbacks"] = callbacks
         order_seed = data.next_order_seed()
@@ -204,14 +210,14 @@ class Adoption:
             return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):
-        if not kwargs.get("_use_cached_eval_dataset"):
-            self._check_call("evaluate")
         arguments = _bound_arguments(self._stock["evaluate"], args, kwargs)
+        if not kwargs.get("_use_cached_eval_dataset"):
+            self._check_call("evaluate", arguments)
         return self._run("evaluate", arguments)
 
     def predict(self, *args, **kwargs):
-        self._check_call("predict")
         arguments = _bound_arguments(self._stock["predict"], args, kwargs)
+        self._check_call("predict", arguments)
         return self._run("predict", arguments)
 
     def _run(self, name, arguments):
@@ -379,14 +385,12 @@ class Adoption:
             for v in self._model.variables
             if not (isinstance(v, TableVariable) and v.table.is_sharded)
         ]
-        optimizer = getattr(self._model, "optimizer", None)
         identity = tuple(id(v) for v in variables)
         if communicator.size == 1 or identity == self._synchronised:
             return
         communicator.check_equal(
-            [(v.path, tuple(v.shape), v.dtype) for v in variables]
-            + [str(type(optimizer and optimizer.inner_optimizer))],
-            "The model's variables and optimizer",
+            agreement.of_model(self._model),
+            "The model and its optimizer",
             "Build the same model on every rank.",
         )
         folded = [v for v in variables if random_states.is_own(v)]
@@ -432,7 +436,7 @@ class Adoption:
         return config
 
     def _save(self, name, args, kwargs):
-        self._check_same_call(name)
+        self._check_same_call(name, {})
         with saving.on_rank_zero(self._model) as is_writer:
             if is_writer:
                 self._stock[name](*args, **kwargs)

@@ -160,14 +160,26 @@ class ShardedTable:
         self.variable.use(self._anchor())
 
     def _new_layout(self, communicator):
-        topology = communicator.gather_objects(
-            [communicator.local_rank, communicator.cross_rank],
+        definition = {
+            "table": self.owner_name,
+            "num_rows": self.num_rows,
+            "dim": self.dim,
+            "num_partitions": self.requested_partitions,
+            "dtype": self.variable.dtype,
+        }
+        facts = communicator.gather_objects(
+            [communicator.local_rank, communicator.cross_rank, definition],
             name="table/topology",
+        )
+        collectives.raise_if_different(
+            [definition for _, _, definition in facts],
+            "The model's tables",
+            "Build the same model on every rank.",
         )
         return Layout(
             self.num_rows,
             self.requested_partitions or communicator.size,
-            default_owners([tuple(place) for place in topology]),
+            default_owners([tuple(place) for *place, _ in facts]),
         )
 
     def _store(self, communicator, layout, rows):
