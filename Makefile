@@ -55,7 +55,8 @@ bench: $(NEW)/.installed  ## Every benchmark (benchmarks/README.md)
 		echo "== $$benchmark"; $(NEW)/bin/python $$benchmark; done
 
 clean:  ## Remove the virtual environments and what the tools wrote
-	rm -rf $(NEW) $(HOROVOD) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(NEW) $(HOROVOD) build dist *.egg-info .pytest_cache \
+		.ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The newest TensorFlow, native engine.

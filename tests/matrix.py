@@ -345,6 +345,7 @@ _DEFAULTS = {
     "Adadelta": {"learning_rate": 1.0, "epsilon": 1e-4},
     "Ftrl": {"learning_rate": 0.1},
     "Lion": {"learning_rate": 0.01},
+    "Adafactor": {"learning_rate": 0.01},
 }
 _OTHERS = {"learning_rate": 0.01, "epsilon": 1e-4}
 

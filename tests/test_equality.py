@@ -7,9 +7,10 @@ ignores what the cell is about.
 
 What `make test` runs: every cell at the places that `PLACES_OF` and
 `_ROTATION` give it, one for most. SGD, momentum, Adagrad, RMSprop and Adam,
-each with and without `global_clipnorm`, are trained by each engine on 2 and on
-4 processes, clipped on one and not on the other. `make test-all` runs every
-cell at every place. Hypothesis draws further cells from the same fields, few
+each without and with `global_clipnorm`, are trained by both engines and by 2
+and by 4 processes. Each break is seen once, by one kind of cell. `make
+test-all` runs every cell, and every break with each kind of cell that it is
+for, everywhere. Hypothesis draws further cells from the same fields, few
 of them in `make test`, always the same ones.
 """
 
@@ -106,8 +107,8 @@ CELLS = {
     ),
     "adadelta": Case(Cell(optimizer="Adadelta", partitions=(4,))),
     "amsgrad": Case(
-        Cell(optimizer="Adam", arguments={"amsgrad": True}),
-        ignored={"arguments": {}},
+        Cell(optimizer="Adam", arguments={"amsgrad": True, "beta_2": 0.5}),
+        ignored={"arguments": {"beta_2": 0.5}},
     ),
     "adamax": Case(Cell(optimizer="Adamax", partitions=(6,))),
     "nadam": Case(Cell(optimizer="Nadam", partitions=(7,))),
@@ -353,18 +354,18 @@ CELLS = {
 }
 
 # Where `make test` runs a cell: in turn, unless named.
-_ROTATION = (N2, H2, H4, N2, H3, N2, H2, N4, H2, N3, N2, H22)
+_ROTATION = (N2, H2, N2, H2, N3, H2, N2, H3)
 PLACES_OF = {
-    "sgd": (N2, H4, LOCAL),
-    "momentum": (N4, H2),
-    "adagrad": (N2, H4),
-    "rmsprop": (N4, H2),
+    "sgd": (N2, LOCAL),
+    "sgd, clipped": (H4,),
+    "momentum": (N4,),
+    "momentum, clipped": (H2,),
+    "adagrad": (H4,),
+    "adagrad, clipped": (N2,),
+    "rmsprop": (H2,),
+    "rmsprop, clipped": (N4,),
     "adam": (N2, H4, LOCAL),
-    "sgd, clipped": (N4, H2),
-    "momentum, clipped": (N2, H4),
-    "adagrad, clipped": (N4, H2),
-    "rmsprop, clipped": (N2, H4),
-    "adam, clipped": (N22, H2),
+    "adam, clipped": (H2, N22),
     "global_clipnorm": (H22,),
     "empty parts": (N4,),
     "fewer rows than ranks": (N3,),
@@ -372,6 +373,13 @@ PLACES_OF = {
     # Halves of the batch are two ranks' parts.
     "weights of one half": (N2,),
     "normalized": (H3,),
+    # Others of their kind are run.
+    "lazy RMSprop": (),
+    "lazy Adadelta": (),
+    "lazy Adamax": (),
+    "min max norm": (),
+    "l1": (),
+    "weight decay, not by name": (),
 }
 
 
@@ -414,91 +422,6 @@ def trained(cluster, cell, place, broken=None):
         raise AssertionError(
             f"The cell cannot be trained. Replay it:\n{cell.replay(place)}"
         ) from error
-
-
-@pytest.mark.parametrize(
-    ("engine", "num_processes", "machines", "name"), _parameters()
-)
-def test_training_equals_one_process(
-    cluster, engine, num_processes, machines, name
-):
-    place = engine, num_processes, machines
-    cell = CELLS[name].cell
-    outcomes = trained(cluster, cell, place)
-    assert len(outcomes) == num_processes
-    matrix.verify(cell, outcomes, place)
-
-
-# Controls.
-
-
-def assert_is_seen(cell, outcome, size=1, instead=None):
-    found = matrix.differences(cell, outcome, size, instead)
-    far = matrix.FAR[cell.policy]
-    assert not all(value < far for value in found.values()), found
-
-
-@pytest.mark.parametrize("name", [n for n in CELLS if CELLS[n].ignored])
-def test_what_a_cell_is_about_is_seen(name):
-    """An outcome that ignores it is far from the reference."""
-    cell, ignored, _ = CELLS[name]
-    if not hasattr(keras.optimizers, cell.optimizer):
-        pytest.skip(f"this Keras has no {cell.optimizer}")
-    outcome = matrix.reference(cell.to_json())
-    other = dataclasses.replace(cell, **ignored)
-    assert_is_seen(cell, outcome, instead=other)
-
-
-@pytest.mark.parametrize("engine", engines())
-def test_a_broken_library_is_seen(cluster, engine):
-    for name, (cell, _, broken) in CELLS.items():
-        place = IN_MAKE_TEST[name][0]
-        if broken is None or place[0] != engine:
-            continue
-        # The break is the same on two processes, which are quicker.
-        for outcome in trained(cluster, cell, (engine, 2, 1), broken):
-            assert_is_seen(cell, outcome, 2)
-
-
-def clip_one_step():
-    """What a step of SGD makes of +3 on rank 0 and -2 on rank 1."""
-    strategy = ks.HybridStrategy()
-    gradient = tf.constant([3.0 if strategy.rank == 0 else -2.0])
-    moved = {}
-    for clip in ("clipvalue", "clipnorm", "global_clipnorm"):
-        for wrap in (lambda optimizer: optimizer, ks.HybridOptimizer):
-            with strategy.scope():
-                variable = keras.Variable([0.0])
-                optimizer = wrap(keras.optimizers.SGD(1.0, **{clip: 0.25}))
-                optimizer.build([variable])
-            strategy.run(optimizer.apply, args=([gradient], [variable]))
-            moved.setdefault(clip, []).append(float(variable.numpy()[0]))
-    return moved
-
-
-@pytest.mark.parametrize("engine", engines())
-def test_stock_keras_clips_before_aggregation_and_this_does_not(
-    cluster, engine
-):
-    for moved in cluster(engine, 2).run(clip_one_step):
-        for clip, (stock, hybrid) in moved.items():
-            assert stock == 0.0, clip  # 0.25 - 0.25
-            assert hybrid == -0.25, clip  # of 3 - 2
-
-
-# The same run twice.
-
-TWICE = Cell(optimizer="Adam", arguments=CLIP, partitions=(3,), ordinary=True)
-
-
-@pytest.mark.parametrize("engine", engines())
-def test_the_same_run_gives_the_same_bits(cluster, engine):
-    place = (engine, 4, 1)
-    first, second = (trained(cluster, TWICE, place) for _ in range(2))
-    for outcome in (*first, *second):
-        for name, value in first[0].end.items():
-            np.testing.assert_array_equal(outcome.end[name], value, name)
-        assert outcome.losses == first[0].losses
 
 
 # Drawn cells.
@@ -622,3 +545,102 @@ def test_many_drawn_cells(cluster, engine, num_processes):
 def test_cells_round_trip(name):
     cell = CELLS[name].cell
     assert Cell.from_json(cell.to_json()) == cell
+
+
+# Controls.
+
+
+def assert_is_seen(cell, outcome, size=1, instead=None):
+    found = matrix.differences(cell, outcome, size, instead)
+    far = matrix.FAR[cell.policy]
+    assert not all(value < far for value in found.values()), found
+
+
+@pytest.mark.parametrize("name", [n for n in CELLS if CELLS[n].ignored])
+def test_what_a_cell_is_about_is_seen(name):
+    """An outcome that ignores it is far from the reference."""
+    cell, ignored, _ = CELLS[name]
+    if not hasattr(keras.optimizers, cell.optimizer):
+        pytest.skip(f"this Keras has no {cell.optimizer}")
+    outcome = matrix.reference(cell.to_json())
+    other = dataclasses.replace(cell, **ignored)
+    assert_is_seen(cell, outcome, instead=other)
+
+
+def _broken():
+    """Each break once in `make test`, on the engines in turn."""
+    seen = set()
+    skipped = {param.values[0]: param.marks for param in engines()}
+    for name, (_, _, broken) in CELLS.items():
+        if broken is None:
+            continue
+        engine = ("native", "horovod")[len(seen) % 2]
+        marks = list(skipped[engine])
+        if broken in seen:
+            marks.append(pytest.mark.all_cells)
+        seen.add(broken)
+        yield pytest.param(engine, name, marks=marks)
+
+
+@pytest.mark.parametrize(("engine", "name"), list(_broken()))
+def test_a_broken_library_is_seen(cluster, engine, name):
+    cell, _, broken = CELLS[name]
+    for outcome in trained(cluster, cell, (engine, 2, 1), broken):
+        assert_is_seen(cell, outcome, 2)
+
+
+def clip_one_step():
+    """What a step of SGD makes of +3 on rank 0 and -2 on rank 1."""
+    strategy = ks.HybridStrategy()
+    gradient = tf.constant([3.0 if strategy.rank == 0 else -2.0])
+    moved = {}
+    for clip in ("clipvalue", "clipnorm", "global_clipnorm"):
+        for wrap in (lambda optimizer: optimizer, ks.HybridOptimizer):
+            with strategy.scope():
+                variable = keras.Variable([0.0])
+                optimizer = wrap(keras.optimizers.SGD(1.0, **{clip: 0.25}))
+                optimizer.build([variable])
+            strategy.run(optimizer.apply, args=([gradient], [variable]))
+            moved.setdefault(clip, []).append(float(variable.numpy()[0]))
+    return moved
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_stock_keras_clips_before_aggregation_and_this_does_not(
+    cluster, engine
+):
+    for moved in cluster(engine, 2).run(clip_one_step):
+        for clip, (stock, hybrid) in moved.items():
+            assert stock == 0.0, clip  # 0.25 - 0.25
+            assert hybrid == -0.25, clip  # of 3 - 2
+
+
+# All cells.
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_processes", "machines", "name"), list(_parameters())
+)
+def test_training_equals_one_process(
+    cluster, engine, num_processes, machines, name
+):
+    place = engine, num_processes, machines
+    cell = CELLS[name].cell
+    outcomes = trained(cluster, cell, place)
+    assert len(outcomes) == num_processes
+    matrix.verify(cell, outcomes, place)
+
+
+# The same run twice.
+
+TWICE = Cell(optimizer="Adam", arguments=CLIP, partitions=(3,), ordinary=True)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_the_same_run_gives_the_same_bits(cluster, engine):
+    place = (engine, 4, 1)
+    first, second = (trained(cluster, TWICE, place) for _ in range(2))
+    for outcome in (*first, *second):
+        for name, value in first[0].end.items():
+            np.testing.assert_array_equal(outcome.end[name], value, name)
+        assert outcome.losses == first[0].losses
