@@ -362,6 +362,9 @@ def check_rows():
     np.testing.assert_array_equal(
         keras.ops.convert_to_numpy(layer.embeddings), table
     )
+    np.testing.assert_array_equal(layer.embeddings * 2 - 1, table * 2 - 1)
+    np.testing.assert_array_equal(2 ** -layer.embeddings[1], 2 ** -table[1])
+    np.testing.assert_array_equal(table.T @ layer.embeddings, table.T @ table)
     assert layer.count_params() == ROWS * DIM
     layer.set_weights([table + 1])
     np.testing.assert_array_equal(layer.get_weights()[0], table + 1)
@@ -373,10 +376,25 @@ def check_rows():
         raise AssertionError("a wrong shape was accepted")
 
 
+def check_no_whole_table_in_a_step():
+    """Neither the anchor's value nor a constant without a gradient."""
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM, name="words")
+    layer.build()
+    strategy = ks.HybridStrategy()
+    for use in (
+        lambda: layer.embeddings * 2.0,
+        lambda: keras.ops.transpose(layer.embeddings),
+    ):
+        for step in (use, tf.function(use)):
+            with pytest.raises(ValueError, match="'words' is spread over 2"):
+                strategy.run(step)
+
+
 @pytest.mark.parametrize("engine", engines())
 def test_rows_on_two_processes(cluster, engine):
     group = cluster(engine, 2)
     group.run(check_rows)
+    group.run(check_no_whole_table_in_a_step)
     (first, stock), (second, _) = group.run(unseeded_table)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first, stock)
