@@ -159,20 +159,20 @@ def stateful(cell, table, size):
     Its states have the size of a rank's part of the batch.
     """
     ids = keras.Input(batch_shape=(cell.batch // size, LENGTH), dtype="int32")
-    rows = table("table", cell.partitions[0])(ids)
+    rows = table("table_0", cell.partitions[0])(ids)
     return keras.Model(ids, _head(keras.layers.GRU(4, stateful=True)(rows)))
 
 
 def normalized(cell, table, size, synchronized=False):
     """Each rank normalizes by the statistics of its own part."""
-    embedding = table("table", cell.partitions[0])
+    embedding = table("table_0", cell.partitions[0])
     if isinstance(embedding, ks.layers.ShardedEmbedding):
         normalize = keras.layers.BatchNormalization(
-            momentum=0.9, synchronized=synchronized
+            momentum=0.9, synchronized=synchronized, name="normalize"
         )
     else:
         normalize = oracles.NormalizationOfParts(
-            1 if synchronized else size, momentum=0.9
+            1 if synchronized else size, momentum=0.9, name="normalize"
         )
     ids = keras.Input((LENGTH,), dtype="int32")
     pool = keras.layers.GlobalAveragePooling1D()
@@ -233,7 +233,7 @@ class AddsLoss(keras.layers.Layer):
 
 def with_added_loss(cell, table, size):
     ids = keras.Input((LENGTH,), dtype="int32")
-    rows = AddsLoss()(table("table", cell.partitions[0])(ids))
+    rows = AddsLoss()(table("table_0", cell.partitions[0])(ids))
     pool = keras.layers.GlobalAveragePooling1D()
     return keras.Model(ids, _head(pool(rows)))
 
@@ -322,11 +322,12 @@ def data(cell):
     labels = rng.integers(0, high, shape)
     weights = None
     if cell.weights == "sample":
-        weights = rng.choice([0.0, 0.3, 1.0, 2.5], count)
+        weights = rng.choice([0.0, 0.3, 1.0, 2.5], shape)
     elif cell.weights == "of one half":  # rank 0's part has none
-        weights = (np.arange(count) % cell.batch >= cell.batch // 2) * 1.0
+        weights = np.ones(shape)
+        weights[np.arange(count) % cell.batch < cell.batch // 2] = 0.0
     if cell.overflows:
-        weights = np.ones(count) if weights is None else weights
+        weights = np.ones(shape) if weights is None else weights
         weights[6 * cell.batch + 1] = np.inf
     if weights is not None:
         weights = weights.astype("float32")
@@ -397,15 +398,18 @@ def train(text, broken=None):
         return Outcome(start, values(), losses)
 
 
-@functools.cache
-def reference(text, size=1):
-    """The outcome by stock Keras in one process.
+def reference(cell, size=1):
+    """The outcome of a cell by stock Keras in one process.
 
-    Args:
-        text: the cell, as JSON.
-        size: the number of processes; only batch normalization, which sees a
-            rank's part alone, depends on it.
+    Only batch normalization, which sees a rank's part alone, depends on the
+    number of processes, `size`.
     """
+    is_normalized = cell.model.startswith("normalized")
+    return _reference(cell.to_json(), size if is_normalized else 1)
+
+
+@functools.cache
+def _reference(text, size):
     cell = Cell.from_json(text)
     with _policy(cell):
         model = build(cell, keras.layers.Embedding, size)
@@ -582,7 +586,7 @@ def differences(cell, outcome, size=1, instead=None):
         Dictionary of floats by name: the largest difference of each variable
         and slot, in distances that the reference's has moved; the losses'.
     """
-    expected = reference((instead or cell).to_json(), size)
+    expected = reference(instead or cell, size)
     names = list(expected.end)
     if instead is not None or cell.sparse_updates == "lazy":
         # Other slots, or in an order of their own.
