@@ -209,7 +209,8 @@ class OwnStep(keras.Model):
         x, y = data
         with tf.GradientTape() as tape:
             loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-        gradients = tape.gradient(loss, self.trainable_variables)
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         for metric in self.metrics:
             if metric.name == "loss":
@@ -547,7 +548,8 @@ def _own_loop(cell, model, optimizer, strategy):
                 loss_object(labels, model(inputs, training=True)),
                 global_batch_size=cell.batch,
             )
-        gradients = tape.gradient(loss, model.trainable_variables)
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables)
         return loss
 
