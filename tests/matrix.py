@@ -610,20 +610,28 @@ def differences(cell, outcome, size=1, instead=None):
     return found
 
 
-def tolerance(cell):
-    return TOLERANCE[cell.policy]
+def tolerance(cell, name):
+    """What may differ of a variable, or of a slot, by its name.
+
+    Slots are sums that may come back to where they started (Ftrl's `linear`),
+    and then have moved by less than what they were rounded at.
+    """
+    return TOLERANCE[cell.policy] * (10 if name.startswith("optimizer/") else 1)
 
 
 def verify(cell, outcomes, place):
     """Raises, with the command that replays it, if a rank is off."""
     for rank, outcome in enumerate(outcomes):
         found = differences(cell, outcome, len(outcomes))
-        wrong = {k: v for k, v in found.items() if not v < tolerance(cell)}
+        wrong = {
+            name: value
+            for name, value in found.items()
+            if not value < tolerance(cell, name)
+        }
         if wrong:
             raise AssertionError(
-                f"Rank {rank} differs from one process by more than "
-                f"{tolerance(cell)}: {wrong}. Replay it:\n"
-                f"{cell.replay(place)}"
+                f"Rank {rank} differs from one process, in distances moved: "
+                f"{wrong}. Replay it:\n{cell.replay(place)}"
             )
 
 
