@@ -299,7 +299,7 @@ CELLS = {
     ),
     # Ways to train.
     "steps_per_execution": Case(
-        Cell(steps_per_execution=5, optimizer="Adam"),
+        Cell(steps_per_execution=6, optimizer="Adam"),
         broken="rows_of_one_rank",
     ),
     "run_eagerly": Case(

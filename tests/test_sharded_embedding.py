@@ -585,35 +585,7 @@ def test_saved_on_two_loaded_on_one_and_back(cluster, engine, tmp_path):
         check_loaded(results, at_saving, after)
 
 
-# Mixed precision.
-
-
-def train_mixed(policy):
-    keras.config.set_dtype_policy(policy)
-    model = compile_here(
-        pooled_model(ks.layers.ShardedEmbedding, num_partitions=3), adam()
-    )
-    fit(model)
-    return model.get_weights(), str(model.layers[1].compute_dtype)
-
-
-def adam():
-    return keras.optimizers.Adam(0.01, epsilon=1e-3, global_clipnorm=0.3)
-
-
-@pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_mixed_precision_trains(cluster, engine, policy):
-    keras.config.set_dtype_policy(policy)
-    try:
-        start = pooled_model(keras.layers.Embedding).get_weights()
-        _, expected = one_process(adam())
-    finally:
-        keras.config.set_dtype_policy("float32")
-    for weights, dtype in cluster(engine, 2).run(train_mixed, policy):
-        assert dtype == policy.removeprefix("mixed_")
-        difference = oracles.relative_difference(start, expected, weights)
-        assert max(difference) < 0.03, difference
+# Loss scaling.
 
 
 def overflow_in_one_row():
