@@ -79,6 +79,8 @@ class TouchedRows(DenseGradients):
                 step,
                 **config,
             )
+            if variable.constraint is not None:  # of each row by itself
+                whole[rows] = variable.constraint(whole[rows])
             variable.assign(whole)
         self.inner.apply(*map(list, zip(*dense, strict=True)))
 

@@ -30,6 +30,7 @@ from tests import matrix
 from tests.cluster import ClusterError
 from tests.conftest import engines
 from tests.matrix import Cell
+from tests.matrix_models import CONSTRAINTS, REGULARIZERS
 
 
 class Case(typing.NamedTuple):
@@ -151,6 +152,10 @@ CELLS = {
             "Lion": {},
         }.items()
     },
+    "lazy, constrained": Case(
+        Cell(optimizer="Adam", sparse_updates="lazy", constraint="max norm"),
+        ignored={"constraint": None},
+    ),
     "lazy, ordinary": Case(
         Cell(
             optimizer="Adam",
@@ -260,7 +265,7 @@ CELLS = {
             ignored={"constraint": None},
         )
         for constraint, optimizer in zip(
-            matrix.CONSTRAINTS, itertools.cycle(["SGD", "Adam"]), strict=False
+            CONSTRAINTS, itertools.cycle(["SGD", "Adam"]), strict=False
         )
     },
     "regularized and constrained": Case(
@@ -373,7 +378,8 @@ PLACES_OF = {
     # Halves of the batch are two ranks' parts.
     "weights of one half": (N2,),
     "normalized": (H3,),
-    # Others of their kind are run.
+    "lazy, constrained": (N2,),
+    # Without a place: others of their kind have one.
     "lazy RMSprop": (),
     "lazy Adadelta": (),
     "lazy Adamax": (),
@@ -464,7 +470,7 @@ def cells(draw):
     sparse_updates = one_of("exact", "exact", "lazy") if lazy else "exact"
     fields = {"loss_scale": one_of(False, False, True)}
     if sparse_updates == "exact":
-        fields["constraint"] = one_of(None, None, *matrix.CONSTRAINTS)
+        fields["constraint"] = one_of(None, None, *CONSTRAINTS)
         arguments = {**arguments, **one_of(*_CLIPS), **one_of(*_BESIDES)}
         if "weight_decay" in arguments:
             fields["not_decayed"] = one_of(None, "by variable")
@@ -475,7 +481,7 @@ def cells(draw):
     batch = draw(strategies.integers(1, 10))
     if loop != "own loop":
         fields["left_over"] = draw(strategies.integers(0, batch - 1))
-        fields["regularizer"] = one_of(None, None, *matrix.REGULARIZERS)
+        fields["regularizer"] = one_of(None, None, *REGULARIZERS)
         fields["reduction"] = one_of("sum_over_batch_size", "sum")
         if model != "own step":
             fields["weights"] = one_of(None, "sample", "of one half")
