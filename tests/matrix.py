@@ -192,12 +192,15 @@ def train(text, broken=None):
         broken: a function of `breaks.py`, by name, or None.
     """
     cell = Cell.from_json(text)
-    with breaks.entered(broken), _policy(cell):
-        strategy = ks.HybridStrategy()
+    with breaks.entered(broken), _afresh(cell):
+        strategy = ks.HybridStrategy(sparse_updates=cell.sparse_updates)
         model = build(cell, ks.layers.ShardedEmbedding, strategy.size)
-        optimizer = ks.HybridOptimizer(
-            inner_optimizer(cell, model), cell.sparse_updates
-        )
+        optimizer = inner_optimizer(cell, model)
+        if cell.loop == "own loop":
+            optimizer = ks.HybridOptimizer(optimizer, cell.sparse_updates)
+        else:
+            _compile(cell, model, optimizer, strategy)
+            optimizer = model.optimizer
         optimizer.build(model.trainable_variables)
 
         def values():
@@ -221,9 +224,12 @@ def reference(cell, size=1):
 @functools.cache
 def _reference(text, size):
     cell = Cell.from_json(text)
-    with _policy(cell):
+    with _afresh(cell):
         model = build(cell, keras.layers.Embedding, size)
         inner = inner_optimizer(cell, model)
+        if cell.policy == "mixed_float16" and not cell.loss_scale:
+            # As `compile` does it by itself.
+            inner = keras.optimizers.LossScaleOptimizer(inner)
         kind = oracles.DenseGradients
         if cell.sparse_updates == "lazy":
             kind = oracles.TouchedRows
@@ -240,13 +246,16 @@ def _reference(text, size):
         plain = dataclasses.replace(
             cell, run_eagerly=True, steps_per_execution=1
         )
+        _compile(plain, model, optimizer)
         losses = _fit(plain, model, optimizer)
         return Outcome(start, values(), losses)
 
 
 @contextlib.contextmanager
-def _policy(cell):
+def _afresh(cell):
+    """Under the cell's dtype policy, names counted from the start."""
     before = keras.config.dtype_policy()
+    keras.utils.clear_session()
     keras.config.set_dtype_policy(cell.policy)
     try:
         yield
@@ -261,7 +270,7 @@ def _named(model, state):
     return values
 
 
-def _compile(cell, model, optimizer, strategy):
+def _compile(cell, model, optimizer, strategy=None):
     with strategy.scope() if strategy else contextlib.nullcontext():
         model.compile(
             optimizer,
@@ -295,11 +304,10 @@ def _fit(cell, model, optimizer, strategy=None):
         ]
     losses = []
     for part, frozen in _phases(cell, len(y)):
-        for layer in model.layers:
-            layer.trainable = layer.name != frozen
-        _compile(cell, model, optimizer, strategy)
-        if strategy is not None:
-            optimizer = model.optimizer
+        if cell.frozen:
+            for layer in model.layers:
+                layer.trainable = layer.name != frozen
+            _compile(cell, model, optimizer, strategy)
         history = model.fit(
             tf.nest.map_structure(lambda a: a[part], x),  # noqa: B023
             y[part],
@@ -333,7 +341,6 @@ def _batches(cell):
 
 
 def _train_on_batch(cell, model, optimizer, strategy):
-    _compile(cell, model, optimizer, strategy)
     for x, y, weights in _batches(cell):
         model.train_on_batch(x, y, weights)
     return []
