@@ -527,6 +527,7 @@ def _draw_and_compare(cluster, place, **settings):
     compare()
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", engines())
 def test_drawn_cells(cluster, engine):
     """Always the same ones; not made smaller, which takes minutes."""
@@ -647,6 +648,7 @@ def test_training_equals_one_process(
 TWICE = Cell(optimizer="Adam", arguments=CLIP, partitions=(3,), ordinary=True)
 
 
+@pytest.mark.timeout(420)
 @pytest.mark.parametrize("engine", engines())
 def test_the_same_run_gives_the_same_bits(cluster, engine):
     place = (engine, 4, 1)
