@@ -11,26 +11,26 @@ import functools
 import inspect
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import (
+    agreement,
     collectives,
     compat,
     data,
     empty_parts,
     losses,
     metrics,
+    random_states,
     saving,
 )
-from keras_sparsity.callbacks import rank_zero
+from keras_sparsity.callbacks import rank_zero, sharded_checkpoint
 from keras_sparsity.callbacks.input_check import InputCheck
-from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.optimizer import HybridOptimizer, get
 from keras_sparsity.tables.table_variable import TableVariable
 
 # Set on an adopted model; holds its `Adoption`.
 _ADOPTION = "_keras_sparsity_adoption"
-_NO_CHANGE = contextlib.nullcontext()
 _EVERY_RANK = (
     "Every rank must make the same calls; `ks.export(model)` gives a model "
     "that one rank can use by itself."
@@ -49,7 +49,7 @@ def compile_adopts(strategy):
         del arguments["self"]
         optimizer = arguments.get("optimizer", "rmsprop")
         if optimizer is not None:
-            arguments["optimizer"] = wrap(optimizer, strategy.sparse_updates)
+            arguments["optimizer"] = wrap(optimizer, strategy)
         arguments["loss"] = losses.globalize(
             arguments.get("loss"), strategy.collectives
         )
@@ -59,7 +59,7 @@ def compile_adopts(strategy):
         if compiled_metrics is not None and strategy.size > 1:
             metrics.ignore_empty_parts(compiled_metrics)
         if getattr(model, "optimizer", None) is not None:
-            model.optimizer = wrap(model.optimizer, strategy.sparse_updates)
+            model.optimizer = wrap(model.optimizer, strategy)
 
     owner.compile = compile
     try:
@@ -68,15 +68,26 @@ def compile_adopts(strategy):
         owner.compile = original
 
 
-def wrap(optimizer, sparse_updates):
+def wrap(optimizer, strategy):
     """The optimizer as a `HybridOptimizer`, outermost."""
-    optimizer = keras.optimizers.get(optimizer)
-    if isinstance(optimizer, HybridOptimizer):
-        return optimizer
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if isinstance(inner, HybridOptimizer):
-        return _nested(optimizer)
-    return HybridOptimizer(optimizer, sparse_updates=sparse_updates)
+    options = strategy.optimizer_options
+    optimizer = get(optimizer)
+    if not isinstance(optimizer, HybridOptimizer):
+        inner = getattr(optimizer, "inner_optimizer", None)
+        if not isinstance(inner, HybridOptimizer):
+            return HybridOptimizer(optimizer, **options)
+        optimizer = _nested(optimizer)
+    # One that was loaded has none: functions are not saved.
+    given = options["transform_gradients"]
+    if optimizer.transform_gradients is None:
+        optimizer.transform_gradients = given
+    elif given not in (None, optimizer.transform_gradients):
+        raise ValueError(
+            "The strategy and the optimizer have different "
+            "`transform_gradients`. Give it to one of them. Received: "
+            f"{given} and {optimizer.transform_gradients}."
+        )
+    return optimizer
 
 
 def _nested(loss_scaling):
@@ -90,7 +101,7 @@ def _nested(loss_scaling):
     if isinstance(hybrid.inner_optimizer, keras.optimizers.LossScaleOptimizer):
         return hybrid  # scaled already, by the user or when it was saved
     loss_scaling.inner_optimizer = hybrid.inner_optimizer
-    return HybridOptimizer(loss_scaling, sparse_updates=hybrid.sparse_updates)
+    return HybridOptimizer(loss_scaling, **hybrid.options())
 
 
 def adopt(model, strategy):
@@ -111,6 +122,7 @@ class Adoption:
         self._is_in_step = False
         self._synchronised = None
         self._folded = set()
+        self._awaits_input = None
         for name in (
             "fit",
             "evaluate",
@@ -151,14 +163,19 @@ class Adoption:
         # Not through Keras's attribute tracking: these are not state.
         object.__setattr__(self._model, name, bound)
 
-    def _check_call(self, what):
+    def _check_call(self, method, arguments):
         """Raises where ranks call different methods, or with a wrong model."""
         self._check_optimizer()
-        self._check_same_call(what)
+        self._check_same_call(method, arguments)
 
-    def _check_same_call(self, what):
+    def _check_same_call(self, method, arguments):
+        if self._collectives.size == 1:
+            return
+        facts = agreement.of_call(method, arguments)
+        if method == "fit":
+            facts.update(agreement.of_model(self._model))
         self._collectives.check_equal(
-            what, "The method of the model that is called", _EVERY_RANK
+            facts, "The model and its method that is called", _EVERY_RANK
         )
 
     def _check_optimizer(self):
@@ -176,39 +193,55 @@ class Adoption:
     # Whole runs.
 
     def fit(self, *args, **kwargs):
-        self._check_call("fit")
         arguments = _bound_arguments(self._stock["fit"], args, kwargs)
-        # A seed that the ranks only share to agree must not freeze orders.
-        is_ours = tf.compat.v1.get_seed(0)[0] == collectives.agreed_seed()
-        with data.array_orders_change() if is_ours else _NO_CHANGE:
+        self._check_call("fit", arguments)
+        callbacks = self._callbacks(arguments.get("callbacks"))
+        arguments["callbacks"] = callbacks
+        order_seed = data.next_order_seed()
+        callbacks = getattr(callbacks, "callbacks", callbacks)
+        checkpoint = sharded_checkpoint.among(callbacks)
+        if checkpoint:
+            arguments["initial_epoch"] = checkpoint.begin(
+                self._model, callbacks, arguments
+            )
+            order_seed = checkpoint.order_seed(order_seed)
+        self._awaits_input = checkpoint
+        with compat.array_orders_change(order_seed):
             return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):
-        if not kwargs.get("_use_cached_eval_dataset"):
-            self._check_call("evaluate")
         arguments = _bound_arguments(self._stock["evaluate"], args, kwargs)
+        if not kwargs.get("_use_cached_eval_dataset"):
+            self._check_call("evaluate", arguments)
         return self._run("evaluate", arguments)
 
     def predict(self, *args, **kwargs):
-        self._check_call("predict")
         arguments = _bound_arguments(self._stock["predict"], args, kwargs)
+        self._check_call("predict", arguments)
         return self._run("predict", arguments)
 
     def _run(self, name, arguments):
         rank = self._collectives.rank
         if rank != 0:
             arguments["verbose"] = 0
-        arguments["callbacks"] = self._callbacks(arguments.get("callbacks"))
+        if name != "fit":
+            callbacks = self._callbacks(arguments.get("callbacks"))
+            arguments["callbacks"] = callbacks
         with collectives.explained(f"model.{name}"):
             return self._stock[name](**arguments)
 
     def _callbacks(self, callbacks):
         communicator = self._collectives
-        is_inner = isinstance(callbacks, keras.callbacks.CallbackList)
-        if communicator.size == 1 or is_inner:
+        if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
         callbacks = rank_zero.on_rank(callbacks, communicator.rank)
-        return [InputCheck(communicator), *(callbacks or ())]
+        if communicator.size > 1:
+            callbacks = [InputCheck(communicator), *callbacks]
+        # What it saves includes what the others do.
+        return sorted(
+            callbacks,
+            key=lambda c: isinstance(c, sharded_checkpoint.ShardedCheckpoint),
+        )
 
     # Single batches: global ones, too.
 
@@ -324,6 +357,9 @@ class Adoption:
         """
         if iterator is not None:
             data_batch = compat.batch_shapes(iterator)
+            if self._awaits_input:
+                self._awaits_input.use_input(iterator)
+                self._awaits_input = None
         self._stock["_maybe_symbolic_build"](data_batch=data_batch)
 
     def make_train_function(self, *args, **kwargs):
@@ -349,17 +385,15 @@ class Adoption:
             for v in self._model.variables
             if not (isinstance(v, TableVariable) and v.table.is_sharded)
         ]
-        optimizer = getattr(self._model, "optimizer", None)
         identity = tuple(id(v) for v in variables)
         if communicator.size == 1 or identity == self._synchronised:
             return
         communicator.check_equal(
-            [(v.path, tuple(v.shape), v.dtype) for v in variables]
-            + [str(type(optimizer and optimizer.inner_optimizer))],
-            "The model's variables and optimizer",
+            agreement.of_model(self._model),
+            "The model and its optimizer",
             "Build the same model on every rank.",
         )
-        folded = [v for v in variables if _is_random_state(v)]
+        folded = [v for v in variables if random_states.is_own(v)]
         synchronised = [v for v in variables if id(v) not in self._folded]
         values = communicator.broadcast(
             [tf.convert_to_tensor(v.value) for v in synchronised],
@@ -370,7 +404,7 @@ class Adoption:
         for variable in folded:
             if id(variable) not in self._folded:
                 self._folded.add(id(variable))
-                _fold_rank(variable, communicator.rank)
+                random_states.fold_rank(variable, communicator.rank)
         self._synchronised = identity
 
     # Saving.
@@ -402,7 +436,7 @@ class Adoption:
         return config
 
     def _save(self, name, args, kwargs):
-        self._check_same_call(name)
+        self._check_same_call(name, {})
         with saving.on_rank_zero(self._model) as is_writer:
             if is_writer:
                 self._stock[name](*args, **kwargs)
@@ -427,21 +461,3 @@ def _whole_batch(part, communicator):
     if part.shape.rank == 0:
         part = part[tf.newaxis]
     return communicator.all_gather(part, name="model/predict")
-
-
-def _is_random_state(variable):
-    """Whether a variable is the state of a `keras.random.SeedGenerator`.
-
-    Except of one whose draws all ranks must share.
-    """
-    return variable.name == "seed_generator_state" and not getattr(
-        variable, "is_same_on_all_ranks", False
-    )
-
-
-def _fold_rank(state, rank):
-    """Gives each rank a random stream of its own, derived from the first."""
-    seed, counter = keras.ops.convert_to_numpy(state)
-    mixed = np.random.SeedSequence([int(seed), rank]).generate_state(1)[0]
-    if rank:
-        state.assign(np.array([mixed, counter], dtype="uint32"))

@@ -5,6 +5,7 @@ calls each one, so that a new version that breaks one says which.
 """
 
 import contextlib
+import functools
 import itertools
 import weakref
 
@@ -63,6 +64,27 @@ def abort_collectives(message):
     from tensorflow.python.eager import context
 
     context.context().abort_collective_ops(tf.errors.ABORTED, message)
+
+
+@contextlib.contextmanager
+def heartbeats_may_be_missed(seconds):
+    """While entered, collectives are configured to wait so long for a process
+    that sends no heartbeats, in place of 10 s.
+
+    `context().configure_coordination_service(heartbeat_timeout_in_ms=...)`,
+    through which `MultiWorkerMirroredStrategy` goes: TensorFlow 2.16 to 2.21.
+    """
+    from tensorflow.python.eager import context
+
+    ours = context.context()
+    ours.configure_coordination_service = functools.partial(
+        ours.configure_coordination_service,
+        heartbeat_timeout_in_ms=int(seconds * 1000),
+    )
+    try:
+        yield
+    finally:
+        del ours.configure_coordination_service
 
 
 def resolve_loss(identifier, y_true=None, y_pred=None):
@@ -233,9 +255,13 @@ def array_orders_change(seed):
     it traces: Keras 3.5 to 3.15.
 
     Args:
-        seed: an integer, the same on all ranks.
+        seed: an integer, the same on all ranks; None changes nothing.
     """
     from keras.src.trainers.data_adapters import array_data_adapter
+
+    if seed is None:
+        yield
+        return
 
     adapter = array_data_adapter.ArrayDataAdapter
     stock_dataset, stock_shuffle = adapter.get_tf_dataset, tf.random.shuffle
@@ -280,4 +306,59 @@ def batch_shapes(iterator):
     return tf.nest.map_structure(
         lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec,
         iterator._distributed_dataset.element_spec,
+    )
+
+
+def on_next_epoch(epoch_iterator, enumerate_epoch):
+    """Has Keras's epoch iterator enumerate its next epoch in another way.
+
+    `EpochIterator._enumerate_iterator`: Keras 3.6 to 3.15; before,
+    `enumerate_epoch`.
+
+    Args:
+        epoch_iterator: what `fit` draws its batches from.
+        enumerate_epoch: generator function of the stock generator function,
+            in whose place it stands once.
+    """
+    name = "_enumerate_iterator"
+    if not hasattr(epoch_iterator, name):
+        name = "enumerate_epoch"
+    stock = getattr(epoch_iterator, name)
+
+    def once():
+        delattr(epoch_iterator, name)
+        return enumerate_epoch(stock)
+
+    setattr(epoch_iterator, name, once)
+
+
+def repeats_an_order_at_once(epoch_iterator):
+    """Whether an epoch's order is drawn whole with the epoch's first batch.
+
+    `ArrayDataAdapter`, which Keras makes of arrays: Keras 3.5 to 3.15.
+    """
+    from keras.src.trainers.data_adapters import array_data_adapter
+
+    adapter = epoch_iterator.data_adapter
+    return (
+        isinstance(adapter, array_data_adapter.ArrayDataAdapter)
+        and adapter._shuffle != "batch"
+        and not epoch_iterator.steps_per_epoch
+    )
+
+
+def is_read_by_python(epoch_iterator):
+    """Whether Python code makes the batches: a generator, a `PyDataset`.
+
+    `GeneratorDataAdapter`, `PyDatasetAdapter`: Keras 3.5 to 3.15.
+    """
+    from keras.src.trainers.data_adapters import (
+        generator_data_adapter,
+        py_dataset_adapter,
+    )
+
+    return isinstance(
+        epoch_iterator.data_adapter,
+        generator_data_adapter.GeneratorDataAdapter
+        | py_dataset_adapter.PyDatasetAdapter,
     )

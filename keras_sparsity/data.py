@@ -11,11 +11,14 @@ import itertools
 
 import tensorflow as tf
 
-from keras_sparsity import compat
+from keras_sparsity import checks, compat
 from keras_sparsity.batches import split_batch
+from keras_sparsity.collectives import agreed_seed
 from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
 from keras_sparsity.equal_steps import with_equal_steps
 from keras_sparsity.fingerprints import Fingerprints, fingerprint
+
+__all__ = ["shard"]
 
 _SHARDED = "_keras_sparsity_is_sharded"
 _IN_STEP = "_keras_sparsity_agrees_in_step"
@@ -60,16 +63,17 @@ def distribute(dataset, collectives):
     )
 
 
-def array_orders_change():
-    """While entered, Keras shuffles arrays anew in each epoch.
+def next_order_seed():
+    """A seed for the orders of one `fit`'s arrays; None if the user set one.
 
     For when the ranks share a seed that the user has not asked for: with one,
-    TensorFlow repeats the order of `fit(x, y)` in every epoch. The orders
-    depend on TensorFlow's global seed and on how often this was entered, so
-    the ranks agree on them.
+    TensorFlow repeats the order of `fit(x, y)` in every epoch. It depends on
+    the ranks' seed and on how often this was called, so they agree on it.
     """
-    seed = tf.compat.v1.get_seed(0)[0]
-    return compat.array_orders_change((seed + next(_fits) * 2**31) % 2**62)
+    seed = agreed_seed()
+    if seed is None or tf.compat.v1.get_seed(0)[0] != seed:
+        return None
+    return (seed + next(_fits) * 2**31) % 2**62
 
 
 def split_batches(dataset, rank, size, fingerprints=None):
@@ -194,9 +198,12 @@ def shard(dataset, collectives, by=None):
             f"Received: by={by!r}."
         )
     _check_is_dataset(dataset)
-    if collectives.size == 1 or is_sharded(dataset):
+    checks.processes("collectives", collectives)
+    if is_sharded(dataset):
         return dataset
     _check_is_batched(dataset)
+    if collectives.size == 1:
+        return dataset
     graph = place = reason = None
     if by != "batches":
         try:

@@ -14,8 +14,10 @@ import typing
 import keras
 import tensorflow as tf
 
+from keras_sparsity import checks, compat
 from keras_sparsity import collectives as collectives_module
-from keras_sparsity import compat
+
+__all__ = ["GlobalMean", "globalize"]
 
 # Keras decides what these names mean when it has seen the outputs' shapes.
 _DECIDED_BY_SHAPE = ("crossentropy", "ce")
@@ -44,15 +46,15 @@ def globalize(loss, collectives=None):
     >>> globalize("mse")  # one process: nothing to share
     'mse'
     """
-    if _or_current(collectives).size == 1:
-        return loss
 
     def wrap(leaf):
         if leaf is None or isinstance(leaf, GlobalMean):
             return leaf
         return GlobalMean(leaf, collectives=collectives)
 
-    return keras.tree.map_structure(wrap, loss)
+    # In one process too: what is wrong there is wrong everywhere.
+    wrapped = keras.tree.map_structure(wrap, loss)
+    return loss if _or_current(collectives).size == 1 else wrapped
 
 
 def unwrap(loss):
@@ -111,7 +113,16 @@ class GlobalMean(keras.losses.Loss):
         # Resolved late where Keras does, at once where that finds a typing
         # error before any data is read.
         by_shape = str(loss).lower() in _DECIDED_BY_SHAPE
-        inner = None if by_shape else compat.resolve_loss(loss)
+        inner = None if by_shape else _resolved(loss)
+        checks.check(
+            whole_batch in (None, True, False),
+            "whole_batch",
+            whole_batch,
+            "True, False, or None for where Keras's own losses need it",
+        )
+        _or_current(collectives)
+        if name is not None:
+            checks.string("name", name)
         super().__init__(
             name=name or (loss if by_shape else inner.name),
             reduction="sum_over_batch_size" if by_shape else inner.reduction,
@@ -209,8 +220,21 @@ class GlobalMean(keras.losses.Loss):
         return _with_slope(loss, loss, collectives.size, 1.0)
 
 
+def _resolved(loss):
+    expected = (
+        "a loss's name ('mse'), a function of targets and outputs, or a "
+        "`keras.losses.Loss`"
+    )
+    inner = checks.keras_object("loss", loss, compat.resolve_loss, expected)
+    checks.check(inner is not None, "loss", loss, expected)
+    return inner
+
+
 def _or_current(collectives):
-    return collectives or collectives_module.current()
+    if collectives is None:
+        return collectives_module.current()
+    checks.processes("collectives", collectives)
+    return collectives
 
 
 class _Terms(typing.NamedTuple):

@@ -56,11 +56,7 @@ def global_results(metrics, collectives=None, results=None):
             return _results(metrics)
 
     with global_state(metrics, collectives):
-        # Some metrics return a variable itself: read it while it is global.
-        return keras.tree.map_structure(
-            lambda x: x.value if compat.is_variable(x) else x,
-            results(),
-        )
+        return _values(results())
 
 
 def global_state(metrics, collectives=None):
@@ -81,6 +77,59 @@ def global_state(metrics, collectives=None):
         return contextlib.nullcontext()
     return keras.StatelessScope(
         list(zip(variables, _reduced(variables, collectives), strict=True))
+    )
+
+
+@contextlib.contextmanager
+def new_ones_are_global(collectives):
+    """While entered, metrics that are made give results over all ranks.
+
+    For custom training loops. What a step reads is the rank's own, as under
+    TensorFlow's strategies; a result that is asked for between steps is that
+    of all ranks, and every rank must ask for it.
+
+    Args:
+        collectives: the processes to combine.
+    """
+    if collectives.size == 1:
+        yield
+        return
+    stock = keras.Metric.__init__
+
+    @functools.wraps(stock)
+    def initialize(metric, *args, **kwargs):
+        stock(metric, *args, **kwargs)
+        _give_global_results(metric, collectives)
+
+    keras.Metric.__init__ = initialize
+    try:
+        yield
+    finally:
+        keras.Metric.__init__ = stock
+
+
+def _give_global_results(metric, collectives):
+    stock = metric.result
+
+    @functools.wraps(stock)
+    def result(*args, **kwargs):
+        is_in_step = tf.distribute.has_strategy() and (
+            not tf.distribute.in_cross_replica_context()
+        )
+        # A stateless scope may be `global_state`'s own, around other metrics.
+        if is_in_step or compat.is_tracing_shapes():
+            return stock(*args, **kwargs)
+        with global_state([metric], collectives):
+            return _values(stock(*args, **kwargs))
+
+    # Not through Keras's attribute tracking: this is not state.
+    object.__setattr__(metric, "result", result)
+
+
+def _values(results):
+    # Some metrics return a variable itself: read it while it is global.
+    return keras.tree.map_structure(
+        lambda x: x.value if compat.is_variable(x) else x, results
     )
 
 
@@ -143,7 +192,7 @@ def _reduced(variables, collectives):
     wide = dtypes.pop() if dtypes <= {tf.float32} else tf.float64
     sent = [
         tf.cast(value, wide)
-        if collectives.rank == 0 or _aggregation(variable) in _SUMMED
+        if collectives.rank == 0 or aggregation(variable) in _SUMMED
         else tf.zeros(value.shape, wide)
         for variable, value in zip(variables, values, strict=True)
     ]
@@ -155,13 +204,13 @@ def _reduced(variables, collectives):
 
 
 def _restored(variable, total, dtype, size):
-    if _aggregation(variable) == "mean":
+    if aggregation(variable) == "mean":
         total /= size
     if dtype == tf.bool:
         return total > 0  # the sum of truth values: whether any is true
     return tf.cast(total, dtype)
 
 
-def _aggregation(variable):
+def aggregation(variable):
     # Keras stores what `add_variable` was given; None in its first versions.
     return getattr(variable, "aggregation", None) or "sum"

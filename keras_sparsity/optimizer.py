@@ -1,24 +1,37 @@
-"""Sends each gradient down its variable's path, then updates."""
+"""A Keras optimizer around another: aggregates, then updates by its rule."""
 
 import math
+from collections.abc import Iterable
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import collectives, compat, row_update
-from keras_sparsity.tables.exchange import split_gradient
+from keras_sparsity import (
+    agreement,
+    checks,
+    collectives,
+    compat,
+    row_update,
+)
+from keras_sparsity.aggregation import Aggregation, Update, each_row_once
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
 from keras_sparsity.tables.table_variable import TableVariable
 
-_MODES = ("exact", "lazy")
+# What each option may be.
+_CHOICES = {
+    "sparse_updates": ("exact", "lazy"),
+    "dense_aggregation": ("mean", "sum"),
+    "sparse_aggregation": ("mean", "sum"),
+}
 # In one process, finding the rows that occur twice costs more than updating all
 # of a table of so many elements: a step of a small model on 1,000 x 16 takes
 # 0.68 ms in place of 0.98, on 1,000 x 64 the same (the model and batch of
 # benchmarks/single_process.py; stock Keras 0.67 and 1.33).
 _SMALL_ELEMENTS = 1 << 15
 # Set on the wrapper itself after construction; all else is the inner's.
-_OWN = ("built", "name", "_trainable_variables", "_expansion")
+_OWN = ("built", "name", "_trainable_variables", "_aggregation")
 # Not to be found by Keras's saving, which walks `dir()`.
 _HIDDEN = ("inner_optimizer", "_rule")
 # Of the base class's attributes, those that the wrapper needs for itself.
@@ -58,6 +71,26 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             them. For rules that leave untouched rows alone (SGD, Adagrad) the
             two are the same, and always cheap. Moving averages (`use_ema`)
             and `gradient_accumulation_steps` update the whole part.
+        dense_aggregation: `"mean"`: the inner optimizer gets the gradient of
+            the mean loss over the global batch. Each rank's loss is weighted
+            by its share of that batch, so the ranks' gradients are added.
+            `"sum"`: `size` times that gradient. Where the ranks' parts of the
+            batch count the same, it is the sum over ranks of the gradient of
+            each rank's own mean loss.
+        sparse_aggregation: the same for sharded tables and for variables
+            whose gradient is `tf.IndexedSlices` (an ordinary `Embedding`).
+        transform_gradients: `function(gradients, variables) -> gradients`, to
+            read or to change the gradients of all ranks. It is called once in
+            each step, after aggregation (and after loss scaling has divided,
+            if the step is not skipped), before clipping and accumulation. Its
+            lists have one entry for each of the model's variables that has a
+            gradient: a tensor, or for rows a `tf.IndexedSlices` in which each
+            row occurs once, by its index in the whole variable. Of a sharded
+            table these are the touched rows that this rank owns, of an
+            ordinary `Embedding` all touched rows. It returns gradients of the
+            same kinds, shapes, dtypes and rows. Every rank must make the same
+            change to what all of them have. Not part of the configuration:
+            give it anew to a model that is loaded.
 
     Example:
 
@@ -67,24 +100,32 @@ class HybridOptimizer(keras.optimizers.Optimizer):
     0.1
 
     References:
-        EuroSys 4.3 (post-aggregation operations); arXiv 3.1 (correctness).
+        EuroSys 4.3 (post-aggregation operations); arXiv 3.1 (correctness;
+        reading aggregated gradients).
     """
 
     def __init__(
-        self, inner_optimizer, sparse_updates="exact", name=None, **kwargs
+        self,
+        inner_optimizer,
+        sparse_updates="exact",
+        dense_aggregation="mean",
+        sparse_aggregation="mean",
+        transform_gradients=None,
+        name=None,
+        **kwargs,
     ):
-        inner_optimizer = keras.optimizers.get(inner_optimizer)
+        inner_optimizer = get(inner_optimizer, "inner_optimizer")
         if isinstance(inner_optimizer, HybridOptimizer):
             raise ValueError(
                 "`inner_optimizer` is a HybridOptimizer already. Pass the "
                 f"optimizer inside it. Received: {inner_optimizer}."
             )
-        if sparse_updates not in _MODES:
-            raise ValueError(
-                f"`sparse_updates` must be one of {_MODES}. "
-                f"Received: sparse_updates={sparse_updates!r}."
-            )
-        kwargs.pop("learning_rate", None)
+        options = checked_options(
+            sparse_updates=sparse_updates,
+            dense_aggregation=dense_aggregation,
+            sparse_aggregation=sparse_aggregation,
+            transform_gradients=transform_gradients,
+        )
         if kwargs:
             raise ValueError(
                 f"HybridOptimizer takes no arguments {sorted(kwargs)}; set "
@@ -93,9 +134,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         _check_is_rule(inner_optimizer)
         self.__dict__["_inner"] = _Holder(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
-        self.sparse_updates = sparse_updates
-        # For each model variable, the variables that the rule updates.
-        self._expansion = {}
+        for option, value in options.items():
+            setattr(self, option, value)
+        self._aggregation = Aggregation([], [])
         # What the base class made for itself is the inner optimizer's.
         for attribute in set(self.__dict__) & set(self._rule.__dict__):
             if attribute not in _KEPT:
@@ -113,6 +154,11 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         if isinstance(inner, keras.optimizers.LossScaleOptimizer):
             return inner.inner_optimizer
         return inner
+
+    def options(self):
+        """The arguments with which to wrap another optimizer like this."""
+        names = (*_CHOICES, "transform_gradients")
+        return {name: getattr(self, name) for name in names}
 
     def __dir__(self):
         return [name for name in super().__dir__() if name not in _HIDDEN]
@@ -161,25 +207,24 @@ class HybridOptimizer(keras.optimizers.Optimizer):
     def build(self, var_list):
         if self.built:
             return
-        var_list = list(var_list)
-        self._expansion = {}
-        expanded = []
+        var_list = _checked_variables(var_list)
+        pieces = []
         for variable in var_list:
-            pieces = [variable]
+            of_variable = [variable]
             if isinstance(variable, TableVariable):
                 row_update.check_applies_by_rows(self._rule)
                 if variable.table.is_sharded:
-                    pieces = list(variable.table.partitions)
-            self._expansion[id(variable)] = pieces
-            expanded.extend(pieces)
-        # First of all: some rules start their slots from the variables.
-        _same_on_all_ranks(
-            [v for v in var_list if self._expansion[id(v)][0] is v]
+                    of_variable = list(variable.table.partitions)
+            pieces.append(of_variable)
+        self._aggregation = Aggregation(
+            var_list, pieces, self.dense_aggregation, self.sparse_aggregation
         )
-        is_whole = all(self._expansion[id(v)][0] is v for v in var_list)
+        # First of all: some rules start their slots from the variables.
+        whole = [v for v in var_list if not self._aggregation.is_spread(v)]
+        _same_on_all_ranks(whole)
         inner = self.inner_optimizer
         state = None
-        if inner.built and not is_whole:
+        if inner.built and len(whole) < len(var_list):
             # Built for whole tables, for example by `load_model`: start anew
             # on the partitions and hand the state over.
             state = [keras.ops.convert_to_numpy(v) for v in inner.variables]
@@ -190,14 +235,12 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 optimizer, tf.distribute.get_strategy()
             )
         if not inner.built:
-            for variable, pieces in zip(
-                var_list, self._expansion.values(), strict=True
-            ):
+            for variable, of_variable in zip(var_list, pieces, strict=True):
                 compat.exclude_from_weight_decay_too(
-                    self._rule, variable, pieces
+                    self._rule, variable, of_variable
                 )
             with keras.name_scope(inner.name):
-                inner.build(expanded)
+                inner.build([v for several in pieces for v in several])
         self._trainable_variables = var_list
         self.built = True
         if state is not None:
@@ -210,16 +253,24 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
         Args:
             grads: list of this rank's gradients: tensors, `tf.IndexedSlices`
-                or None. Their sum over ranks is applied.
+                or None. Their sum over ranks is applied, see
+                `dense_aggregation`.
             trainable_variables: list of variables, as in Keras.
         """
+        checks.check(
+            isinstance(grads, Iterable) and not isinstance(grads, tf.Tensor),
+            "grads",
+            grads,
+            "a list of gradients, one for each variable",
+        )
         grads = list(grads)
         if not grads:
             return
         _check_under_strategy()
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
-        trainable_variables = list(trainable_variables)
+        trainable_variables = _checked_variables(trainable_variables)
+        _check_gradients(grads, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
         for variable in trainable_variables:
@@ -227,7 +278,11 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         grads, variables = compat.without_missing_gradients(
             self, grads, trainable_variables
         )
-        updates = self._aggregate(grads, variables)
+        updates = self._aggregation.aggregate(grads, variables)
+        if self.transform_gradients is None:
+            updates = self._by_piece(updates)
+        else:  # which is to see each variable as one
+            updates = each_row_once(updates)
         inner = self.inner_optimizer
         if inner is self._rule:
             self._update(updates)
@@ -235,7 +290,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             self._update_if_finite(inner, updates)
 
     def _check_known(self, variable):
-        pieces = self._expansion.get(id(variable))
+        pieces = self._aggregation.pieces_of(variable)
         is_sharded = (
             isinstance(variable, TableVariable) and variable.table.is_sharded
         )
@@ -251,57 +306,8 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 "optimizer."
             )
 
-    def _aggregate(self, grads, variables):
-        """List of `_Update`, with gradients summed over all ranks."""
-        communicator = collectives.current()
-        updates = []
-        dense = []
-        for gradient, variable in zip(grads, variables, strict=True):
-            pieces = self._expansion[id(variable)]
-            is_slices = isinstance(gradient, tf.IndexedSlices)
-            if pieces[0] is not variable:
-                if not is_slices:
-                    raise ValueError(
-                        f"The gradient of the sharded table {variable} must "
-                        "be the tf.IndexedSlices that the gradient tape gives."
-                        f" Received: {gradient}."
-                    )
-                slices = split_gradient(variable.table, gradient)
-                updates.extend(
-                    _Update(piece, s, variable, is_spread=True)
-                    for piece, s in zip(pieces, slices, strict=True)
-                    if piece.num_rows > 0
-                )
-                continue
-            if is_slices and communicator.size > 1:
-                gradient = _gather_slices(communicator, gradient, variable)
-            update = _Update(variable, gradient, variable, is_spread=False)
-            updates.append(update)
-            if not is_slices:
-                dense.append(update)
-        if dense and communicator.size > 1:
-            # One call: fused into few messages.
-            reduced = communicator.all_reduce(
-                [update.gradient for update in dense], name="optimizer/dense"
-            )
-            for update, gradient in zip(dense, reduced, strict=True):
-                update.gradient = gradient
-        for update in updates:
-            if isinstance(update.gradient, tf.IndexedSlices):
-                update.gradient = self._one_gradient_per_row(update)
-        return updates
-
-    def _one_gradient_per_row(self, update):
-        slices = update.gradient
-        if self._updates_rows_of(update.variable):
-            rows, index = tf.unique(slices.indices)
-            values = tf.math.unsorted_segment_sum(
-                slices.values, index, tf.size(rows)
-            )
-            return tf.IndexedSlices(values, rows, slices.dense_shape)
-        return tf.math.unsorted_segment_sum(
-            slices.values, slices.indices, update.variable.shape[0]
-        )
+    def _by_piece(self, updates):
+        return self._aggregation.by_piece(updates, self._updates_rows_of)
 
     def _updates_rows_of(self, variable):
         rule = self._rule
@@ -320,15 +326,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
     def _update_if_finite(self, loss_scale_optimizer, updates):
         """Loss scaling: all ranks update, or all skip."""
-        finite = tf.reduce_all(
-            [tf.reduce_all(tf.math.is_finite(u.values)) for u in updates]
-        )
-        communicator = collectives.current()
-        if communicator.size > 1 and self._spread_variables():
-            (votes,) = communicator.all_reduce(
-                [tf.cast(finite, tf.int32)], op="min", name="optimizer/finite"
-            )
-            finite = votes > 0
+        finite = self._aggregation.is_finite(updates)
         step = object.__new__(type(loss_scale_optimizer))
         step.__dict__.update(loss_scale_optimizer.__dict__)
         step.__dict__["check_finite"] = lambda grads: finite
@@ -337,6 +335,10 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
     def _update(self, updates):
         """The inner optimizer's step, rows standing in for variables."""
+        if self.transform_gradients is not None:
+            updates = self._by_piece(
+                self._aggregation.transform(self.transform_gradients, updates)
+            )
         if not updates:  # a rank that owns no row, of a model of tables only
             self._go_along()
             return
@@ -349,7 +351,8 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         compat.set_optimizer_strategy(step, tf.distribute.get_strategy())
         # Aggregated already; clipped over all owners.
         compat.take_aggregated_gradients(
-            step, lambda grads: self._clip(grads, updates)
+            step,
+            lambda grads: self._aggregation.clip(self._rule, grads, updates),
         )
         step.apply(
             [u.values for u in updates],
@@ -365,54 +368,12 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             steps = rule.gradient_accumulation_steps or 1
             tf.cond(
                 (iterations.value + 1) % steps == 0,
-                lambda: tf.add_n(list(self._squared_norms([], []).values())),
+                lambda: tf.add_n(
+                    list(self._aggregation.squared_norms([], []).values())
+                ),
                 lambda: tf.zeros([]),
             )
         iterations.assign_add(1)
-
-    def _clip(self, grads, updates):
-        """Stock Keras's clipping, of the aggregated gradients."""
-        rule = self._rule
-        if rule.clipvalue and rule.clipvalue > 0:
-            limit = rule.clipvalue
-            return [tf.clip_by_value(g, -limit, limit) for g in grads]
-        if rule.clipnorm and rule.clipnorm > 0:
-            squares = self._squared_norms(grads, updates)
-            return [
-                _scale_to(g, squares[id(u.whole)], rule.clipnorm)
-                for g, u in zip(grads, updates, strict=True)
-            ]
-        if rule.global_clipnorm and rule.global_clipnorm > 0:
-            squares = self._squared_norms(grads, updates)
-            total = tf.add_n(list(squares.values()))
-            return [_scale_to(g, total, rule.global_clipnorm) for g in grads]
-        return grads
-
-    def _squared_norms(self, grads, updates):
-        """Squared norm of each model variable's gradient, over all owners."""
-        squares = {id(v): tf.zeros([]) for v in self._spread_variables()}
-        for gradient, update in zip(grads, updates, strict=True):
-            square = tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
-            key = id(update.whole)
-            squares[key] = squares[key] + square if key in squares else square
-        spread = [id(v) for v in self._spread_variables()]
-        communicator = collectives.current()
-        if spread and communicator.size > 1:
-            # One number for each table, all in one message (EuroSys 4.3).
-            (summed,) = communicator.all_reduce(
-                [tf.stack([squares[key] for key in spread])],
-                name="optimizer/norms",
-            )
-            squares.update(zip(spread, tf.unstack(summed), strict=True))
-        return squares
-
-    def _spread_variables(self):
-        """Tables of which this rank may hold no row at all."""
-        return [
-            v
-            for v in self._trainable_variables
-            if self._expansion[id(v)][0] is not v
-        ]
 
     # As an optimizer among Keras's own.
 
@@ -451,9 +412,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         has them; `table` is None for what is not spread.
         """
         whole_of = {}
-        for variable, pieces in (
-            (v, self._expansion[id(v)]) for v in self._trainable_variables
-        ):
+        for variable, pieces in self._aggregation.places:
             if pieces[0] is variable:
                 continue
             for slots in row_update.slots_of(self._rule, pieces):
@@ -494,7 +453,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             "inner_optimizer": keras.saving.serialize_keras_object(
                 self.inner_optimizer
             ),
-            "sparse_updates": self.sparse_updates,
+            **{option: getattr(self, option) for option in _CHOICES},
         }
 
     @classmethod
@@ -504,6 +463,85 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             config["inner_optimizer"], custom_objects=custom_objects
         )
         return cls(**config)
+
+
+def checked_options(**options):
+    """The options of a `HybridOptimizer`, once they are seen to be valid."""
+    for name, choices in _CHOICES.items():
+        if options[name] not in choices:
+            raise ValueError(
+                f"`{name}` must be {choices[0]!r} or {choices[1]!r}. "
+                f"Received: {name}={options[name]!r}."
+            )
+    function = options["transform_gradients"]
+    checks.check(
+        function is None or callable(function),
+        "transform_gradients",
+        function,
+        "None or a function of a list of gradients and a list of variables "
+        "that returns the gradients",
+    )
+    return options
+
+
+def get(optimizer, name="optimizer"):
+    """The Keras optimizer of a name, a configuration or itself."""
+    expected = "a Keras optimizer, its name ('adam') or its configuration"
+    found = checks.keras_object(name, optimizer, keras.optimizers.get, expected)
+    checks.check(
+        isinstance(found, keras.optimizers.Optimizer), name, optimizer, expected
+    )
+    return found
+
+
+def _checked_variables(variables):
+    is_list = isinstance(variables, Iterable)
+    checks.check(
+        is_list and not isinstance(variables, tf.Tensor | tf.Variable),
+        "variables",
+        variables,
+        "a list of variables, such as `model.trainable_variables`",
+    )
+    variables = list(variables)
+    for variable in variables:
+        checks.check(
+            compat.is_variable(variable) or isinstance(variable, tf.Variable),
+            "variables",
+            variable,
+            "a list of variables, such as `model.trainable_variables`",
+        )
+    return variables
+
+
+def _check_gradients(grads, variables):
+    if len(grads) != len(variables):
+        raise ValueError(
+            "There must be one gradient for each variable, None where there "
+            f"is none. Received: {len(grads)} gradients and {len(variables)} "
+            "variables. (Before an optimizer is built, it must be given the "
+            "variables too.)"
+        )
+    for gradient, variable in zip(grads, variables, strict=True):
+        if gradient is None:
+            continue
+        checks.check(
+            isinstance(gradient, tf.Tensor | tf.IndexedSlices | np.ndarray)
+            and tf.as_dtype(gradient.dtype).is_floating,
+            "grads",
+            gradient,
+            "a list of floating-point tensors or tf.IndexedSlices, as "
+            "`tape.gradient` gives them",
+        )
+        is_slices = isinstance(gradient, tf.IndexedSlices)
+        received = gradient.values.shape[1:] if is_slices else gradient.shape
+        expected = variable.shape[1:] if is_slices else variable.shape
+        if not tf.TensorShape(received).is_compatible_with(expected):
+            raise ValueError(
+                "A gradient must have its variable's shape. Received: "
+                f"{'rows of ' * is_slices}shape {tuple(received)} for "
+                f"{variable.name}. Expected: {tuple(expected)}. Are gradients "
+                "and variables in the same order?"
+            )
 
 
 def _check_is_rule(optimizer):
@@ -525,26 +563,6 @@ class _Holder:
         self.optimizer = optimizer
 
 
-class _Update:
-    """The aggregated gradient of one variable that the rule updates.
-
-    `gradient` is dense, or `tf.IndexedSlices` without a row twice; `whole` is
-    the model's variable, of which `variable` may be a partition.
-    """
-
-    def __init__(self, variable, gradient, whole, is_spread):
-        self.variable = variable
-        self.gradient = gradient
-        self.whole = whole
-        self.is_spread = is_spread
-
-    @property
-    def values(self):
-        if isinstance(self.gradient, tf.IndexedSlices):
-            return self.gradient.values
-        return self.gradient
-
-
 class _Unscaled:
     """What a LossScaleOptimizer applies once it has unscaled gradients."""
 
@@ -555,7 +573,7 @@ class _Unscaled:
     def apply(self, grads, trainable_variables=None):
         del trainable_variables
         updates = [
-            _Update(u.variable, gradient, u.whole, u.is_spread)
+            Update(u.variable, gradient, u.whole)
             for gradient, u in zip(grads, self._updates, strict=True)
         ]
         self._optimizer._update(updates)
@@ -580,6 +598,11 @@ def _same_on_all_ranks(variables):
     if communicator.size == 1 or not variables:
         return
     with tf.init_scope():  # now, not in the step that may be traced
+        communicator.check_equal(
+            agreement.of_variables(variables),
+            "The variables that an optimizer updates",
+            "Build the same model on every rank.",
+        )
         values = communicator.broadcast(
             [tf.convert_to_tensor(v.value) for v in variables],
             name="optimizer/variables",
@@ -594,19 +617,3 @@ def _is_small_table(variable):
         isinstance(variable, TableVariable)
         and math.prod(variable.shape) <= _SMALL_ELEMENTS
     )
-
-
-def _gather_slices(communicator, slices, variable):
-    """IndexedSlices of all ranks, one after the other."""
-    name = f"optimizer/rows/{variable.path}"
-    return tf.IndexedSlices(
-        communicator.all_gather(slices.values, name=f"{name}/values"),
-        communicator.all_gather(slices.indices, name=f"{name}/ids"),
-        slices.dense_shape,
-    )
-
-
-def _scale_to(gradient, squared_norm, limit):
-    norm = tf.sqrt(squared_norm)
-    scale = limit / tf.maximum(norm, limit)
-    return gradient * tf.cast(scale, gradient.dtype)

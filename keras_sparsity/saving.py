@@ -5,7 +5,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from keras_sparsity import row_update
+from keras_sparsity import checks, row_update
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables import sharded_table
 from keras_sparsity.tables.table_variable import TableVariable
@@ -144,6 +144,12 @@ def shard_embeddings(model):
 
 
 def _rebuild(model, replace, with_compile=True):
+    checks.check(
+        isinstance(model, keras.Model),
+        "model",
+        model,
+        "a built `keras.Model` (not its class, a layer or a file's name)",
+    )
     if not model.built:
         raise ValueError(
             f"The model '{model.name}' has no weights yet. Build it first, by "

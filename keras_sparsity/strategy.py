@@ -4,7 +4,8 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity import adoption, collectives, data
+from keras_sparsity import adoption, collectives, data, metrics
+from keras_sparsity.optimizer import checked_options
 
 _REDUCE = {
     tf.distribute.ReduceOp.SUM: "sum",
@@ -30,8 +31,18 @@ class HybridStrategy(tf.distribute.Strategy):
         engine: `"native"` (TensorFlow's own collectives), `"horovod"`,
             `"local"` (one process), or None to choose by how the process was
             started.
-        sparse_updates: how `compile` wraps the optimizer, see
-            `ks.HybridOptimizer`.
+        sparse_updates, dense_aggregation, sparse_aggregation,
+            transform_gradients: how `compile` wraps the optimizer, see
+            `ks.HybridOptimizer`. One that is wrapped already keeps its own
+            options; it is given `transform_gradients` if it has none. A
+            custom loop gives them to `ks.HybridOptimizer` itself.
+        timeout: seconds for which a rank may keep the others waiting (because
+            it is stopped, hangs, or computes alone) before all of them are
+            ended with a message on what each was doing; at least 5, and the
+            same on all ranks. By default the environment's
+            `KERAS_SPARSITY_TIMEOUT`, which `keras-sparsity run
+            --rank-timeout` sets, else 600. A rank that dies, raises or calls
+            something else than the others ends them within seconds.
 
     Attributes:
         collectives: `ks.collectives.Collectives` of all processes.
@@ -51,14 +62,22 @@ class HybridStrategy(tf.distribute.Strategy):
         EuroSys 3.1 (hybrid architecture), 4.3 (placement).
     """
 
-    def __init__(self, engine=None, sparse_updates="exact"):
-        if sparse_updates not in ("exact", "lazy"):
-            raise ValueError(
-                "`sparse_updates` must be 'exact' or 'lazy'. "
-                f"Received: sparse_updates={sparse_updates!r}."
-            )
-        self.collectives = collectives.start(engine)
-        self.sparse_updates = sparse_updates
+    def __init__(
+        self,
+        engine=None,
+        sparse_updates="exact",
+        dense_aggregation="mean",
+        sparse_aggregation="mean",
+        transform_gradients=None,
+        timeout=None,
+    ):
+        self.optimizer_options = checked_options(
+            sparse_updates=sparse_updates,
+            dense_aggregation=dense_aggregation,
+            sparse_aggregation=sparse_aggregation,
+            transform_gradients=transform_gradients,
+        )
+        self.collectives = collectives.start(engine, timeout)
         super().__init__(_HybridExtended(self, self.collectives))
 
     @property
@@ -69,14 +88,34 @@ class HybridStrategy(tf.distribute.Strategy):
     def size(self):
         return self.collectives.size
 
+    @property
+    def cluster_resolver(self):
+        """Which worker this process is: `task_id` is its rank.
+
+        For scripts that ask their strategy so who the chief is. The addresses
+        are names only.
+        """
+        workers = [f"rank-{rank}" for rank in range(self.size)]
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": workers}),
+            task_type="worker",
+            task_id=self.rank,
+        )
+
     @contextlib.contextmanager
     def scope(self):
         """Context in which `model.compile` makes a model distributed.
 
         Models compiled inside it (also by `keras.models.load_model`) train on
-        all processes, wherever they were built.
+        all processes, wherever they were built. The results of metrics made
+        inside it are those of all processes, wherever a custom loop asks for
+        them outside of `run`; every process must ask.
         """
-        with super().scope(), adoption.compile_adopts(self):
+        with (
+            super().scope(),
+            adoption.compile_adopts(self),
+            metrics.new_ones_are_global(self.collectives),
+        ):
             yield self
 
     def shard(self, dataset):

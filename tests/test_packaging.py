@@ -167,7 +167,7 @@ def test_private_names_stand_in_compat_only():
     [
         (["collectives"], "layers optimizer planning strategy tables"),
         (["planning"], "collectives layers optimizer strategy tables"),
-        (["tables"], "layers optimizer strategy"),
+        (["tables"], "aggregation layers optimizer strategy"),
         (
             ["collectives", "planning", "tables", "layers", "launch"],
             "callbacks",

@@ -117,6 +117,9 @@ def check_interface():
         lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync)
     )
     assert seen == (rank, size)
+    resolver = strategy.cluster_resolver
+    assert (resolver.task_type, resolver.task_id) == ("worker", rank)
+    assert resolver.cluster_spec().num_tasks("worker") == size
     # Datasets.
     dataset = tf.data.Dataset.range(6).batch(4)
     parts = strategy.experimental_distribute_dataset(dataset)

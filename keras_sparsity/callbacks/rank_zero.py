@@ -21,26 +21,22 @@ def on_rank(callbacks, rank):
     own callbacks run on every rank.
 
     Args:
-        callbacks: what `fit` was given: None, a callback, a list, or Keras's
-            `CallbackList`.
+        callbacks: what `fit` was given: None, a callback or a list.
         rank: this process's rank.
 
     Returns:
-        The same for rank 0; for others, without those that report.
+        A list: all of them on rank 0; on others, without those that report.
 
     Raises:
         ValueError: if one of them cannot work on several processes.
     """
-    if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
-    if not isinstance(callbacks, (list, tuple)):
-        callbacks = [callbacks]
+    callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
                 "BackupAndRestore moves and deletes its files on every "
                 "process at once, which loses them on several processes. Use "
-                "`keras.callbacks.ModelCheckpoint`."
+                "`ks.callbacks.ShardedCheckpoint`."
             )
         histograms = getattr(callback, "histogram_freq", 0)
         if isinstance(callback, keras.callbacks.TensorBoard) and histograms:
@@ -50,5 +46,5 @@ def on_rank(callbacks, rank):
                 f"Received: histogram_freq={histograms}. Use 0."
             )
     if rank == 0:
-        return list(callbacks)
+        return callbacks
     return [c for c in callbacks if not isinstance(c, _WRITE_ONCE)]

@@ -170,7 +170,9 @@ class Collectives:
         Returns:
             `(sum(route.received_splits), ...)`. Differentiable.
         """
-        tensor = _rows(tensor, f'all_to_all_along "{name}"')
+        call = f'all_to_all_along "{name}"'
+        tensor = _rows(tensor, call)
+        _check_route(route, call)
         way_back = route.reversed()
 
         @tf.custom_gradient
@@ -195,6 +197,7 @@ class Collectives:
             `(sum(route.splits), ...)`, in the order of the rows that were
             sent. Differentiable.
         """
+        _check_route(route, f'all_to_all_back "{name}"')
         return self.all_to_all_along(tensor, route.reversed(), name)
 
     def all_gather(self, tensor, name="all_gather"):
@@ -243,9 +246,10 @@ class Collectives:
             List of tensors.
         """
         call = f'broadcast "{name}"'
-        if not 0 <= root < self.size:
+        is_rank = isinstance(root, int) and not isinstance(root, bool)
+        if not (is_rank and 0 <= root < self.size):
             raise ValueError(
-                f"{call} received root={root}. Expected a rank from 0 to "
+                f"{call} received root={root!r}. Expected a rank from 0 to "
                 f"{self.size - 1}."
             )
         tensors = [tf.stop_gradient(t) for t in _tensors(tensors, call)]
@@ -286,7 +290,14 @@ class Collectives:
                 f'gather_objects "{name}" was called in a traced function, '
                 "where Python objects do not exist yet. Call it outside."
             )
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
+        try:
+            data = np.frombuffer(pickle.dumps(value), np.uint8)
+        except Exception as error:  # whatever an object's own method raises
+            raise ValueError(
+                f'gather_objects "{name}" sends what pickles. Received: '
+                f"{value!r}. Send the numbers, strings, lists or dicts that "
+                f"it is made of. Python says: {error}"
+            ) from error
         lengths = self.all_gather([len(data)], f"{name}/lengths").numpy()
         data = self.all_gather(data, name).numpy()
         ends = np.cumsum(lengths)
@@ -299,21 +310,22 @@ class Collectives:
         """Raises ValueError on all ranks where `value` is not the same on all.
 
         Args:
-            value: A small object with `==`, such as a number or a string.
+            value: An object with `==`, such as a number or a string. Of
+                dicts the message shows the entries that differ. Only where
+                the values' `repr` differs are they sent.
             what: What it is, for the message: "The batch size".
             fix: What the user can do about it.
         """
-        values = self.gather_objects(value, f"check_equal/{what}")
-        if all(other == values[0] for other in values):
-            return
-        listed = "\n".join(
-            f"  rank {rank}: {other!r}" for rank, other in enumerate(values)
-        )
-        message = f"{what} must be the same on all ranks. Received:\n{listed}"
-        raise ValueError(f"{message}\n{fix}" if fix else message)
+        name = f"check_equal/{what}"
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
+        row = np.frombuffer(digest, np.uint8)[np.newaxis]
+        digests = self.all_gather(row, name).numpy()
+        if (digests != digests[0]).any():
+            values = self.gather_objects(value, f"{name}/values")
+            raise_if_different(values, what, fix)
 
     def _splits(self, splits, call):
-        splits = tf.convert_to_tensor(splits)
+        splits = _tensor(splits, call)
         if not splits.dtype.is_integer:
             raise ValueError(
                 f"{call} received splits of dtype {splits.dtype.name}. "
@@ -419,6 +431,41 @@ class Collectives:
             )
 
 
+def raise_if_different(values, what, fix=""):
+    """As `Collectives.check_equal`, of values that all ranks have.
+
+    Example:
+
+    >>> raise_if_different([{"a": 1, "b": 2}, {"a": 1}], "The options")
+    Traceback (most recent call last):
+        ...
+    ValueError: The options must be the same on all ranks. Received:
+      rank 0: {'b': 2}
+      rank 1: {}
+    """
+    if all(other == values[0] for other in values):
+        return
+    if all(isinstance(value, dict) for value in values):
+        names = {
+            name: None
+            for value in values
+            for name in value
+            if any(
+                name not in other or other[name] != value[name]
+                for other in values
+            )
+        }
+        values = [
+            {name: value[name] for name in names if name in value}
+            for value in values
+        ]
+    listed = "\n".join(
+        f"  rank {rank}: {value!r}" for rank, value in enumerate(values)
+    )
+    message = f"{what} must be the same on all ranks. Received:\n{listed}"
+    raise ValueError(f"{message}\n{fix}" if fix else message)
+
+
 def _known_shape(tensor):
     return None if tensor.shape.rank is None else tuple(tensor.shape)
 
@@ -440,11 +487,30 @@ def _tensors(tensors, call):
                 "use `tf.convert_to_tensor` on it first, or `all_gather` its "
                 "indices and values."
             )
-    return [tf.convert_to_tensor(value) for value in tensors]
+    return [_tensor(value, call) for value in tensors]
+
+
+def _tensor(value, call):
+    try:
+        return tf.convert_to_tensor(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{call} received {value!r} (of type {type(value).__name__}). "
+            "Expected a tensor, or what TensorFlow makes one of. Send other "
+            "objects with `gather_objects`."
+        ) from error
+
+
+def _check_route(route, call):
+    if not isinstance(route, Route):
+        raise ValueError(
+            f"{call} received route={route!r}. Expected the `Route` that an "
+            "`all_to_all` returned beside its rows."
+        )
 
 
 def _rows(tensor, call):
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = _tensor(tensor, call)
     wire.check_moved(tensor.dtype, call)
     if tensor.shape.rank is None or tensor.shape.rank == 0:
         shape = "a scalar" if tensor.shape.rank == 0 else "an unknown rank"
@@ -464,9 +530,10 @@ def _checked_rows(tensor, splits, name):
         "of rows of the tensor."
     )
     if tf.executing_eagerly():
-        if sum(splits.numpy()) != int(rows):
+        numbers = splits.numpy()
+        if numbers.sum() != int(rows) or (numbers < 0).any():
             raise ValueError(
-                f"{message} Received splits {splits.numpy().tolist()} for a "
+                f"{message} Received splits {numbers.tolist()} for a "
                 f"tensor of {int(rows)} rows."
             )
         return tensor

@@ -3,7 +3,7 @@
 import collections
 import weakref
 
-from keras_sparsity import compat
+from keras_sparsity import checks, compat
 
 
 class Names:
@@ -19,6 +19,12 @@ class Names:
         self._counters = weakref.WeakKeyDictionary()
 
     def __call__(self, role):
+        checks.check(
+            isinstance(role, str),
+            "name",
+            role,
+            "a string, the call's role, the same on all ranks",
+        )
         graph = compat.outermost_graph()
         if graph is None:
             return role

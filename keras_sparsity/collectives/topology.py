@@ -23,6 +23,16 @@ class Topology:
     cross_rank: int = 0
     cross_size: int = 1
 
+    def __post_init__(self):
+        for kind in ("", "local_", "cross_"):
+            rank, size = (getattr(self, f"{kind}{x}") for x in ("rank", "size"))
+            are_integers = isinstance(rank, int) and isinstance(size, int)
+            if not (are_integers and 0 <= rank < size):
+                raise ValueError(
+                    f"`{kind}rank` must be an integer from 0 to {kind}size - "
+                    f"1. Received: {kind}rank={rank!r}, {kind}size={size!r}."
+                )
+
 
 def topology_of(rank, machines):
     """The topology of one rank.

@@ -3,10 +3,15 @@
 import argparse
 import os
 import re
+import shlex
 import sys
 
+from keras_sparsity.collectives.watch import (
+    TIMEOUT_VARIABLE,
+    checked_timeout,
+)
 from keras_sparsity.launch import environment, hosts
-from keras_sparsity.launch.program import Program
+from keras_sparsity.launch.program import RESTARTS_VARIABLE, Program
 from keras_sparsity.launch.remote import SSH_VARIABLE, HostError
 
 
@@ -75,13 +80,32 @@ def _add_run_options(parser):
         "--log-dir",
         metavar="D",
         help="folder for the output of the ranks other than 0 "
-        "(rank-1.log, ...); by default a temporary one, kept on failure",
+        "(rank-1.log, ..., after a restart rank-1.restart-1.log, ...); by "
+        "default a temporary one, kept on failure",
     )
     how.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
         help="end everything after so long, showing where each rank was",
+    )
+    how.add_argument(
+        "--rank-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end everything when a rank has kept the others waiting for so "
+        f"long, by default ${TIMEOUT_VARIABLE} or 600; "
+        "HybridStrategy(timeout=...) in the script goes before it",
+    )
+    how.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="when a rank fails, start all of them anew, up to K times; the "
+        "script, which has to resume by itself (from a checkpoint), gets the "
+        "same arguments and random seed and finds the number of restarts in "
+        f"${RESTARTS_VARIABLE}",
     )
     how.add_argument(
         "--env",
@@ -117,23 +141,62 @@ def _add_run_options(parser):
 def _plan(options):
     """The checked options: what is to run where."""
     where = _hosts(options)
+    environment.check_timeout(options.timeout)
     num_processes = sum(host.num_slots for host in where)
-    if options.python and all(host.is_local for host in where):
+    if all(host.is_local for host in where):
+        if options.python is not None:
+            raise ValueError(
+                "--python is for other hosts; here it is the Python that runs "
+                f"keras-sparsity. Received: --python {options.python}."
+            )
+        if options.ssh is not None:
+            raise ValueError(
+                "--ssh is for other hosts; leave it out. "
+                f"Received: --ssh {options.ssh!r}."
+            )
+    _check_ssh(options.ssh)
+    _check_log_dir(options.log_dir)
+    variables = _variables(options.env)
+    if options.rank_timeout is not None:
+        seconds = checked_timeout(options.rank_timeout, "--rank-timeout")
+        variables[TIMEOUT_VARIABLE] = f"{seconds:g}"
+    if options.max_restarts < 0:
         raise ValueError(
-            "--python is for other hosts; here it is the Python that runs "
-            "keras-sparsity."
+            "--max-restarts must be 0 or more. "
+            f"Received: {options.max_restarts}."
         )
     return Program(
         hosts=where,
         engine=environment.resolve_engine(options.engine, num_processes),
         kind="module" if options.module else "script",
         target=_target(options),
-        variables=_variables(options.env),
+        variables=variables,
         log_dir=options.log_dir,
         timeout_seconds=options.timeout,
+        max_restarts=options.max_restarts,
         ssh=options.ssh,
         python=options.python,
     )
+
+
+def _check_ssh(command):
+    try:
+        is_command = command is None or shlex.split(command)
+    except ValueError:  # a quote without its other one
+        is_command = False
+    if not is_command:
+        raise ValueError(
+            "--ssh takes a client and its options, as a shell would. "
+            f"Received: {command!r}."
+        )
+
+
+def _check_log_dir(path):
+    if path is not None and not os.path.isdir(path) and os.path.exists(path):
+        raise ValueError(
+            f"--log-dir takes a folder, made if it is not there. {path!r} is "
+            "something else."
+        )
 
 
 def _hosts(options):

@@ -8,6 +8,8 @@ import random
 import socket
 import threading
 
+from keras_sparsity import checks
+
 ENGINES = ("local", "native", "horovod")
 
 # What an outer launcher may have left, which would contradict ours.
@@ -52,6 +54,17 @@ def resolve_engine(engine, num_processes):
     return engine
 
 
+def check_timeout(timeout):
+    is_number = isinstance(timeout, int | float)
+    checks.check(
+        timeout is None
+        or (is_number and not isinstance(timeout, bool) and timeout > 0),
+        "timeout",
+        timeout,
+        "None or a positive number of seconds",
+    )
+
+
 def inherited():
     """This process's environment, for a rank.
 
@@ -83,6 +96,11 @@ def shared_defaults():
         # Last words of a rank that crashes in C++.
         "PYTHONFAULTHANDLER": "1",
     }
+
+
+def chosen_seed():
+    """A seed for the ranks to agree on, where the user has given none."""
+    return str(random.SystemRandom().randrange(2**31))
 
 
 def thread_defaults(local_size, num_cores=None):

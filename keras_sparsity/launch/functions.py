@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 
+from keras_sparsity import checks
 from keras_sparsity.launch import environment
 from keras_sparsity.launch.hosts import assign_slots, local_hosts
 from keras_sparsity.launch.processes import (
@@ -64,6 +65,7 @@ def run(
     >>> launch.run(math.hypot, 2, args=(3, 4))  # doctest: +SKIP
     [5.0, 5.0]
     """
+    environment.check_timeout(timeout)
     with Job(
         function, num_processes, engine, args, kwargs, machines, env
     ) as job:
@@ -89,7 +91,8 @@ class Job:
     ):
         slots = assign_slots(local_hosts(num_processes, machines))
         engine = environment.resolve_engine(engine, num_processes)
-        call = describe_call(function, args, kwargs or {})
+        _check_env(env)
+        call = describe_call(function, args, {} if kwargs is None else kwargs)
         self._followers = []
         self._folder = tempfile.mkdtemp(prefix="keras-sparsity-")
         with open(self._path("call"), "wb") as file:
@@ -219,7 +222,23 @@ def describe_call(function, args, kwargs):
             f"{function!r}. Move a lambda, a function inside another one or "
             "one typed into a notebook to a file of its own."
         )
-    arguments = pickle.dumps((tuple(args), dict(kwargs)))
+    checks.check(
+        isinstance(args, tuple | list), "args", args, "a tuple of arguments"
+    )
+    checks.check(
+        isinstance(kwargs, dict) and all(isinstance(k, str) for k in kwargs),
+        "kwargs",
+        kwargs,
+        "a dictionary from names of arguments",
+    )
+    try:
+        arguments = pickle.dumps((tuple(args), dict(kwargs)))
+    except Exception as error:  # whatever an object's own method raises
+        raise ValueError(
+            "`args` and `kwargs` are sent to the processes, so they must "
+            f"pickle. Received: args={args!r}, kwargs={kwargs!r}. Make what "
+            f"does not pickle inside of the function. Python says: {error}"
+        ) from error
     main = None
     if module == "__main__" or b"__main__" in arguments:
         main = os.path.abspath(sys.modules["__main__"].__file__)
@@ -230,6 +249,19 @@ def describe_call(function, args, kwargs):
         "main": main,
         "sys_path": [os.path.abspath(p) for p in sys.path],
     }
+
+
+def _check_env(env):
+    checks.check(
+        env is None
+        or (
+            isinstance(env, dict)
+            and all(isinstance(x, str) for item in env.items() for x in item)
+        ),
+        "env",
+        env,
+        "None or a dictionary of strings, from names to values",
+    )
 
 
 def _is_importable(function, module, qualname):

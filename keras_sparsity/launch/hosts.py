@@ -3,6 +3,8 @@
 import dataclasses
 import re
 
+from keras_sparsity import checks
+
 _NAME = re.compile(r"^[\w.@-]+$")
 
 HOSTFILE_FORMAT = """\
@@ -99,12 +101,9 @@ def assign_slots(hosts):
 
 def local_hosts(num_processes, machines=1):
     """`num_processes` on this machine, as if on `machines` of equal size."""
-    if num_processes < 1:
-        raise ValueError(
-            "The number of processes must be at least 1. "
-            f"Received: {num_processes}."
-        )
-    if machines < 1 or num_processes % machines:
+    checks.positive_integer("num_processes", num_processes)
+    checks.positive_integer("machines", machines)
+    if num_processes % machines:
         raise ValueError(
             "`machines` must divide the number of processes, so that all "
             f"have as many. Received: {num_processes} processes and "

@@ -3,9 +3,10 @@
 import keras
 import tensorflow as tf
 
-from keras_sparsity import collectives, compat
+from keras_sparsity import checks, collectives, compat
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.layers.full_logits import full_logits
+from keras_sparsity.tables import initial_values
 from keras_sparsity.tables.sharded_table import ShardedTable
 
 # Keras hands labels to a loss as float32, exact up to here.
@@ -84,10 +85,15 @@ class SampledSoftmax(keras.layers.Layer):
     ):
         # Hidden states of 32 bits stay so under mixed precision.
         super().__init__(autocast=False, **kwargs)
-        _check_positive_integer("num_classes", num_classes)
-        _check_positive_integer("num_sampled", num_sampled)
+        num_classes = checks.positive_integer("num_classes", num_classes)
+        num_sampled = checks.positive_integer("num_sampled", num_sampled)
+        checks.boolean("use_bias", use_bias)
         if num_partitions is not None:
-            _check_positive_integer("num_partitions", num_partitions)
+            num_partitions = checks.positive_integer(
+                "num_partitions",
+                num_partitions,
+                ", or None for the number of processes",
+            )
         if num_sampled > num_classes:
             raise ValueError(
                 "`num_sampled` must be at most `num_classes`: the classes of "
@@ -104,7 +110,7 @@ class SampledSoftmax(keras.layers.Layer):
         self.num_classes = num_classes
         self.num_sampled = num_sampled
         self.use_bias = use_bias
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.kernel_initializer = initial_values.standardize(kernel_initializer)
         self.seed = seed
         self.num_partitions = num_partitions
         self.supports_masking = True
@@ -341,10 +347,3 @@ def _labels(y_true, y_pred, layer):
             f"Expected: {y_pred.shape[:-1]}."
         )
     return labels
-
-
-def _check_positive_integer(name, value):
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"`{name}` must be a positive integer. Received: {name}={value!r}."
-        )

@@ -3,6 +3,8 @@
 import keras
 import tensorflow as tf
 
+from keras_sparsity import checks
+from keras_sparsity.tables import initial_values
 from keras_sparsity.tables.sharded_table import ShardedTable
 
 
@@ -64,22 +66,35 @@ class ShardedEmbedding(keras.layers.Embedding):
                     f"`{name}` is not supported by ShardedEmbedding. Use "
                     "`keras.layers.Embedding` for this layer."
                 )
-        if num_partitions is not None and (
-            isinstance(num_partitions, bool)
-            or not isinstance(num_partitions, int)
-            or num_partitions < 1
-        ):
-            raise ValueError(
-                "`num_partitions` must be a positive integer, or None for the "
-                "number of processes. "
-                f"Received: num_partitions={num_partitions!r}."
+        input_dim = checks.positive_integer("input_dim", input_dim)
+        output_dim = checks.positive_integer("output_dim", output_dim)
+        checks.boolean("mask_zero", mask_zero)
+        if num_partitions is not None:
+            num_partitions = checks.positive_integer(
+                "num_partitions",
+                num_partitions,
+                ", or None for the number of processes",
+            )
+        if embeddings_initializer is not None:
+            embeddings_initializer = initial_values.standardize(
+                embeddings_initializer
             )
         super().__init__(
             input_dim,
             output_dim,
             embeddings_initializer=embeddings_initializer,
-            embeddings_regularizer=embeddings_regularizer,
-            embeddings_constraint=embeddings_constraint,
+            embeddings_regularizer=checks.keras_object(
+                "embeddings_regularizer",
+                embeddings_regularizer,
+                keras.regularizers.get,
+                "None, a Keras regularizer or its name ('l2')",
+            ),
+            embeddings_constraint=checks.keras_object(
+                "embeddings_constraint",
+                embeddings_constraint,
+                keras.constraints.get,
+                "None, a Keras constraint or its name ('non_neg')",
+            ),
             mask_zero=mask_zero,
             **kwargs,
         )
@@ -87,9 +102,15 @@ class ShardedEmbedding(keras.layers.Embedding):
         self.table = None
         if weights is not None:
             self.build()
-            if not (isinstance(weights, list) and len(weights) == 1):
-                weights = [weights]
-            self.set_weights(weights)
+            if isinstance(weights, list) and len(weights) == 1:
+                (weights,) = weights
+            shape = (input_dim, output_dim)
+            if getattr(weights, "shape", None) != shape:
+                raise ValueError(
+                    f"`weights` must be an array of shape {shape}, or a list "
+                    f"of one. Received: {weights!r}."
+                )
+            self.set_weights([weights])
 
     def build(self, input_shape=None):
         if self.built:
@@ -119,8 +140,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         return self._rows(inputs)
 
     def _rows(self, ids):
-        ids = tf.convert_to_tensor(ids)
-        if not ids.dtype.is_integer:  # as stock Keras does
+        ids = checks.tensor("inputs", ids, "a tensor or array of ids")
+        if ids.dtype.is_floating or ids.dtype.is_bool:  # as stock Keras does
             ids = tf.cast(ids, tf.int32)
         return tf.cast(self.table.gather(ids), self.compute_dtype)
 

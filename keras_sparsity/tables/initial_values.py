@@ -5,6 +5,8 @@ import inspect
 import keras
 import numpy as np
 
+from keras_sparsity import checks
+
 # Values are drawn in blocks of this many elements (16 MiB of float32), each
 # with a seed of its own, so that no process ever holds more than a block of
 # rows that are not its own. A table of one block gets exactly what
@@ -118,6 +120,14 @@ def _with_fan_of(initializer, shape):
 
 def standardize(initializer):
     """An initializer object or function from what a layer accepts."""
+    if initializer is None:  # as Keras's `add_weight`
+        initializer = "glorot_uniform"
     if inspect.isclass(initializer):
         initializer = initializer()
-    return keras.initializers.get(initializer)
+    return checks.keras_object(
+        "initializer",
+        initializer,
+        keras.initializers.get,
+        "a Keras initializer, its name ('uniform'), or a function of shape "
+        "and dtype",
+    )

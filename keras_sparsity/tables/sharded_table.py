@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import collectives, compat
+from keras_sparsity import checks, collectives, compat
 from keras_sparsity.tables import exchange, initial_values, row_wise
 from keras_sparsity.tables.layout import Layout, default_owners
 from keras_sparsity.tables.table_variable import (
@@ -72,10 +72,29 @@ class ShardedTable:
         constraint=None,
         to_stock=None,
     ):
-        self.num_rows = _positive_integer("num_rows", num_rows)
-        self.dim = _positive_integer("dim", dim)
+        self.num_rows = checks.positive_integer("num_rows", num_rows)
+        self.dim = checks.positive_integer("dim", dim)
         if num_partitions is not None:
-            num_partitions = _positive_integer("num_partitions", num_partitions)
+            num_partitions = checks.positive_integer(
+                "num_partitions",
+                num_partitions,
+                ", or None for the number of processes",
+            )
+        checks.boolean("trainable", trainable)
+        checks.string("name", name)
+        checks.check(
+            owner_name is None or isinstance(owner_name, str),
+            "owner_name",
+            owner_name,
+            "None or a string",
+        )
+        checks.check(
+            to_stock is None or callable(to_stock),
+            "to_stock",
+            to_stock,
+            "None or a function of the table's array",
+        )
+        _check_is_float(dtype)
         self.requested_partitions = num_partitions
         self.initializer = initial_values.standardize(initializer)
         self.owner_name = owner_name or name
@@ -141,14 +160,26 @@ class ShardedTable:
         self.variable.use(self._anchor())
 
     def _new_layout(self, communicator):
-        topology = communicator.gather_objects(
-            [communicator.local_rank, communicator.cross_rank],
+        definition = {
+            "table": self.owner_name,
+            "num_rows": self.num_rows,
+            "dim": self.dim,
+            "num_partitions": self.requested_partitions,
+            "dtype": self.variable.dtype,
+        }
+        facts = communicator.gather_objects(
+            [communicator.local_rank, communicator.cross_rank, definition],
             name="table/topology",
+        )
+        collectives.raise_if_different(
+            [definition for _, _, definition in facts],
+            "The model's tables",
+            "Build the same model on every rank.",
         )
         return Layout(
             self.num_rows,
             self.requested_partitions or communicator.size,
-            default_owners([tuple(place) for place in topology]),
+            default_owners([tuple(place) for *place, _ in facts]),
         )
 
     def _store(self, communicator, layout, rows):
@@ -213,7 +244,7 @@ class ShardedTable:
             tf.errors.InvalidArgumentError: on every rank, if any rank has an
                 id outside the table.
         """
-        ids = tf.convert_to_tensor(ids)
+        ids = checks.tensor("ids", ids, "a tensor or array of integers")
         if not ids.dtype.is_integer:
             raise ValueError(
                 f"{self.owner_name}: ids must be integers. "
@@ -369,6 +400,11 @@ class ShardedTable:
                 f"'{self.owner_name}'. Received: shape {whole.shape}. "
                 f"Expected: {(self.num_rows, self.dim)}."
             )
+        if whole.dtype.kind not in "fiubV":  # V: bfloat16
+            raise ValueError(
+                f"The values of the table '{self.owner_name}' must be real "
+                f"numbers. Received: an array of dtype {whole.dtype}."
+            )
         if not self.is_sharded:
             self.variable.assign_whole(whole)
             return
@@ -412,14 +448,14 @@ def under_strategy():
     return hasattr(tf.distribute.get_strategy(), "collectives")
 
 
-def _positive_integer(name, value):
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ValueError(
-            f"`{name}` must be a positive integer. "
-            f"Received: {name}={value!r} (of type {type(value).__name__})."
-        )
-    if value < 1:
-        raise ValueError(
-            f"`{name}` must be a positive integer. Received: {name}={value}."
-        )
-    return int(value)
+def _check_is_float(dtype):
+    try:
+        is_float = dtype is None or tf.as_dtype(dtype).is_floating
+    except TypeError:
+        is_float = False
+    checks.check(
+        is_float,
+        "dtype",
+        dtype,
+        "None or a floating-point dtype, such as 'float32'",
+    )

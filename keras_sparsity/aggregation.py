@@ -1,0 +1,328 @@
+"""Brings the gradients of all ranks together: one for each row, clipped."""
+
+import tensorflow as tf
+
+from keras_sparsity import collectives
+from keras_sparsity.tables.exchange import split_gradient
+
+_HOW_TO_CHANGE_ROWS = (
+    " Change the values only: "
+    "`tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)`."
+)
+
+
+class Update:
+    """The aggregated gradient of one variable that the rule updates.
+
+    `gradient` is dense, or `tf.IndexedSlices` by the rows of `variable`;
+    `whole` is the model's variable, of which `variable` may be a partition.
+    """
+
+    def __init__(self, variable, gradient, whole):
+        self.variable = variable
+        self.gradient = gradient
+        self.whole = whole
+
+    @property
+    def values(self):
+        if isinstance(self.gradient, tf.IndexedSlices):
+            return self.gradient.values
+        return self.gradient
+
+
+class Aggregation:
+    """How the gradients of one model's variables are brought together.
+
+    Args:
+        variables: list of the model's variables.
+        pieces: for each of them, the list of variables that the rule updates
+            in its place: itself alone, or this rank's partitions of it.
+        dense, sparse: `"mean"` or `"sum"`, for dense gradients and for those
+            that are rows, see `ks.HybridOptimizer`.
+
+    References:
+        EuroSys 3.1 (each gradient's path), 4.3 (post-aggregation operations).
+    """
+
+    def __init__(self, variables, pieces, dense="mean", sparse="mean"):
+        self._places = {
+            id(variable): (variable, of_variable)
+            for variable, of_variable in zip(variables, pieces, strict=True)
+        }
+        self._scales_dense = dense == "sum"
+        self._scales_sparse = sparse == "sum"
+        # Tables of which this rank may hold no row at all.
+        self._spread = [
+            variable
+            for variable, of_variable in self._places.values()
+            if of_variable[0] is not variable
+        ]
+
+    @property
+    def places(self):
+        """List of `(variable, pieces)`."""
+        return list(self._places.values())
+
+    def pieces_of(self, variable):
+        """What the rule updates in its place; None if it is not known."""
+        return self._places.get(id(variable), (None, None))[1]
+
+    def is_spread(self, variable):
+        return self.pieces_of(variable)[0] is not variable
+
+    def aggregate(self, grads, variables):
+        """One gradient for each of the model's variables, of all ranks.
+
+        Args:
+            grads: list of this rank's gradients: tensors or
+                `tf.IndexedSlices`; of a spread table, those of the rows that
+                this rank owns, which have arrived already.
+            variables: list of the model's variables they belong to.
+
+        Returns:
+            List of `Update`. Rows may occur twice.
+        """
+        communicator = collectives.current()
+        updates = []
+        dense = []
+        for gradient, variable in zip(grads, variables, strict=True):
+            is_slices = isinstance(gradient, tf.IndexedSlices)
+            if self.is_spread(variable):
+                _check_is_slices(gradient, variable)
+            elif is_slices and communicator.size > 1:
+                gradient = _gather_slices(communicator, gradient, variable)
+            update = Update(variable, gradient, variable)
+            updates.append(update)
+            if not is_slices:
+                dense.append(update)
+        if dense and communicator.size > 1:
+            # One call: fused into few messages.
+            reduced = communicator.all_reduce(
+                [update.gradient for update in dense], name="optimizer/dense"
+            )
+            for update, gradient in zip(dense, reduced, strict=True):
+                update.gradient = gradient
+        for update in updates if communicator.size > 1 else ():
+            is_slices = isinstance(update.gradient, tf.IndexedSlices)
+            if self._scales_sparse if is_slices else self._scales_dense:
+                # Each rank's loss has its share of the global batch already.
+                update.gradient = tf.math.scalar_mul(
+                    communicator.size, update.gradient
+                )
+        return updates
+
+    def by_piece(self, updates, updates_rows_of):
+        """What the rule updates: pieces, with one gradient for each row.
+
+        Args:
+            updates: list of `Update`, one for each of the model's variables.
+            updates_rows_of: whether only the touched rows of a variable are
+                updated; else its gradient becomes dense.
+
+        Returns:
+            List of `Update`, one for each piece that has rows here.
+        """
+        pieces = []
+        for update in updates:
+            if self.is_spread(update.whole):
+                pieces.extend(self._split(update))
+            else:
+                pieces.append(update)
+        for piece in pieces:
+            if isinstance(piece.gradient, tf.IndexedSlices):
+                make = _dense
+                if updates_rows_of(piece.variable):
+                    make = _each_row_once
+                piece.gradient = make(piece.gradient, piece.variable)
+        return pieces
+
+    def _split(self, update):
+        table = update.whole.table
+        return [
+            Update(piece, of_piece, update.whole)
+            for piece, of_piece in zip(
+                table.partitions,
+                split_gradient(table, update.gradient),
+                strict=True,
+            )
+            if piece.num_rows > 0
+        ]
+
+    def transform(self, function, updates):
+        """Lets a user's function change the gradients.
+
+        Args:
+            function: `function(gradients, variables) -> gradients`.
+            updates: list of `Update`, one for each of the model's variables,
+                as `each_row_once` gives them.
+
+        Returns:
+            List of `Update`.
+        """
+        gradients = [update.gradient for update in updates]
+        changed = function(list(gradients), [u.variable for u in updates])
+        if not isinstance(changed, (list, tuple)):
+            raise ValueError(
+                "`transform_gradients` must return the list of gradients. "
+                f"Received: {changed!r} (of type {type(changed).__name__})."
+            )
+        if len(changed) != len(gradients):
+            raise ValueError(
+                "`transform_gradients` must return one gradient for each that "
+                f"it is given, {len(gradients)}. Received: {len(changed)}. To "
+                "leave one out, return zeros in its place."
+            )
+        return [
+            Update(u.variable, _like(u, gradient), u.whole)
+            for gradient, u in zip(changed, updates, strict=True)
+        ]
+
+    def is_finite(self, updates):
+        """Whether all gradients are, on all ranks: a bool tensor."""
+        finite = tf.reduce_all(
+            [tf.reduce_all(tf.math.is_finite(u.values)) for u in updates]
+        )
+        communicator = collectives.current()
+        if communicator.size > 1 and self._spread:
+            (votes,) = communicator.all_reduce(
+                [tf.cast(finite, tf.int32)], op="min", name="optimizer/finite"
+            )
+            finite = votes > 0
+        return finite
+
+    def clip(self, rule, grads, updates):
+        """Clips aggregated gradients as a Keras optimizer is told to.
+
+        Args:
+            rule: the Keras optimizer.
+            grads: list of tensors, the values to clip.
+            updates: list of the `Update` of each.
+
+        Returns:
+            List of tensors.
+        """
+        if rule.clipvalue and rule.clipvalue > 0:
+            limit = rule.clipvalue
+            return [tf.clip_by_value(g, -limit, limit) for g in grads]
+        if rule.clipnorm and rule.clipnorm > 0:
+            squares = self.squared_norms(grads, updates)
+            return [
+                _scale_to(g, squares[id(u.whole)], rule.clipnorm)
+                for g, u in zip(grads, updates, strict=True)
+            ]
+        if rule.global_clipnorm and rule.global_clipnorm > 0:
+            squares = self.squared_norms(grads, updates)
+            total = tf.add_n(list(squares.values()))
+            return [_scale_to(g, total, rule.global_clipnorm) for g in grads]
+        return grads
+
+    def squared_norms(self, grads, updates):
+        """Squared norm of each model variable's gradient, over all owners.
+
+        Returns:
+            Dictionary from the `id` of each of the model's variables.
+        """
+        squares = {id(v): tf.zeros([]) for v in self._spread}
+        for gradient, update in zip(grads, updates, strict=True):
+            square = tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
+            key = id(update.whole)
+            squares[key] = squares[key] + square if key in squares else square
+        spread = [id(v) for v in self._spread]
+        communicator = collectives.current()
+        if spread and communicator.size > 1:
+            # One number for each table, all in one message (EuroSys 4.3).
+            (summed,) = communicator.all_reduce(
+                [tf.stack([squares[key] for key in spread])],
+                name="optimizer/norms",
+            )
+            squares.update(zip(spread, tf.unstack(summed), strict=True))
+        return squares
+
+
+def _gather_slices(communicator, slices, variable):
+    """IndexedSlices of all ranks, one after the other."""
+    name = f"optimizer/rows/{variable.path}"
+    return tf.IndexedSlices(
+        communicator.all_gather(slices.values, name=f"{name}/values"),
+        communicator.all_gather(slices.indices, name=f"{name}/ids"),
+        slices.dense_shape,
+    )
+
+
+def _check_is_slices(gradient, variable):
+    if not isinstance(gradient, tf.IndexedSlices):
+        raise ValueError(
+            f"The gradient of the sharded table {variable} must be the "
+            "tf.IndexedSlices that the gradient tape gives. "
+            f"Received: {gradient}."
+        )
+
+
+def each_row_once(updates):
+    """The same updates, with the gradients of repeated rows added up."""
+    return [
+        Update(u.variable, _each_row_once(u.gradient, u.variable), u.whole)
+        if isinstance(u.gradient, tf.IndexedSlices)
+        else u
+        for u in updates
+    ]
+
+
+def _each_row_once(slices, variable):
+    del variable
+    rows, index = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, index, tf.size(rows))
+    return tf.IndexedSlices(values, rows, slices.dense_shape)
+
+
+def _dense(slices, variable):
+    return tf.math.unsorted_segment_sum(
+        slices.values, slices.indices, variable.shape[0]
+    )
+
+
+def _like(update, changed):
+    """What a user's function made of a gradient, if it is of its kind."""
+    gradient = update.gradient
+    is_slices = isinstance(gradient, tf.IndexedSlices)
+    if not isinstance(changed, tf.IndexedSlices if is_slices else tf.Tensor):
+        expected = "tf.IndexedSlices" if is_slices else "a tensor"
+        raise ValueError(
+            "`transform_gradients` must return gradients of the kind that it "
+            f"is given. For the variable {update.variable.path}, received: "
+            f"{changed!r}. Expected: {expected}."
+            + _HOW_TO_CHANGE_ROWS
+            * is_slices
+        )
+    new, old = (
+        (changed.values, gradient.values) if is_slices else (changed, gradient)
+    )
+    if new.dtype != old.dtype or not new.shape.is_compatible_with(old.shape):
+        raise ValueError(
+            "`transform_gradients` must return gradients of the shape and "
+            "dtype that it is given. For the variable "
+            f"{update.variable.path}, received: {new.shape}, "
+            f"{new.dtype.name}. Expected: {old.shape}, {old.dtype.name}."
+        )
+    if not is_slices:
+        return changed
+    checks = []
+    if changed.indices is not gradient.indices:
+        checks = [
+            tf.debugging.assert_equal(
+                tf.cast(changed.indices, gradient.indices.dtype),
+                gradient.indices,
+                "`transform_gradients` must leave the rows of "
+                f"{update.variable.path} as they are, in their order."
+                + _HOW_TO_CHANGE_ROWS,
+            )
+        ]
+    with tf.control_dependencies([c for c in checks if c is not None]):
+        values = tf.identity(changed.values)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+
+
+def _scale_to(gradient, squared_norm, limit):
+    norm = tf.sqrt(squared_norm)
+    scale = limit / tf.maximum(norm, limit)
+    return gradient * tf.cast(scale, gradient.dtype)

@@ -1,0 +1,420 @@
+"""Saves the whole training state while a model trains, and resumes from it."""
+
+import contextlib
+import copy
+import functools
+import logging
+import os
+import random
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity import collectives, compat, random_states
+from keras_sparsity.checkpoint import storage
+from keras_sparsity.checkpoint.replay import replay
+
+# What Keras's own callbacks have learnt in training: Keras 3.5 to 3.15. Their
+# settings are the script's.
+_LEARNT = {
+    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
+    "ReduceLROnPlateau": ("best", "wait", "cooldown_counter"),
+    "ModelCheckpoint": (
+        "best",
+        "epochs_since_last_save",
+        "_batches_seen_since_last_saving",
+        "_last_batch_seen",
+    ),
+}
+# What TensorFlow has in place of a global seed that was not set.
+_NO_SEED = 87654321
+
+
+class ShardedCheckpoint(keras.callbacks.Callback):
+    """Saves all state in `directory` while a model trains, and resumes it.
+
+    Each rank writes what it owns: its partitions of the sharded tables and
+    their slots, and its random states; what is the same on all ranks is
+    written once. No rank ever holds a whole table for it. A checkpoint is
+    complete or not there at all, whenever the processes are killed.
+
+    The same script, started again, goes on where the last complete checkpoint
+    was made, also in the middle of an epoch: weights, slots, metrics, random
+    states, the input's position, `EarlyStopping`, `ReduceLROnPlateau` and
+    `ModelCheckpoint`, and `History` are as they were. On as many processes
+    the result is the same to the bit; the number of processes and of
+    partitions may change. What Python code outside of Keras remembers (your
+    own callbacks, TensorFlow's stateful random operations) starts anew, and
+    `EarlyStopping(restore_best_weights=True)` has no weights from before.
+
+    The input's position is found by reading it once more up to there. Its
+    order must be the same: seed it (`keras.utils.set_random_seed`), or start
+    the processes by `keras-sparsity run --max-restarts`, which keeps the
+    ranks' common seed (or set KERAS_SPARSITY_SEED). Arrays need neither.
+
+    Args:
+        directory: folder that all ranks see, made if it is not there; one for
+            each `fit`.
+        every_steps: save after so many steps, too; a multiple of
+            `steps_per_execution` is kept best.
+        every_seconds: save after so many seconds, too. A checkpoint is always
+            made at the end of each epoch and of the training.
+        keep: how many of the latest complete checkpoints to keep.
+        resume: whether to go on from the latest one. If False, the directory
+            must have none.
+
+    Raises:
+        OSError: on every rank, if a rank cannot write (a full disk): training
+            ends, earlier checkpoints stay.
+        ValueError: on every rank, if the latest checkpoint is damaged or of
+            another model.
+
+    Example:
+
+    >>> import tempfile
+    >>> checkpoint = ShardedCheckpoint(
+    ...     tempfile.mkdtemp(), every_seconds=600)
+    """
+
+    def __init__(
+        self,
+        directory,
+        every_steps=None,
+        every_seconds=None,
+        keep=2,
+        resume=True,
+    ):
+        super().__init__()
+        self.directory = os.fspath(directory)
+        self.every_steps = _positive("every_steps", every_steps, int)
+        self.every_seconds = _positive(
+            "every_seconds", every_seconds, (int, float)
+        )
+        self.keep = _positive("keep", keep, int)
+        if keep is None or not isinstance(resume, bool):
+            raise ValueError(
+                "`keep` must be a positive integer, `resume` True or False. "
+                f"Received: keep={keep!r}, resume={resume!r}."
+            )
+        self.resume = resume
+        self._collectives = None
+        self._found = None
+
+    def restore(self, model):
+        """Gives a model the state of the latest checkpoint, without training.
+
+        For evaluation or `ks.export`. Every rank calls it.
+
+        Args:
+            model: the model, built; with its optimizer if it was compiled.
+
+        Returns:
+            Path of the checkpoint.
+
+        Raises:
+            FileNotFoundError: if the directory has no complete one.
+            ValueError: if it is damaged, or of another model.
+        """
+        communicator = collectives.current()
+        found = storage.latest(self.directory, communicator)
+        if not found:
+            raise FileNotFoundError(
+                f"No complete checkpoint in {self.directory}. Expected "
+                "folders named like epoch-00001-step-0000000."
+            )
+        sections = ["model"]
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None:
+            optimizer.build(model.trainable_variables)
+            sections.append("optimizer")
+        storage.restore(model, *found, communicator, sections)
+        return found[0]
+
+    # Called by an adopted model's `fit`, before Keras's own.
+
+    def begin(self, model, callbacks, arguments):
+        """Looks for a checkpoint to resume from.
+
+        Args:
+            model: the model to be trained.
+            callbacks: list of all callbacks of this `fit`.
+            arguments: `fit`'s, by name.
+
+        Returns:
+            The epoch in which `fit` is to begin.
+        """
+        self._collectives = model.distribute_strategy.collectives
+        self._check_directory()
+        first = arguments.get("initial_epoch", 0)
+        self._others = [c for c in callbacks if c is not self]
+        self._epoch_iterator = self._latest = None
+        self._first = self._epoch = first
+        self._steps = 0
+        self._logs = {}
+        found = storage.latest(self.directory, self._collectives)
+        if not found:
+            return first
+        if not self.resume:
+            raise ValueError(
+                f"The directory {self.directory} has checkpoints of an "
+                "earlier training, which resume=False would overwrite. Use "
+                "another directory, or resume=True to go on from them."
+            )
+        self._path, index = found
+        self._index = index
+        self._found = position = index["position"]
+        if position["epoch"] < first:
+            raise ValueError(
+                f"The latest checkpoint in {self.directory} is of epoch "
+                f"{position['epoch']}, and `fit` was told to begin later. "
+                f"Received: initial_epoch={first}. Use a directory for each "
+                "training."
+            )
+        for callback in self._others:
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.append = True  # else it would lose what it has
+        self._latest = position["epoch"], position["step"]
+        epochs = arguments.get("epochs", 1)
+        has_ended = position["has_stopped"] or position["epoch"] >= epochs
+        self._say_resuming(position, has_ended)
+        return max(epochs, position["epoch"]) if has_ended else self._latest[0]
+
+    def order_seed(self, seed):
+        """The seed of the order of arrays: that of the first run.
+
+        Args:
+            seed: the seed of this one, None for stock Keras's orders.
+        """
+        if self._found:
+            seed = self._found["order_seed"]
+        elif seed is None and current_seed() is None:
+            seed = random.SystemRandom().randrange(2**62)
+        self._order_seed = seed
+        return seed
+
+    def use_input(self, epoch_iterator):
+        """Takes what `fit` is going to draw batches from."""
+        self._epoch_iterator = epoch_iterator
+
+    def _check_directory(self):
+        """Raises, on every rank, if one cannot write, or sees another one."""
+        communicator = self._collectives
+        probe = os.path.join(self.directory, f".probe-{communicator.rank}")
+
+        def write():
+            os.makedirs(self.directory, exist_ok=True)
+            with open(probe, "w"):
+                pass
+
+        def find():
+            probes = {f".probe-{rank}" for rank in range(communicator.size)}
+            if not probes <= set(os.listdir(self.directory)):
+                raise OSError(
+                    "what other ranks write there is not seen here; use a "
+                    "folder that all machines share"
+                )
+
+        together = functools.partial(
+            storage.on_all_ranks,
+            communicator,
+            f"use the directory {self.directory} for checkpoints",
+        )
+        try:
+            together(write)
+            together(find)
+            communicator.barrier(name="checkpoint/probed")
+        finally:
+            with contextlib.suppress(OSError):
+                os.remove(probe)
+
+    def _say_resuming(self, position, has_ended):
+        if self._collectives.rank == 0:
+            then = (
+                "the training had ended"
+                if has_ended
+                else f"going on in epoch {position['epoch'] + 1} after "
+                f"{position['step']} of its steps"
+            )
+            print(f"Resuming from {self._path}: {then}.", flush=True)
+        seed = current_seed()
+        if position["step"] and not has_ended and position["seed"] != seed:
+            logging.getLogger(__name__).warning(
+                "The random seed is %s, and was %s before the interruption. "
+                "A shuffle without a seed of its own now gives another order, "
+                "so that examples of this epoch are seen twice or not at all. "
+                "Start the processes with KERAS_SPARSITY_SEED=%s.",
+                seed,
+                position["seed"],
+                position["seed"],
+            )
+
+    # Called by Keras.
+
+    def on_train_begin(self, logs=None):
+        if self._collectives is None:
+            raise ValueError(
+                "ShardedCheckpoint saves models that were compiled inside of "
+                "`strategy.scope()`, with `strategy = ks.HybridStrategy()`. "
+                f"Received: the model '{self.model.name}'."
+            )
+        self._count_from_here()
+        if not self._found:
+            return
+        self._restore(("model", "optimizer"))
+        states = storage.read_host_states(
+            self._path, self._index, self._collectives
+        )
+        if self.params["epochs"] <= self._found["epoch"]:
+            random_states.set_host_states(states)
+            return
+
+        def go_on():
+            # What Python draws to make batches it has drawn again.
+            if not compat.is_read_by_python(self._epoch_iterator):
+                random_states.set_host_states(states)
+
+        replay(
+            self._epoch_iterator,
+            self._found["epoch"] - self._first,
+            self._found["step"],
+            go_on,
+        )
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        self._steps = 0
+        if self._found:
+            self._steps = self._found["step"]
+            self._restore_progress()
+        elif epoch > self._first:
+            # Here and not at the end of the one before: now all other
+            # callbacks have seen that end.
+            self._save(epoch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._logs = logs
+        # Not by `batch`: Keras's versions count executions differently.
+        num_steps = self.model.steps_per_execution
+        self._steps += num_steps
+        self._steps_since += num_steps
+        in_epoch = self.params.get("steps")
+        # At the end of the epoch there is more to come before it is saved.
+        if not (in_epoch and self._steps >= in_epoch) and self._is_due():
+            self._save(self._epoch, self._steps)
+
+    def on_train_end(self, logs=None):
+        if self._found:  # it had ended
+            self._restore_progress()
+        else:
+            self._save(self._epoch + 1)
+
+    # Saving.
+
+    def _count_from_here(self):
+        self._steps_since = 0
+        self._time = time.monotonic()
+        self._look_after = 1
+
+    def _is_due(self):
+        if self.every_steps and self._steps_since >= self.every_steps:
+            return True
+        if not self.every_seconds or self._steps_since < self._look_after:
+            return False
+        # Rank 0's clock decides. So as not to ask it in each step, it tells
+        # when to ask again: half of the way that is left, at this speed.
+        elapsed = time.monotonic() - self._time
+        left = self.every_seconds - elapsed
+        steps_left = left / elapsed * self._steps_since
+        self._look_after = self._steps_since + int(
+            self._collectives.broadcast(
+                [tf.constant(max(0, -(-steps_left // 2)), tf.int64)],
+                name="checkpoint/clock",
+            )[0]
+        )
+        return self._look_after == self._steps_since
+
+    def _save(self, epoch, step=0):
+        if (epoch, step) == self._latest:
+            return
+        loss = (self._logs or {}).get("loss", 0.0)
+        if not np.all(np.isfinite(loss)):
+            return  # what is on disk is worth more
+        position = {
+            "epoch": epoch,
+            "step": step,
+            "has_stopped": bool(self.model.stop_training),
+            "seed": current_seed(),
+            "order_seed": self._order_seed,
+            "history": [self.model.history.epoch, self.model.history.history],
+            "callbacks": [
+                [type(callback).__name__, _learnt(callback)]
+                for callback in self._others
+            ],
+        }
+        storage.save(
+            self.model, self.directory, position, self._collectives, self.keep
+        )
+        self._latest = epoch, step
+        self._count_from_here()
+
+    # Resuming.
+
+    def _restore(self, sections):
+        storage.restore(
+            self.model, self._path, self._index, self._collectives, sections
+        )
+
+    def _restore_progress(self):
+        """What Keras, and its callbacks, set to zero when they begin."""
+        if self._found["step"]:
+            self._restore(("metrics",))
+        history = self.model.history
+        history.epoch, values = map(copy.copy, self._found["history"])
+        history.history.clear()
+        history.history.update(values)
+        saved = list(self._found["callbacks"])
+        for callback in self._others:
+            # Of several of a class, in their order; rank 0 may have more.
+            for number, (kind, learnt) in enumerate(saved):
+                if kind == type(callback).__name__:
+                    vars(callback).update(learnt)
+                    del saved[number]
+                    break
+        self._found = None
+
+
+def current_seed():
+    """TensorFlow's global seed; None if it has none."""
+    seed = tf.compat.v1.get_seed(0)[0]
+    return None if seed == _NO_SEED else seed
+
+
+def among(callbacks):
+    """The `ShardedCheckpoint` among a `fit`'s callbacks, or None."""
+    found = [c for c in callbacks if isinstance(c, ShardedCheckpoint)]
+    if len(found) > 1:
+        raise ValueError(
+            "Give `fit` one ShardedCheckpoint. Received: "
+            f"{[c.directory for c in found]}. `every_steps` and "
+            "`every_seconds` can be combined in one."
+        )
+    return found[0] if found else None
+
+
+def _learnt(callback):
+    """JSON-able state of one of Keras's callbacks."""
+    names = _LEARNT.get(type(callback).__name__, ())
+    values = {n: vars(callback)[n] for n in names if n in vars(callback)}
+    return {n: getattr(v, "item", lambda v=v: v)() for n, v in values.items()}
+
+
+def _positive(name, value, kind):
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if value is not None and not (is_number and value > 0):
+        raise ValueError(
+            f"`{name}` must be a positive number, or None. "
+            f"Received: {name}={value!r}."
+        )
+    return value

@@ -1,0 +1,1 @@
+"""Training state on disk, written by all ranks and read by any number."""

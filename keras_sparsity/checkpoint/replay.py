@@ -1,0 +1,68 @@
+"""Brings `fit`'s input back to where a training run was interrupted."""
+
+import warnings
+
+from keras_sparsity import compat
+
+
+def replay(epoch_iterator, num_epochs, num_steps, on_done):
+    """Has the next epoch begin where the interrupted one stopped.
+
+    What came before is read once more and thrown away: only so are shuffles,
+    generators and what is random in them where they were. Of arrays (`fit(x,
+    y)`), one batch of each earlier epoch is enough.
+
+    Args:
+        epoch_iterator: what Keras's `fit` draws its batches from.
+        num_epochs: how many epochs were completed.
+        num_steps: how many steps of the interrupted epoch were done.
+        on_done: called when the input is there.
+    """
+    num_per_execution = epoch_iterator.steps_per_execution
+    if num_steps % num_per_execution:
+        raise ValueError(
+            f"The training stopped after {num_steps} steps of an epoch, which "
+            "is no multiple of steps_per_execution. Received: "
+            f"steps_per_execution={num_per_execution}. Resume with a divisor "
+            f"of {num_steps}."
+        )
+    first_is_enough = compat.repeats_an_order_at_once(epoch_iterator)
+
+    def pull(iterator):
+        next(iterator)
+        for _ in range(num_per_execution - 1):
+            try:
+                next(iterator)
+            except StopIteration:  # a last execution of fewer steps
+                return
+
+    def pass_epoch(stock):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the input has ended
+            with epoch_iterator.catch_stop_iteration():
+                for *_, iterator in stock():
+                    pull(iterator)
+                    if first_is_enough:
+                        break
+
+    def enumerate_epoch(stock):
+        for _ in range(num_epochs):
+            pass_epoch(stock)
+        executions = stock()
+        for _ in range(num_steps // num_per_execution):
+            try:
+                pull(next(executions)[-1])
+            except StopIteration:
+                raise ValueError(
+                    "The input has fewer batches than before the "
+                    f"interruption. Expected: more than {num_steps} in epoch "
+                    f"{num_epochs} (counted from 0). Give `fit` the same "
+                    "input, or train in another directory."
+                ) from None
+        on_done()
+        yield from executions
+
+    if num_epochs or num_steps:
+        compat.on_next_epoch(epoch_iterator, enumerate_epoch)
+    else:
+        on_done()

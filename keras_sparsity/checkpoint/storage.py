@@ -1,0 +1,365 @@
+"""Saving and restoring a model's whole state, on all ranks together."""
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import os
+import platform
+import shutil
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity import random_states
+from keras_sparsity._version import __version__
+from keras_sparsity.checkpoint import folder, state
+from keras_sparsity.metrics import aggregation
+
+
+def save(model, directory, position, communicator, keep):
+    """Writes a checkpoint; every rank calls it.
+
+    Args:
+        model: a model compiled inside `strategy.scope()`, with its optimizer
+            built.
+        directory: folder of checkpoints, the same for all ranks.
+        position: JSON-able dict; `epoch` and `step` name the checkpoint.
+        communicator: the `Collectives` of all ranks.
+        keep: how many of the latest checkpoints to leave.
+
+    Raises:
+        OSError: on every rank, if any rank cannot write. What was complete
+            before is left as it was.
+    """
+    name = folder.name_of(position["epoch"], position["step"])
+    path = folder.partial(directory, name)
+    together = functools.partial(
+        on_all_ranks, communicator, f"write the checkpoint {name}"
+    )
+    is_first = communicator.rank == 0
+    entries = state.entries(model)
+    try:
+        together(lambda: is_first and folder.begin(directory, name))
+        differing = _differing(entries, communicator)
+        sealed = together(
+            lambda: _write_files(path, entries, differing, communicator.rank)
+        )
+        index = {
+            "versions": _versions(),
+            "num_processes": communicator.size,
+            "position": position,
+            "variables": _records(entries, differing),
+            "files": {k: v for part in sealed for k, v in part.items()},
+        }
+        together(
+            lambda: is_first and folder.commit(directory, name, index, keep)
+        )
+    except BaseException:
+        if is_first:
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def on_all_ranks(communicator, what, attempt):
+    """Does something that may fail on some ranks; then it fails on all.
+
+    Returns:
+        List of what `attempt()` gave, by rank.
+
+    Raises:
+        OSError: if it raised on any rank.
+    """
+    result = error = None
+    try:
+        result = attempt()
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    outcomes = communicator.gather_objects(
+        (result, error), name="checkpoint/outcomes"
+    )
+    errors = [
+        f"rank {rank}: {error}"
+        for rank, (_, error) in enumerate(outcomes)
+        if error
+    ]
+    if errors:
+        raise OSError(f"Could not {what}. {'; '.join(errors)}.")
+    return [result for result, _ in outcomes]
+
+
+def latest(directory, communicator):
+    """Path and index of the latest checkpoint, found sound; None if none.
+
+    Raises:
+        ValueError: on every rank, if a file of it is damaged. Says which
+            checkpoint is the previous one.
+    """
+    names, index, problem = [], None, None
+    if communicator.rank == 0:
+        names = folder.complete(directory)
+        try:
+            if names:
+                index = folder.read_index(os.path.join(directory, names[-1]))
+        except ValueError as error:
+            problem = str(error)
+    names, index, problem = communicator.gather_objects(
+        (names, index, problem), name="checkpoint/latest"
+    )[0]
+    if not names:
+        return None
+    path = os.path.join(directory, names[-1])
+    if index is not None:
+        # Each rank looks at some of the files.
+        mine = sorted(index["files"])[communicator.rank :: communicator.size]
+        damages = communicator.gather_objects(
+            [
+                folder.damage(os.path.join(path, file), index["files"][file])
+                for file in mine
+            ],
+            name="checkpoint/damages",
+        )
+        problem = "; ".join(each for part in damages for each in part if each)
+    if problem:
+        where = f"go on from {names[-2]}" if names[1:] else "start anew"
+        raise ValueError(
+            f"The latest checkpoint, {path}, cannot be read: {problem}. Move "
+            f"it out of its folder to {where}."
+        )
+    return path, index
+
+
+def restore(model, path, index, communicator, sections):
+    """Gives a model, its optimizer and metrics their state; on every rank.
+
+    The number of processes and of partitions may be others than those that
+    saved it.
+
+    Args:
+        model: a model, with its optimizer built if that is to be restored.
+        path, index: what `latest` gave.
+        communicator: the `Collectives` of all ranks.
+        sections: of `"model"`, `"optimizer"` and `"metrics"`, which to
+            restore.
+
+    Raises:
+        ValueError: if the model has other variables.
+    """
+    entries = [e for e in state.entries(model) if e.section in sections]
+    numbers, records = zip(
+        *(
+            (str(number), record)
+            for number, record in enumerate(index["variables"])
+            if record["section"] in sections
+        ),
+        strict=True,
+    )
+    _check_same_variables(entries, records, path)
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def file(name):
+            return stack.enter_context(
+                state.open_file(os.path.join(path, name))
+            )
+
+        for entry, number, record in zip(
+            entries, numbers, records, strict=True
+        ):
+            _restore(entry, number, record, file, index, communicator)
+
+
+def read_host_states(path, index, communicator):
+    """This rank's `random_states.host_states`; rank 0's, on another number."""
+    is_as_saved = index["num_processes"] == communicator.size
+    name = folder.rank_file(communicator.rank if is_as_saved else 0)
+    with state.open_file(os.path.join(path, name)) as file:
+        return file.attrs["host_random_states"]
+
+
+def _write_files(path, entries, differing, rank):
+    """Writes this rank's files; returns their sizes and checksums."""
+    names = [folder.rank_file(rank)]
+    with state.open_file(os.path.join(path, names[0]), "w") as file:
+        file.attrs["host_random_states"] = random_states.host_states()
+        for number, entry in enumerate(entries):
+            if entry.layout is not None:
+                group = file.create_group(str(number))
+                for partition, piece, num_rows in entry.parts(rank):
+                    state.write(group, str(partition), piece, num_rows)
+            elif number in differing:
+                state.write(file, str(number), entry.variable)
+    if rank == 0:
+        names.append(folder.DENSE)
+        with state.open_file(os.path.join(path, folder.DENSE), "w") as file:
+            for number, entry in enumerate(entries):
+                if entry.layout is None and number not in differing:
+                    state.write(file, str(number), entry.variable)
+    return {name: folder.seal(os.path.join(path, name)) for name in names}
+
+
+def _differing(entries, communicator):
+    """Numbers of the variables of which each rank has its own."""
+    if communicator.size == 1:
+        return set()
+    own = {n for n, entry in enumerate(entries) if entry.section == "metrics"}
+    mine = {
+        number: hashlib.blake2b(
+            keras.ops.convert_to_numpy(entry.variable).tobytes(),
+            digest_size=16,
+        ).digest()
+        for number, entry in enumerate(entries)
+        if not entry.is_replicated and number not in own
+    }
+    all_ranks = communicator.gather_objects(mine, name="checkpoint/digests")
+    return own | {
+        number
+        for number in mine
+        if len({digests[number] for digests in all_ranks}) > 1
+    }
+
+
+def _records(entries, differing):
+    """What the index says of each variable."""
+    records = []
+    for number, entry in enumerate(entries):
+        record = {
+            "section": entry.section,
+            "name": entry.name,
+            "shape": list(entry.shape),
+            "dtype": entry.dtype,
+        }
+        if entry.layout is not None:
+            record["num_partitions"] = entry.layout.num_partitions
+            record["owners"] = list(entry.layout.owners)
+        elif number in differing:
+            record["each_rank"] = True
+        records.append(record)
+    return records
+
+
+def _versions():
+    return {
+        "keras_sparsity": __version__,
+        "keras": keras.__version__,
+        "tensorflow": tf.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _check_same_variables(entries, records, path):
+    there = [
+        (
+            each["section"],
+            # The state of a rank's part of a batch has that part's size.
+            "any" if each.get("each_rank") else str(tuple(each["shape"])),
+            each["dtype"],
+        )
+        for each in records
+    ]
+    here = [
+        (
+            entry.section,
+            "any" if record and record[1] == "any" else str(entry.shape),
+            entry.dtype,
+        )
+        for entry, record in itertools.zip_longest(entries, there)
+        if entry is not None
+    ]
+    if here == there:
+        return
+    lines = []
+    for number in range(max(len(here), len(there))):
+        found, wanted = here[number : number + 1], there[number : number + 1]
+        if found != wanted:
+            found = found and (entries[number].name, *found[0])
+            wanted = wanted and (records[number]["name"], *wanted[0])
+            lines.append(
+                f"  {number}: the model has {found or 'none'}, the checkpoint "
+                f"{wanted or 'none'}"
+            )
+    raise ValueError(
+        f"The checkpoint {path} was saved from another model or optimizer: "
+        f"{len(lines)} variables differ. Build and compile the model as it "
+        "was, or train in another directory. The first of them:\n"
+        + "\n".join(lines[:5])
+    )
+
+
+def _restore(entry, number, record, file, index, communicator):
+    rank = communicator.rank
+    is_as_saved = index["num_processes"] == communicator.size
+    if record.get("each_rank"):
+        if is_as_saved:
+            state.read(file(folder.rank_file(rank))[number], entry.variable)
+            return
+        saved = [
+            file(folder.rank_file(each))[number]
+            for each in range(index["num_processes"])
+        ]
+        _restore_own(entry, saved, communicator)
+        return
+    if "num_partitions" not in record and entry.layout is None:
+        state.read(file(folder.DENSE)[number], entry.variable)
+        if not is_as_saved and (
+            entry.section == "metrics" or random_states.is_own(entry.variable)
+        ):
+            _restore_own(entry, [file(folder.DENSE)[number]], communicator)
+        return
+    _restore_rows(entry, number, record, file, rank)
+
+
+def _restore_rows(entry, number, record, file, rank):
+    """Rows from any partitions to those that this rank owns now."""
+    count = record.get("num_partitions", 1)
+    owners = record.get("owners")
+    new_count = entry.layout.num_partitions if entry.layout else 1
+    for partition, variable, _ in entry.parts(rank):
+        for source in range(count):
+            if owners is None:
+                dataset = file(folder.DENSE)[number]
+            else:
+                owner = owners[source % len(owners)]
+                group = file(folder.rank_file(owner))[number]
+                dataset = group[str(source)]
+            state.read_rows(
+                dataset,
+                (source, count),
+                variable,
+                (partition, new_count),
+                entry.shape[0],
+            )
+
+
+def _restore_own(entry, saved, communicator):
+    """State of which each rank had its own, for another number of ranks."""
+    variable, rank = entry.variable, communicator.rank
+    values = [dataset[()] for dataset in saved]
+    if random_states.is_own(variable):
+        variable.assign(values[0])
+        random_states.fold_rank(variable, rank)
+    elif entry.section == "metrics":
+        # They are summed (or averaged) over the ranks when they are read.
+        total = sum(values[1:], values[0])
+        kind = aggregation(variable)
+        if kind == "mean":
+            variable.assign(total / len(values))
+        elif kind == "sum":
+            variable.assign(total if rank == 0 else np.zeros_like(total))
+        else:
+            variable.assign(values[0])
+    else:
+        # One row for each example of the rank's part of the batch, as the
+        # states of a stateful layer: cut as batches are.
+        whole = np.concatenate(values)
+        start = rank * len(whole) // communicator.size
+        stop = (rank + 1) * len(whole) // communicator.size
+        if whole[start:stop].shape != tuple(variable.shape):
+            raise ValueError(
+                f"{entry.name} had a value of its own on each of the "
+                f"{len(values)} processes that saved it, of shape "
+                f"{values[0].shape}, which cannot be split over "
+                f"{communicator.size}. Resume on {len(values)} processes."
+            )
+        variable.assign(whole[start:stop])

@@ -1,0 +1,81 @@
+"""Arguments that are not what they must be: errors that say what to pass."""
+
+import numpy as np
+import tensorflow as tf
+
+
+def check(is_valid, name, value, expected):
+    """Raises unless an argument is valid.
+
+    Args:
+        is_valid: whether it is.
+        name: the argument's name.
+        value: what was received.
+        expected: what it must be, to follow "must be".
+    """
+    if not is_valid:
+        raise ValueError(
+            f"`{name}` must be {expected}. Received: {name}={value!r} "
+            f"(of type {type(value).__name__})."
+        )
+
+
+def positive_integer(name, value, otherwise=""):
+    """The argument as an `int`; `otherwise` says what else it might be."""
+    is_integer = isinstance(value, (int, np.integer))
+    check(
+        is_integer and not isinstance(value, bool) and value >= 1,
+        name,
+        value,
+        f"a positive integer{otherwise}",
+    )
+    return int(value)
+
+
+def boolean(name, value):
+    check(isinstance(value, (bool, np.bool_)), name, value, "True or False")
+
+
+def string(name, value):
+    check(isinstance(value, str), name, value, "a string")
+
+
+def processes(name, value):
+    """Checks for `Collectives`, or what stands for them in a test."""
+    check(
+        hasattr(value, "rank") and hasattr(value, "size"),
+        name,
+        value,
+        "the `ks.collectives.Collectives` of the processes, such as "
+        "`strategy.collectives` or `ks.collectives.current()`",
+    )
+
+
+def tensor(name, value, expected):
+    """The argument as a tensor."""
+    try:
+        return tf.convert_to_tensor(value)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"`{name}` must be {expected}. Received: {name}={value!r} "
+            f"(of type {type(value).__name__}), of which TensorFlow makes no "
+            f"tensor: {error}"
+        ) from error
+
+
+def keras_object(name, value, get, expected):
+    """What Keras makes of a name, a configuration or an object.
+
+    Args:
+        name: the argument's name.
+        value: what was received.
+        get: Keras's function, such as `keras.optimizers.get`.
+        expected: what it must be, to follow "must be".
+    """
+    try:
+        return get(value)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"`{name}` must be {expected}. Received: {name}={value!r} "
+            f"(of type {type(value).__name__}). Keras says: {error}"
+        ) from error

@@ -1,0 +1,736 @@
+"""Every argument of the public API, wrong: one error that says what to do.
+
+`BAD` is the table; the tests after it see that no argument is left out.
+"""
+
+import inspect
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from tests import launch_functions
+
+ROWS, DIM = 4, 2
+
+
+def variable():
+    return keras.Variable(np.zeros(3, "float32"), name="kernel")
+
+
+def current():
+    return ks.collectives.current()
+
+
+def batches():
+    return tf.data.Dataset.range(4).batch(2)
+
+
+def model():
+    layers = [keras.Input((3,)), ks.layers.ShardedEmbedding(ROWS, DIM)]
+    return keras.Sequential(layers)
+
+
+def optimizer(**options):
+    return ks.HybridOptimizer("sgd", **options)
+
+
+def table(**options):
+    return ks.ShardedTable(ROWS, DIM, **options)
+
+
+def route():
+    return current().all_to_all(tf.zeros(2), [2])[1]
+
+
+def apply(**arguments):
+    optimizer().apply(**arguments)
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise TypeError("it holds a lock")
+
+
+# For each public callable: itself and arguments that are right, made when they
+# are needed.
+VALID = {
+    "HybridStrategy": lambda: (ks.HybridStrategy, {}),
+    "HybridStrategy.shard": lambda: (
+        ks.HybridStrategy().shard,
+        {"dataset": batches()},
+    ),
+    "HybridOptimizer": lambda: (
+        ks.HybridOptimizer,
+        {"inner_optimizer": "sgd"},
+    ),
+    "HybridOptimizer.apply": lambda: (
+        apply,
+        {"grads": [tf.zeros(3)], "trainable_variables": [variable()]},
+    ),
+    "HybridOptimizer.build": lambda: (
+        optimizer().build,
+        {"var_list": [variable()]},
+    ),
+    "ShardedTable": lambda: (ks.ShardedTable, {"num_rows": 4, "dim": 2}),
+    "ShardedTable.gather": lambda: (table().gather, {"ids": [1, 1]}),
+    "ShardedTable.assign": lambda: (
+        table().assign,
+        {"whole": np.zeros((ROWS, DIM))},
+    ),
+    "export": lambda: (ks.export, {"model": model()}),
+    "shard_embeddings": lambda: (ks.shard_embeddings, {"model": model()}),
+    "callbacks.ShardedCheckpoint": lambda: (
+        ks.callbacks.ShardedCheckpoint,
+        {"directory": "checkpoints"},
+    ),
+    "collectives.Collectives.all_reduce": lambda: (
+        current().all_reduce,
+        {"tensors": [tf.zeros(2)]},
+    ),
+    "collectives.Collectives.all_to_all": lambda: (
+        current().all_to_all,
+        {"tensor": tf.zeros(2), "splits": [2]},
+    ),
+    "collectives.Collectives.all_to_all_along": lambda: (
+        current().all_to_all_along,
+        {"tensor": tf.zeros(2), "route": route()},
+    ),
+    "collectives.Collectives.all_to_all_back": lambda: (
+        current().all_to_all_back,
+        {"tensor": tf.zeros(2), "route": route()},
+    ),
+    "collectives.Collectives.all_gather": lambda: (
+        current().all_gather,
+        {"tensor": tf.zeros(2)},
+    ),
+    "collectives.Collectives.broadcast": lambda: (
+        current().broadcast,
+        {"tensors": [tf.zeros(2)]},
+    ),
+    "collectives.Collectives.barrier": lambda: (current().barrier, {}),
+    "collectives.Collectives.gather_objects": lambda: (
+        current().gather_objects,
+        {"value": {"any": 1}},
+    ),
+    "collectives.Collectives.check_equal": lambda: (
+        current().check_equal,
+        {"value": 1, "what": "It"},
+    ),
+    "collectives.Collectives.group": lambda: (
+        current().group,
+        {"name": "machine"},
+    ),
+    "collectives.Topology": lambda: (ks.collectives.Topology, {}),
+    "collectives.start": lambda: (ks.collectives.start, {}),
+    "data.shard": lambda: (
+        ks.data.shard,
+        {"dataset": batches(), "collectives": current()},
+    ),
+    "losses.globalize": lambda: (ks.losses.globalize, {"loss": "mse"}),
+    "losses.GlobalMean": lambda: (ks.losses.GlobalMean, {"loss": "mse"}),
+    "launch.run": lambda: (
+        ks.launch.run,
+        {"function": launch_functions.describe, "num_processes": 1},
+    ),
+    "layers.ShardedEmbedding": lambda: (
+        ks.layers.ShardedEmbedding,
+        {"input_dim": ROWS, "output_dim": DIM},
+    ),
+    "layers.ShardedEmbedding.call": lambda: (
+        ks.layers.ShardedEmbedding(ROWS, DIM),
+        {"inputs": np.array([1])},
+    ),
+    "layers.SampledSoftmax": lambda: (
+        ks.layers.SampledSoftmax,
+        {"num_classes": 9, "num_sampled": 3},
+    ),
+    "layers.SampledSoftmax.call": lambda: (
+        ks.layers.SampledSoftmax(9, 3),
+        {"inputs": np.zeros((2, 3), "float32")},
+    ),
+    "layers.SampledSoftmax.loss": lambda: (
+        ks.layers.SampledSoftmax(9, 3).loss,
+        {},
+    ),
+}
+
+SGD = keras.optimizers.SGD
+INTEGER = "must be a positive integer.*Received: "
+PARTITIONS = f"{INTEGER}num_partitions="
+KERAS_DTYPE = "[Pp]olicy|dtype"
+NO_TENSOR = "received {}.*Expected a tensor.*gather_objects"
+NAME = "`name` must be a string.*the same on all ranks.*Received: name=3"
+
+# Callable, wrong arguments, what the message says; a TypeError where it says
+# so, else a ValueError.
+BAD = [
+    # How a model is distributed.
+    *(
+        (name, arguments, message)
+        for name in ("HybridStrategy", "HybridOptimizer")
+        for arguments, message in [
+            ({"sparse_updates": "fast"}, "'exact' or 'lazy'.*='fast'"),
+            ({"sparse_updates": None}, "'exact' or 'lazy'.*=None"),
+            ({"dense_aggregation": "max"}, "'mean' or 'sum'.*='max'"),
+            ({"sparse_aggregation": 2}, "'mean' or 'sum'.*=2"),
+            (
+                {"transform_gradients": 3},
+                "function of a list of gradients.*Received: transform_.*=3",
+            ),
+        ]
+    ),
+    ("HybridStrategy", {"engine": "mpi"}, "'mpi'.*Expected one of.*native"),
+    ("HybridStrategy", {"engine": 3}, "engine 3.*Expected one of.*native"),
+    (
+        "HybridStrategy.shard",
+        {"dataset": [1, 2]},
+        r"TypeError: Expected a `tf.data.Dataset`.*Received: \[1, 2\]",
+    ),
+    (
+        "HybridStrategy.shard",
+        {"dataset": tf.data.Dataset.range(3)},
+        r"scalars.*Batch it first: `dataset.batch",
+    ),
+    *(
+        (
+            "HybridOptimizer",
+            {"inner_optimizer": wrong},
+            "must be a Keras optimizer, its name.*Received: inner_opt",
+        )
+        for wrong in (None, 3, "adamm", SGD, {"a": 1})
+    ),
+    (
+        "HybridOptimizer",
+        {"inner_optimizer": ks.HybridOptimizer("sgd")},
+        "already. Pass the optimizer inside it. Received",
+    ),
+    ("HybridOptimizer", {"name": 3}, "must be a string.*Received: name=3"),
+    (
+        "HybridOptimizer",
+        {"clipnorm": 1.0},
+        "no arguments.*clipnorm.*set them on the inner",
+    ),
+    (
+        "HybridOptimizer",
+        {"learning_rate": 1.0},
+        "no arguments.*learning_rate.*set them on the inner",
+    ),
+    *(
+        ("HybridOptimizer.apply", {"grads": wrong}, message)
+        for wrong, message in [
+            (3, "must be a list of gradients.*Received: grads=3"),
+            (tf.zeros(3), "must be a list of gradients.*Received: grads="),
+            (["a"], "tensors or tf.IndexedSlices.*Received: grads='a'"),
+            ([tf.zeros(3, tf.int32)], "floating-point tensors.*int32"),
+            (
+                [tf.zeros(2)],
+                r"shape \(2,\) for kernel. Expected: \(3,\).*order",
+            ),
+            ([tf.zeros(3)] * 2, "2 gradients and 1 variables"),
+            ([None], "No gradients provided"),
+        ]
+    ),
+    *(
+        (name, {argument: wrong}, "list of variables.*trainable_variables`")
+        for name, argument in (
+            ("HybridOptimizer.apply", "trainable_variables"),
+            ("HybridOptimizer.build", "var_list"),
+        )
+        for wrong in (3, [3], tf.zeros(3))
+    ),
+    # Tables.
+    *(
+        ("ShardedTable", {name: wrong}, f"`{name}` {INTEGER}{name}={wrong!r}")
+        for name in ("num_rows", "dim", "num_partitions")
+        for wrong in (0, -1, "a", 4.0, True)
+    ),
+    *(
+        (
+            "ShardedTable",
+            {"initializer": wrong},
+            "a Keras initializer.*Received",
+        )
+        for wrong in ("nope", 3)
+    ),
+    (
+        "ShardedTable",
+        {"initializer": np.zeros((3, 2))},
+        r"\(3, 2\).*Received shape=\(4, 2\)",
+    ),
+    *(
+        ("ShardedTable", {"dtype": wrong}, "floating-point dtype.*Received")
+        for wrong in ("flot", "int32", 3)
+    ),
+    ("ShardedTable", {"trainable": "no"}, "True or False.*Received: tr.*'no'"),
+    ("ShardedTable", {"name": 3}, "must be a string.*Received: name=3"),
+    ("ShardedTable", {"owner_name": 3}, "a string.*Received: owner_name=3"),
+    ("ShardedTable", {"regularizer": "l2"}, "callable.*Received: .*=l2"),
+    ("ShardedTable", {"constraint": 3}, "callable.*Received: constraint=3"),
+    ("ShardedTable", {"to_stock": 3}, "a function.*Received: to_stock=3"),
+    ("ShardedTable.gather", {"ids": None}, "of integers.*Received: ids=None"),
+    ("ShardedTable.gather", {"ids": [[1], [2, 3]]}, "of integers.*Received"),
+    ("ShardedTable.gather", {"ids": "a"}, "must be integers.*string"),
+    ("ShardedTable.gather", {"ids": [0.5]}, "must be integers.*float32"),
+    ("ShardedTable.gather", {"ids": [True]}, "must be integers.*bool"),
+    *(
+        ("ShardedTable.assign", {"whole": wrong}, message)
+        for wrong, message in [
+            (np.zeros((2, 2)), r"Received: shape \(2, 2\). Expected: \(4, 2\)"),
+            (None, r"Received: shape \(\). Expected: \(4, 2\)"),
+            (np.full((ROWS, DIM), "a"), "must be real numbers.*dtype <U1"),
+            (np.zeros((ROWS, DIM), complex), "real numbers.*complex128"),
+        ]
+    ),
+    # Layers.
+    *(
+        (
+            "layers.ShardedEmbedding",
+            {name: wrong},
+            f"`{name}` {INTEGER}{name}={wrong!r}",
+        )
+        for name in ("input_dim", "output_dim", "num_partitions")
+        for wrong in (0, "a", 1.5, True)
+    ),
+    *(
+        ("layers.ShardedEmbedding", arguments, message)
+        for arguments, message in [
+            ({"output_dim": None}, f"{INTEGER}output_dim=None"),
+            ({"embeddings_initializer": "no"}, "a Keras initializer.*='no'"),
+            ({"embeddings_regularizer": "no"}, "a Keras regularizer.*='no'"),
+            ({"embeddings_constraint": 3}, "a Keras constraint.*=3"),
+            ({"mask_zero": "yes"}, "True or False.*mask_zero='yes'"),
+            ({"weights": "a"}, r"of shape \(4, 2\).*Received: 'a'"),
+            ({"weights": np.zeros((2, 2))}, r"of shape \(4, 2\).*Received"),
+            ({"lora_rank": 2}, "`lora_rank` is not supported.*keras.layers"),
+            ({"quantization_config": 2}, "not supported.*keras.layers.Emb"),
+            ({"other": 2}, "Unrecognized keyword arguments.*other"),
+            ({"dtype": "flot"}, KERAS_DTYPE),
+        ]
+    ),
+    ("layers.ShardedEmbedding.call", {"inputs": "a"}, "integers.*string"),
+    ("layers.ShardedEmbedding.call", {"inputs": None}, "ids. Received.*=None"),
+    *(
+        (
+            "layers.SampledSoftmax",
+            {name: wrong},
+            f"`{name}` {INTEGER}{name}={wrong!r}",
+        )
+        for name in ("num_classes", "num_sampled", "num_partitions")
+        for wrong in (0, -1, "a", 5.0)
+    ),
+    *(
+        ("layers.SampledSoftmax", arguments, message)
+        for arguments, message in [
+            ({"num_sampled": 10}, "num_sampled=10, .*use `keras.layers.Dense"),
+            ({"num_classes": 2**24 + 1}, "at most 2.*exact up to.*=16777217"),
+            ({"use_bias": "yes"}, "True or False.*use_bias='yes'"),
+            ({"kernel_initializer": "no"}, "a Keras initializer.*='no'"),
+            ({"seed": "x"}, "`seed` must be an integer. Received: seed=x"),
+            ({"other": 2}, "Unrecognized keyword arguments.*other"),
+        ]
+    ),
+    (
+        "layers.SampledSoftmax.call",
+        {"inputs": np.zeros(3, "float32")},
+        r"needs inputs `\(batch, ..., dim\)`.*Received: \(3,\)",
+    ),
+    (
+        "layers.SampledSoftmax.loss",
+        {"reduction": "no"},
+        "Expected one of.*Received: reduction=no",
+    ),
+    # Whole models.
+    *(
+        (name, {"model": wrong}, message)
+        for name in ("export", "shard_embeddings")
+        for wrong, message in [
+            (3, "a built `keras.Model`.*Received: model=3"),
+            (model, "a built `keras.Model`.*Received: model=<function"),
+            (keras.Sequential(), "has no weights yet. Build it first"),
+        ]
+    ),
+    # Callbacks.
+    *(
+        ("callbacks.ShardedCheckpoint", arguments, message)
+        for arguments, message in [
+            ({"directory": 3}, "TypeError: .*str, bytes or os.PathLike.*int"),
+            ({"every_steps": 0}, "positive.*every_steps=0"),
+            ({"every_steps": 1.5}, "positive.*every_steps=1.5"),
+            ({"every_seconds": -1}, "positive.*every_seconds=-1"),
+            ({"every_seconds": "9"}, "positive.*every_seconds='9'"),
+            ({"keep": 0}, "positive.*keep=0"),
+            ({"keep": None}, "positive.*keep=None"),
+            ({"resume": "yes"}, "True or False.*resume='yes'"),
+        ]
+    ),
+    # Collectives.
+    *(
+        (f"collectives.Collectives.{name}", {"name": 3}, NAME)
+        for name in (
+            "all_reduce",
+            "all_to_all",
+            "all_to_all_along",
+            "all_to_all_back",
+            "all_gather",
+            "broadcast",
+            "barrier",
+            "gather_objects",
+        )
+    ),
+    *(
+        (f"collectives.Collectives.{name}", {argument: wrong}, message)
+        for name, argument in (
+            ("all_reduce", "tensors"),
+            ("broadcast", "tensors"),
+        )
+        for wrong, message in [
+            (tf.zeros(2), "received EagerTensor. Expected a list of tensors"),
+            ([None], NO_TENSOR.format("None")),
+            (["a"], "string.*Expected one of bool"),
+            (
+                [tf.IndexedSlices(tf.zeros([1]), tf.constant([0]))],
+                "received tf.IndexedSlices.*convert_to_tensor",
+            ),
+        ]
+    ),
+    *(
+        (f"collectives.Collectives.{name}", {"tensor": wrong}, message)
+        for name in (
+            "all_to_all",
+            "all_to_all_along",
+            "all_to_all_back",
+            "all_gather",
+        )
+        for wrong, message in [
+            (None, NO_TENSOR.format("None")),
+            (3.0, r"received a scalar.*use `tf.reshape\(x, \[1\]\)`"),
+            (tf.constant(["a", "b"]), "string.*Send strings.*`gather_objects`"),
+        ]
+    ),
+    *(
+        (
+            f"collectives.Collectives.{name}",
+            {"tensor": tf.zeros(3)},
+            "do not sum",
+        )
+        for name in ("all_to_all", "all_to_all_along", "all_to_all_back")
+    ),
+    *(
+        (f"collectives.Collectives.{name}", {"route": wrong}, message)
+        for name in ("all_to_all_along", "all_to_all_back")
+        for wrong, message in [
+            (None, "route=None. Expected the `Route` that an `all_to_all`"),
+            (3, "route=3. Expected the `Route` that an `all_to_all`"),
+        ]
+    ),
+    *(
+        ("collectives.Collectives.all_to_all", {"splits": wrong}, message)
+        for wrong, message in [
+            ([3], r"do not sum.*splits \[3\] for a tensor of 2 rows"),
+            ([-2], r"do not sum.*splits \[-2\]"),
+            ([1, 1], r"shape \(2,\). Expected \(1,\): the number of rows"),
+            ([2.0], "dtype float32. Expected integers"),
+            ("a", "dtype string. Expected integers"),
+            (None, NO_TENSOR.format("None")),
+        ]
+    ),
+    *(
+        ("collectives.Collectives.all_reduce", arguments, message)
+        for arguments, message in [
+            ({"op": "prod"}, "op='prod'. Expected one of 'sum'"),
+            ({"op": 3}, "op=3. Expected one of 'sum'"),
+            (
+                {"op": "mean", "tensors": [tf.constant([1])]},
+                "int32 with op='mean'.*Cast it",
+            ),
+        ]
+    ),
+    *(
+        (
+            "collectives.Collectives.broadcast",
+            {"root": wrong},
+            f"root={wrong!r}. Expected a rank from 0 to 0",
+        )
+        for wrong in (1, -1, "a", 0.0, False)
+    ),
+    (
+        "collectives.Collectives.gather_objects",
+        {"value": Unpicklable()},
+        "what pickles. Received:.*Send the numbers.*holds a lock",
+    ),
+    (
+        "collectives.Collectives.check_equal",
+        {"value": Unpicklable()},
+        "what pickles. Received:.*Send the numbers.*holds a lock",
+    ),
+    (
+        "collectives.Collectives.group",
+        {"name": "rack"},
+        "'rack'. Expected one of .*machine",
+    ),
+    *(
+        ("collectives.Topology", arguments, message)
+        for arguments, message in [
+            ({"rank": 3, "size": 2}, "from 0 to size - 1. Received: rank=3"),
+            ({"rank": "a"}, "must be an integer.*Received: rank='a'"),
+            ({"size": 0}, "Received: rank=0, size=0"),
+            ({"local_rank": -1}, "Received: local_rank=-1"),
+            ({"local_size": 0.5}, "Received: local_rank=0, local_size=0.5"),
+            ({"cross_rank": 1}, "Received: cross_rank=1, cross_size=1"),
+            ({"cross_size": None}, "Received: cross_rank=0, cross_size=None"),
+        ]
+    ),
+    ("collectives.start", {"engine": "mpi"}, "'mpi'. Expected one of"),
+    # Input and losses.
+    (
+        "data.shard",
+        {"dataset": [1]},
+        r"TypeError: Expected a `tf.data.Dataset`.*Received: \[1\]",
+    ),
+    (
+        "data.shard",
+        {"dataset": tf.data.Dataset.range(3)},
+        "scalars.*Batch it first: `dataset.batch",
+    ),
+    ("data.shard", {"collectives": None}, "`strategy.collectives`.*=None"),
+    ("data.shard", {"by": "rows"}, "'files', 'elements'.*by='rows'"),
+    *(
+        (name, arguments, message)
+        for name in ("losses.globalize", "losses.GlobalMean")
+        for arguments, message in [
+            ({"loss": "nope"}, "a loss's name.*Received: loss='nope'"),
+            ({"loss": 3}, "a loss's name.*Received: loss=3"),
+            ({"collectives": 3}, "`strategy.collectives`.*collectives=3"),
+        ]
+    ),
+    ("losses.GlobalMean", {"loss": None}, "a loss's name.*loss=None"),
+    ("losses.GlobalMean", {"whole_batch": "no"}, "True, False.*='no'"),
+    ("losses.GlobalMean", {"name": 3}, "must be a string.*name=3"),
+    # The launcher.
+    *(
+        ("launch.run", arguments, message)
+        for arguments, message in [
+            ({"function": 3}, "top level of a module.*Received: 3"),
+            ({"function": lambda: 1}, "top level.*to a file of its own"),
+            ({"num_processes": 0}, f"{INTEGER}num_processes=0"),
+            ({"num_processes": "a"}, f"{INTEGER}num_processes='a'"),
+            ({"num_processes": 1.5}, f"{INTEGER}num_processes=1.5"),
+            ({"engine": "mpi"}, "must be one of local.*Received: 'mpi'"),
+            (
+                {"engine": "local", "num_processes": 2},
+                "for one process.*2 processes. Use engine='native'",
+            ),
+            ({"machines": 0}, f"{INTEGER}machines=0"),
+            ({"machines": "a"}, f"{INTEGER}machines='a'"),
+            (
+                {"num_processes": 2, "machines": 3},
+                "must divide.*2 processes and machines=3",
+            ),
+            ({"args": 3}, "a tuple of arguments.*Received: args=3"),
+            ({"args": (Unpicklable(),)}, "must pickle. Received.*a lock"),
+            ({"kwargs": 3}, "a dictionary.*Received: kwargs=3"),
+            ({"kwargs": {1: 2}}, "a dictionary.*Received: kwargs={1: 2}"),
+            ({"timeout": 0}, "positive number of seconds.*timeout=0"),
+            ({"timeout": "9"}, "positive number of seconds.*timeout='9'"),
+            ({"env": 3}, "a dictionary of strings.*Received: env=3"),
+            ({"env": {"A": 1}}, "a dictionary of strings.*env={'A': 1}"),
+        ]
+    ),
+]
+
+# Arguments for which any value is valid.
+ANY_VALUE = {
+    "HybridOptimizer.kwargs": "none is taken: see learning_rate",
+    "collectives.Collectives.check_equal.what": "only shown",
+    "collectives.Collectives.check_equal.fix": "only shown",
+    "layers.ShardedEmbedding.call.training": "a truth value",
+    "layers.SampledSoftmax.call.training": "a truth value",
+}
+# Public classes that only this package makes, and errors.
+NOT_CALLED = {
+    "collectives.CollectiveError": "an error",
+    "collectives.Collectives": "made by `start`",
+    "collectives.Route": "made by `all_to_all`",
+    "collectives.Route.reversed": "no argument",
+    "collectives.agreed_seed": "no argument",
+    "collectives.current": "no argument",
+    "collectives.explained": "for this package's own errors",
+    "collectives.failure": "no argument",
+    "launch.LaunchError": "an error",
+    "launch.main": "see COMMAND_LINE",
+    "losses.GlobalMean.call": "what Keras's losses call",
+    "HybridOptimizer.options": "no argument",
+    "HybridOptimizer.places": "no argument",
+    "HybridOptimizer.state": "no argument",
+    # Between files of this package.
+    "callbacks.ShardedCheckpoint.*": "called by `fit`",
+    **dict.fromkeys(
+        (
+            f"ShardedTable.{name}"
+            for name in (
+                "assert_inside",
+                "assign_like",
+                "check_inside",
+                "check_under_strategy",
+                "create",
+                "read",
+                "read_like",
+                "shard",
+                "stored_rows",
+                "to_stock",
+                "whole",
+            )
+        ),
+        "called by layers, saving and the optimizer",
+    ),
+    **dict.fromkeys(
+        (
+            f"layers.SampledSoftmax.{name}"
+            for name in ("sampled_losses", "full_losses")
+        ),
+        "called by the loss",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    BAD,
+    ids=[f"{name} {', '.join(map(str, wrong))}" for name, wrong, _ in BAD],
+)
+def test_bad_input_is_explained(name, wrong, message):
+    function, arguments = VALID[name]()
+    error = ValueError
+    if message.startswith("TypeError: "):
+        error, message = TypeError, message.removeprefix("TypeError: ")
+    with pytest.raises(error) as raised:
+        function(**{**arguments, **wrong})
+    assert type(raised.value) in (ValueError, TypeError)
+    assert re.search(f"(?s){message}", str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize("name", [n for n in VALID if n != "launch.run"])
+def test_the_other_arguments_are_right(name):
+    """So that it is the wrong one that each line of the table is about."""
+    function, arguments = VALID[name]()
+    function(**arguments)
+
+
+# Nothing is left out.
+
+
+def public_callables():
+    """Functions, classes and the methods that are their own, by name."""
+    found = {}
+    for name in ks.__all__:
+        value = getattr(ks, name)
+        if inspect.ismodule(value):
+            for inner in value.__all__:
+                found[f"{name}.{inner}"] = getattr(value, inner)
+        else:
+            found[name] = value
+    for name, value in list(found.items()):
+        if inspect.isclass(value):
+            bases = value.__mro__[1:]
+            for method, function in vars(value).items():
+                is_own = not any(hasattr(base, method) for base in bases)
+                is_public = not method.startswith("_")
+                if is_public and is_own and inspect.isfunction(function):
+                    found[f"{name}.{method}"] = function
+    return found
+
+
+def parameters(function):
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    signature = inspect.signature(function)
+    return {
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind not in kinds and name != "self"
+    }
+
+
+def test_every_argument_is_in_the_table():
+    callables = public_callables()
+    tested = {f"{name}.{key}" for name, wrong, _ in BAD for key in wrong}
+    missing = []
+    for name, function in callables.items():
+        if {name, f"{name.rpartition('.')[0]}.*"} & NOT_CALLED.keys():
+            continue
+        missing += [
+            f"{name}.{parameter}"
+            for parameter in parameters(function)
+            if f"{name}.{parameter}" not in tested | set(ANY_VALUE)
+        ]
+    assert not missing
+    assert {name for name, _, _ in BAD} <= VALID.keys()
+
+
+def test_the_lists_name_what_exists():
+    callables = public_callables()
+    overridden = {"HybridOptimizer.apply", "HybridOptimizer.build"}
+    overridden |= {n for n in VALID if n.endswith(".call")}
+    assert VALID.keys() <= callables.keys() | overridden
+    names = {name.removesuffix(".*") for name in NOT_CALLED}
+    assert names <= callables.keys() | {"losses.GlobalMean.call"}
+
+
+# The command line.
+
+COMMAND_LINE = [
+    ("", "say how many processes.*none of them"),
+    ("-n 2", "name the script to run"),
+    ("-n 0 SCRIPT", "positive integer. Received: num_processes=0"),
+    ("-n -1 SCRIPT", "positive integer. Received: num_processes=-1"),
+    ("-n two SCRIPT", "invalid int value: 'two'"),
+    ("-n 2 missing.py", "there is no script 'missing.py'"),
+    ("-n 2 --unknown SCRIPT", "unrecognized arguments: --unknown"),
+    ("-n 2 --hosts a:2 SCRIPT", "Received: -n and --hosts"),
+    ("--hosts a:2 --hostfile f SCRIPT", "--hosts and --hostfile"),
+    ("--hosts a:x SCRIPT", "must be a number"),
+    ("--hostfile missing SCRIPT", "No such file or directory: 'missing'"),
+    ("-n 2 --engine mpi SCRIPT", "must be one of"),
+    ("-n 2 --env =3 SCRIPT", "--env takes NAME or NAME=VALUE"),
+    ("-n 2 --env NOT_SET SCRIPT", "no such variable here"),
+    ("-n 2 --python p SCRIPT", "--python is for other hosts"),
+    ("-n 2 --ssh s SCRIPT", "--ssh is for other hosts"),
+    ("--hosts a:2 --ssh ' SCRIPT", '--ssh takes a client.*Received: "\'"'),
+    ("-n 2 --timeout -1 SCRIPT", "positive number of seconds.*-1"),
+    ("-n 2 --timeout x SCRIPT", "--timeout: invalid float value: 'x'"),
+    ("-n 2 --log-dir SCRIPT SCRIPT", "--log-dir takes a folder"),
+    ("-n 2 --module", "name the script to run"),
+]
+ANY_OPTION = {
+    "--help": "takes no value",
+    "--num-processes": "-n",
+}
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit('it ran')")
+    return str(path)
+
+
+@pytest.mark.parametrize(("arguments", "message"), COMMAND_LINE)
+def test_wrong_usage_is_explained(arguments, message, script, capsys):
+    arguments = arguments.replace("SCRIPT", script).split()
+    with pytest.raises(SystemExit) as end:
+        ks.launch.main(["run", *arguments])
+    assert end.value.code == 2
+    # Lines are broken to the terminal's width.
+    told = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, told), told
+
+
+def test_every_option_is_in_the_table(capsys):
+    with pytest.raises(SystemExit):
+        ks.launch.main(["run", "--help"])
+    options = set(re.findall(r"(?<![\w-])--[a-z-]+", capsys.readouterr().out))
+    tested = " ".join(arguments for arguments, _ in COMMAND_LINE).split()
+    assert options <= set(tested) | ANY_OPTION.keys()
