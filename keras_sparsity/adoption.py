@@ -120,6 +120,7 @@ class Adoption:
         self._model = model
         self._stock = {}
         self._is_in_step = False
+        self._is_in_keras_loss = False
         self._synchronised = None
         self._folded = set()
         self._awaits_input = None
@@ -146,6 +147,9 @@ class Adoption:
             self._bind(name)
         if not compat.losses_are_scaled():
             self._bind("compute_loss")
+        elif type(model).compute_loss is keras.Model.compute_loss:
+            self._bind("compute_loss")
+            self._bind("_compute_loss")
 
     @property
     def _collectives(self):
@@ -274,7 +278,30 @@ class Adoption:
             return empty_parts.call(stock, *args, **kwargs)
         return stock(*args, **kwargs)
 
+    def _compute_loss(self, *args, **kwargs):
+        """What Keras's own steps call."""
+        self._is_in_keras_loss = True
+        try:
+            return self._stock["_compute_loss"](*args, **kwargs)
+        finally:
+            self._is_in_keras_loss = False
+
     def compute_loss(self, *args, **kwargs):
+        """The loss, with a gradient that the ranks' sum makes whole.
+
+        Keras 3.6 and later divides the value by the number of replicas too,
+        and multiplies it again in its own steps. A step of the user's own,
+        which does not, gets it undivided.
+        """
+        if not compat.losses_are_scaled():
+            return self._unscaled_loss(*args, **kwargs)
+        loss = self._stock["compute_loss"](*args, **kwargs)
+        size = self._collectives.size
+        if self._is_in_keras_loss or size == 1:
+            return loss
+        return loss + tf.stop_gradient(loss) * (size - 1)
+
+    def _unscaled_loss(self, *args, **kwargs):
         """For Keras 3.5, which scales no loss by the number of replicas.
 
         What layers add (regularizers) is then summed over the ranks with the

@@ -8,7 +8,13 @@ from unittest import mock
 
 import tensorflow as tf
 
-from keras_sparsity import collectives, compat, empty_parts, losses
+from keras_sparsity import (
+    aggregation,
+    collectives,
+    compat,
+    empty_parts,
+    losses,
+)
 from keras_sparsity.optimizer import HybridOptimizer
 
 
@@ -54,27 +60,16 @@ def norms_of_own_rows():
 @contextlib.contextmanager
 def clipped_before_aggregation():
     """As stock Keras clips: each rank its own gradients."""
-    original = HybridOptimizer._aggregate
+    original = HybridOptimizer.apply
 
-    def aggregate(self, grads, variables):
-        grads = [
-            tf.convert_to_tensor(g)
-            if isinstance(g, tf.IndexedSlices)
-            and self._expansion[id(v)][0] is v
-            else g
-            for g, v in zip(grads, variables, strict=True)
-        ]
+    def apply(self, grads, trainable_variables=None):
+        rule = self.inner_optimizer
         values = [
             g.values if isinstance(g, tf.IndexedSlices) else g for g in grads
         ]
-        rule = self._rule
         if rule.clipvalue:
-            values = [
-                tf.clip_by_value(v, -rule.clipvalue, rule.clipvalue)
-                for v in values
-            ]
-        elif rule.clipnorm:
-            values = [tf.clip_by_norm(v, rule.clipnorm) for v in values]
+            limit = rule.clipvalue
+            values = [tf.clip_by_value(v, -limit, limit) for v in values]
         else:
             values, _ = tf.clip_by_global_norm(values, rule.global_clipnorm)
         grads = [
@@ -83,30 +78,42 @@ def clipped_before_aggregation():
             else v
             for g, v in zip(grads, values, strict=True)
         ]
-        return original(self, grads, variables)
+        original(self, grads, trainable_variables)
 
     with (
-        mock.patch.object(HybridOptimizer, "_aggregate", aggregate),
+        mock.patch.object(HybridOptimizer, "apply", apply),
         mock.patch.object(
-            HybridOptimizer, "_clip", lambda self, grads, updates: grads
+            aggregation.Aggregation,
+            "clip",
+            lambda self, rule, grads, updates: grads,
         ),
     ):
         yield
 
 
+@contextlib.contextmanager
 def last_of_equal_ids():
     """Of a row's gradients one counts, as where nothing adds duplicates."""
 
-    def one_per_row(self, update):
-        slices = update.gradient
-        dense = tf.zeros_like(update.variable.value)
+    def last(shape, index, values):
         return tf.tensor_scatter_nd_update(
-            dense, slices.indices[:, tf.newaxis], slices.values
+            tf.zeros(shape, values.dtype), index[:, tf.newaxis], values
         )
 
-    return mock.patch.object(
-        HybridOptimizer, "_one_gradient_per_row", one_per_row
-    )
+    def each_row_once(slices, variable):
+        rows, index = tf.unique(slices.indices)
+        shape = [tf.size(rows), variable.shape[1]]
+        values = last(shape, index, slices.values)
+        return tf.IndexedSlices(values, rows, slices.dense_shape)
+
+    def dense(slices, variable):
+        return last(variable.shape, slices.indices, slices.values)
+
+    with (
+        mock.patch.object(aggregation, "_each_row_once", each_row_once),
+        mock.patch.object(aggregation, "_dense", dense),
+    ):
+        yield
 
 
 def own_denominators():

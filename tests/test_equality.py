@@ -145,7 +145,7 @@ CELLS = {
         for name, arguments in {
             "SGD": MOMENTUM,
             "RMSprop": {},
-            "Adadelta": {},
+            "Adadelta": {"rho": 0.5},
             "Adam": {"amsgrad": True},
             "AdamW": DECAY,
             "Adamax": {},
