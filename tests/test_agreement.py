@@ -33,7 +33,7 @@ def _model(num_rows=20, dim=4, units=3, rate=0.0, use_bias=True, extra=False):
         *([keras.layers.Dense(units, name="more")] if extra else []),
         keras.layers.Dense(1, name="score"),
     ]
-    return keras.Sequential(layers)
+    return keras.Sequential(layers, name="model")
 
 
 def _fit(

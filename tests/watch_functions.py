@@ -190,7 +190,7 @@ def fail_in_fit(how, rank):
 
     def dataset():
         if how == "generator":
-            return map(read, range(200))
+            return (read(position) for position in range(200))
         x, y = read(0)
         positions = tf.data.Dataset.range(200)
         if how == "map":

@@ -17,6 +17,8 @@ import sys
 import threading
 import time
 
+import tensorflow as tf
+
 from keras_sparsity.collectives import channel as channels
 from keras_sparsity.collectives import errors, journal, verdict
 from keras_sparsity.collectives.coordinator import Coordinator
@@ -304,7 +306,10 @@ def _flush():
 
 def _core(message):
     """The line of an operation's error that is not about where it was made."""
-    around = (" ", "\t", "Detected at", "Graph execution error")
+    around = (
+        *(" ", "\t", "Detected at", "Graph execution error"),
+        *("Hint:", "Traceback (most recent"),
+    )
     lines = [
         line.partition("[Op:")[0].strip()
         for line in message.splitlines()
@@ -317,7 +322,8 @@ def _core(message):
 def _spell(error):
     if isinstance(error, SystemExit):
         return f"SystemExit, by sys.exit({error.code!r})"
-    text = str(error)
+    is_operations = isinstance(error, tf.errors.OpError)
+    text = _core(error.message) if is_operations else str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
