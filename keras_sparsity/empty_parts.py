@@ -35,7 +35,10 @@ def call(stock, inputs, *args, **kwargs):
     TensorShape([0, 2])
     """
     leaves = [x for x in tf.nest.flatten(inputs) if x is not None]
-    is_empty = tf.equal(num_rows(leaves[0]), 0)
+    rows = leaves[0].shape[0] if leaves[0].shape.rank else None
+    if rows:  # known beforehand, as those of a single batch are
+        return stock(inputs, *args, **kwargs)
+    is_empty = True if rows == 0 else tf.equal(num_rows(leaves[0]), 0)
     outputs = stock(_fill(inputs, is_empty), *args, **kwargs)
     return _cut(outputs, is_empty)
 
@@ -78,7 +81,7 @@ def _fill(inputs, is_empty):
             one = tf.RaggedTensor.from_row_splits(
                 leaf.values, tf.zeros([2], leaf.row_splits.dtype)
             )
-            return tf.cond(is_empty, lambda: one, lambda: leaf)
+            return _cond(is_empty, lambda: one, lambda: leaf)
         if isinstance(leaf, tf.SparseTensor):
             shape = tf.concat(
                 [tf.maximum(leaf.dense_shape[:1], 1), leaf.dense_shape[1:]], 0
@@ -86,7 +89,7 @@ def _fill(inputs, is_empty):
             return tf.SparseTensor(leaf.indices, leaf.values, shape)
         leaf = tf.convert_to_tensor(leaf)
         one_shape = tf.concat([[1], tf.shape(leaf)[1:]], axis=0)
-        filled = tf.cond(
+        filled = _cond(
             is_empty, lambda: tf.zeros(one_shape, leaf.dtype), lambda: leaf
         )
         return _with_shape_of(leaf, filled)
@@ -99,9 +102,9 @@ def _cut(outputs, is_empty):
 
     def cut(leaf):
         if isinstance(leaf, tf.RaggedTensor):
-            return tf.cond(is_empty, lambda: leaf[:0], lambda: leaf)
+            return _cond(is_empty, lambda: leaf[:0], lambda: leaf)
         mask = compat.keras_mask(leaf)
-        kept = tf.cond(is_empty, lambda: leaf[:0], lambda: leaf)
+        kept = _cond(is_empty, lambda: leaf[:0], lambda: leaf)
         kept = _with_shape_of(leaf, kept)
         if mask is not None:
             compat.set_keras_mask(kept, cut(mask))
@@ -109,6 +112,10 @@ def _cut(outputs, is_empty):
         return kept
 
     return tf.nest.map_structure(cut, outputs)
+
+
+def _cond(is_true, then, otherwise):
+    return then() if is_true is True else tf.cond(is_true, then, otherwise)
 
 
 def _with_shape_of(leaf, other):

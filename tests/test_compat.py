@@ -139,6 +139,50 @@ def test_array_orders_change():
     assert orders() == [first, second, third]
 
 
+def _epoch_iterator(**arguments):
+    from keras.src.backend.tensorflow import trainer
+
+    return trainer.TFEpochIterator(
+        distribute_strategy=tf.distribute.get_strategy(), **arguments
+    )
+
+
+def test_on_next_epoch():
+    """Once, and as `fit` enumerates an epoch in this version of Keras."""
+    iterator = _epoch_iterator(x=np.arange(6), batch_size=2)
+
+    def without_the_first(stock):
+        executions = stock()
+        next(next(executions)[-1])
+        yield from executions
+
+    def batches():
+        return [next(item[-1]).numpy().tolist() for item in _epoch(iterator)]
+
+    compat.on_next_epoch(iterator, without_the_first)
+    assert batches() == [[2, 3], [4, 5]]
+    assert batches() == [[0, 1], [2, 3], [4, 5]]
+
+
+def _epoch(iterator):
+    return (
+        iterator
+        if hasattr(iterator, "__next__")
+        else (iterator.enumerate_epoch())
+    )
+
+
+def test_what_makes_the_batches():
+    arrays = _epoch_iterator(x=np.arange(6), batch_size=2, shuffle=True)
+    assert compat.repeats_an_order_at_once(arrays)
+    assert not compat.is_read_by_python(arrays)
+    by_batches = _epoch_iterator(x=np.arange(6), batch_size=2, shuffle="batch")
+    assert not compat.repeats_an_order_at_once(by_batches)
+    generated = _epoch_iterator(x=((np.ones(2),) for _ in range(9)))
+    assert compat.is_read_by_python(generated)
+    assert not compat.repeats_an_order_at_once(generated)
+
+
 def test_outermost_graph():
     numbers = []
 

@@ -187,15 +187,6 @@ def test_large_unsigned_id_is_an_error(dtype):
         layer(np.array([2**32 - 1 if dtype == "uint32" else 2**32], dtype))
 
 
-def test_refuses_what_it_does_not_support():
-    for name in ("lora_rank", "quantization_config"):
-        with pytest.raises(ValueError, match=name):
-            ks.layers.ShardedEmbedding(ROWS, DIM, **{name: 2})
-    for bad in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match="num_partitions"):
-            ks.layers.ShardedEmbedding(ROWS, DIM, num_partitions=bad)
-
-
 def test_config_round_trip():
     layer = ks.layers.ShardedEmbedding(
         ROWS,

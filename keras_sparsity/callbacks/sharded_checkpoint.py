@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import compat, random_states
+from keras_sparsity import checks, collectives, compat, random_states
 from keras_sparsity.checkpoint import storage
 from keras_sparsity.checkpoint.replay import replay
 
@@ -45,7 +45,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     states, the input's position, `EarlyStopping`, `ReduceLROnPlateau` and
     `ModelCheckpoint`, and `History` are as they were. On as many processes
     the result is the same to the bit; the number of processes and of
-    partitions may change.
+    partitions may change. What Python code outside of Keras remembers (your
+    own callbacks, TensorFlow's stateful random operations) starts anew, and
+    `EarlyStopping(restore_best_weights=True)` has no weights from before.
 
     The input's position is found by reading it once more up to there. Its
     order must be the same: seed it (`keras.utils.set_random_seed`), or start
@@ -99,6 +101,39 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.resume = resume
         self._collectives = None
         self._found = None
+
+    def restore(self, model):
+        """Gives a model the state of the latest checkpoint, without training.
+
+        For evaluation or `ks.export`. Every rank calls it.
+
+        Args:
+            model: the model, built; with its optimizer if it was compiled.
+
+        Returns:
+            Path of the checkpoint.
+
+        Raises:
+            FileNotFoundError: if the directory has no complete one.
+            ValueError: if it is damaged, or of another model.
+        """
+        checks.check(
+            isinstance(model, keras.Model), "model", model, "a `keras.Model`"
+        )
+        communicator = collectives.current()
+        found = storage.latest(self.directory, communicator)
+        if not found:
+            raise FileNotFoundError(
+                f"No complete checkpoint in {self.directory}. Expected "
+                "folders named like epoch-00001-step-0000000."
+            )
+        sections = ["model"]
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None:
+            optimizer.build(model.trainable_variables)
+            sections.append("optimizer")
+        storage.restore(model, *found, communicator, sections)
+        return found[0]
 
     # Called by an adopted model's `fit`, before Keras's own.
 

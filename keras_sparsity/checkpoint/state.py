@@ -13,7 +13,7 @@ from keras_sparsity.tables.layout import Layout
 from keras_sparsity.tables.table_variable import TableVariable
 
 # So much of a variable is in memory a second time, when written or read.
-_BLOCK_BYTES = 1 << 24
+_BLOCK_BYTES = 1 << 22
 # HDF5 has no such type: stored by its bits.
 _STORED_AS = {"bfloat16": tf.uint16}
 
