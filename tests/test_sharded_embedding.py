@@ -1,5 +1,7 @@
 """`ShardedEmbedding` is `Embedding`, on any number of processes."""
 
+import os
+import tempfile
 import types
 
 import keras
@@ -356,12 +358,15 @@ def check_rows():
     assert layer.count_params() == ROWS * DIM
     layer.set_weights([table + 1])
     np.testing.assert_array_equal(layer.get_weights()[0], table + 1)
-    try:
+    with pytest.raises(ValueError, match="shape"):
         layer.set_weights([table[:-1]])
-    except ValueError:
-        pass
-    else:
-        raise AssertionError("a wrong shape was accepted")
+    # TensorFlow's own ways of saving, which would leave all rows out.
+    checkpoint = tf.train.Checkpoint(layer=layer)
+    with pytest.raises(ValueError, match="no row of it.*ShardedCheckpoint"):
+        checkpoint.write(os.path.join(tempfile.gettempdir(), "refused"))
+    model = keras.Sequential([keras.Input((2,)), layer])
+    with pytest.raises(ValueError, match="no row of it.*ks.export"):
+        model.export(os.path.join(tempfile.gettempdir(), "refused"))
 
 
 @pytest.mark.parametrize("engine", engines())
