@@ -176,20 +176,6 @@ def test_run_takes_a_function_of_the_script_itself(tmp_path):
     assert _said(done.stdout, "results") == ["results [21]"], done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((lambda: 1, 2), "must stand at the top level"),
-        ((launch_functions.describe, 0), "at least 1. Received: 0"),
-        ((launch_functions.describe, 2, "mpi"), "must be one of"),
-        ((launch_functions.describe, 2, "local"), "for one process"),
-    ],
-)
-def test_run_refuses(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        launch.run(*arguments)
-
-
 # The command line
 
 
@@ -322,37 +308,6 @@ def test_ranks_do_not_outlive_the_launcher(script):
         assert len(pids) == 2
         launcher.kill()
         assert _wait_for_end(pids, 30)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("", "say how many processes"),
-        ("-n 2", "name the script to run"),
-        ("-n 0 SCRIPT", "at least 1. Received: 0"),
-        ("-n -1 SCRIPT", "at least 1. Received: -1"),
-        ("-n two SCRIPT", "invalid int value: 'two'"),
-        ("-n 2 missing.py", "there is no script 'missing.py'"),
-        ("-n 2 --hosts a:2 SCRIPT", "Received: -n and --hosts"),
-        ("--hosts a:2 --hostfile f SCRIPT", "--hosts and --hostfile"),
-        ("--hosts a:x SCRIPT", "must be a number"),
-        ("--hostfile missing SCRIPT", "No such file or directory: 'missing'"),
-        ("-n 2 --engine mpi SCRIPT", "must be one of"),
-        ("-n 2 --env =3 SCRIPT", "--env takes NAME or NAME=VALUE"),
-        ("-n 2 --env NOT_SET SCRIPT", "no such variable here"),
-        ("-n 2 --python p SCRIPT", "--python is for other hosts"),
-        ("-n 2 --max-restarts -1 SCRIPT", "0 or more. Received: -1"),
-        ("-n 2 --max-restarts x SCRIPT", "invalid int value: 'x'"),
-        ("-n 2 --rank-timeout 1 SCRIPT", "--rank-timeout must be a number"),
-        ("-n 2 --rank-timeout nan SCRIPT", "at least 5"),
-    ],
-)
-def test_wrong_usage(arguments, message, script, capsys):
-    arguments = arguments.replace("SCRIPT", script).split()
-    with pytest.raises(SystemExit) as end:
-        launch.main(["run", *arguments])
-    assert end.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_horovod_that_is_not_installed(script, capsys, monkeypatch):

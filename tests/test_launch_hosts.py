@@ -102,17 +102,3 @@ def test_emulated_machines():
         "0,2,1,2",
         "1,2,1,2",
     ]
-
-
-@pytest.mark.parametrize(
-    ("num_processes", "machines", "message"),
-    [
-        (0, 1, "at least 1. Received: 0"),
-        (-2, 1, "at least 1. Received: -2"),
-        (3, 2, "must divide"),
-        (2, 0, "must divide"),
-    ],
-)
-def test_impossible_numbers(num_processes, machines, message):
-    with pytest.raises(ValueError, match=message):
-        local_hosts(num_processes, machines)

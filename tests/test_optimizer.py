@@ -325,18 +325,6 @@ def test_config_round_trip(name):
     assert copy.sparse_updates == "lazy"
 
 
-def test_checks_arguments():
-    with pytest.raises(ValueError, match="sparse_updates"):
-        ks.HybridOptimizer("adam", sparse_updates="fast")
-    with pytest.raises(ValueError, match="already"):
-        ks.HybridOptimizer(ks.HybridOptimizer("adam"))
-    with pytest.raises(ValueError, match="clipnorm"):
-        ks.HybridOptimizer("adam", clipnorm=1.0)
-    assert type(ks.HybridOptimizer("adam").inner_optimizer) is (
-        keras.optimizers.Adam
-    )
-
-
 def test_weights_can_be_set_and_unknown_variables_are_refused():
     first, second = (ks.HybridOptimizer(keras.optimizers.Adam()) for _ in "ab")
     table = ks.ShardedTable(ROWS, DIM)

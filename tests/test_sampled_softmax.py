@@ -233,24 +233,6 @@ def test_label_outside_is_an_error_that_names_the_layer(training, label):
         layer.loss()(labels, layer(hidden, training=training))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_classes": 0}, "`num_classes` must be a positive integer"),
-        ({"num_classes": 5.0}, "`num_classes` must be a positive integer"),
-        ({"num_sampled": -1}, "`num_sampled` must be a positive integer"),
-        ({"num_sampled": 11}, "use `keras.layers.Dense"),
-        ({"num_partitions": 0}, "`num_partitions` must be a positive integer"),
-        ({"num_classes": 2**24 + 1}, "exact up to"),
-    ],
-)
-def test_wrong_arguments_are_explained(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ks.layers.SampledSoftmax(
-            **{"num_classes": 10, "num_sampled": 4, **arguments}
-        )
-
-
 def test_loss_of_other_tensors_is_explained():
     layer = built()
     hidden, labels = inputs()
@@ -261,9 +243,6 @@ def test_loss_of_other_tensors_is_explained():
         layer.loss()(labels[:4], layer(hidden))
     with pytest.raises(ValueError, match="known last dimension"):
         ks.layers.SampledSoftmax(10, 4).build((None, None))
-
-
-# In a model.
 
 
 def model(dim=DIM, use_bias=True, num_partitions=None, dtype=None):

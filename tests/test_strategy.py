@@ -342,11 +342,6 @@ def test_half_wrapped_is_refused(cluster, engine):
                 assert "strategy.scope()" in message, (case, message)
 
 
-def test_sparse_updates_is_checked():
-    with pytest.raises(ValueError, match="'exact' or 'lazy'"):
-        ks.HybridStrategy(sparse_updates="fast")
-
-
 # What differs between the ranks, and what must not.
 
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import collectives, compat, random_states
+from keras_sparsity import checks, collectives, compat, random_states
 from keras_sparsity.checkpoint import storage
 from keras_sparsity.checkpoint.replay import replay
 
@@ -117,6 +117,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             FileNotFoundError: if the directory has no complete one.
             ValueError: if it is damaged, or of another model.
         """
+        checks.check(
+            isinstance(model, keras.Model), "model", model, "a `keras.Model`"
+        )
         communicator = collectives.current()
         found = storage.latest(self.directory, communicator)
         if not found:

@@ -4,7 +4,7 @@
 `start()` has brought up, or of a single process.
 """
 
-from keras_sparsity.collectives.base import Collectives, raise_if_different
+from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Route
 from keras_sparsity.collectives.errors import (
     CollectiveError,
@@ -23,6 +23,5 @@ __all__ = [
     "current",
     "explained",
     "failure",
-    "raise_if_different",
     "start",
 ]

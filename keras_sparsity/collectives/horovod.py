@@ -118,7 +118,7 @@ def _may_need_groups():
         os.environ.get(f"HOROVOD_{name}")
         for name in ("SIZE", "LOCAL_SIZE", "CROSS_SIZE")
     )
-    place = topology.override(0, 0)
+    place = topology.override(0, 1)
     if place is not None:
         local_size, cross_size = str(place.local_size), str(place.cross_size)
     return size is None or size not in (local_size, cross_size)

@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import checks, collectives, compat
+from keras_sparsity.collectives.base import raise_if_different
 from keras_sparsity.tables import exchange, initial_values, row_wise
 from keras_sparsity.tables.layout import Layout, default_owners
 from keras_sparsity.tables.table_variable import (
@@ -171,7 +172,7 @@ class ShardedTable:
             [communicator.local_rank, communicator.cross_rank, definition],
             name="table/topology",
         )
-        collectives.raise_if_different(
+        raise_if_different(
             [definition for _, _, definition in facts],
             "The model's tables",
             "Build the same model on every rank.",
