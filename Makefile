@@ -23,11 +23,11 @@ SOURCES := setup.py pyproject.toml README.md \
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check \
 	--only-binary :all:
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test test-all lint format bench clean
 
 help:  ## This list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | \
-		sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
+		sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
 
 demo: $(NEW)/.installed  ## Train the tutorial's language model on 2 processes
 	$(NEW)/bin/keras-sparsity run -n $(NUM_PROCESSES) \
@@ -37,6 +37,10 @@ test: $(HOROVOD)/.installed $(NEW)/.dev  ## All tests on all engines
 	$(HOROVOD)/bin/python -m pytest $(PYTEST_ARGS)
 	@echo "The smoke tests on the newest TensorFlow:"
 	$(NEW)/bin/python -m pytest -m smoke
+
+test-all: $(HOROVOD)/.installed $(NEW)/.dev  ## And the whole matrix: hours
+	$(HOROVOD)/bin/python -m pytest -m "all_cells or not all_cells" \
+		$(PYTEST_ARGS)
 
 lint: $(NEW)/.dev  ## Ruff's checks and format
 	$(NEW)/bin/ruff check .
@@ -51,7 +55,8 @@ bench: $(NEW)/.installed  ## Every benchmark (benchmarks/README.md)
 		echo "== $$benchmark"; $(NEW)/bin/python $$benchmark; done
 
 clean:  ## Remove the virtual environments and what the tools wrote
-	rm -rf $(NEW) $(HOROVOD) build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(NEW) $(HOROVOD) build dist *.egg-info .pytest_cache \
+		.ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The newest TensorFlow, native engine.

@@ -38,6 +38,7 @@ setup(
         "horovod-gpu": ["tensorflow[and-cuda]>=2.16,<2.19", *HOROVOD],
         "tensorboard": ["tensorboard"],
         "dev": [
+            "hypothesis",
             "pre-commit",
             "pytest>=8",
             "pytest-timeout",

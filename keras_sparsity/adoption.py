@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import (
+    agreement,
     collectives,
     compat,
     data,
@@ -119,6 +120,7 @@ class Adoption:
         self._model = model
         self._stock = {}
         self._is_in_step = False
+        self._is_in_keras_loss = False
         self._synchronised = None
         self._folded = set()
         self._awaits_input = None
@@ -145,6 +147,9 @@ class Adoption:
             self._bind(name)
         if not compat.losses_are_scaled():
             self._bind("compute_loss")
+        elif type(model).compute_loss is keras.Model.compute_loss:
+            self._bind("compute_loss")
+            self._bind("_compute_loss")
 
     @property
     def _collectives(self):
@@ -162,14 +167,19 @@ class Adoption:
         # Not through Keras's attribute tracking: these are not state.
         object.__setattr__(self._model, name, bound)
 
-    def _check_call(self, what):
+    def _check_call(self, method, arguments):
         """Raises where ranks call different methods, or with a wrong model."""
         self._check_optimizer()
-        self._check_same_call(what)
+        self._check_same_call(method, arguments)
 
-    def _check_same_call(self, what):
+    def _check_same_call(self, method, arguments):
+        if self._collectives.size == 1:
+            return
+        facts = agreement.of_call(method, arguments)
+        if method == "fit":
+            facts.update(agreement.of_model(self._model))
         self._collectives.check_equal(
-            what, "The method of the model that is called", _EVERY_RANK
+            facts, "The model and its method that is called", _EVERY_RANK
         )
 
     def _check_optimizer(self):
@@ -187,8 +197,8 @@ class Adoption:
     # Whole runs.
 
     def fit(self, *args, **kwargs):
-        self._check_call("fit")
         arguments = _bound_arguments(self._stock["fit"], args, kwargs)
+        self._check_call("fit", arguments)
         callbacks = self._callbacks(arguments.get("callbacks"))
         arguments["callbacks"] = callbacks
         order_seed = data.next_order_seed()
@@ -204,14 +214,14 @@ class Adoption:
             return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):
-        if not kwargs.get("_use_cached_eval_dataset"):
-            self._check_call("evaluate")
         arguments = _bound_arguments(self._stock["evaluate"], args, kwargs)
+        if not kwargs.get("_use_cached_eval_dataset"):
+            self._check_call("evaluate", arguments)
         return self._run("evaluate", arguments)
 
     def predict(self, *args, **kwargs):
-        self._check_call("predict")
         arguments = _bound_arguments(self._stock["predict"], args, kwargs)
+        self._check_call("predict", arguments)
         return self._run("predict", arguments)
 
     def _run(self, name, arguments):
@@ -268,7 +278,30 @@ class Adoption:
             return empty_parts.call(stock, *args, **kwargs)
         return stock(*args, **kwargs)
 
+    def _compute_loss(self, *args, **kwargs):
+        """What Keras's own steps call."""
+        self._is_in_keras_loss = True
+        try:
+            return self._stock["_compute_loss"](*args, **kwargs)
+        finally:
+            self._is_in_keras_loss = False
+
     def compute_loss(self, *args, **kwargs):
+        """The loss, with a gradient that the ranks' sum makes whole.
+
+        Keras 3.6 and later divides the value by the number of replicas too,
+        and multiplies it again in its own steps. A step of the user's own,
+        which does not, gets it undivided.
+        """
+        if not compat.losses_are_scaled():
+            return self._unscaled_loss(*args, **kwargs)
+        loss = self._stock["compute_loss"](*args, **kwargs)
+        size = self._collectives.size
+        if self._is_in_keras_loss or size == 1:
+            return loss
+        return loss + tf.stop_gradient(loss) * (size - 1)
+
+    def _unscaled_loss(self, *args, **kwargs):
         """For Keras 3.5, which scales no loss by the number of replicas.
 
         What layers add (regularizers) is then summed over the ranks with the
@@ -379,14 +412,12 @@ class Adoption:
             for v in self._model.variables
             if not (isinstance(v, TableVariable) and v.table.is_sharded)
         ]
-        optimizer = getattr(self._model, "optimizer", None)
         identity = tuple(id(v) for v in variables)
         if communicator.size == 1 or identity == self._synchronised:
             return
         communicator.check_equal(
-            [(v.path, tuple(v.shape), v.dtype) for v in variables]
-            + [str(type(optimizer and optimizer.inner_optimizer))],
-            "The model's variables and optimizer",
+            agreement.of_model(self._model),
+            "The model and its optimizer",
             "Build the same model on every rank.",
         )
         folded = [v for v in variables if random_states.is_own(v)]
@@ -432,7 +463,7 @@ class Adoption:
         return config
 
     def _save(self, name, args, kwargs):
-        self._check_same_call(name)
+        self._check_same_call(name, {})
         with saving.on_rank_zero(self._model) as is_writer:
             if is_writer:
                 self._stock[name](*args, **kwargs)

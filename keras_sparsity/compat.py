@@ -5,6 +5,7 @@ calls each one, so that a new version that breaks one says which.
 """
 
 import contextlib
+import functools
 import itertools
 import weakref
 
@@ -63,6 +64,27 @@ def abort_collectives(message):
     from tensorflow.python.eager import context
 
     context.context().abort_collective_ops(tf.errors.ABORTED, message)
+
+
+@contextlib.contextmanager
+def heartbeats_may_be_missed(seconds):
+    """While entered, collectives are configured to wait so long for a process
+    that sends no heartbeats, in place of 10 s.
+
+    `context().configure_coordination_service(heartbeat_timeout_in_ms=...)`,
+    through which `MultiWorkerMirroredStrategy` goes: TensorFlow 2.16 to 2.21.
+    """
+    from tensorflow.python.eager import context
+
+    ours = context.context()
+    ours.configure_coordination_service = functools.partial(
+        ours.configure_coordination_service,
+        heartbeat_timeout_in_ms=int(seconds * 1000),
+    )
+    try:
+        yield
+    finally:
+        del ours.configure_coordination_service
 
 
 def resolve_loss(identifier, y_true=None, y_pred=None):

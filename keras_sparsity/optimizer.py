@@ -7,7 +7,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks, collectives, compat, row_update
+from keras_sparsity import (
+    agreement,
+    checks,
+    collectives,
+    compat,
+    row_update,
+)
 from keras_sparsity.aggregation import Aggregation, Update, each_row_once
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
@@ -592,6 +598,11 @@ def _same_on_all_ranks(variables):
     if communicator.size == 1 or not variables:
         return
     with tf.init_scope():  # now, not in the step that may be traced
+        communicator.check_equal(
+            agreement.of_variables(variables),
+            "The variables that an optimizer updates",
+            "Build the same model on every rank.",
+        )
         values = communicator.broadcast(
             [tf.convert_to_tensor(v.value) for v in variables],
             name="optimizer/variables",

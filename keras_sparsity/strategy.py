@@ -36,6 +36,13 @@ class HybridStrategy(tf.distribute.Strategy):
             `ks.HybridOptimizer`. One that is wrapped already keeps its own
             options; it is given `transform_gradients` if it has none. A
             custom loop gives them to `ks.HybridOptimizer` itself.
+        timeout: seconds for which a rank may keep the others waiting (because
+            it is stopped, hangs, or computes alone) before all of them are
+            ended with a message on what each was doing; at least 5, and the
+            same on all ranks. By default the environment's
+            `KERAS_SPARSITY_TIMEOUT`, which `keras-sparsity run
+            --rank-timeout` sets, else 600. A rank that dies, raises or calls
+            something else than the others ends them within seconds.
 
     Attributes:
         collectives: `ks.collectives.Collectives` of all processes.
@@ -62,6 +69,7 @@ class HybridStrategy(tf.distribute.Strategy):
         dense_aggregation="mean",
         sparse_aggregation="mean",
         transform_gradients=None,
+        timeout=None,
     ):
         self.optimizer_options = checked_options(
             sparse_updates=sparse_updates,
@@ -69,7 +77,7 @@ class HybridStrategy(tf.distribute.Strategy):
             sparse_aggregation=sparse_aggregation,
             transform_gradients=transform_gradients,
         )
-        self.collectives = collectives.start(engine)
+        self.collectives = collectives.start(engine, timeout)
         super().__init__(_HybridExtended(self, self.collectives))
 
     @property

@@ -29,6 +29,16 @@ def engines(*names):
     ]
 
 
+def engines_and_sizes():
+    """Parameters for `parametrize(("engine", "num_processes"), ...)`.
+
+    Each engine and each of 2 and 4 processes, but not their product: for what
+    stands on collectives, which have a suite of their own.
+    """
+    (horovod,) = engines("horovod")
+    return [("native", 4), pytest.param("horovod", 2, marks=horovod.marks)]
+
+
 class Clusters:
     """The running clusters; only those of one engine at a time.
 

@@ -49,6 +49,14 @@ def die(rank):
     collectives.current().barrier("test/die")
 
 
+def fail_or_die(rank):
+    """Is killed on one rank, and raises on the others."""
+    if collectives.current().rank != rank:
+        raise ValueError(f"no luck on rank {collectives.current().rank}")
+    print("these are my last words", file=sys.stderr)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def hang(rank):
     """Never ends on one rank."""
     if collectives.current().rank == rank:

@@ -30,6 +30,9 @@ class DenseGradients(keras.optimizers.Optimizer):
         ]
         self.inner.apply(grads, trainable_variables)
 
+    def scale_loss(self, loss):
+        return self.inner.scale_loss(loss)
+
     @property
     def learning_rate(self):
         return self.inner.learning_rate
@@ -40,6 +43,171 @@ class DenseGradients(keras.optimizers.Optimizer):
 
     def finalize_variable_values(self, var_list):
         self.inner.finalize_variable_values(var_list)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class TouchedRows(DenseGradients):
+    """The rule on the rows of each embedding that a batch touches, in NumPy.
+
+    Rows that were not touched, and their slots, stay as they are. Other
+    variables are the inner optimizer's.
+    """
+
+    def build(self, variables):
+        super().build(variables)
+        self.slots = {}
+
+    def apply(self, grads, trainable_variables=None):
+        config = self.inner.get_config()
+        step = int(self.inner.iterations) + 1
+        config["learning_rate"] = float(self.inner.learning_rate)
+        dense = []
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            if not isinstance(gradient, tf.IndexedSlices):
+                dense.append((gradient, variable))
+                continue
+            ids, values = gradient.indices.numpy(), gradient.values.numpy()
+            rows, index = np.unique(ids, return_inverse=True)
+            summed = np.zeros((len(rows), values.shape[1]), values.dtype)
+            np.add.at(summed, index.reshape(-1), values)
+            slots = self.slots.setdefault(id(variable), {})
+            whole = variable.numpy()
+            whole[rows] = _ROW_RULES[type(self.inner).__name__](
+                whole[rows],
+                summed,
+                _Rows(slots, whole.shape, rows, config),
+                step,
+                **config,
+            )
+            if variable.constraint is not None:  # of each row by itself
+                whole[rows] = variable.constraint(whole[rows])
+            variable.assign(whole)
+        self.inner.apply(*map(list, zip(*dense, strict=True)))
+
+
+class _Rows:
+    """Some rows of slots, which start at a value."""
+
+    def __init__(self, slots, shape, rows, config):
+        self._slots = slots
+        self._shape = shape
+        self._rows = rows
+        self._start = config.get("initial_accumulator_value", 0.0)
+
+    def __getitem__(self, name):
+        if name not in self._slots:
+            start = np.full(self._shape, self._start, "float32")
+            self._slots[name] = start
+        return self._slots[name][self._rows]
+
+    def __setitem__(self, name, value):
+        self._slots[name][self._rows] = value
+
+
+def _decayed(rows, learning_rate, weight_decay):
+    return rows - rows * learning_rate * (weight_decay or 0.0)
+
+
+def _sgd(rows, g, slots, step, learning_rate, momentum, nesterov, **_):
+    velocity = slots["velocity"] * momentum - learning_rate * g
+    slots["velocity"] = velocity
+    if nesterov:
+        return rows + momentum * velocity - learning_rate * g
+    return rows + velocity
+
+
+def _adagrad(rows, g, slots, step, learning_rate, epsilon, **_):
+    squares = slots["squares"] + g**2
+    slots["squares"] = squares
+    return rows - learning_rate * g / np.sqrt(squares + epsilon)
+
+
+def _rmsprop(rows, g, slots, step, learning_rate, rho, epsilon, **_):
+    squares = rho * slots["squares"] + (1 - rho) * g**2
+    slots["squares"] = squares
+    return rows - learning_rate * g / np.sqrt(squares + epsilon)
+
+
+def _adadelta(rows, g, slots, step, learning_rate, rho, epsilon, **_):
+    squares = rho * slots["squares"] + (1 - rho) * g**2
+    moves = slots["moves"]
+    move = g * np.sqrt(moves + epsilon) / np.sqrt(squares + epsilon)
+    slots["squares"] = squares
+    slots["moves"] = rho * moves + (1 - rho) * move**2
+    return rows - learning_rate * move
+
+
+def _adam(
+    rows, g, slots, step, learning_rate, beta_1, beta_2, epsilon, amsgrad,
+    weight_decay, **_,
+):  # fmt: skip
+    rows = _decayed(rows, learning_rate, weight_decay)
+    mean = beta_1 * slots["mean"] + (1 - beta_1) * g
+    squares = beta_2 * slots["squares"] + (1 - beta_2) * g**2
+    slots["mean"], slots["squares"] = mean, squares
+    if amsgrad:
+        squares = np.maximum(slots["largest"], squares)
+        slots["largest"] = squares
+    rate = learning_rate * np.sqrt(1 - beta_2**step) / (1 - beta_1**step)
+    return rows - rate * mean / (np.sqrt(squares) + epsilon)
+
+
+def _adamax(rows, g, slots, step, learning_rate, beta_1, beta_2, epsilon, **_):
+    mean = beta_1 * slots["mean"] + (1 - beta_1) * g
+    largest = np.maximum(beta_2 * slots["largest"], np.abs(g))
+    slots["mean"], slots["largest"] = mean, largest
+    rate = learning_rate / (1 - beta_1**step)
+    return rows - rate * mean / (largest + epsilon)
+
+
+def _lion(rows, g, slots, step, learning_rate, beta_1, beta_2, **_):
+    mean = slots["mean"]
+    slots["mean"] = beta_2 * mean + (1 - beta_2) * g
+    return rows - learning_rate * np.sign(beta_1 * mean + (1 - beta_1) * g)
+
+
+_ROW_RULES = {
+    "SGD": _sgd,
+    "Adagrad": _adagrad,
+    "RMSprop": _rmsprop,
+    "Adadelta": _adadelta,
+    "Adam": _adam,
+    "AdamW": _adam,
+    "Adamax": _adamax,
+    "Lion": _lion,
+}
+
+
+class NormalizationOfParts(keras.layers.BatchNormalization):
+    """Normalizes each of `size` parts of a batch by the part's statistics.
+
+    The moving statistics go towards the mean of the parts', weighted by their
+    numbers of examples.
+    """
+
+    def __init__(self, size, **kwargs):
+        super().__init__(**kwargs)
+        self.size = size
+
+    def call(self, inputs, training=None):
+        if not training:
+            return super().call(inputs)
+        count = inputs.shape[0]
+        ends = [rank * count // self.size for rank in range(self.size + 1)]
+        outputs, mean, variance = [], 0.0, 0.0
+        for start, end in zip(ends[:-1], ends[1:], strict=True):
+            part = inputs[start:end]
+            part_mean, part_variance = tf.nn.moments(part, [0])
+            mean += part_mean * (end - start) / count
+            variance += part_variance * (end - start) / count
+            scale = self.gamma / tf.sqrt(part_variance + self.epsilon)
+            outputs.append((part - part_mean) * scale + self.beta)
+        for moving, new in (
+            (self.moving_mean, mean),
+            (self.moving_variance, variance),
+        ):
+            moving.assign(moving * self.momentum + new * (1 - self.momentum))
+        return tf.concat(outputs, axis=0)
 
 
 def dense_reference(model, optimizer, **compile_arguments):

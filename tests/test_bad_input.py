@@ -483,10 +483,10 @@ BAD = [
         {"value": Unpicklable()},
         "what pickles. Received:.*Send the numbers.*holds a lock",
     ),
-    (
-        "collectives.Collectives.check_equal",
-        {"value": Unpicklable()},
-        "what pickles. Received:.*Send the numbers.*holds a lock",
+    *(
+        (name, {"timeout": wrong}, "at least 5.*Received")
+        for name in ("HybridStrategy", "collectives.start")
+        for wrong in (1, float("nan"), "soon", True)
     ),
     (
         "collectives.Collectives.group",
@@ -566,6 +566,7 @@ BAD = [
 # Arguments for which any value is valid.
 ANY_VALUE = {
     "HybridOptimizer.kwargs": "none is taken: see learning_rate",
+    "collectives.Collectives.check_equal.value": "compared by its `repr`",
     "collectives.Collectives.check_equal.what": "only shown",
     "collectives.Collectives.check_equal.fix": "only shown",
     "layers.ShardedEmbedding.call.training": "a truth value",
@@ -725,6 +726,10 @@ COMMAND_LINE = [
     ("-n 2 --python p SCRIPT", "--python is for other hosts"),
     ("-n 2 --ssh s SCRIPT", "--ssh is for other hosts"),
     ("--hosts a:2 --ssh ' SCRIPT", '--ssh takes a client.*Received: "\'"'),
+    ("-n 2 --max-restarts -1 SCRIPT", "0 or more. Received: -1"),
+    ("-n 2 --max-restarts x SCRIPT", "invalid int value: 'x'"),
+    ("-n 2 --rank-timeout 1 SCRIPT", "--rank-timeout must be a number"),
+    ("-n 2 --rank-timeout nan SCRIPT", "at least 5"),
     ("-n 2 --timeout -1 SCRIPT", "positive number of seconds.*-1"),
     ("-n 2 --timeout x SCRIPT", "--timeout: invalid float value: 'x'"),
     ("-n 2 --log-dir SCRIPT SCRIPT", "--log-dir takes a folder"),

@@ -6,6 +6,7 @@ import os
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.callbacks import rank_zero
@@ -248,6 +249,62 @@ def test_callbacks_decide_alike(cluster, engine, tmp_path):
             files = os.listdir(tmp_path / "logs" / part)
             events = [f for f in files if "tfevents" in f]
             assert len(events) == 1, files
+
+
+# A gradient that is not a number, on one rank.
+
+_POISON = 5
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Poison(keras.layers.Layer):
+    """Hands vectors on; the gradient of those of one id is NaN."""
+
+    def call(self, vectors, ids):
+        @tf.custom_gradient
+        def poisoned(vectors):
+            def gradient(upstream):
+                is_poison = tf.equal(ids, _POISON)[..., tf.newaxis]
+                return tf.where(is_poison, np.nan, upstream)
+
+            return vectors, gradient
+
+        return poisoned(vectors)
+
+
+def train_with_nan(terminate):
+    """The losses of each batch and the table afterwards."""
+    # Rank 1's part of the second batch has the id, and rank 0's of the fourth.
+    ids = np.tile([[0, 1], [2, 3], [1, 0], [3, 2]], [5, 1])
+    ids[6], ids[12] = _POISON, _POISON
+    y = np.linspace(0, 1, len(ids))[:, np.newaxis]
+    inputs = keras.Input([2], dtype="int32")
+    vectors = ks.layers.ShardedEmbedding(8, 3, "ones", name="t")(inputs)
+    outputs = keras.layers.Flatten()(Poison()(vectors, inputs))
+    outputs = keras.layers.Dense(1, kernel_initializer="ones")(outputs)
+    model = keras.Model(inputs, outputs)
+    with ks.HybridStrategy().scope():
+        model.compile("adam", "mse")
+    losses = []
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
+    )
+    stop = [keras.callbacks.TerminateOnNaN()] if terminate else []
+    model.fit(ids, y, 4, shuffle=False, verbose=0, callbacks=[record, *stop])
+    return losses, ks.export(model).get_weights()
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_a_nan_gradient_on_one_rank_reaches_all_alike(cluster, engine):
+    # As stock Keras: it trains on, with NaN in what the gradient reaches.
+    expected, weights = train_with_nan(False)
+    assert np.isnan(expected).tolist() == [False, False, False, True, True]
+    for losses, found in cluster(engine, 2).run(train_with_nan, False):
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        for a, b in zip(found, weights, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    for losses, _ in cluster(engine, 2).run(train_with_nan, True):
+        np.testing.assert_allclose(losses, expected[:4], rtol=1e-5)
 
 
 # Predictions.

@@ -1,13 +1,28 @@
 """Each private name that is used, so that a new version says which broke."""
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from keras_sparsity import compat
 
 pytestmark = pytest.mark.smoke
+
+
+def test_heartbeats_may_be_missed():
+    # Whether they are missed without harm, tests/test_watch.py shows.
+    ours = context.context()
+    with compat.heartbeats_may_be_missed(7):
+        configure = ours.configure_coordination_service
+        assert configure.keywords == {"heartbeat_timeout_in_ms": 7000}
+        inspect.signature(configure.func).bind(
+            "standalone", **configure.keywords
+        )
+    assert "configure_coordination_service" not in vars(ours)
 
 
 def test_resolve_loss():

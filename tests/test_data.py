@@ -13,7 +13,7 @@ from keras_sparsity import collectives, data, fingerprints
 from keras_sparsity.batches import split_batch
 from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
 from keras_sparsity.equal_steps import with_equal_steps
-from tests.conftest import engines
+from tests.conftest import engines, engines_and_sizes
 
 # Cutting batches, in one process.
 
@@ -118,8 +118,7 @@ def _read(dataset, epochs=2):
     return [[_listed(batch)[0] for batch in dataset] for _ in range(epochs)]
 
 
-@pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize(("engine", "num_processes"), engines_and_sizes())
 def test_every_example_is_read_once(cluster, engine, num_processes, tmp_path):
     cases = [
         (source, by)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 
@@ -21,24 +22,27 @@ from tests.launch_functions import is_running
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
-# Every rank says who it is and does what the first argument says.
+# Every rank says who it is and does what the first argument says, with one
+# word for each attempt.
 _SCRIPT = """\
-import json, os, signal, sys, time
+import json, os, random, signal, sys, time
 from keras_sparsity import collectives
 
 ranks = collectives.current()
 print(f"hello from rank {ranks.rank} of {ranks.size}, process {os.getpid()}",
       flush=True)
-todo = sys.argv[1] if ranks.rank == 1 else "wait"
-if sys.argv[1] == "arguments":
+print("chance", collectives.agreed_seed(), random.random(), hash("a set's"),
+      flush=True)
+todo = sys.argv[1].split(",")[int(os.environ["KERAS_SPARSITY_RESTARTS"])]
+if todo == "arguments":
     print(json.dumps([sys.argv, sys.path[0], __name__, __file__]), flush=True)
-elif sys.argv[1] == "variables":
+elif todo == "variables":
     print(json.dumps(dict(os.environ)), flush=True)
-elif todo == "exit":
+elif todo == "exit" and ranks.rank == 1:
     sys.exit(7)
-elif todo == "raise":
+elif todo == "raise" and ranks.rank == 1:
     raise ValueError("no luck")
-elif todo == "kill":
+elif todo == "kill" and ranks.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 else:
     time.sleep(600)
@@ -65,14 +69,21 @@ def _variables(**more):
     }
 
 
-def _run(*arguments, timeout=120, **variables):
-    return subprocess.run(
-        _command(*arguments),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=_variables(**variables),
-    )
+@pytest.fixture
+def run(capfd, monkeypatch):
+    """`run(*arguments, **variables)` is the command, with its output.
+
+    It runs in this process, which has imported TensorFlow already.
+    """
+
+    def run(*arguments, **variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        capfd.readouterr()
+        code = launch.main(["run", *arguments])
+        return types.SimpleNamespace(code=code, **capfd.readouterr()._asdict())
+
+    return run
 
 
 def _said(text, start="hello"):
@@ -113,21 +124,15 @@ def test_run_returns_the_results_by_rank(engine, capfd):
     assert _said(errors, "errors of") == ["errors of rank 0"]
 
 
-def test_run_raises_with_the_failing_ranks_traceback():
-    with pytest.raises(launch.LaunchError) as error:
-        launch.run(launch_functions.fail, 2, args=(1,), timeout=120)
-    message = str(error.value)
-    assert "ValueError: no luck on rank 1" in message
-    assert 'launch_functions.py", line' in message
-
-
-def test_run_raises_when_a_rank_is_killed():
+def test_run_raises_and_tells_how_each_rank_failed():
     start = time.monotonic()
     with pytest.raises(launch.LaunchError) as error:
-        launch.run(launch_functions.die, 2, args=(1,), timeout=120)
+        launch.run(launch_functions.fail_or_die, 2, args=(1,), timeout=120)
     message = str(error.value)
     assert message.startswith("Rank 1 of 2 was killed by SIGKILL")
     assert "these are my last words" in message
+    assert "ValueError: no luck on rank 0" in message
+    assert 'launch_functions.py", line' in message
     assert time.monotonic() - start < 60
 
 
@@ -174,59 +179,85 @@ def test_run_takes_a_function_of_the_script_itself(tmp_path):
 # The command line
 
 
-def test_a_script_gets_its_arguments(script, tmp_path):
+def test_a_script_gets_its_arguments(run, script, tmp_path):
     logs = tmp_path / "logs"
+    logs.mkdir()
+    for stale in ("rank-1.log", "rank-3.restart-2.log", "mine.log"):
+        (logs / stale).write_text("of an earlier run")
     words = ["arguments", "-n", "3", "--", "--engine=x", "a b"]
-    done = _run("-n", "2", "--log-dir", str(logs), script, *words)
-    assert done.returncode == 0, done.stderr
-    assert len(_said(done.stdout)) == 1
-    assert "rank 0 of 2" in done.stdout
-    assert json.loads(_said(done.stdout, "[")[0]) == [
+    done = run(
+        *("-n", "2", "--log-dir", str(logs), script, *words),
+        KERAS_SPARSITY_SEED="1234",
+    )
+    assert done.code == 0, done.err
+    assert len(_said(done.out)) == 1
+    assert "rank 0 of 2" in done.out
+    assert json.loads(_said(done.out, "[")[0]) == [
         [script, *words],
         str(tmp_path),
         "__main__",
         script,
     ]
-    assert os.listdir(logs) == ["rank-1.log"]
-    assert "rank 1 of 2" in (logs / "rank-1.log").read_text()
+    assert _said(done.out, "chance 1234 ")
+    assert sorted(os.listdir(logs)) == ["mine.log", "rank-1.log"]
+    log = (logs / "rank-1.log").read_text()
+    assert "rank 1 of 2" in log
+    assert _said(log, "chance") == _said(done.out, "chance")
 
 
-def test_horovod_and_a_module(script, tmp_path):
+def test_horovod_and_a_module(run, script, tmp_path):
     pytest.importorskip("horovod")
-    done = _run(
-        *("-n", "2", "--engine", "horovod", "-m", "script", "arguments"),
-        PYTHONPATH=os.pathsep.join([_ROOT, str(tmp_path)]),
+    done = run(
+        *("-n", "2", "--engine", "horovod", "--max-restarts", "1"),
+        *("-m", "script", "kill,arguments"),
+        PYTHONPATH=str(tmp_path),
     )
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 of 2" in done.stdout
-    assert json.loads(_said(done.stdout, "[")[0])[0] == [script, "arguments"]
+    assert done.code == 0, done.err
+    assert "rank 1 of 2 was killed by SIGKILL" in done.err
+    assert "; restart 1 of 1.\n" in done.err
+    assert len(_said(done.out)) == 2
+    first, second = _said(done.out, "chance")
+    assert first == second
+    arguments = json.loads(_said(done.out, "[")[0])[0]
+    assert arguments == [script, "kill,arguments"]
 
 
-@pytest.mark.parametrize(
-    ("what", "exit_code", "said"),
-    [
-        ("exit", 7, "rank 1 of 2 exited with code 7"),
-        ("raise", 1, "rank 1 of 2 exited with code 1"),
-        ("kill", 137, "rank 1 of 2 was killed by SIGKILL"),
-    ],
-)
-def test_a_failing_rank_is_shown_and_ends_the_others(
-    what, exit_code, said, script
+def test_a_failing_rank_ends_the_others_and_all_start_anew(
+    run, script, tmp_path
 ):
-    done = _run("-n", "2", script, what)
-    assert done.returncode == exit_code, done.stderr
-    assert said in done.stderr
-    # Its last lines are there, though it wrote to a file.
-    assert "  | hello from rank 1" in done.stderr
-    if what == "raise":
-        assert "  | ValueError: no luck" in done.stderr
-        assert "_child.py" not in done.stderr
+    logs = tmp_path / "logs"
+    done = run(
+        *("-n", "2", "--max-restarts", "2", "--log-dir", str(logs)),
+        *(script, "kill,exit,raise"),
+    )
+    assert done.code == 1, done.err
+    first, second = _said(done.err, "keras-sparsity: ")[:2]
+    assert "rank 1 of 2 was killed by SIGKILL" in first
+    assert first.endswith(f"{logs}/rank-1.log); restart 1 of 2.")
+    assert "rank 1 of 2 exited with code 7" in second
+    assert second.endswith("rank-1.restart-1.log); restart 2 of 2.")
+    # The last time it is shown as without restarts, from its file.
+    assert "keras-sparsity: rank 1 of 2 exited with code 1." in done.err
+    assert done.err.count("  | hello from rank 1") == 1
+    assert "  | ValueError: no luck" in done.err
+    assert "_child.py" not in done.err
+    names = ["rank-1.log", "rank-1.restart-1.log", "rank-1.restart-2.log"]
+    assert sorted(os.listdir(logs)) == names
+    # Each attempt draws as the first one did.
+    chances = _said(done.out, "chance")
+    for name in names:
+        chances += _said((logs / name).read_text(), "chance")
+    assert len(chances) == 6
+    assert len(set(chances)) == 1
 
 
-def test_a_script_that_takes_too_long(script):
-    done = _run("-n", "1", "--timeout", "0.5", script, "wait")
-    assert done.returncode == 124
-    assert "not done within 0.5 seconds" in done.stderr
+def test_a_script_that_takes_too_long(run, script):
+    done = run(
+        *("-n", "1", "--timeout", "0.5", "--max-restarts", "2", script, "wait")
+    )
+    assert done.code == 124
+    assert "not done within 0.5 seconds" in done.err
+    assert "restart" not in done.err
 
 
 @contextlib.contextmanager
@@ -261,11 +292,13 @@ def _wait_for_end(pids, seconds):
     [(signal.SIGINT, 130), (signal.SIGTERM, 143)],
 )
 def test_signals_go_to_the_ranks(signal_number, exit_code, script):
-    with _running("-n", "2", script, "wait") as (launcher, pids):
+    options = ("-n", "2", "--max-restarts", "2")
+    with _running(*options, script, "wait") as (launcher, pids):
         assert len(pids) == 2
         launcher.send_signal(signal_number)
         _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == exit_code
+    assert "; restart" not in errors
     assert ("KeyboardInterrupt" in errors) == (signal_number == signal.SIGINT)
     assert _wait_for_end(pids, 1)
 
@@ -318,23 +351,29 @@ def ssh(tmp_path):
 
 
 @pytest.mark.parametrize("engine", engines())
-def test_two_hosts_over_ssh(engine, ssh, script, tmp_path):
+def test_two_hosts_over_ssh(engine, run, ssh, script, tmp_path):
     # Two names of this machine that are not taken for it.
     hostfile = tmp_path / "hosts"
     hostfile.write_text("127.0.0.2: 5,\n127.0.0.3: 6,7\n")
     logs = tmp_path / "logs"
-    done = _run(
+    # A rank fails behind ssh; one engine does.
+    restarts = 1 if engine == "native" else 0
+    done = run(
         *("--hostfile", str(hostfile), "--ssh", ssh, "--engine", engine),
         *("--env", "MINE", "--env", "YOURS=a b'c", "--log-dir", str(logs)),
-        *(script, "variables"),
+        *("--rank-timeout", "50", "--max-restarts", str(restarts)),
+        *(script, "exit,variables" if restarts else "variables"),
         MINE="given",
         NOT_MINE="kept",
         TF_CPP_VMODULE="none=0",
         HOROVOD_GLOO_IFACE="lo",
     )
-    assert done.returncode == 0, done.stderr
-    outputs = [done.stdout]
-    outputs += [(logs / f"rank-{rank}.log").read_text() for rank in (1, 2)]
+    assert done.code == 0, done.err
+    failure = "rank 1 of 3 exited with code 7 on 127.0.0.3"
+    assert (failure in done.err) == bool(restarts)
+    outputs = [done.out]
+    ending = ".restart-1.log" if restarts else ".log"
+    outputs += [(logs / f"rank-{rank}{ending}").read_text() for rank in (1, 2)]
     for rank, output in enumerate(outputs):
         assert f"rank {rank} of 3" in output
         variables = json.loads(_said(output, "{")[0])
@@ -342,32 +381,26 @@ def test_two_hosts_over_ssh(engine, ssh, script, tmp_path):
         assert variables["MINE"] == "given"
         assert variables["YOURS"] == "a b'c"
         assert variables["TF_CPP_VMODULE"] == "none=0"
+        assert variables["KERAS_SPARSITY_TIMEOUT"] == "50"
+        assert variables["KERAS_SPARSITY_RESTARTS"] == str(restarts)
         assert "NOT_MINE" not in variables
 
 
-def test_a_rank_that_fails_behind_ssh(ssh, script):
-    done = _run(
-        *("--hosts", "localhost:1,127.0.0.3:1", "--ssh", ssh, script, "exit")
-    )
-    assert done.returncode == 7, done.stderr
-    assert "rank 1 of 2 exited with code 7 on 127.0.0.3" in done.stderr
-
-
-def test_every_host_that_cannot_take_part_is_named(ssh, script):
-    done = _run(
+def test_every_host_that_cannot_take_part_is_named(run, ssh, script):
+    done = run(
         *("--hosts", "localhost:1,down:2,old:1,127.0.0.3:1"),
         *("--python", "/missing/python", script, "wait"),
         KERAS_SPARSITY_SSH=ssh,
     )
-    assert done.returncode == 1
-    assert "hello" not in done.stdout
+    assert done.code == 1
+    assert "hello" not in done.out
     for problem in (
         "down: not reachable by ssh: ssh: connect to host down: Connection",
         "127.0.0.3: no Python at /missing/python",
         "old: has python 3.9.1, the first host has",
         f"has no {script}",
     ):
-        assert problem in done.stderr
+        assert problem in done.err
 
 
 def test_a_missing_ssh_client_is_said():

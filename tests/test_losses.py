@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_sparsity import collectives, compat, losses
-from tests.conftest import engines
+from tests.conftest import engines, engines_and_sizes
 
 BATCH, TIME, CLASSES = 7, 5, 4
 REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight")
@@ -136,14 +136,11 @@ def compare_with_stock(cases):
     return wrong
 
 
-@pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize(("engine", "num_processes"), engines_and_sizes())
 def test_value_and_gradient_are_of_the_whole_batch(
     cluster, engine, num_processes
 ):
     cases = list(_cases())
-    if num_processes == 4:
-        cases = cases[::3]
     results = cluster(engine, num_processes).run(compare_with_stock, cases)
     assert results == [[]] * num_processes
 

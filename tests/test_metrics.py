@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_sparsity import collectives, metrics
-from tests.conftest import engines
+from tests.conftest import engines, engines_and_sizes
 
 BATCH, CLASSES = 11, 4
 
@@ -148,12 +148,9 @@ def compare_with_stock(names):
     return wrong
 
 
-@pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize(("engine", "num_processes"), engines_and_sizes())
 def test_results_are_of_the_whole_data(cluster, engine, num_processes):
     names = list(METRICS)
-    if num_processes == 4:
-        names = names[::3]
     results = cluster(engine, num_processes).run(compare_with_stock, names)
     assert results == [[]] * num_processes
 

@@ -10,6 +10,8 @@ import sys
 import numpy as np
 import pytest
 
+from tests.conftest import HAS_HOROVOD
+
 ROOT = pathlib.Path(__file__).parents[1]
 TUTORIALS = ROOT / "tutorials"
 
@@ -85,15 +87,11 @@ def test_too_little_text_says_what_to_do(text, tmp_path):
 
 @pytest.mark.parametrize(
     "engine",
+    # Where Horovod is, it; the smoke run, without it, has the native engine.
     [
-        pytest.param("native", marks=pytest.mark.smoke),
         pytest.param(
-            "horovod",
-            marks=pytest.mark.skipif(
-                importlib.util.find_spec("horovod") is None,
-                reason="Horovod is not installed",
-            ),
-        ),
+            "horovod" if HAS_HOROVOD else "native", marks=pytest.mark.smoke
+        )
     ],
 )
 def test_language_model_learns_and_exports_on_two_processes(engine, tmp_path):

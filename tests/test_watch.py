@@ -31,7 +31,7 @@ class Case:
         codes: The exit codes, by rank; None for any but 0.
         silent: Ranks that print no message: they are gone, or their own
             traceback tells it.
-        timeout_seconds: The watch's.
+        engines: Those it is run on: one where the engine has no part in it.
     """
 
     name: str
@@ -39,14 +39,16 @@ class Case:
     message: tuple = ()
     codes: tuple = (1, 1)
     silent: tuple = ()
-    timeout_seconds: int = 600
+    engines: tuple = ("native", "horovod")
 
     def __str__(self):
         return "-".join([self.name, *map(str, self.args)])
 
 
 CASES = [
-    Case("agree", codes=(0, 0), silent=(0, 1)),
+    # Longer than TensorFlow (10 s) or Gloo (30 s) would wait by itself.
+    Case("agree", (14,), codes=(0, 0), silent=(0, 1), engines=("native",)),
+    Case("agree", (33,), codes=(0, 0), silent=(0, 1), engines=("horovod",)),
     Case(
         "call_another_operation",
         message=(
@@ -55,6 +57,7 @@ CASES = [
             r"with shape \[3\] \(.*watch_functions.py:\d+ in call_another",
             r'rank 1: waiting \d+ s in all_gather "statistics" of float32',
         ),
+        engines=("native",),
     ),
     Case(
         "call_another_operation_traced",
@@ -79,6 +82,7 @@ CASES = [
             r'rank 0: waiting .* "statistics" of float32 with shape \[3\]',
             r'rank 1: waiting .* "statistics" of float32 with shape \[4\]',
         ),
+        engines=("horovod",),
     ),
     Case(
         "send_another_shape_traced",
@@ -95,6 +99,7 @@ CASES = [
             'rank 0: waiting .* "statistics" of float32',
             'rank 1: waiting .* "statistics" of float64',
         ),
+        engines=("native",),
     ),
     Case(
         "call_alone",
@@ -103,6 +108,7 @@ CASES = [
             'rank 0: waiting .* "end of epoch"',
             'rank 1: waiting .* "alone"',
         ),
+        engines=("horovod",),
     ),
     Case(
         "end_early",
@@ -111,15 +117,12 @@ CASES = [
             'rank 0: waiting .* "late"',
             "rank 1: its program has ended",
         ),
+        engines=("native",),
     ),
     Case(
         "end_early_by_exit",
         message=("the program of rank 1 has ended", 'rank 0: .* "late"'),
-    ),
-    Case(
-        "raise_error",
-        message=("rank 1 raised ValueError: no such file: corpus.txt",),
-        silent=(1,),
+        engines=("horovod",),
     ),
     Case(
         "raise_while_others_compute",
@@ -128,36 +131,104 @@ CASES = [
             "rank 0: in no collective",
         ),
         silent=(1,),
+        engines=("native",),
     ),
     Case(
         "swallow_error",
         message=(r"rank 1 raised SystemExit, by sys.exit\(7\)",),
         codes=(1, 7),
         silent=(1,),
+        engines=("horovod",),
     ),
     Case(
         "stop",
+        (1,),
         message=(
             r"rank 1 has not been heard of for \d+ s: it is stopped",
             'rank 0: waiting .* "late"',
         ),
         codes=(1, None),
         silent=(1,),
-        timeout_seconds=8,
     ),
     Case(
-        "kill_in_fit",
+        "stop",
         (0,),
+        message=(r"rank 0 has not been heard of for \d+ s: it is stopped",),
+        codes=(None, 1),
+        silent=(0,),
+        engines=("native",),
+    ),
+    Case(
+        "fail_in_fit",
+        ("SIGKILL", 0),
         message=("the process of rank 0 is gone: it was killed",),
         codes=(-9, 1),
         silent=(0,),
+        engines=("native",),
     ),
     Case(
-        "kill_in_fit",
-        (1,),
+        "fail_in_fit",
+        ("SIGKILL", 1),
         message=("the process of rank 1 is gone: it was killed",),
         codes=(1, -9),
         silent=(1,),
+        engines=("horovod",),
+    ),
+    Case(
+        "fail_in_fit",
+        ("SIGTERM", 1),
+        message=("the process of rank 1 is gone: it was killed",),
+        codes=(1, -15),
+        silent=(1,),
+        engines=("native",),
+    ),
+    Case(
+        "fail_in_fit",
+        ("SIGTERM", 0),
+        message=("the process of rank 0 is gone: it was killed",),
+        codes=(-15, 1),
+        silent=(0,),
+        engines=("horovod",),
+    ),
+    Case(
+        "fail_in_fit",
+        ("array", 1),
+        message=(r"rank 1 raised \w*MemoryError: Unable to allocate",),
+        codes=(1, 1),
+        silent=(1,),
+        engines=("horovod",),
+    ),
+    Case(
+        "fail_in_fit",
+        ("tensor", 0),
+        message=("rank 0 raised ResourceExhaustedError: .*OOM",),
+        codes=(1, 1),
+        silent=(0,),
+        engines=("native",),
+    ),
+    Case(
+        "fail_in_fit",
+        ("callback", 1),
+        message=("rank 1 raised ValueError: no such file: corpus.txt",),
+        codes=(1, 1),
+        silent=(1,),
+        engines=("native",),
+    ),
+    Case(
+        "fail_in_fit",
+        ("generator", 1),
+        message=(r"rank 1 raised \w+: .*no such file: corpus.txt",),
+        codes=(1, 1),
+        silent=(1,),
+        engines=("horovod",),
+    ),
+    Case(
+        "fail_in_fit",
+        ("map", 0),
+        message=(r"rank 0 raised \w+: .*no such file: corpus.txt",),
+        codes=(1, 1),
+        silent=(0,),
+        engines=("native",),
     ),
 ]
 
@@ -184,8 +255,7 @@ def run(engine, case):
     failed.
     """
     function = getattr(watch_functions, case.name)
-    env = {"KERAS_SPARSITY_TIMEOUT": str(case.timeout_seconds)}
-    with Job(function, 2, engine, args=case.args, env=env) as job:
+    with Job(function, 2, engine, args=case.args) as job:
         waiting = {p.rank: p for p in job.processes.processes}
         ends = {}
         deadline = time.monotonic() + _START_SECONDS
@@ -240,8 +310,20 @@ def outcome(request):
 
 
 @pytest.mark.timeout(2 * _START_SECONDS)
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [
+        pytest.param(
+            *engine.values,
+            case,
+            marks=engine.marks,
+            id=f"{engine.values[0]}-{case}",
+        )
+        for engine in engines()
+        for case in CASES
+        if engine.values[0] in case.engines
+    ],
+)
 def test_case(outcome, engine, case):
     for rank, end in enumerate(outcome(engine, case)):
         if case.codes[rank] == end.code is None:

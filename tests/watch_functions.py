@@ -4,7 +4,9 @@ Rank 1 does something that the other ranks do not.
 """
 
 import os
+import resource
 import signal
+import subprocess
 import sys
 import time
 
@@ -20,16 +22,28 @@ def begin():
     return collectives.current()
 
 
-def agree():
-    """Nothing is wrong; rank 0 is a little slower than the watch's rules."""
+def agree(pause_seconds):
+    """Nothing is wrong; ranks are a little slower than the watch's rules."""
     ranks = begin()
     _traced(tf.ones([3]))
     if ranks.rank == 0:
         time.sleep(5)
     ranks.all_reduce([tf.ones([3])], name="late")
+    if ranks.rank == 1:
+        _stop(pause_seconds)
+    ranks.all_reduce([tf.ones([3])], name="later")
+    begin()
     if ranks.rank == 0:
         time.sleep(1)  # rank 1 waits for it, in no collective
     return "done"
+
+
+def _stop(seconds):
+    """Stops this process, for some seconds or for good."""
+    if seconds:
+        wake = f"sleep {seconds}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wake])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def call_another_operation():
@@ -102,13 +116,6 @@ def end_early_by_exit():
     ranks.all_reduce([tf.ones([3])], name="late")
 
 
-def raise_error():
-    ranks = begin()
-    if ranks.rank == 1:
-        raise ValueError("no such file: corpus.txt")
-    ranks.all_reduce([tf.ones([3])], name="late")
-
-
 def raise_while_others_compute():
     ranks = begin()
     ranks.barrier("all begun")
@@ -129,38 +136,92 @@ def swallow_error():
         pass
 
 
-def stop():
+def stop(rank):
+    """Also says how long the others wait, in place of the environment."""
+    import keras_sparsity as ks
+
+    strategy = ks.HybridStrategy(timeout=7)
     ranks = begin()
-    if ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if strategy.rank == rank:
+        _stop(None)
     ranks.all_reduce([tf.ones([3])], name="late")
 
 
-def kill_in_fit(rank):
-    """Trains until one rank kills itself in the middle of an epoch."""
+def fail_in_fit(how, rank):
+    """Trains until one rank fails, in the middle of an epoch."""
     import keras
 
     import keras_sparsity as ks
 
-    class Kill(keras.callbacks.Callback):
+    class Fail(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 20:
                 begin()
-            if batch == 20 and strategy.rank == rank:
-                os.kill(os.getpid(), signal.SIGKILL)
+                if strategy.rank == rank:
+                    fail()
+
+    class Growing(keras.layers.Layer):
+        """Needs as much memory as `num_needed` says."""
+
+        def call(self, x):
+            return x + tf.reduce_sum(tf.zeros([num_needed]))
+
+    def fail():
+        if how == "callback":
+            raise ValueError("no such file: corpus.txt")
+        if hasattr(signal, how):
+            os.kill(os.getpid(), getattr(signal, how))
+        if how in ("array", "tensor"):
+            _limit_memory()
+        if how == "array":
+            np.ones([1 << 29])
+        if how == "tensor":
+            num_needed.assign(1 << 29)
+
+    def read(position):
+        if how in ("generator", "map") and strategy.rank == rank:
+            if position == 60:
+                raise ValueError("no such file: corpus.txt")
+        return np.arange(40).reshape(10, 4), np.ones([10, 1], "float32")
+
+    def load(position):
+        read(position)
+        return position
+
+    def dataset():
+        if how == "generator":
+            return (read(position) for position in range(200))
+        x, y = read(0)
+        positions = tf.data.Dataset.range(200)
+        if how == "map":
+            positions = positions.map(
+                lambda i: tf.ensure_shape(
+                    tf.numpy_function(load, [i], tf.int64), []
+                )
+            )
+        return positions.map(lambda i: (x + i % 50, y))
 
     strategy = ks.HybridStrategy()
+    num_needed = tf.Variable(1, trainable=False)
     model = keras.Sequential(
         [
             ks.layers.ShardedEmbedding(100, 8),
+            Growing(),
             keras.layers.Flatten(),
             keras.layers.Dense(1),
         ]
     )
     with strategy.scope():
         model.compile("adam", "mse")
-    ids = np.arange(4000).reshape(-1, 4) % 100
-    model.fit(ids, ids[:, :1] / 100, 10, 1000, 0, [Kill()])
+    model.fit(dataset(), epochs=10, verbose=0, callbacks=[Fail()])
+
+
+def _limit_memory():
+    """Leaves this process little more memory than it has."""
+    with open("/proc/self/statm") as file:
+        used_bytes = int(file.read().split()[0]) * resource.getpagesize()
+    limit_bytes = used_bytes + (500 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
 @tf.function(input_signature=[tf.TensorSpec([None])])

@@ -310,18 +310,19 @@ class Collectives:
         """Raises ValueError on all ranks where `value` is not the same on all.
 
         Args:
-            value: A small object with `==`, such as a number or a string.
+            value: An object with `==`, such as a number or a string. Of
+                dicts the message shows the entries that differ. Only where
+                the values' `repr` differs are they sent.
             what: What it is, for the message: "The batch size".
             fix: What the user can do about it.
         """
-        values = self.gather_objects(value, f"check_equal/{what}")
-        if all(other == values[0] for other in values):
-            return
-        listed = "\n".join(
-            f"  rank {rank}: {other!r}" for rank, other in enumerate(values)
-        )
-        message = f"{what} must be the same on all ranks. Received:\n{listed}"
-        raise ValueError(f"{message}\n{fix}" if fix else message)
+        name = f"check_equal/{what}"
+        digest = hashlib.blake2b(repr(value).encode(), digest_size=16).digest()
+        row = np.frombuffer(digest, np.uint8)[np.newaxis]
+        digests = self.all_gather(row, name).numpy()
+        if (digests != digests[0]).any():
+            values = self.gather_objects(value, f"{name}/values")
+            raise_if_different(values, what, fix)
 
     def _splits(self, splits, call):
         splits = _tensor(splits, call)
@@ -428,6 +429,41 @@ class Collectives:
                 tensors,
                 lambda: collective(f"{full_name}/{_digest(shapes)}"),
             )
+
+
+def raise_if_different(values, what, fix=""):
+    """As `Collectives.check_equal`, of values that all ranks have.
+
+    Example:
+
+    >>> raise_if_different([{"a": 1, "b": 2}, {"a": 1}], "The options")
+    Traceback (most recent call last):
+        ...
+    ValueError: The options must be the same on all ranks. Received:
+      rank 0: {'b': 2}
+      rank 1: {}
+    """
+    if all(other == values[0] for other in values):
+        return
+    if all(isinstance(value, dict) for value in values):
+        names = {
+            name: None
+            for value in values
+            for name in value
+            if any(
+                name not in other or other[name] != value[name]
+                for other in values
+            )
+        }
+        values = [
+            {name: value[name] for name in names if name in value}
+            for value in values
+        ]
+    listed = "\n".join(
+        f"  rank {rank}: {value!r}" for rank, value in enumerate(values)
+    )
+    message = f"{what} must be the same on all ranks. Received:\n{listed}"
+    raise ValueError(f"{message}\n{fix}" if fix else message)
 
 
 def _known_shape(tensor):

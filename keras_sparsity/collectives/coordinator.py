@@ -19,8 +19,9 @@ class Coordinator:
     """Hears from all ranks over their channels, and answers.
 
     Messages of a rank: `report` (a `Report`), `raised` (the exception that
-    ends its program), `trouble` (a collective failed), `alive`.
-    Messages to all ranks: `ask` (report now), `failure`, `farewell`, `alive`.
+    ends its program), `trouble` (a collective failed), `timeout` (a new one),
+    `alive`. Messages to all ranks: `ask` (report now), `timeout` (a new one),
+    `failure`, `farewell`, `alive`.
 
     Args:
         channels: dict from rank to `Channel`.
@@ -63,6 +64,14 @@ class Coordinator:
 
     def _hear_alive(self, rank):
         pass
+
+    def _hear_timeout(self, rank, seconds):
+        if seconds == self._timeout_seconds:
+            return
+        self._timeout_seconds = seconds
+        self._tell(kind="timeout", seconds=seconds)
+        # By now they have spoken as often as the earlier one asked for.
+        self._heard = dict.fromkeys(self._heard, time.monotonic())
 
     def _hear_report(self, rank, **fields):
         self._received[rank] = time.monotonic()

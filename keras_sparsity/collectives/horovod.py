@@ -15,7 +15,7 @@ import socket
 import tensorflow as tf
 
 from keras_sparsity import compat
-from keras_sparsity.collectives import topology
+from keras_sparsity.collectives import arrival, topology
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.collectives.wire import Wires
@@ -58,6 +58,10 @@ def bring_up():
     # Horovod fuses what is ready at the same time, which differs from step
     # to step, and with it the order of the sum. `Collectives` fuses already.
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
+    # Gloo ends all processes when one has been stopped for 30 s. The watch
+    # decides how long to wait, and gives the reason.
+    os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(24 * 3600))
+    _check_rendezvous()
     hvd.init(process_sets="dynamic" if _may_need_groups() else None)
     place = topology.override(hvd.rank(), hvd.size())
     if place is not None:
@@ -68,6 +72,40 @@ def bring_up():
         local_size = hvd.local_size()
     topology.pin_gpu(local_rank, local_size)
     return HorovodEngine(range(hvd.size()), hvd.global_process_set), machine
+
+
+def _rendezvous():
+    """The address of the server through which Gloo's ranks meet, or None."""
+    host, port = (
+        os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}")
+        for part in ("ADDR", "PORT")
+    )
+    return f"{host}:{port}" if host and port else None
+
+
+def _check_rendezvous():
+    # Horovod aborts the process where nobody answers, without the address.
+    if _rendezvous() is None:
+        return
+    problems = arrival.unreachable({"Horovod's rendezvous": _rendezvous()})
+    if problems:
+        raise RuntimeError(
+            f"{problems[0]}. What starts the ranks (`keras-sparsity run`, "
+            "`horovodrun`) serves it for as long as they run: it has ended, "
+            "or its machine cannot be reached from here."
+        )
+
+
+def others():
+    """dict from the other processes' names to where they leave a sign."""
+    address = _rendezvous()
+    if address is None:  # under MPI
+        return {}
+    return {
+        # Each rank leaves its own address there first.
+        f"rank {rank}": f"http://{address}/global/{rank}"
+        for rank in range(int(os.environ.get("HOROVOD_SIZE", 0)))
+    }
 
 
 def _may_need_groups():

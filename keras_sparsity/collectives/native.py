@@ -40,6 +40,10 @@ _REDUCE_CASTS = {
 }
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
+# TensorFlow ends all processes when one has been stopped for 10 s. The watch
+# decides how long to wait, and gives the reason.
+_NEVER_SECONDS = 24 * 3600
+
 _KEYS = 2**31
 # Odd, so that multiplying by it permutes the keys (Knuth's multiplier).
 _SPREAD = 2654435761 % _KEYS
@@ -63,7 +67,8 @@ def bring_up():
     Returns:
         `(engine of all processes, name of this process's machine)`.
     """
-    hosts, rank = _read_cluster(json.loads(os.environ.get("TF_CONFIG") or "{}"))
+    addresses, rank = _read_cluster()
+    hosts = [address.rpartition(":")[0] for address in addresses]
     if len(hosts) == 1:
         return LocalEngine("native"), hosts[rank]
     place = topology.override(rank, len(hosts))
@@ -71,8 +76,18 @@ def bring_up():
     place = place or topology.topology_of(rank, hosts)
     topology.pin_gpu(place.local_rank, place.local_size)
     try:
-        # The public way to start the runtime; it lives on by itself.
-        tf.distribute.MultiWorkerMirroredStrategy()
+        with compat.heartbeats_may_be_missed(_NEVER_SECONDS):
+            # The public way to start the runtime; it lives on by itself.
+            tf.distribute.MultiWorkerMirroredStrategy()
+    except tf.errors.UnknownError as error:
+        if "start gRPC server" not in error.message:
+            raise
+        raise RuntimeError(
+            f"Rank {rank} cannot listen at {addresses[rank]}, its address in "
+            "TF_CONFIG: the port is in use on this machine, by another "
+            "program or by an earlier run that has not ended. End that, or "
+            "choose another port for all ranks."
+        ) from error
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise
@@ -86,21 +101,32 @@ def bring_up():
     return NativeEngine(rank, len(hosts), "all", 0), machine
 
 
-def _read_cluster(config):
-    """`(host of each rank, own rank)`, in MultiWorkerMirroredStrategy's order:
-    the chief first."""
+def others():
+    """dict from the other processes' names to their addresses."""
+    addresses, own = _read_cluster()
+    return {
+        f"rank {rank}": address
+        for rank, address in enumerate(addresses)
+        if rank != own
+    }
+
+
+def _read_cluster():
+    """`(address of each rank, own rank)`, in MultiWorkerMirroredStrategy's
+    order: the chief first."""
+    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
     if not config:
-        return ["localhost"], 0
+        return ["localhost:0"], 0
     cluster, task = config["cluster"], config["task"]
     tasks = [
         (kind, index, address)
         for kind in ("chief", "worker")
         for index, address in enumerate(cluster.get(kind, ()))
     ]
-    hosts = [address.rsplit(":", 1)[0] for _, _, address in tasks]
+    addresses = [address for _, _, address in tasks]
     for rank, (kind, index, _) in enumerate(tasks):
         if (kind, index) == (task["type"], int(task["index"])):
-            return hosts, rank
+            return addresses, rank
     raise ValueError(
         f"TF_CONFIG names this process {task['type']} {task['index']}, which "
         f"its cluster does not list. Its training processes are "

@@ -4,17 +4,27 @@ import functools
 import importlib
 import json
 import os
+import platform
 import random
+import re
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.collectives import journal, topology, watch
-from keras_sparsity.collectives.base import GROUPS, Collectives
+from keras_sparsity._version import __version__
+from keras_sparsity.collectives import arrival, journal, topology, watch
+from keras_sparsity.collectives.base import (
+    GROUPS,
+    Collectives,
+    raise_if_different,
+)
 from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.collectives.topology import Topology
 
 ENGINES = ("local", "native", "horovod")
+# The random seed that the ranks agree on, in place of one drawn anew.
+SEED_VARIABLE = "KERAS_SPARSITY_SEED"
 
 _started = None
 
@@ -34,23 +44,32 @@ def current():
     return _started or _single_process()
 
 
-def start(engine=None):
+def start(engine=None, timeout=None):
     """Brings the engine up, before TensorFlow runs its first operation.
 
-    Calling it again changes nothing.
+    Calling it again changes nothing but the timeout, where one is given.
+
+    Where the program has set no random seed by then, the ranks agree on one:
+    the environment's KERAS_SPARSITY_SEED, else one drawn anew.
 
     Args:
         engine: "local", "native" or "horovod". By default "horovod" if
             `horovodrun` started this process (HOROVOD_RANK is set), else
             "native" if TF_CONFIG names more than one worker, else "local".
+        timeout: Seconds for which a rank may keep the others waiting, at
+            the start and later, before all of them are ended; the same on
+            all ranks, at least 5. By default the environment's
+            KERAS_SPARSITY_TIMEOUT, else 600.
 
     Returns:
         `Collectives` of all processes.
 
     Raises:
-        ValueError: If another engine runs already, or is unknown.
+        ValueError: If another engine runs already, or is unknown; if the
+            ranks' timeouts or versions differ.
     """
     global _started
+    seconds = watch.checked_timeout(timeout)
     if engine is not None and engine not in ENGINES:
         raise ValueError(
             f"Unknown engine {engine!r}. Expected one of {ENGINES}, or None "
@@ -63,12 +82,19 @@ def start(engine=None):
                 f"process; it cannot be changed to {engine!r}. Ask for one "
                 "engine only, first thing in the program."
             )
+        if timeout is not None:
+            _started.check_equal(seconds, "The timeout")
+            watch.set_timeout(seconds)
         return _started
     engine = engine or _found_engine()
     if engine == "local":
         _started = _single_process()
     else:
-        _started = _bring_up(engine)
+        module = importlib.import_module(f"keras_sparsity.collectives.{engine}")
+        with arrival.expected(seconds, module.others()):
+            _started = _bring_up(module, seconds)
+    if _started.size > 1 or SEED_VARIABLE in os.environ:
+        _agree_seeds(_started)
     return _started
 
 
@@ -87,14 +113,23 @@ def _single_process():
     return Collectives(engine, Topology(), groups=alone)
 
 
-def _bring_up(name):
-    module = importlib.import_module(f"keras_sparsity.collectives.{name}")
+def _bring_up(module, timeout_seconds):
     engine, machine = module.bring_up()
     notes = journal.current()
     first = Collectives(
         engine, Topology(engine.rank, engine.size), journal=notes
     )
-    machines = first.gather_objects(machine, "start/machines")
+    # One message for all that the ranks must know of each other.
+    facts = first.gather_objects(
+        {
+            "machine": machine,
+            "versions": _versions(),
+            "timeout": timeout_seconds,
+        },
+        "start/facts",
+    )
+    _check_facts(facts)
+    machines = [each["machine"] for each in facts]
     collectives = Collectives(
         engine,
         _place(engine, machines),
@@ -102,9 +137,26 @@ def _bring_up(name):
         groups=_groups(engine, machines, notes),
     )
     if collectives.size > 1:
-        watch.start(collectives, engine.abort, engine.close)
-        _agree_seeds(collectives)
+        watch.start(collectives, engine.abort, engine.close, timeout_seconds)
     return collectives
+
+
+def _versions():
+    return {
+        "Python": platform.python_version(),
+        "TensorFlow": tf.__version__,
+        "Keras": keras.__version__,
+        "keras_sparsity": __version__,
+    }
+
+
+def _check_facts(facts):
+    raise_if_different(
+        [each["versions"] for each in facts],
+        "The versions",
+        "Install the same ones for every rank.",
+    )
+    raise_if_different([each["timeout"] for each in facts], "The timeout")
 
 
 def _place(engine, machines):
@@ -140,7 +192,9 @@ def _agree_seeds(collectives):
     The ranks run the same program: a shuffle without a seed must come to the
     same order on each.
     """
-    seed = random.SystemRandom().randrange(2**31)
+    seed = _given_seed()
+    if seed is None:
+        seed = random.SystemRandom().randrange(2**31)
     seed = collectives.gather_objects(seed, "start/seed")[0]
     # The default that TensorFlow puts in place of a global seed not set.
     unset = 87654321
@@ -149,6 +203,18 @@ def _agree_seeds(collectives):
         np.random.seed(seed)
         tf.random.set_seed(seed)
         _agreed_seeds.append(seed)
+
+
+def _given_seed():
+    given = os.environ.get(SEED_VARIABLE)
+    if given is None:
+        return None
+    if not re.fullmatch(r"\d{1,10}", given.strip()) or int(given) >= 2**32:
+        raise ValueError(
+            f"{SEED_VARIABLE} must be a whole number from 0 to 2**32 - 1. "
+            f"Received: {given!r}."
+        )
+    return int(given)
 
 
 def agreed_seed():

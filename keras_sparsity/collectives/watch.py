@@ -9,12 +9,15 @@ rank 0 what this rank is in. `coordinator.py` decides there, by the rules of
 
 import atexit
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+
+import tensorflow as tf
 
 from keras_sparsity.collectives import channel as channels
 from keras_sparsity.collectives import errors, journal, verdict
@@ -24,13 +27,41 @@ from keras_sparsity.collectives.observer import Observer
 _POLL_SECONDS = 0.5
 # How long the program has to end by itself once it has been told.
 _GRACE_SECONDS = 10.0
+# The ranks look at each other twice a second, and Python's lock may be held
+# for a second or two (imports).
+_SHORTEST_TIMEOUT_SECONDS = 5.0
+TIMEOUT_VARIABLE = "KERAS_SPARSITY_TIMEOUT"
 # Rank 0 explains a failed operation within about 3 s.
 _EXPLAIN_SECONDS = 6.0
 
 _watch = None
 
 
-def start(collectives, abort, close, timeout_seconds=None):
+def checked_timeout(seconds=None, name="`timeout`"):
+    """A timeout as a number; by default the environment's, else 600.
+
+    Args:
+        seconds: What was given, None for nothing.
+        name: Its name, for the message.
+    """
+    if seconds is None:
+        name, seconds = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE, 600)
+    try:
+        if isinstance(seconds, bool):
+            raise TypeError
+        number = float(seconds)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not _SHORTEST_TIMEOUT_SECONDS <= number < math.inf:
+        raise ValueError(
+            f"{name} must be a number of seconds, at least "
+            f"{_SHORTEST_TIMEOUT_SECONDS:g} (less is easily spent without a "
+            f"failure). Received: {seconds!r}."
+        )
+    return number
+
+
+def start(collectives, abort, close, timeout_seconds):
     """Begins to watch this rank. A collective call, once per process.
 
     Args:
@@ -40,12 +71,9 @@ def start(collectives, abort, close, timeout_seconds=None):
         close: Function that leaves the engine, called at exit when all ranks
             have come to their end.
         timeout_seconds: How long a rank may keep others waiting that is not
-            known to be lost. By default the environment's
-            KERAS_SPARSITY_TIMEOUT, else 600.
+            known to be lost.
     """
     global _watch
-    if timeout_seconds is None:
-        timeout_seconds = float(os.environ.get("KERAS_SPARSITY_TIMEOUT", 600))
     channel, all_channels = channels.connect(
         collectives.rank, collectives.size, collectives.gather_objects
     )
@@ -53,6 +81,12 @@ def start(collectives, abort, close, timeout_seconds=None):
         Coordinator(all_channels, timeout_seconds).start()
     _watch = _Watch(collectives.rank, channel, abort, close, timeout_seconds)
     _watch.start()
+
+
+def set_timeout(seconds):
+    """Changes the timeout; to be called on every rank, with the same value."""
+    if _watch is not None:
+        _watch.set_timeout(seconds)
 
 
 def report_exception(error):
@@ -97,6 +131,11 @@ class _Watch:
         errors.set_inquiry(self._inquire)
         self._thread.start()
 
+    def set_timeout(self, seconds):
+        # Rank 0's coordinator then tells it to all: no rank may be silent
+        # for longer than another one's new timeout.
+        self._channel.send(kind="timeout", seconds=seconds)
+
     def report_exception(self, error):
         if self._is_mine() and not self._is_over.is_set():
             self._has_raised = True
@@ -137,6 +176,9 @@ class _Watch:
                     return None
                 if message["kind"] == "failure":
                     return message["message"]
+                if message["kind"] == "timeout":
+                    self._timeout_seconds = message["seconds"]
+                    told = 0.0
                 asked = message["kind"] == "ask"
             self._report(asked)
             now = time.monotonic()
@@ -264,7 +306,10 @@ def _flush():
 
 def _core(message):
     """The line of an operation's error that is not about where it was made."""
-    around = (" ", "\t", "Detected at", "Graph execution error")
+    around = (
+        *(" ", "\t", "Detected at", "Graph execution error"),
+        *("Hint:", "Traceback (most recent"),
+    )
     lines = [
         line.partition("[Op:")[0].strip()
         for line in message.splitlines()
@@ -277,7 +322,8 @@ def _core(message):
 def _spell(error):
     if isinstance(error, SystemExit):
         return f"SystemExit, by sys.exit({error.code!r})"
-    text = str(error)
+    is_operations = isinstance(error, tf.errors.OpError)
+    text = _core(error.message) if is_operations else str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

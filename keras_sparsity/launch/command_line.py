@@ -6,8 +6,12 @@ import re
 import shlex
 import sys
 
+from keras_sparsity.collectives.watch import (
+    TIMEOUT_VARIABLE,
+    checked_timeout,
+)
 from keras_sparsity.launch import environment, hosts
-from keras_sparsity.launch.program import Program
+from keras_sparsity.launch.program import RESTARTS_VARIABLE, Program
 from keras_sparsity.launch.remote import SSH_VARIABLE, HostError
 
 
@@ -76,13 +80,32 @@ def _add_run_options(parser):
         "--log-dir",
         metavar="D",
         help="folder for the output of the ranks other than 0 "
-        "(rank-1.log, ...); by default a temporary one, kept on failure",
+        "(rank-1.log, ..., after a restart rank-1.restart-1.log, ...); by "
+        "default a temporary one, kept on failure",
     )
     how.add_argument(
         "--timeout",
         type=float,
         metavar="SECONDS",
         help="end everything after so long, showing where each rank was",
+    )
+    how.add_argument(
+        "--rank-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end everything when a rank has kept the others waiting for so "
+        f"long, by default ${TIMEOUT_VARIABLE} or 600; "
+        "HybridStrategy(timeout=...) in the script goes before it",
+    )
+    how.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="when a rank fails, start all of them anew, up to K times; the "
+        "script, which has to resume by itself (from a checkpoint), gets the "
+        "same arguments and random seed and finds the number of restarts in "
+        f"${RESTARTS_VARIABLE}",
     )
     how.add_argument(
         "--env",
@@ -133,14 +156,24 @@ def _plan(options):
             )
     _check_ssh(options.ssh)
     _check_log_dir(options.log_dir)
+    variables = _variables(options.env)
+    if options.rank_timeout is not None:
+        seconds = checked_timeout(options.rank_timeout, "--rank-timeout")
+        variables[TIMEOUT_VARIABLE] = f"{seconds:g}"
+    if options.max_restarts < 0:
+        raise ValueError(
+            "--max-restarts must be 0 or more. "
+            f"Received: {options.max_restarts}."
+        )
     return Program(
         hosts=where,
         engine=environment.resolve_engine(options.engine, num_processes),
         kind="module" if options.module else "script",
         target=_target(options),
-        variables=_variables(options.env),
+        variables=variables,
         log_dir=options.log_dir,
         timeout_seconds=options.timeout,
+        max_restarts=options.max_restarts,
         ssh=options.ssh,
         python=options.python,
     )

@@ -98,6 +98,11 @@ def shared_defaults():
     }
 
 
+def chosen_seed():
+    """A seed for the ranks to agree on, where the user has given none."""
+    return str(random.SystemRandom().randrange(2**31))
+
+
 def thread_defaults(local_size, num_cores=None):
     """Shares a machine's cores among its processes.
 

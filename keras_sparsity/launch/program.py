@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import sys
@@ -10,6 +11,7 @@ import tempfile
 import threading
 import time
 
+from keras_sparsity.collectives.startup import SEED_VARIABLE
 from keras_sparsity.launch import environment
 from keras_sparsity.launch.hosts import assign_slots
 from keras_sparsity.launch.processes import ProcessGroup, RankProcess
@@ -17,6 +19,8 @@ from keras_sparsity.launch.remote import Remote
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # As the command `timeout` has it.
+# How often the ranks have been started anew, for the script.
+RESTARTS_VARIABLE = "KERAS_SPARSITY_RESTARTS"
 # More would push the first rank's error off the screen.
 _MAX_TAILS = 3
 
@@ -37,6 +41,7 @@ class Program:
         log_dir: Folder for the files; by default a temporary one, which is
             kept if a rank fails.
         timeout_seconds: When to end everything, None for never.
+        max_restarts: How often all ranks are started anew after one failed.
         ssh: See `Remote`.
         python: See `Remote`.
     """
@@ -48,6 +53,7 @@ class Program:
     variables: dict = dataclasses.field(default_factory=dict)
     log_dir: str | None = None
     timeout_seconds: float | None = None
+    max_restarts: int = 0
     ssh: str | None = None
     python: str | None = None
 
@@ -57,13 +63,38 @@ class Program:
         Raises:
             HostError: If a host cannot take part; nothing was started then.
         """
-        is_local = all(host.is_local for host in self.hosts)
+        # The same in each attempt: it then draws the same random numbers.
         shared = {
             **environment.shared_defaults(),
             **environment.inherited(),
             **self.variables,
         }
-        if is_local:
+        if self.max_restarts or sum(host.num_slots for host in self.hosts) > 1:
+            shared.setdefault(SEED_VARIABLE, environment.chosen_seed())
+        deadline = None
+        if self.timeout_seconds is not None:
+            deadline = time.monotonic() + self.timeout_seconds
+        with _LogFolder(self.log_dir) as logs:
+            for logs.restart in range(self.max_restarts + 1):
+                watched = self._attempt(shared, logs, deadline)
+                code = watched.exit_code()
+                if code == 0:
+                    return 0
+                logs.keep()
+                is_last = logs.restart == self.max_restarts
+                if is_last or not watched.failed_by_itself:
+                    break
+                _say(
+                    f"{watched.describe_cause()}; restart "
+                    f"{logs.restart + 1} of {self.max_restarts}."
+                )
+            watched.report(logs.path)
+            return code
+
+    def _attempt(self, shared, logs, deadline):
+        """Runs all ranks once; returns what became of them."""
+        shared = {**shared, RESTARTS_VARIABLE: str(logs.restart)}
+        if all(host.is_local for host in self.hosts):
             remote, where, cores = None, {}, [None] * len(self.hosts)
         else:
             remote = Remote(self.ssh, self.python, names=self.variables)
@@ -73,32 +104,27 @@ class Program:
             machines = remote.check(self.hosts, self.engine, shared, script)
             where = _addresses(machines)
             cores = [machine.num_cores for machine in machines]
-        with _LogFolder(self.log_dir) as logs:
-            slots = assign_slots(self.hosts)
-            with environment.engine_variables(
-                self.engine, slots, **where
-            ) as variables:
-                with ProcessGroup() as processes:
-                    environments = [
-                        {
-                            **environment.thread_defaults(
-                                slot.local_size, cores[slot.machine]
-                            ),
-                            **shared,
-                            **rank_variables,
-                        }
-                        for slot, rank_variables in zip(
-                            slots, variables, strict=True
-                        )
-                    ]
-                    self._start(processes, slots, environments, remote, logs)
-                    watched = _Watched(processes, self.timeout_seconds)
-                    watched.wait()
-            code = watched.exit_code()
-            if code:
-                logs.keep()
-                watched.report(logs.path)
-            return code
+        slots = assign_slots(self.hosts)
+        with environment.engine_variables(
+            self.engine, slots, **where
+        ) as variables:
+            with ProcessGroup() as processes:
+                environments = [
+                    {
+                        **environment.thread_defaults(
+                            slot.local_size, cores[slot.machine]
+                        ),
+                        **shared,
+                        **rank_variables,
+                    }
+                    for slot, rank_variables in zip(
+                        slots, variables, strict=True
+                    )
+                ]
+                self._start(processes, slots, environments, remote, logs)
+                watched = _Watched(processes, deadline, self.timeout_seconds)
+                watched.wait()
+        return watched
 
     def _start(self, processes, slots, environments, remote, logs):
         arguments = environment.child_arguments(self.engine)
@@ -148,12 +174,17 @@ class _LogFolder:
     def __init__(self, path):
         self._is_temporary = path is None
         self.path = path
+        self.restart = 0  # which attempt the files are of
 
     def __enter__(self):
         if self._is_temporary:
             self.path = tempfile.mkdtemp(prefix="keras-sparsity-")
         else:
             os.makedirs(self.path, exist_ok=True)
+            for name in os.listdir(self.path):
+                if re.fullmatch(r"rank-\d+(\.restart-\d+)?\.log", name):
+                    # That of an earlier run, maybe of more ranks or restarts.
+                    os.remove(os.path.join(self.path, name))
         return self
 
     def __exit__(self, *exception):
@@ -161,10 +192,8 @@ class _LogFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def file(self, rank):
-        path = os.path.join(self.path, f"rank-{rank}.log")
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(path)  # That of an earlier run.
-        return path
+        attempt = f".restart-{self.restart}" if self.restart else ""
+        return os.path.join(self.path, f"rank-{rank}{attempt}.log")
 
     def keep(self):
         self._is_temporary = False
@@ -173,17 +202,15 @@ class _LogFolder:
 class _Watched:
     """Waits for the ranks, passes signals on, and tells how it ended."""
 
-    def __init__(self, processes, timeout_seconds):
+    def __init__(self, processes, deadline, timeout_seconds):
         self._processes = processes
+        self._deadline = deadline
         self._timeout_seconds = timeout_seconds
         self._timed_out = False
         self._signals = []
         self._num_passed = 0
 
     def wait(self):
-        self._deadline = None
-        if self._timeout_seconds is not None:
-            self._deadline = time.monotonic() + self._timeout_seconds
         with self._handlers():
             self._processes.wait(self._on_poll)
 
@@ -198,6 +225,22 @@ class _Watched:
             return 128 + self._signals[0]
         return self._processes.failed()[0].exit_code
 
+    @property
+    def failed_by_itself(self):
+        """Whether neither the user nor the time ended it."""
+        return not self._signals and not self._timed_out
+
+    def describe_cause(self):
+        """The rank that failed first and how, in a line."""
+        cause = self._processes.failed()[0]
+        return self._describe(cause) + (
+            f" (its output: {cause.log_path})" if cause.log_path else ""
+        )
+
+    def _describe(self, rank):
+        size = len(self._processes.processes)
+        return f"rank {rank.rank} of {size} {rank.describe_end()}"
+
     def report(self, folder):
         """Says on stderr which ranks failed, and their last lines."""
         ranks = self._processes.processes
@@ -211,7 +254,7 @@ class _Watched:
             failed = self._processes.failed()
             ended = [r.rank for r in ranks if r.we_ended_it]
             for rank in failed:
-                _say(f"rank {rank.rank} of {len(ranks)} {rank.describe_end()}.")
+                _say(f"{self._describe(rank)}.")
             if ended:
                 _say(f"ended the others: {', '.join(map(str, ended))}.")
             self._show(failed, folder)

@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import checks, collectives, compat
+from keras_sparsity.collectives.base import raise_if_different
 from keras_sparsity.tables import exchange, initial_values, row_wise
 from keras_sparsity.tables.layout import Layout, default_owners
 from keras_sparsity.tables.table_variable import (
@@ -160,14 +161,26 @@ class ShardedTable:
         self.variable.use(self._anchor())
 
     def _new_layout(self, communicator):
-        topology = communicator.gather_objects(
-            [communicator.local_rank, communicator.cross_rank],
+        definition = {
+            "table": self.owner_name,
+            "num_rows": self.num_rows,
+            "dim": self.dim,
+            "num_partitions": self.requested_partitions,
+            "dtype": self.variable.dtype,
+        }
+        facts = communicator.gather_objects(
+            [communicator.local_rank, communicator.cross_rank, definition],
             name="table/topology",
+        )
+        raise_if_different(
+            [definition for _, _, definition in facts],
+            "The model's tables",
+            "Build the same model on every rank.",
         )
         return Layout(
             self.num_rows,
             self.requested_partitions or communicator.size,
-            default_owners([tuple(place) for place in topology]),
+            default_owners([tuple(place) for *place, _ in facts]),
         )
 
     def _store(self, communicator, layout, rows):

@@ -13,6 +13,11 @@ _ASSIGNMENTS = (
     "scatter_sub",
     "scatter_update",
 )
+# What a spread table's anchor must not answer in its place.
+_OPERATORS = (
+    "neg abs getitem lt le gt ge add radd sub rsub mul rmul truediv "
+    "rtruediv floordiv rfloordiv pow rpow mod rmod matmul rmatmul"
+).split()
 
 
 class TableVariable(keras.Variable):
@@ -61,7 +66,12 @@ class TableVariable(keras.Variable):
         super().assign(value)
 
     def __tf_tensor__(self, dtype=None, name=None):
-        if self.table.is_sharded and tf.executing_eagerly():
+        # In a step it would be a constant, without a gradient.
+        is_in_step = not tf.executing_eagerly() or (
+            tf.distribute.has_strategy()
+            and not tf.distribute.in_cross_replica_context()
+        )
+        if self.table.is_sharded and not is_in_step:
             return tf.convert_to_tensor(self.table.read(), dtype=dtype)
         if self.table.is_sharded:
             raise ValueError(
@@ -103,6 +113,22 @@ class TableVariable(keras.Variable):
             f"<TableVariable path={self.path}, shape={tuple(self.shape)}, "
             f"dtype={self.dtype}, {kind}>"
         )
+
+
+def _of_the_table(name):
+    """An operator of Keras's variables, which would compute with `value`."""
+    stock = getattr(keras.Variable, name)
+
+    def operator(self, *args):
+        if not self.table.is_sharded:
+            return stock(self, *args)
+        return getattr(tf.convert_to_tensor(self), name)(*args)
+
+    return operator
+
+
+for _name in _OPERATORS:
+    setattr(TableVariable, f"__{_name}__", _of_the_table(f"__{_name}__"))
 
 
 class Partition(keras.Variable):

@@ -1,0 +1,148 @@
+"""Ways to break the library, for comparisons that must then be seen to fail.
+
+Each is a context manager, entered on every rank. None leaves a rank waiting.
+"""
+
+import contextlib
+from unittest import mock
+
+import tensorflow as tf
+
+from keras_sparsity import (
+    aggregation,
+    collectives,
+    compat,
+    empty_parts,
+    losses,
+)
+from keras_sparsity.optimizer import HybridOptimizer
+
+
+def entered(name):
+    """The break of this name; nothing for None."""
+    return BREAKS[name]() if name else contextlib.nullcontext()
+
+
+def _without_reducing(call):
+    """All-reduces of this name give every rank its own values back."""
+    kind = type(collectives.current())
+    original = kind.all_reduce
+
+    def all_reduce(self, tensors, *args, name, **kwargs):
+        if name == call:
+            return list(tensors)
+        return original(self, tensors, *args, name=name, **kwargs)
+
+    return mock.patch.object(kind, "all_reduce", all_reduce)
+
+
+def rows_of_one_rank():
+    """Owners update from the gradients of rank 0's examples alone."""
+    kind = type(collectives.current())
+    original = kind.all_to_all_along
+
+    def all_to_all_along(self, tensor, route, name):
+        if "push" in name:
+            tensor = tensor * tf.cast(self.rank == 0, tensor.dtype)
+        return original(self, tensor, route, name)
+
+    return mock.patch.object(kind, "all_to_all_along", all_to_all_along)
+
+
+def dense_not_reduced():
+    return _without_reducing("optimizer/dense")
+
+
+def norms_of_own_rows():
+    return _without_reducing("optimizer/norms")
+
+
+@contextlib.contextmanager
+def clipped_before_aggregation():
+    """As stock Keras clips: each rank its own gradients."""
+    original = HybridOptimizer.apply
+
+    def apply(self, grads, trainable_variables=None):
+        rule = self.inner_optimizer
+        values = [
+            g.values if isinstance(g, tf.IndexedSlices) else g for g in grads
+        ]
+        if rule.clipvalue:
+            limit = rule.clipvalue
+            values = [tf.clip_by_value(v, -limit, limit) for v in values]
+        else:
+            values, _ = tf.clip_by_global_norm(values, rule.global_clipnorm)
+        grads = [
+            tf.IndexedSlices(v, g.indices, g.dense_shape)
+            if isinstance(g, tf.IndexedSlices)
+            else v
+            for g, v in zip(grads, values, strict=True)
+        ]
+        original(self, grads, trainable_variables)
+
+    with (
+        mock.patch.object(HybridOptimizer, "apply", apply),
+        mock.patch.object(
+            aggregation.Aggregation,
+            "clip",
+            lambda self, rule, grads, updates: grads,
+        ),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def last_of_equal_ids():
+    """Of a row's gradients one counts, as where nothing adds duplicates."""
+
+    def last(shape, index, values):
+        return tf.tensor_scatter_nd_update(
+            tf.zeros(shape, values.dtype), index[:, tf.newaxis], values
+        )
+
+    def each_row_once(slices, variable):
+        rows, index = tf.unique(slices.indices)
+        shape = [tf.size(rows), variable.shape[1]]
+        values = last(shape, index, slices.values)
+        return tf.IndexedSlices(values, rows, slices.dense_shape)
+
+    def dense(slices, variable):
+        return last(variable.shape, slices.indices, slices.values)
+
+    with (
+        mock.patch.object(aggregation, "_each_row_once", each_row_once),
+        mock.patch.object(aggregation, "_dense", dense),
+    ):
+        yield
+
+
+def own_denominators():
+    """Each rank's loss is the mean over its own part."""
+    return mock.patch.object(losses, "globalize", lambda loss, _: loss)
+
+
+def decays_partitions():
+    """What is excluded from weight decay is not, where it is spread."""
+    return mock.patch.object(
+        compat, "exclude_from_weight_decay_too", lambda *_: None
+    )
+
+
+def own_statistics():
+    """Moving statistics are those of the rank's part."""
+    return mock.patch.object(empty_parts, "combine_statistics", lambda *_: None)
+
+
+BREAKS = {
+    function.__name__: function
+    for function in (
+        rows_of_one_rank,
+        dense_not_reduced,
+        norms_of_own_rows,
+        clipped_before_aggregation,
+        last_of_equal_ids,
+        own_denominators,
+        decays_partitions,
+        own_statistics,
+    )
+}

@@ -1,0 +1,212 @@
+"""The models of the matrix: small, and of every kind.
+
+The functions in `MODELS` take a cell, a function that makes its tables and the
+number of processes, and return a model.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+from tests import oracles
+
+LENGTH = 4  # ids in an example
+CLASSES = 3
+
+REGULARIZERS = {
+    "l1": keras.regularizers.L1(0.01),
+    "l2": keras.regularizers.L2(0.05),
+    "l1l2": keras.regularizers.L1L2(0.01, 0.02),
+}
+CONSTRAINTS = {
+    "max norm": keras.constraints.MaxNorm(0.06, axis=1),
+    "min max norm": keras.constraints.MinMaxNorm(0.04, 0.08, axis=1),
+    "unit norm": keras.constraints.UnitNorm(axis=1),
+    "non negative": keras.constraints.NonNeg(),
+}
+
+
+def pooled(cell, table, size):
+    ids = keras.Input((LENGTH,), dtype="int32")
+    pool = keras.layers.GlobalAveragePooling1D()
+    features = [pool(rows) for rows in _all_tables(cell, table, ids)]
+    return keras.Model(ids, _head(cell, _joined(features)))
+
+
+def sequence(cell, table, size):
+    """A class for each id; masked ids do not count."""
+    ids = keras.Input((LENGTH,), dtype="int32")
+    return keras.Model(ids, _head(cell, _joined(_all_tables(cell, table, ids))))
+
+
+def two_inputs(cell, table, size):
+    """One table that both inputs read."""
+    first = keras.Input((LENGTH,), dtype="int32")
+    second = keras.Input((2,), dtype="int32")
+    shared = table("shared", cell.partitions[0])
+    pool = keras.layers.GlobalAveragePooling1D()
+    features = _joined([pool(shared(first)), pool(shared(second))])
+    return keras.Model([first, second], _head(cell, features))
+
+
+def stateful(cell, table, size):
+    """An RNN that goes on, batch after batch, where it stopped.
+
+    Its states have the size of a rank's part of the batch.
+    """
+    ids = keras.Input(batch_shape=(cell.batch // size, LENGTH), dtype="int32")
+    rows = table("table_0", cell.partitions[0])(ids)
+    return keras.Model(
+        ids, _head(cell, keras.layers.GRU(4, stateful=True)(rows))
+    )
+
+
+def normalized(cell, table, size, synchronized=False):
+    """Each rank normalizes by the statistics of its own part."""
+    embedding = table("table_0", cell.partitions[0])
+    if isinstance(embedding, ks.layers.ShardedEmbedding):
+        normalize = keras.layers.BatchNormalization(
+            momentum=0.9, synchronized=synchronized, name="normalize"
+        )
+    else:
+        normalize = oracles.NormalizationOfParts(
+            1 if synchronized else size, momentum=0.9, name="normalize"
+        )
+    ids = keras.Input((LENGTH,), dtype="int32")
+    pool = keras.layers.GlobalAveragePooling1D()
+    return keras.Model(ids, _head(cell, normalize(pool(embedding(ids)))))
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Tied(keras.Model):
+    """Scores each row by its product with the mean of an example's rows."""
+
+    def __init__(self, embedding, rows):
+        super().__init__()
+        self.embedding = embedding
+        self.hidden = keras.layers.Dense(4, activation="tanh")
+        self.rows = rows
+
+    def call(self, ids):
+        hidden = self.hidden(keras.ops.mean(self.embedding(ids), axis=1))
+        kernel = self.embedding(keras.ops.arange(self.rows))
+        return keras.ops.softmax(
+            keras.ops.matmul(hidden, keras.ops.transpose(kernel))
+        )
+
+
+def tied(cell, table, size):
+    return _called(Tied(table("tied", cell.partitions[0]), cell.rows), cell)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class OwnStep(keras.Model):
+    """A model with a `train_step` of its own, as in Keras's guide."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+        return {m.name: m.result() for m in self.metrics}
+
+
+def own_step(cell, table, size):
+    model = pooled(cell, table, size)
+    return OwnStep(model.inputs, model.outputs)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class AddsLoss(keras.layers.Layer):
+    """Adds the mean square of its inputs."""
+
+    def call(self, inputs):
+        self.add_loss(0.5 * keras.ops.mean(keras.ops.square(inputs)))
+        return inputs
+
+
+def with_added_loss(cell, table, size):
+    ids = keras.Input((LENGTH,), dtype="int32")
+    rows = AddsLoss()(table("table_0", cell.partitions[0])(ids))
+    pool = keras.layers.GlobalAveragePooling1D()
+    return keras.Model(ids, _head(cell, pool(rows)))
+
+
+MODELS = {
+    "pooled": pooled,
+    "sequence": sequence,
+    "two inputs": two_inputs,
+    "tied": tied,
+    "stateful": stateful,
+    "normalized": normalized,
+    "normalized, synchronized": functools.partial(
+        normalized, synchronized=True
+    ),
+    "own step": own_step,
+    "added loss": with_added_loss,
+}
+
+
+def _all_tables(cell, table, ids):
+    layers = [
+        table(f"table_{index}", count)
+        for index, count in enumerate(cell.partitions)
+    ]
+    if cell.ordinary:
+        layers.append(
+            keras.layers.Embedding(
+                cell.rows, 3, mask_zero=cell.mask, name="ordinary"
+            )
+        )
+    return [layer(ids) for layer in layers]
+
+
+def _joined(features):
+    return (
+        features[0]
+        if len(features) == 1
+        else keras.layers.Concatenate()(features)
+    )
+
+
+def _head(cell, features):
+    hidden = keras.layers.Dense(
+        5,
+        activation="tanh",
+        kernel_regularizer=REGULARIZERS.get(cell.regularizer),
+        name="hidden",
+    )(features)
+    return keras.layers.Dense(
+        CLASSES, activation="softmax", dtype="float32", name="out"
+    )(hidden)
+
+
+def _called(model, cell):
+    """With weights: what is not functional has none before a call."""
+    model(np.zeros((1, LENGTH), "int32"))
+    return model
+
+
+def build(cell, embedding, size):
+    """The cell's model, from the same values for either embedding."""
+    keras.utils.set_random_seed(3)
+
+    def table(name, num_partitions):
+        options = {
+            "embeddings_regularizer": REGULARIZERS.get(cell.regularizer),
+            "embeddings_constraint": CONSTRAINTS.get(cell.constraint),
+            "mask_zero": cell.mask,
+        }
+        if embedding is ks.layers.ShardedEmbedding:
+            options["num_partitions"] = num_partitions
+        return embedding(cell.rows, 4, name=name, **options)
+
+    return MODELS[cell.model](cell, table, size)
