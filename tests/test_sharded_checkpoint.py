@@ -146,6 +146,70 @@ def test_csv_log_keeps_what_it_has(tmp_path):
     ]
 
 
+def _count_saves(monkeypatch, **arguments):
+    """Positions at which a training of 4 epochs of 8 steps saves."""
+    positions = []
+    monkeypatch.setattr(
+        storage,
+        "save",
+        lambda model, directory, position, *_, **__: positions.append(
+            (position["epoch"], position["step"])
+        ),
+    )
+    keras.utils.set_random_seed(5)
+    functions.build().fit(
+        **functions.fit_arguments("arrays"),
+        epochs=functions.EPOCHS,
+        verbose=0,
+        callbacks=[ks.callbacks.ShardedCheckpoint(**arguments)],
+    )
+    return positions
+
+
+def test_when_it_saves(tmp_path, monkeypatch):
+    ends = [(epoch, 0) for epoch in range(1, functions.EPOCHS + 1)]
+    assert _count_saves(monkeypatch, directory=tmp_path) == ends
+    by_steps = _count_saves(monkeypatch, directory=tmp_path, every_steps=5)
+    assert by_steps == sorted(
+        [*ends, *[(epoch, 5) for epoch in range(functions.EPOCHS)]]
+    )
+    # A clock that goes on by 10 s each time it is asked.
+    times = iter(range(0, 100_000, 10))
+    monkeypatch.setattr(
+        "keras_sparsity.callbacks.sharded_checkpoint.time.monotonic",
+        lambda: next(times),
+    )
+    always = _count_saves(monkeypatch, directory=tmp_path, every_seconds=1)
+    assert len(always) == STEPS * functions.EPOCHS
+    rarely = _count_saves(monkeypatch, directory=tmp_path, every_seconds=35)
+    assert len(ends) < len(rarely) < len(always)
+    never = _count_saves(monkeypatch, directory=tmp_path, every_seconds=9e9)
+    assert never == ends
+
+
+def test_says_when_an_order_cannot_be_found_again(tmp_path, caplog):
+    functions.train(tmp_path, kind="dataset", interrupt_after=STEPS + 4)
+    functions.train(tmp_path, kind="dataset", seed=6)
+    (said,) = [r.message for r in caplog.records if "seed" in r.message]
+    assert "The random seed is 6, and was 5" in said
+    assert "KERAS_SPARSITY_SEED=5" in said
+
+
+def test_fewer_batches_than_before(tmp_path):
+    functions.train(tmp_path, kind="dataset", interrupt_after=7)
+    model = functions.build()
+    x, y = functions.arrays()
+    checkpoint = ks.callbacks.ShardedCheckpoint(tmp_path)
+    with pytest.raises(ValueError, match="fewer batches than before"):
+        model.fit(x[:16], y[:16], batch_size=8, callbacks=[checkpoint])
+
+
+def test_steps_per_execution_that_do_not_meet(tmp_path):
+    functions.train(tmp_path, interrupt_after=4)
+    with pytest.raises(ValueError, match="Resume with a divisor of 3"):
+        functions.train(tmp_path, steps_per_execution=2)
+
+
 # On other numbers of processes and partitions.
 
 
@@ -254,6 +318,12 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="rank 0: NotADirectoryError"):
         functions.train(tmp_path / "file" / "checkpoints")
+
+
+def test_a_directory_that_ranks_do_not_share(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "listdir", lambda path: [])
+    with pytest.raises(OSError, match="a folder that all machines share"):
+        functions.train(tmp_path)
 
 
 @pytest.fixture(scope="module")

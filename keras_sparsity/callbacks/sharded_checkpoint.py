@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import logging
+import math
 import os
 import random
 import time
@@ -327,15 +328,14 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             return False
         # Rank 0's clock decides. So as not to ask it in each step, it tells
         # when to ask again: half of the way that is left, at this speed.
-        elapsed = time.monotonic() - self._time
+        elapsed = max(time.monotonic() - self._time, 1e-3)
         left = self.every_seconds - elapsed
-        steps_left = left / elapsed * self._steps_since
-        self._look_after = self._steps_since + int(
-            self._collectives.broadcast(
-                [tf.constant(max(0, -(-steps_left // 2)), tf.int64)],
-                name="checkpoint/clock",
-            )[0]
+        steps_left = math.ceil(left / elapsed * self._steps_since / 2)
+        (wait,) = self._collectives.broadcast(
+            [tf.constant(min(max(0, steps_left), 1 << 30), tf.int64)],
+            name="checkpoint/clock",
         )
+        self._look_after = self._steps_since + int(wait)
         return self._look_after == self._steps_since
 
     def _save(self, epoch, step=0):
