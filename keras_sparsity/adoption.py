@@ -26,7 +26,8 @@ from keras_sparsity import (
 )
 from keras_sparsity.callbacks import rank_zero, sharded_checkpoint
 from keras_sparsity.callbacks.input_check import InputCheck
-from keras_sparsity.optimizer import HybridOptimizer, get
+from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.optimizer_arguments import get
 from keras_sparsity.tables.table_variable import TableVariable
 
 # Set on an adopted model; holds its `Adoption`.

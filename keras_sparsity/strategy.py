@@ -5,7 +5,7 @@ import contextlib
 import tensorflow as tf
 
 from keras_sparsity import adoption, collectives, data, metrics
-from keras_sparsity.optimizer import checked_options
+from keras_sparsity.optimizer_arguments import checked_options
 
 _REDUCE = {
     tf.distribute.ReduceOp.SUM: "sum",
