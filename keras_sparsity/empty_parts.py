@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import compat
-from keras_sparsity.batches import num_rows
+from keras_sparsity.data.batches import num_rows
 from keras_sparsity.layers import sampled_softmax
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_sparsity import collectives, data, fingerprints
-from keras_sparsity.batches import split_batch
-from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
-from keras_sparsity.equal_steps import with_equal_steps
+from keras_sparsity import collectives, data
+from keras_sparsity.data import fingerprints
+from keras_sparsity.data.batches import split_batch
+from keras_sparsity.data.dataset_graph import CannotSplit, DatasetGraph
+from keras_sparsity.data.equal_steps import with_equal_steps
 from tests.conftest import engines, engines_and_sizes
 
 # Cutting batches, in one process.
