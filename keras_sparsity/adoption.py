@@ -17,7 +17,6 @@ from keras_sparsity import (
     agreement,
     collectives,
     compat,
-    data,
     empty_parts,
     losses,
     metrics,
@@ -26,6 +25,8 @@ from keras_sparsity import (
 )
 from keras_sparsity.callbacks import rank_zero, sharded_checkpoint
 from keras_sparsity.callbacks.input_check import InputCheck
+from keras_sparsity.data import distribution
+from keras_sparsity.data.batches import split_batch
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.optimizer_arguments import get
 from keras_sparsity.tables.table_variable import TableVariable
@@ -202,7 +203,7 @@ class Adoption:
         self._check_call("fit", arguments)
         callbacks = self._callbacks(arguments.get("callbacks"))
         arguments["callbacks"] = callbacks
-        order_seed = data.next_order_seed()
+        order_seed = distribution.next_order_seed()
         callbacks = getattr(callbacks, "callbacks", callbacks)
         checkpoint = sharded_checkpoint.among(callbacks)
         if checkpoint:
@@ -265,7 +266,7 @@ class Adoption:
         communicator = self._collectives
         for key in ("x", "y", "sample_weight"):
             if arguments.get(key) is not None:
-                arguments[key] = data.split_batch(
+                arguments[key] = split_batch(
                     arguments[key], communicator.rank, communicator.size
                 )
         with collectives.explained(f"model.{name}"):
