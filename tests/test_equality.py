@@ -414,7 +414,7 @@ def _parameters():
             marks = list(skipped.get(place[0], ()))
             if place not in IN_MAKE_TEST[name]:
                 marks.append(pytest.mark.all_cells)
-            elif place == N2 and name in ("adagrad", "momentum, clipped"):
+            elif place == N2 and name in ("adam", "adagrad, clipped"):
                 marks.append(pytest.mark.smoke)
             yield pytest.param(
                 *place, name, marks=marks, id=f"{place[0]}-{place[1:]}-{name}"
