@@ -6,12 +6,13 @@ of a library that is broken on purpose (`breaks.py`), or with a reference that
 ignores what the cell is about.
 
 What `make test` runs: every cell at the places that `PLACES_OF` and
-`_ROTATION` give it, one for most. SGD, momentum, Adagrad, RMSprop and Adam,
-each without and with `global_clipnorm`, are trained by both engines and by 2
-and by 4 processes. Each break is seen once, by one kind of cell. `make
-test-all` runs every cell, and every break with each kind of cell that it is
-for, everywhere. Hypothesis draws further cells from the same fields, few
-of them in `make test`, always the same ones.
+`_ROTATION` give it, one for most, none for a few. Some optimizers have no cell
+of their own but share one with a way to train or a kind of model. SGD,
+momentum, Adagrad, RMSprop and Adam, each without and with `global_clipnorm`,
+are trained by both engines and by 2 and by 4 processes. Each break is seen
+once, by one kind of cell. `make test-all` runs every cell at every place, and
+every break with each kind of cell that it is for. Hypothesis draws further
+cells from the same fields, few of them in `make test`, always the same ones.
 """
 
 import dataclasses
