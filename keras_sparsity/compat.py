@@ -11,6 +11,12 @@ import weakref
 
 import tensorflow as tf
 
+# Methods of a model that `adoption` binds by name. What comes before the first
+# step of `fit`: Keras 3.5 to 3.15.
+SYMBOLIC_BUILD = "_maybe_symbolic_build"
+# What Keras's own steps call for `compute_loss`: Keras 3.6 to 3.15.
+STEP_LOSS = "_compute_loss"
+
 _graph_numbers = weakref.WeakKeyDictionary()
 _next_graph_number = itertools.count(1)
 

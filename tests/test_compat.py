@@ -129,6 +129,29 @@ def test_losses_are_scaled():
     assert compat.losses_are_scaled() is not is_old
 
 
+@pytest.mark.parametrize("name", [compat.SYMBOLIC_BUILD, compat.STEP_LOSS])
+def test_keras_calls_what_adoption_binds(name):
+    """In `fit`, with the arguments that the bound method takes."""
+    if name == compat.STEP_LOSS and not compat.losses_are_scaled():
+        return  # not bound there
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    with tf.distribute.get_strategy().scope():
+        model.compile("sgd", "mse")
+    compat.set_distribute_strategy(model, tf.distribute.get_strategy())
+    stock = getattr(model, name)
+    calls = []
+
+    def bound(*args, **kwargs):
+        calls.append(sorted(kwargs))
+        return stock(*args, **kwargs)
+
+    object.__setattr__(model, name, bound)
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    assert calls
+    if name == compat.SYMBOLIC_BUILD:
+        assert calls == [["iterator"]]
+
+
 def test_dataset_inputs():
     dataset = tf.data.Dataset.range(2)
     assert compat.dataset_inputs(dataset) == []

@@ -18,22 +18,25 @@ class Binding:
     Args:
         model: the model.
         names: the methods' names; `_stock` has what they were.
+        private: dict from names that Keras keeps to itself (`compat`) to this
+            object's own names of them.
     """
 
-    def __init__(self, model, names):
+    def __init__(self, model, names, private=None):
         self._model = model
         self._stock = {}
         for name in names:
-            self._bind(name)
+            self._bind(name, getattr(self, name))
+        for name, own_name in (private or {}).items():
+            self._bind(name, getattr(self, own_name))
 
     @property
     def _collectives(self):
         return self._model.distribute_strategy.collectives
 
-    def _bind(self, name):
+    def _bind(self, name, method):
         stock = getattr(self._model, name)
         self._stock[name] = stock
-        method = getattr(self, name)
 
         @functools.wraps(stock)
         def bound(*args, **kwargs):

@@ -21,9 +21,9 @@ class FirstStep(Binding):
         self.awaits_input = None
         kinds = ["train", "test", "predict"]
         names = [f"make_{kind}_function" for kind in kinds]
-        super().__init__(model, ["_maybe_symbolic_build", *names])
+        super().__init__(model, names, {compat.SYMBOLIC_BUILD: "build"})
 
-    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+    def build(self, iterator=None, data_batch=None):
         """Builds the model from the shapes of a batch, without reading one.
 
         Keras reads a batch and throws it away. A generator's cannot be read
@@ -34,7 +34,7 @@ class FirstStep(Binding):
             if self.awaits_input:
                 self.awaits_input.use_input(iterator)
                 self.awaits_input = None
-        self._stock["_maybe_symbolic_build"](data_batch=data_batch)
+        self._stock[compat.SYMBOLIC_BUILD](data_batch=data_batch)
 
     def make_train_function(self, *args, **kwargs):
         self._synchronise()

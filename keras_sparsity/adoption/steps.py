@@ -15,11 +15,13 @@ class Steps(Binding):
         self._is_in_keras_loss = False
         names = ["call", "train_step", "test_step", "predict_step"]
         names.append("get_metrics_result")
+        private = {}
         if not compat.losses_are_scaled():
             names.append("compute_loss")
         elif type(model).compute_loss is keras.Model.compute_loss:
-            names += ["compute_loss", "_compute_loss"]
-        super().__init__(model, names)
+            names.append("compute_loss")
+            private[compat.STEP_LOSS] = "compute_step_loss"
+        super().__init__(model, names, private)
 
     def call(self, *args, **kwargs):
         stock = self._stock["call"]
@@ -27,11 +29,11 @@ class Steps(Binding):
             return empty_parts.call(stock, *args, **kwargs)
         return stock(*args, **kwargs)
 
-    def _compute_loss(self, *args, **kwargs):
+    def compute_step_loss(self, *args, **kwargs):
         """What Keras's own steps call."""
         self._is_in_keras_loss = True
         try:
-            return self._stock["_compute_loss"](*args, **kwargs)
+            return self._stock[compat.STEP_LOSS](*args, **kwargs)
         finally:
             self._is_in_keras_loss = False
 
