@@ -14,7 +14,7 @@ from hypothesis import strategies
 
 from keras_sparsity import planning
 from keras_sparsity.collectives import native
-from keras_sparsity.planning import Cluster, VariableSpec
+from keras_sparsity.planning import Cluster, VariableSpec, transfer_cost
 from tests import planning_functions
 from tests.conftest import engines
 
@@ -162,7 +162,7 @@ clusters = strategies.builds(
 )
 fractions = strategies.floats(0.001, 1)
 partitions = strategies.none() | strategies.integers(1, 30)
-aggregations = strategies.sampled_from(planning.LOCAL_AGGREGATIONS)
+aggregations = strategies.sampled_from(transfer_cost.LOCAL_AGGREGATIONS)
 
 
 def properties(test):
@@ -183,7 +183,7 @@ def test_every_architecture_as_simulated(
     cluster, alpha, num_partitions, aggregation, index_bytes
 ):
     variable = sparse(alpha, num_partitions=num_partitions)
-    known = set(planning.ARCHITECTURES)
+    known = set(transfer_cost.ARCHITECTURES)
     for architecture in known if variable.is_sparse else known - {"allgather"}:
         cost = planning.transfer_bytes(
             variable, architecture, cluster, aggregation, None, index_bytes
@@ -232,7 +232,7 @@ def test_local_aggregation_saves(cluster, alpha, num_partitions):
             cluster,
             aggregation,
         ).busiest_bytes
-        for aggregation in planning.LOCAL_AGGREGATIONS
+        for aggregation in transfer_cost.LOCAL_AGGREGATIONS
     )
     if cluster.processes_per_machine == 1 or cluster.num_machines == 1:
         assert none == pytest.approx(push) == pytest.approx(both)
@@ -262,11 +262,13 @@ def test_measured_alpha_of_the_machine():
     share = 4 * (3 - 1) / 3 * W / 2
     assert cost.busiest_bytes == pytest.approx(share * (4 * ALPHA + 0.15))
     with pytest.raises(ValueError, match="at most 0.1 for 'table'"):
-        planning.transfer_bytes(sparse(alpha_machine=0.15), "ps", Cluster(3))
+        planning.transfer_bytes(
+            sparse(alpha_machine=0.15), "ps", Cluster(3), "push"
+        )
 
 
 def test_wire_dtype():
-    for architecture in planning.ARCHITECTURES:
+    for architecture in transfer_cost.ARCHITECTURES:
         full, half = (
             planning.transfer_bytes(
                 sparse(), architecture, Cluster(4), "none", dtype, 4
@@ -314,6 +316,25 @@ def test_without_servers(alpha, expected):
     assert choice.architecture == expected
 
 
+def test_equal_costs_are_not_told_apart_by_rounding():
+    for num_machines in range(2, 40):
+        variable = dense(num_partitions=num_machines)
+        (choice,) = planning.plan([variable], Cluster(num_machines)).choices
+        assert choice.architecture == "allreduce", num_machines
+
+
+def test_empty_partitions_own_nothing():
+    few, many = (
+        planning.transfer_bytes(
+            VariableSpec("table", (3, 5), 0.5, num_partitions=count),
+            "ps",
+            Cluster(2),
+        )
+        for count in (3, 30)
+    )
+    assert few == many
+
+
 def test_plan_spreads_variables_over_machines():
     servers = planning.plan([dense()] * 6, Cluster(3), ("ps",))
     assert servers.total.total_bytes == pytest.approx([16 * W] * 3)
@@ -349,6 +370,13 @@ def test_padding_is_that_of_the_native_engine():
             table, Cluster(2), padded=True, largest_rows=length
         )
         assert cost.sent_bytes == (capacity * (8 + 2 * 4),) * 2
+
+
+def test_rounding_errors_are_not_padded():
+    """0.28 times 1,600 comes to a little more than 448."""
+    table = VariableSpec("table", (1_600, 1), 0.28)
+    cost = planning.sharded_table_bytes(table, Cluster(2), padded=True)
+    assert cost.sent_bytes == (224 * (8 + 2 * 4),) * 2
 
 
 def test_padding_is_to_the_owner_with_most_rows():

@@ -1,39 +1,18 @@
-"""What each way to move a variable's gradients costs the network.
-
-Bytes that the machines send and receive in one training step, from the
-equations of EuroSys 3.1, with these names:
-
-    N      machines
-    L      processes of a machine, each a worker (the paper's equations: 1)
-    w      bytes of a variable
-    m      number of variables
-    alpha  fraction of its elements that one worker touches in a step
-
-Only what crosses a machine's network interface counts, not what the processes
-of one machine send each other. Control messages (the number of rows that
-follow, TCP's headers) are left out.
-"""
+"""Bytes that machines send and receive for a variable in one step."""
 
 import dataclasses
-import functools
 import math
-import operator
 
 import numpy as np
 
 from keras_sparsity import checks
-
-__all__ = [
-    "Choice",
-    "Cluster",
-    "Plan",
-    "TransferBytes",
-    "VariableSpec",
-    "alpha_model",
-    "plan",
-    "sharded_table_bytes",
-    "transfer_bytes",
-]
+from keras_sparsity.planning.specs import (
+    Cluster,
+    VariableSpec,
+    check_is,
+    dtype_bytes,
+    is_number,
+)
 
 # Where two cost the same, the earlier is chosen: see `plan`.
 ARCHITECTURES = ("allreduce", "ps", "allgather")
@@ -44,105 +23,6 @@ _ID_BYTES = 8
 # Parts of 0 to 8 elements are padded to this many, and there are as many
 # steps to an octave.
 _SMALLEST_CAPACITY = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Cluster:
-    """Machines with as many processes each.
-
-    Args:
-        num_machines: N.
-        processes_per_machine: L.
-    """
-
-    num_machines: int = 1
-    processes_per_machine: int = 1
-
-    def __post_init__(self):
-        for name in ("num_machines", "processes_per_machine"):
-            _set(self, name, checks.positive_integer(name, getattr(self, name)))
-
-    @property
-    def size(self):
-        """Number of processes."""
-        return self.num_machines * self.processes_per_machine
-
-
-@dataclasses.dataclass(frozen=True)
-class VariableSpec:
-    """What the cost of a variable depends on.
-
-    Args:
-        name: its name.
-        shape: its shape. Of a sparse variable the first axis is that of the
-            rows: `(num_rows, ...)`.
-        alpha: of a sparse variable the fraction of its rows, and so of its
-            elements, that one worker touches in a step, 0 to 1; a row that
-            occurs several times counts once. None for a dense one, of which
-            every element is touched.
-        dtype: its dtype.
-        alpha_machine: the fraction that all L workers of a machine touch
-            together, for local aggregation. By default that of workers that
-            choose their rows independently, 1 - (1 - alpha)^L. Where some
-            rows are more popular than others it is less: measure it.
-        num_partitions: P. By default as many as processes for a sparse
-            variable, and one for a dense one.
-
-    Example:
-
-    >>> table = VariableSpec("table", (1000, 64), alpha=0.02)
-    >>> table.num_bytes()
-    256000
-    >>> table.num_bytes("float16")
-    128000
-    """
-
-    name: str
-    shape: tuple
-    alpha: float | None = None
-    dtype: str = "float32"
-    alpha_machine: float | None = None
-    num_partitions: int | None = None
-
-    def __post_init__(self):
-        checks.string("name", self.name)
-        _set(self, "shape", _shape(self.shape, self.alpha is not None))
-        _dtype_bytes("dtype", self.dtype)
-        checks.check(
-            self.alpha is None or _is_fraction(self.alpha),
-            "alpha",
-            self.alpha,
-            "a fraction from 0 to 1, or None for a dense variable",
-        )
-        checks.check(
-            self.alpha_machine is None
-            or (
-                self.is_sparse
-                and _is_fraction(self.alpha_machine)
-                and self.alpha_machine >= self.alpha
-            ),
-            "alpha_machine",
-            self.alpha_machine,
-            f"None, or for a sparse variable a fraction from alpha (which is "
-            f"{self.alpha}) to 1",
-        )
-        if self.num_partitions is not None:
-            checks.positive_integer(
-                "num_partitions", self.num_partitions, " or None"
-            )
-
-    @property
-    def is_sparse(self):
-        return self.alpha is not None
-
-    @property
-    def num_elements(self):
-        return math.prod(self.shape)
-
-    def num_bytes(self, dtype=None):
-        """w: bytes of the whole variable, in its own dtype or another."""
-        dtype = self.dtype if dtype is None else dtype
-        return self.num_elements * _dtype_bytes("dtype", dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +116,7 @@ def transfer_bytes(
         local_aggregation: what the processes of a machine do together before
             they use the network: `"none"`; `"push"`, they sum their
             gradients, as in the paper; `"both"`, they also pull each row
-            once. "allreduce" has only the first, and "allgather" none.
+            once. For "allreduce" both mean the first; "allgather" has none.
         wire_dtype: the dtype that travels, if not the variable's own.
         index_bytes: bytes of a row's index: 4 for int32, 8 for int64, 0 to
             leave indices out.
@@ -260,16 +140,16 @@ def transfer_bytes(
     References:
         EuroSys 3.1 and Table 3; local aggregation: EuroSys 4.3.
     """
-    _check_is(variable, VariableSpec, "variable")
-    _check_is(cluster, Cluster, "cluster")
+    check_is(variable, VariableSpec, "variable")
+    check_is(cluster, Cluster, "cluster")
     _check_one_of("architecture", architecture, ARCHITECTURES)
     _check_one_of("local_aggregation", local_aggregation, LOCAL_AGGREGATIONS)
     w = variable.num_bytes()
     if wire_dtype is not None:
-        _dtype_bytes("wire_dtype", wire_dtype)
+        dtype_bytes("wire_dtype", wire_dtype)
         w = variable.num_bytes(wire_dtype)
     checks.check(
-        _is_number(index_bytes) and 0 <= index_bytes < math.inf,
+        is_number(index_bytes) and 0 <= index_bytes < math.inf,
         "index_bytes",
         index_bytes,
         "a number of bytes: 4 for int32, 8 for int64, 0 for none",
@@ -351,18 +231,18 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
     References:
         EuroSys 3.1 (pull and push), 4.3 (servers beside workers).
     """
-    _check_is(variable, VariableSpec, "variable")
+    check_is(variable, VariableSpec, "variable")
     checks.check(
         variable.is_sparse,
         "variable",
         variable,
         "sparse: give it the `alpha` that one worker touches",
     )
-    _check_is(cluster, Cluster, "cluster")
+    check_is(cluster, Cluster, "cluster")
     checks.boolean("padded", padded)
     checks.check(
         largest_rows is None
-        or (_is_number(largest_rows) and 0 <= largest_rows < math.inf),
+        or (is_number(largest_rows) and 0 <= largest_rows < math.inf),
         "largest_rows",
         largest_rows,
         "None or a number of rows",
@@ -388,168 +268,9 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
     local_size = cluster.processes_per_machine
     pairs = local_size * (cluster.size - local_size)
     ids = pairs * _capacity(largest_rows) * _ID_BYTES
-    element_bytes = _dtype_bytes("dtype", variable.dtype)
+    element_bytes = dtype_bytes("dtype", variable.dtype)
     rows = pairs * _capacity(largest_rows * dim) * element_bytes
     return _on_each(cluster, ids + 2 * rows, index_bytes=2 * ids)
-
-
-def alpha_model(variables):
-    """The sparsity of a model: the mean of alpha, weighted by size.
-
-    Args:
-        variables: list of `VariableSpec`; alpha of a dense one is 1.
-
-    Returns:
-        alpha_model, 0 to 1.
-
-    Example:
-
-    >>> kernel = VariableSpec("kernel", (100, 100))
-    >>> table = VariableSpec("table", (300, 100), alpha=0.2)
-    >>> round(alpha_model([kernel, table]), 3)
-    0.4
-
-    References:
-        EuroSys 3.1.
-    """
-    variables = _checked_variables(variables)
-    sizes = np.array([v.num_elements for v in variables], float)
-    alphas = [v.alpha if v.is_sparse else 1.0 for v in variables]
-    return float(np.dot(sizes, alphas) / sizes.sum())
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A variable, its architecture, and what each one would cost.
-
-    Attributes:
-        variable: `VariableSpec`.
-        architecture: the one with the fewest bytes.
-        costs: dict from each architecture that was asked for, and that the
-            variable can have, to its `TransferBytes`.
-    """
-
-    variable: VariableSpec
-    architecture: str
-    costs: dict
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The architecture of each variable of a model, see `plan`.
-
-    Attributes:
-        choices: tuple of `Choice`, one for each variable, in their order.
-    """
-
-    choices: tuple
-
-    @property
-    def total(self):
-        """`TransferBytes` of the whole model."""
-        return functools.reduce(
-            operator.add, (c.costs[c.architecture] for c in self.choices)
-        )
-
-    @property
-    def alpha_model(self):
-        return alpha_model([choice.variable for choice in self.choices])
-
-
-def plan(
-    variables,
-    cluster,
-    architectures=ARCHITECTURES,
-    local_aggregation="none",
-    wire_dtype=None,
-    index_bytes=8,
-):
-    """Chooses for each variable the architecture with the fewest bytes.
-
-    Fewest at the busiest machine, sent and received together; of equal ones
-    "allreduce" comes before "ps" and that before "allgather" (which by these
-    equations never has fewer than "ps"). On servers, the partitions of all
-    variables go round the machines.
-
-    Args:
-        variables: list of `VariableSpec`.
-        cluster: `Cluster`.
-        architectures: those to choose from. One alone is a baseline:
-            `("ps",)` has dense variables on servers, too.
-        local_aggregation: as for `transfer_bytes`.
-        wire_dtype: as for `transfer_bytes`.
-        index_bytes: as for `transfer_bytes`.
-
-    Returns:
-        `Plan`.
-
-    Example:
-
-    >>> variables = [
-    ...     VariableSpec("kernel", (2048, 512)),
-    ...     VariableSpec("rare", (800_000, 512), alpha=0.002),
-    ...     VariableSpec("usual", (1000, 512), alpha=1.0),
-    ... ]
-    >>> hybrid = plan(variables, Cluster(num_machines=8))
-    >>> [choice.architecture for choice in hybrid.choices]
-    ['allreduce', 'ps', 'allreduce']
-    >>> servers = plan(variables, Cluster(num_machines=8), ("ps",))
-    >>> hybrid.total.busiest_bytes < servers.total.busiest_bytes
-    True
-
-    References:
-        EuroSys 3.1 (the hybrid architecture).
-    """
-    variables = _checked_variables(variables)
-    _check_is(cluster, Cluster, "cluster")
-    checks.check(
-        isinstance(architectures, (list, tuple))
-        and len(architectures) > 0
-        and all(a in ARCHITECTURES for a in architectures),
-        "architectures",
-        architectures,
-        f"a list of some of {ARCHITECTURES}",
-    )
-    choices = []
-    next_machine = 0
-    for variable in variables:
-        costs = {
-            architecture: transfer_bytes(
-                variable,
-                architecture,
-                cluster,
-                local_aggregation,
-                wire_dtype,
-                index_bytes,
-                next_machine,
-            )
-            for architecture in ARCHITECTURES
-            if architecture in architectures
-            and (variable.is_sparse or architecture != "allgather")
-        }
-        checks.check(
-            costs,
-            "architectures",
-            architectures,
-            f"such that {variable.name!r} has one: it is dense, and "
-            "'allgather' gathers rows",
-        )
-        choice = Choice(variable, _cheapest(costs), costs)
-        choices.append(choice)
-        if choice.architecture == "ps":
-            next_machine += _num_partitions(variable, cluster)
-            next_machine %= cluster.num_machines
-    return Plan(tuple(choices))
-
-
-def _cheapest(costs):
-    least = min(cost.busiest_bytes for cost in costs.values())
-    # Equal ones may differ by a rounding error.
-    return next(
-        architecture
-        for architecture, cost in costs.items()
-        if cost.busiest_bytes <= least * (1 + 1e-9)
-    )
 
 
 def _all_reduce(w, cluster, local_aggregation):
@@ -596,14 +317,15 @@ def _parameter_server(
         pull_index_bytes: bytes of the index with which a row is asked for.
         push_index_bytes: bytes of the index that comes with a gradient.
     """
-    alpha, merged, num_rows = 1, 1, 0
+    alpha, num_rows = 1, 0
     if variable.is_sparse:
         alpha, num_rows = variable.alpha, variable.shape[0]
-        merged = _alpha_machine(variable, cluster)
     # How often each machine moves the whole variable.
-    each = cluster.processes_per_machine * alpha
-    pulls = merged if local_aggregation == "both" else each
-    pushes = each if local_aggregation == "none" else merged
+    pulls = pushes = cluster.processes_per_machine * alpha
+    if local_aggregation != "none":
+        pushes = _merged(variable, cluster)
+    if local_aggregation == "both":
+        pulls = pushes
     asked = pulls * num_rows * pull_index_bytes
     told = pushes * num_rows * push_index_bytes
     # As a worker, of what others own; as an owner, for all other machines.
@@ -616,7 +338,10 @@ def _parameter_server(
     )
 
 
-def _alpha_machine(variable, cluster):
+def _merged(variable, cluster):
+    """alpha_machine, which is 1 for a dense variable."""
+    if not variable.is_sparse:
+        return 1
     local_size = cluster.processes_per_machine
     if variable.alpha_machine is None:
         return 1 - (1 - variable.alpha) ** local_size
@@ -631,11 +356,11 @@ def _alpha_machine(variable, cluster):
     return variable.alpha_machine
 
 
-def _num_partitions(variable, cluster):
+def num_partitions(variable, cluster):
+    """P, without empty partitions."""
     count = variable.num_partitions
     if count is None:
         count = cluster.size if variable.is_sparse else 1
-    # The others are empty.
     return min(count, variable.shape[0]) if variable.shape else 1
 
 
@@ -645,7 +370,7 @@ def _shares(variable, cluster, num_owners):
     The same for machines and for processes, which take their turns machine
     by machine (EuroSys 3.2).
     """
-    count = _num_partitions(variable, cluster)
+    count = num_partitions(variable, cluster)
     partitions = np.arange(count) % num_owners
     return np.bincount(partitions, minlength=num_owners) / count
 
@@ -661,59 +386,6 @@ def _add(first, second):
     return tuple(a + b for a, b in zip(first, second, strict=True))
 
 
-def _set(instance, name, value):
-    object.__setattr__(instance, name, value)
-
-
-def _dtype_bytes(name, dtype):
-    if dtype == "bfloat16":  # which NumPy does not know
-        return 2
-    try:
-        known = np.dtype(dtype)
-    except (TypeError, ValueError):
-        known = None
-    checks.check(
-        dtype is not None and known is not None and known.kind in "biufc",
-        name,
-        dtype,
-        "the name of a dtype of numbers, such as 'float32'",
-    )
-    return known.itemsize
-
-
-def _shape(shape, has_rows):
-    is_valid = isinstance(shape, (list, tuple)) and all(
-        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1
-        for n in shape
-    )
-    checks.check(
-        is_valid and (len(shape) > 0 or not has_rows),
-        "shape",
-        shape,
-        "a tuple of positive integers, and of a sparse variable not empty: "
-        "its first axis is that of the rows",
-    )
-    return tuple(int(n) for n in shape)
-
-
-def _is_number(value):
-    is_real = isinstance(value, (int, float, np.integer, np.floating))
-    return is_real and not isinstance(value, bool)
-
-
-def _is_fraction(value):
-    return _is_number(value) and 0 <= value <= 1
-
-
-def _check_is(value, kind, name):
-    checks.check(
-        isinstance(value, kind),
-        name,
-        value,
-        f"a `ks.planning.{kind.__name__}`",
-    )
-
-
 def _check_one_of(name, value, known):
     checks.check(
         isinstance(value, str) and value in known,
@@ -721,15 +393,3 @@ def _check_one_of(name, value, known):
         value,
         f"one of {', '.join(map(repr, known))}",
     )
-
-
-def _checked_variables(variables):
-    checks.check(
-        isinstance(variables, (list, tuple))
-        and len(variables) > 0
-        and all(isinstance(v, VariableSpec) for v in variables),
-        "variables",
-        variables,
-        "a list of one or more `ks.planning.VariableSpec`",
-    )
-    return list(variables)
