@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import compat
-from keras_sparsity.batches import num_rows
+from keras_sparsity.data.batches import num_rows
 from keras_sparsity.layers import sampled_softmax
 
 
@@ -35,7 +35,8 @@ def call(stock, inputs, *args, **kwargs):
     TensorShape([0, 2])
     """
     leaves = [x for x in tf.nest.flatten(inputs) if x is not None]
-    rows = leaves[0].shape[0] if leaves[0].shape.rank else None
+    shape = tf.TensorShape(leaves[0].shape)  # of an array, too
+    rows = shape[0] if shape.rank else None
     if rows:  # known beforehand, as those of a single batch are
         return stock(inputs, *args, **kwargs)
     is_empty = True if rows == 0 else tf.equal(num_rows(leaves[0]), 0)

@@ -1,30 +1,22 @@
 """A Keras optimizer around another: aggregates, then updates by its rule."""
 
 import math
-from collections.abc import Iterable
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import (
     agreement,
-    checks,
     collectives,
     compat,
     row_update,
 )
+from keras_sparsity import optimizer_arguments as arguments
 from keras_sparsity.aggregation import Aggregation, Update, each_row_once
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
 from keras_sparsity.tables.table_variable import TableVariable
 
-# What each option may be.
-_CHOICES = {
-    "sparse_updates": ("exact", "lazy"),
-    "dense_aggregation": ("mean", "sum"),
-    "sparse_aggregation": ("mean", "sum"),
-}
 # In one process, finding the rows that occur twice costs more than updating all
 # of a table of so many elements: a step of a small model on 1,000 x 16 takes
 # 0.68 ms in place of 0.98, on 1,000 x 64 the same (the model and batch of
@@ -114,13 +106,13 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         name=None,
         **kwargs,
     ):
-        inner_optimizer = get(inner_optimizer, "inner_optimizer")
+        inner_optimizer = arguments.get(inner_optimizer, "inner_optimizer")
         if isinstance(inner_optimizer, HybridOptimizer):
             raise ValueError(
                 "`inner_optimizer` is a HybridOptimizer already. Pass the "
                 f"optimizer inside it. Received: {inner_optimizer}."
             )
-        options = checked_options(
+        options = arguments.checked_options(
             sparse_updates=sparse_updates,
             dense_aggregation=dense_aggregation,
             sparse_aggregation=sparse_aggregation,
@@ -131,7 +123,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 f"HybridOptimizer takes no arguments {sorted(kwargs)}; set "
                 "them on the inner optimizer."
             )
-        _check_is_rule(inner_optimizer)
+        arguments.check_is_rule(inner_optimizer)
         self.__dict__["_inner"] = _Holder(inner_optimizer)
         super().__init__(learning_rate=0.0, name=name)
         for option, value in options.items():
@@ -157,7 +149,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
     def options(self):
         """The arguments with which to wrap another optimizer like this."""
-        names = (*_CHOICES, "transform_gradients")
+        names = (*arguments.CHOICES, "transform_gradients")
         return {name: getattr(self, name) for name in names}
 
     def __dir__(self):
@@ -207,7 +199,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
     def build(self, var_list):
         if self.built:
             return
-        var_list = _checked_variables(var_list)
+        var_list = arguments.checked_variables(var_list)
         pieces = []
         for variable in var_list:
             of_variable = [variable]
@@ -257,20 +249,14 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 `dense_aggregation`.
             trainable_variables: list of variables, as in Keras.
         """
-        checks.check(
-            isinstance(grads, Iterable) and not isinstance(grads, tf.Tensor),
-            "grads",
-            grads,
-            "a list of gradients, one for each variable",
-        )
-        grads = list(grads)
+        grads = arguments.checked_list(grads)
         if not grads:
             return
         _check_under_strategy()
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
-        trainable_variables = _checked_variables(trainable_variables)
-        _check_gradients(grads, trainable_variables)
+        trainable_variables = arguments.checked_variables(trainable_variables)
+        arguments.check_gradients(grads, trainable_variables)
         if not self.built:
             self.build(trainable_variables)
         for variable in trainable_variables:
@@ -453,7 +439,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             "inner_optimizer": keras.saving.serialize_keras_object(
                 self.inner_optimizer
             ),
-            **{option: getattr(self, option) for option in _CHOICES},
+            **{option: getattr(self, option) for option in arguments.CHOICES},
         }
 
     @classmethod
@@ -463,97 +449,6 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             config["inner_optimizer"], custom_objects=custom_objects
         )
         return cls(**config)
-
-
-def checked_options(**options):
-    """The options of a `HybridOptimizer`, once they are seen to be valid."""
-    for name, choices in _CHOICES.items():
-        if options[name] not in choices:
-            raise ValueError(
-                f"`{name}` must be {choices[0]!r} or {choices[1]!r}. "
-                f"Received: {name}={options[name]!r}."
-            )
-    function = options["transform_gradients"]
-    checks.check(
-        function is None or callable(function),
-        "transform_gradients",
-        function,
-        "None or a function of a list of gradients and a list of variables "
-        "that returns the gradients",
-    )
-    return options
-
-
-def get(optimizer, name="optimizer"):
-    """The Keras optimizer of a name, a configuration or itself."""
-    expected = "a Keras optimizer, its name ('adam') or its configuration"
-    found = checks.keras_object(name, optimizer, keras.optimizers.get, expected)
-    checks.check(
-        isinstance(found, keras.optimizers.Optimizer), name, optimizer, expected
-    )
-    return found
-
-
-def _checked_variables(variables):
-    is_list = isinstance(variables, Iterable)
-    checks.check(
-        is_list and not isinstance(variables, tf.Tensor | tf.Variable),
-        "variables",
-        variables,
-        "a list of variables, such as `model.trainable_variables`",
-    )
-    variables = list(variables)
-    for variable in variables:
-        checks.check(
-            compat.is_variable(variable) or isinstance(variable, tf.Variable),
-            "variables",
-            variable,
-            "a list of variables, such as `model.trainable_variables`",
-        )
-    return variables
-
-
-def _check_gradients(grads, variables):
-    if len(grads) != len(variables):
-        raise ValueError(
-            "There must be one gradient for each variable, None where there "
-            f"is none. Received: {len(grads)} gradients and {len(variables)} "
-            "variables. (Before an optimizer is built, it must be given the "
-            "variables too.)"
-        )
-    for gradient, variable in zip(grads, variables, strict=True):
-        if gradient is None:
-            continue
-        checks.check(
-            isinstance(gradient, tf.Tensor | tf.IndexedSlices | np.ndarray)
-            and tf.as_dtype(gradient.dtype).is_floating,
-            "grads",
-            gradient,
-            "a list of floating-point tensors or tf.IndexedSlices, as "
-            "`tape.gradient` gives them",
-        )
-        is_slices = isinstance(gradient, tf.IndexedSlices)
-        received = gradient.values.shape[1:] if is_slices else gradient.shape
-        expected = variable.shape[1:] if is_slices else variable.shape
-        if not tf.TensorShape(received).is_compatible_with(expected):
-            raise ValueError(
-                "A gradient must have its variable's shape. Received: "
-                f"{'rows of ' * is_slices}shape {tuple(received)} for "
-                f"{variable.name}. Expected: {tuple(expected)}. Are gradients "
-                "and variables in the same order?"
-            )
-
-
-def _check_is_rule(optimizer):
-    """Raises for optimizers that apply others, past the aggregation."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    if type(optimizer).apply is not keras.optimizers.Optimizer.apply:
-        raise ValueError(
-            f"{type(optimizer).__name__} has an `apply` of its own, so its "
-            "gradients cannot be aggregated before. Use one optimizer that "
-            "updates each variable by `update_step`, as Adam does."
-        )
 
 
 class _Holder:

@@ -4,8 +4,9 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity import adoption, collectives, data, metrics
-from keras_sparsity.optimizer import checked_options
+from keras_sparsity import adoption, collectives, metrics
+from keras_sparsity.data import distribution
+from keras_sparsity.optimizer_arguments import checked_options
 
 _REDUCE = {
     tf.distribute.ReduceOp.SUM: "sum",
@@ -123,7 +124,7 @@ class HybridStrategy(tf.distribute.Strategy):
 
         See `ks.data.shard`. What it returns is given to `fit` as it is.
         """
-        return data.shard(dataset, self.collectives)
+        return distribution.shard(dataset, self.collectives)
 
 
 class _HybridExtended(tf.distribute.StrategyExtended):
@@ -262,7 +263,7 @@ class _HybridExtended(tf.distribute.StrategyExtended):
 
     def _experimental_distribute_dataset(self, dataset, options):
         del options
-        return data.distribute(dataset, self._collectives)
+        return distribution.distribute(dataset, self._collectives)
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options
@@ -271,7 +272,7 @@ class _HybridExtended(tf.distribute.StrategyExtended):
             input_pipeline_id=self._collectives.rank,
             num_replicas_in_sync=self._collectives.size,
         )
-        return data.mark_as_part(dataset_fn(context))
+        return distribution.mark_as_part(dataset_fn(context))
 
     def _experimental_distribute_values_from_function(self, value_fn):
         context = tf.distribute.experimental.ValueContext(

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_sparsity import collectives, data, fingerprints
-from keras_sparsity.batches import split_batch
-from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
-from keras_sparsity.equal_steps import with_equal_steps
+from keras_sparsity import collectives
+from keras_sparsity.data import distribution, fingerprints
+from keras_sparsity.data.batches import split_batch
+from keras_sparsity.data.dataset_graph import CannotSplit, DatasetGraph
+from keras_sparsity.data.equal_steps import with_equal_steps
 from tests.conftest import engines, engines_and_sizes
 
 # Cutting batches, in one process.
@@ -69,7 +70,9 @@ def test_parts_of_a_batch_are_the_batch(kind, size):
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_parts_of_a_dataset_are_the_dataset(kind, size):
     batches = tf.data.Dataset.from_tensors(_structures()[kind]).repeat(2)
-    parts = [data.split_batches(batches, rank, size) for rank in range(size)]
+    parts = [
+        distribution.split_batches(batches, rank, size) for rank in range(size)
+    ]
     for whole, *each in zip(batches, *parts, strict=True):
         assert _joined(each) == _listed(whole)
     for part in parts:
@@ -82,7 +85,7 @@ def test_parts_of_a_dataset_are_the_dataset(kind, size):
 
 def test_the_last_batch_may_be_empty():
     batches = tf.data.Dataset.range(9).batch(4)
-    parts = [data.split_batches(batches, rank, 2) for rank in range(2)]
+    parts = [distribution.split_batches(batches, rank, 2) for rank in range(2)]
     assert [_listed(list(p)) for p in parts] == [
         [[0, 1], [4, 5], []],
         [[2, 3], [6, 7], [8]],
@@ -99,7 +102,7 @@ def test_the_last_batch_may_be_empty():
 )
 def test_what_has_no_rows_is_refused(dataset, error, match):
     with pytest.raises(error, match=match):
-        data.split_batches(dataset, 0, 2)
+        distribution.split_batches(dataset, 0, 2)
 
 
 def test_rows_that_do_not_match_are_refused():
@@ -257,7 +260,7 @@ def read_sources(cases, directory):
                 how = graph.best_split(communicator.size).by
             except CannotSplit:
                 pass
-        part = data.shard(dataset, communicator, by=by)
+        part = distribution.shard(dataset, communicator, by=by)
         results.append(
             {"expected": expected, "how": how, "epochs": _read(part)}
         )
@@ -268,7 +271,7 @@ def read_endless():
     communicator = collectives.current()
     tf.random.set_seed(12)
     dataset = tf.data.Dataset.range(20).map(lambda x: x * 3).repeat().batch(4)
-    part = data.shard(dataset, communicator)
+    part = distribution.shard(dataset, communicator)
     return [_listed(batch)[0] for batch in part.take(12)], int(
         part.cardinality()
     )
@@ -291,7 +294,7 @@ def keeps_batches():
         numbers = tf.data.Dataset.range(21).shuffle(21, seed=1)
         return numbers.map(lambda x: x + 1).batch(8)
 
-    return _read(data.shard(make(), communicator)), _read(make())
+    return _read(distribution.shard(make(), communicator)), _read(make())
 
 
 @pytest.mark.parametrize("engine", engines())
@@ -307,10 +310,10 @@ def test_maps_before_batches_keep_what_comes_together(cluster, engine):
 def recognises():
     communicator = collectives.current()
     dataset = tf.data.Dataset.range(8).map(lambda x: x).batch(4)
-    part = data.shard(dataset, communicator)
+    part = distribution.shard(dataset, communicator)
     later = part.map(lambda x: x + 1).prefetch(2)
-    again = data.distribute(later, communicator)
-    unknown = data.shard(
+    again = distribution.distribute(later, communicator)
+    unknown = distribution.shard(
         tf.data.Dataset.range(8)
         .filter(lambda x: x > 1)
         .map(lambda x: x)
@@ -318,14 +321,14 @@ def recognises():
         communicator,
     )
     try:
-        data.distribute(unknown.prefetch(1), communicator)
+        distribution.distribute(unknown.prefetch(1), communicator)
     except ValueError as error:
         message = str(error)
     return (
-        data.is_sharded(dataset),
-        data.is_sharded(later),
+        distribution.is_sharded(dataset),
+        distribution.is_sharded(later),
         again is later,
-        data.shard(later, communicator) is later,
+        distribution.shard(later, communicator) is later,
         message,
     )
 
@@ -352,7 +355,7 @@ def asks_for(by, kind):
         "arrays": _of_arrays,
     }[kind](None)
     try:
-        data.shard(dataset, communicator, by=by)
+        distribution.shard(dataset, communicator, by=by)
     except ValueError as error:
         return str(error)
 
@@ -416,7 +419,7 @@ def differing(kind):
     if kind == "length":
         dataset = tf.data.Dataset.range(8 + communicator.rank).batch(1)
     try:
-        part = data.distribute(dataset, communicator)
+        part = distribution.distribute(dataset, communicator)
         steps = [_listed(batch)[0] for batch in part]
         fingerprints.check_inputs(communicator)
     except ValueError as error:

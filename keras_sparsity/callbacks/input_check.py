@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_sparsity import fingerprints
+from keras_sparsity.data import fingerprints
 
 
 class InputCheck(keras.callbacks.Callback):

@@ -111,6 +111,7 @@ class _Watch:
         self._observer = Observer(self._journal)
         self._pid = os.getpid()
         self._sent = None
+        self._heard = time.monotonic()
         self._has_ended = False
         self._has_raised = False
         self._exit_code = 1
@@ -132,8 +133,10 @@ class _Watch:
         self._thread.start()
 
     def set_timeout(self, seconds):
-        # Rank 0's coordinator then tells it to all: no rank may be silent
-        # for longer than another one's new timeout.
+        # By now rank 0 has spoken as often as the earlier one asked for.
+        self._heard = time.monotonic()
+        # At once, as rank 0 may be stopped before it tells anyone.
+        self._timeout_seconds = seconds
         self._channel.send(kind="timeout", seconds=seconds)
 
     def report_exception(self, error):
@@ -162,12 +165,12 @@ class _Watch:
 
     def _watch(self):
         """Returns the failure, or None when all ranks have ended."""
-        heard = told = time.monotonic()
+        self._heard = told = time.monotonic()
         while True:
             asked = False
             if self._channel.poll(_POLL_SECONDS):
                 message = self._channel.receive() or {"kind": "lost"}
-                heard = time.monotonic()
+                self._heard = time.monotonic()
                 if message["kind"] == "lost":
                     return self._describe_rank_0(
                         "is gone: it was killed, crashed, or left by os._exit."
@@ -178,17 +181,18 @@ class _Watch:
                     return message["message"]
                 if message["kind"] == "timeout":
                     self._timeout_seconds = message["seconds"]
-                    told = 0.0
+                    told = 0.0  # Rank 0 waits for no longer than that now.
                 asked = message["kind"] == "ask"
             self._report(asked)
             now = time.monotonic()
             if now - told > min(5.0, self._timeout_seconds / 4):
                 self._channel.send(kind="alive")
                 told = now
-            if now - heard > self._timeout_seconds:
+            silent = now - self._heard
+            if silent > self._timeout_seconds:
                 return self._describe_rank_0(
-                    f"has not been heard of for {now - heard:.0f} s: it is "
-                    "stopped or its machine cannot be reached."
+                    f"has not been heard of for {silent:.0f} s: it is stopped "
+                    "or its machine cannot be reached."
                 )
 
     def _report(self, asked):

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity.batches import empty_like, inner_shape, without_rows
+from keras_sparsity.data.batches import empty_like, inner_shape, without_rows
 
 
 def with_equal_steps(part, num_steps, collectives):

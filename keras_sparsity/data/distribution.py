@@ -12,11 +12,11 @@ import itertools
 import tensorflow as tf
 
 from keras_sparsity import checks, compat
-from keras_sparsity.batches import split_batch
 from keras_sparsity.collectives import agreed_seed
-from keras_sparsity.dataset_graph import CannotSplit, DatasetGraph
-from keras_sparsity.equal_steps import with_equal_steps
-from keras_sparsity.fingerprints import Fingerprints, fingerprint
+from keras_sparsity.data.batches import split_batch
+from keras_sparsity.data.dataset_graph import CannotSplit, DatasetGraph
+from keras_sparsity.data.equal_steps import with_equal_steps
+from keras_sparsity.data.fingerprints import Fingerprints, fingerprint
 
 __all__ = ["shard"]
 

@@ -1,0 +1,73 @@
+"""Methods of one model, replaced on that model alone."""
+
+import functools
+import inspect
+
+from keras_sparsity import agreement
+from keras_sparsity.optimizer import HybridOptimizer
+
+_EVERY_RANK = (
+    "Every rank must make the same calls; `ks.export(model)` gives a model "
+    "that one rank can use by itself."
+)
+
+
+class Binding:
+    """Binds some of a model's methods to its own of the same names.
+
+    Args:
+        model: the model.
+        names: the methods' names; `_stock` has what they were.
+    """
+
+    def __init__(self, model, names):
+        self._model = model
+        self._stock = {}
+        for name in names:
+            self._bind(name)
+
+    @property
+    def _collectives(self):
+        return self._model.distribute_strategy.collectives
+
+    def _bind(self, name):
+        stock = getattr(self._model, name)
+        self._stock[name] = stock
+        method = getattr(self, name)
+
+        @functools.wraps(stock)
+        def bound(*args, **kwargs):
+            return method(*args, **kwargs)
+
+        # Not through Keras's attribute tracking: these are not state.
+        object.__setattr__(self._model, name, bound)
+
+    def _check_same_call(self, method, arguments):
+        if self._collectives.size == 1:
+            return
+        facts = agreement.of_call(method, arguments)
+        if method == "fit":
+            facts.update(agreement.of_model(self._model))
+        self._collectives.check_equal(
+            facts, "The model and its method that is called", _EVERY_RANK
+        )
+
+    def _check_optimizer(self):
+        optimizer = getattr(self._model, "optimizer", None)
+        if optimizer is not None and not isinstance(optimizer, HybridOptimizer):
+            raise ValueError(
+                f"The model '{self._model.name}' trains over "
+                f"{self._collectives.size} processes, but its optimizer is "
+                f"not wrapped, so its gradients would not be aggregated. "
+                f"Received: {optimizer}. Write "
+                "`with strategy.scope(): model.compile(...)`, or "
+                "`model.optimizer = ks.HybridOptimizer(optimizer)`."
+            )
+
+
+def bound_arguments(function, args, kwargs):
+    """Arguments of a call by name, those given only."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    arguments = dict(bound.arguments)
+    arguments.update(arguments.pop("kwargs", {}))
+    return arguments

@@ -1,0 +1,99 @@
+"""Whole runs, and single batches, of an adopted model."""
+
+import keras
+
+from keras_sparsity import collectives, compat
+from keras_sparsity.adoption.binding import Binding, bound_arguments
+from keras_sparsity.callbacks import rank_zero, sharded_checkpoint
+from keras_sparsity.callbacks.input_check import InputCheck
+from keras_sparsity.data import distribution
+from keras_sparsity.data.batches import split_batch
+
+
+class Runs(Binding):
+    """`fit`, `evaluate` and `predict`, also on batches, on all ranks."""
+
+    def __init__(self, model, first_step):
+        self._first_step = first_step
+        names = ["fit", "evaluate", "predict"]
+        batches = ["train_on_batch", "test_on_batch", "predict_on_batch"]
+        super().__init__(model, names + batches)
+
+    def _check_call(self, method, arguments):
+        """Raises where ranks call different methods, or with a wrong model."""
+        self._check_optimizer()
+        self._check_same_call(method, arguments)
+
+    def fit(self, *args, **kwargs):
+        arguments = bound_arguments(self._stock["fit"], args, kwargs)
+        self._check_call("fit", arguments)
+        callbacks = self._callbacks(arguments.get("callbacks"))
+        arguments["callbacks"] = callbacks
+        order_seed = distribution.next_order_seed()
+        callbacks = getattr(callbacks, "callbacks", callbacks)
+        checkpoint = sharded_checkpoint.among(callbacks)
+        if checkpoint:
+            arguments["initial_epoch"] = checkpoint.begin(
+                self._model, callbacks, arguments
+            )
+            order_seed = checkpoint.order_seed(order_seed)
+        self._first_step.awaits_input = checkpoint
+        with compat.array_orders_change(order_seed):
+            return self._run("fit", arguments)
+
+    def evaluate(self, *args, **kwargs):
+        arguments = bound_arguments(self._stock["evaluate"], args, kwargs)
+        if not kwargs.get("_use_cached_eval_dataset"):
+            self._check_call("evaluate", arguments)
+        return self._run("evaluate", arguments)
+
+    def predict(self, *args, **kwargs):
+        arguments = bound_arguments(self._stock["predict"], args, kwargs)
+        self._check_call("predict", arguments)
+        return self._run("predict", arguments)
+
+    def _run(self, name, arguments):
+        rank = self._collectives.rank
+        if rank != 0:
+            arguments["verbose"] = 0
+        if name != "fit":
+            callbacks = self._callbacks(arguments.get("callbacks"))
+            arguments["callbacks"] = callbacks
+        with collectives.explained(f"model.{name}"):
+            return self._stock[name](**arguments)
+
+    def _callbacks(self, callbacks):
+        communicator = self._collectives
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return callbacks
+        callbacks = rank_zero.on_rank(callbacks, communicator.rank)
+        if communicator.size > 1:
+            callbacks = [InputCheck(communicator), *callbacks]
+        # What it saves includes what the others do.
+        return sorted(
+            callbacks,
+            key=lambda c: isinstance(c, sharded_checkpoint.ShardedCheckpoint),
+        )
+
+    # Single batches: global ones, too.
+
+    def train_on_batch(self, *args, **kwargs):
+        return self._on_batch("train_on_batch", args, kwargs)
+
+    def test_on_batch(self, *args, **kwargs):
+        return self._on_batch("test_on_batch", args, kwargs)
+
+    def predict_on_batch(self, *args, **kwargs):
+        return self._on_batch("predict_on_batch", args, kwargs)
+
+    def _on_batch(self, name, args, kwargs):
+        self._check_optimizer()
+        arguments = bound_arguments(self._stock[name], args, kwargs)
+        communicator = self._collectives
+        for key in ("x", "y", "sample_weight"):
+            if arguments.get(key) is not None:
+                arguments[key] = split_batch(
+                    arguments[key], communicator.rank, communicator.size
+                )
+        with collectives.explained(f"model.{name}"):
+            return self._stock[name](**arguments)

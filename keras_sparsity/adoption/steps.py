@@ -1,0 +1,137 @@
+"""One step of an adopted model, on this rank's part of the batch."""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity import compat, empty_parts, metrics
+from keras_sparsity.adoption.binding import Binding
+
+
+class Steps(Binding):
+    """Steps whose losses, logs and predictions are of the whole batch."""
+
+    def __init__(self, model):
+        self._is_in_step = False
+        self._is_in_keras_loss = False
+        names = ["call", "train_step", "test_step", "predict_step"]
+        names.append("get_metrics_result")
+        if not compat.losses_are_scaled():
+            names.append("compute_loss")
+        elif type(model).compute_loss is keras.Model.compute_loss:
+            names += ["compute_loss", "_compute_loss"]
+        super().__init__(model, names)
+
+    def call(self, *args, **kwargs):
+        stock = self._stock["call"]
+        if self._is_in_step and args and self._collectives.size > 1:
+            return empty_parts.call(stock, *args, **kwargs)
+        return stock(*args, **kwargs)
+
+    def _compute_loss(self, *args, **kwargs):
+        """What Keras's own steps call."""
+        self._is_in_keras_loss = True
+        try:
+            return self._stock["_compute_loss"](*args, **kwargs)
+        finally:
+            self._is_in_keras_loss = False
+
+    def compute_loss(self, *args, **kwargs):
+        """The loss, with a gradient that the ranks' sum makes whole.
+
+        Keras 3.6 and later divides the value by the number of replicas too,
+        and multiplies it again in its own steps. A step of the user's own,
+        which does not, gets it undivided.
+        """
+        if not compat.losses_are_scaled():
+            return self._unscaled_loss(*args, **kwargs)
+        loss = self._stock["compute_loss"](*args, **kwargs)
+        size = self._collectives.size
+        if self._is_in_keras_loss or size == 1:
+            return loss
+        return loss + tf.stop_gradient(loss) * (size - 1)
+
+    def _unscaled_loss(self, *args, **kwargs):
+        """For Keras 3.5, which scales no loss by the number of replicas.
+
+        What layers add (regularizers) is then summed over the ranks with the
+        gradients; its value stays as it is.
+        """
+        loss = self._stock["compute_loss"](*args, **kwargs)
+        size = self._collectives.size
+        added = [tf.reduce_sum(x) for x in self._model.losses if size > 1]
+        if not added:
+            return loss
+        added = tf.add_n(added)
+        return loss - (added - tf.stop_gradient(added)) * (1 - 1 / size)
+
+    def train_step(self, batch):
+        self._check_optimizer()
+        logs = self._logs_of("train_step", batch)
+        if self._collectives.size > 1:
+            empty_parts.combine_statistics(
+                self._model, batch, self._collectives
+            )
+        return logs
+
+    def test_step(self, batch):
+        return self._logs_of("test_step", batch)
+
+    def _step(self, name, batch):
+        self._is_in_step = True
+        try:
+            return self._stock[name](batch)
+        finally:
+            self._is_in_step = False
+
+    def _logs_of(self, name, batch):
+        logs = self._step(name, batch)
+        results = self._global_results()
+        if not isinstance(logs, dict):
+            return logs
+        # What is no metric's result, a step of the user's own computes.
+        others = [key for key in logs if key not in results]
+        means = self._collectives.all_reduce(
+            [tf.cast(logs[key], tf.float32) for key in others],
+            op="mean",
+            name="model/logs",
+        )
+        logs = {**logs, **dict(zip(others, means, strict=True))}
+        return {key: results.get(key, value) for key, value in logs.items()}
+
+    def get_metrics_result(self):
+        # `_logs_of` aggregates once for the whole step.
+        if self._is_in_step or compat.in_symbolic_scope():
+            return self._stock["get_metrics_result"]()
+        return self._global_results()
+
+    def _global_results(self):
+        built = [m for m in self._model.metrics if getattr(m, "built", True)]
+        if len(built) < len(self._model.metrics):
+            # A step of the user's own never updated what `compile` was given.
+            return metrics.global_results(built, self._collectives)
+        return metrics.global_results(
+            self._model.metrics,
+            self._collectives,
+            self._stock["get_metrics_result"],
+        )
+
+    def predict_step(self, batch):
+        outputs = self._step("predict_step", batch)
+        if self._collectives.size == 1:
+            return outputs
+        return tf.nest.map_structure(
+            lambda part: _whole_batch(part, self._collectives), outputs
+        )
+
+
+def _whole_batch(part, communicator):
+    """All ranks' parts of a batch of predictions, in order."""
+    if isinstance(part, tf.RaggedTensor):
+        return tf.RaggedTensor.from_row_lengths(
+            _whole_batch(part.values, communicator),
+            _whole_batch(part.row_lengths(), communicator),
+        )
+    part = tf.convert_to_tensor(part)
+    if part.shape.rank == 0:
+        part = part[tf.newaxis]
+    return communicator.all_gather(part, name="model/predict")
