@@ -11,6 +11,7 @@ from keras_sparsity import (  # noqa: E402
     launch,
     layers,
     losses,
+    planning,
 )
 from keras_sparsity._version import __version__ as __version__  # noqa: E402
 from keras_sparsity.optimizer import HybridOptimizer  # noqa: E402
@@ -29,5 +30,6 @@ __all__ = [
     "launch",
     "layers",
     "losses",
+    "planning",
     "shard_embeddings",
 ]

@@ -46,6 +46,19 @@ def route():
     return current().all_to_all(tf.zeros(2), [2])[1]
 
 
+def spec(**options):
+    options = {"name": "table", "shape": (ROWS, DIM), "alpha": 0.5, **options}
+    return ks.planning.VariableSpec(**options)
+
+
+def dense_spec():
+    return spec(alpha=None)
+
+
+def machines():
+    return ks.planning.Cluster(2, 2)
+
+
 def apply(**arguments):
     optimizer().apply(**arguments)
 
@@ -139,6 +152,25 @@ VALID = {
     "launch.run": lambda: (
         ks.launch.run,
         {"function": launch_functions.describe, "num_processes": 1},
+    ),
+    "planning.Cluster": lambda: (ks.planning.Cluster, {}),
+    "planning.VariableSpec": lambda: (spec, {}),
+    "planning.VariableSpec.num_bytes": lambda: (spec().num_bytes, {}),
+    "planning.alpha_model": lambda: (
+        ks.planning.alpha_model,
+        {"variables": [spec(), dense_spec()]},
+    ),
+    "planning.plan": lambda: (
+        ks.planning.plan,
+        {"variables": [spec(), dense_spec()], "cluster": machines()},
+    ),
+    "planning.sharded_table_bytes": lambda: (
+        ks.planning.sharded_table_bytes,
+        {"variable": spec(), "cluster": machines()},
+    ),
+    "planning.transfer_bytes": lambda: (
+        ks.planning.transfer_bytes,
+        {"variable": spec(), "architecture": "ps", "cluster": machines()},
     ),
     "layers.ShardedEmbedding": lambda: (
         ks.layers.ShardedEmbedding,
@@ -531,6 +563,124 @@ BAD = [
     ("losses.GlobalMean", {"loss": None}, "a loss's name.*loss=None"),
     ("losses.GlobalMean", {"whole_batch": "no"}, "True, False.*='no'"),
     ("losses.GlobalMean", {"name": 3}, "must be a string.*name=3"),
+    # Planning.
+    *(
+        ("planning.Cluster", {name: wrong}, f"`{name}` {INTEGER}{name}=")
+        for name in ("num_machines", "processes_per_machine")
+        for wrong in (0, -1, "a", 4.0, True, None)
+    ),
+    *(
+        ("planning.VariableSpec", {name: wrong}, f"{message}.*: {name}=")
+        for name, message, *all_wrong in [
+            ("name", "must be a string", 3, None),
+            (
+                "shape",
+                "a tuple of positive integers.*that of the rows",
+                *(None, 3, (), (0, 2), (-1, 2), (2.0, 2), "ab", (None, 2)),
+            ),
+            (
+                "alpha",
+                "a fraction from 0 to 1, or None for a dense",
+                *(-0.1, 1.1, float("nan"), "a", True),
+            ),
+            ("dtype", "a dtype of numbers", "flot", "str", 3, None, [2, 3]),
+            (
+                "alpha_machine",
+                r"a fraction from alpha \(which is 0.5\) to 1",
+                *(0.4, 1.1, float("nan"), "a"),
+            ),
+            ("num_partitions", "a positive integer or None", 0, "a", True),
+        ]
+        for wrong in all_wrong
+    ),
+    (
+        "planning.VariableSpec",
+        {"alpha": None, "alpha_machine": 0.5},
+        "for a sparse variable.*Received: alpha_machine=0.5",
+    ),
+    ("planning.VariableSpec.num_bytes", {"dtype": "flot"}, "dtype='flot'"),
+    *(
+        (name, {"cluster": wrong}, "a `ks.planning.Cluster`.*: cluster=")
+        for name in ("plan", "sharded_table_bytes", "transfer_bytes")
+        for name in [f"planning.{name}"]
+        for wrong in (None, 4, ks.planning.Cluster)
+    ),
+    *(
+        (name, {"variables": wrong}, "a list of one or more.*: variables=")
+        for name in ("planning.plan", "planning.alpha_model")
+        for wrong in (None, [], [3], spec(), ["table"])
+    ),
+    *(
+        (name, {"variable": wrong}, "a `ks.planning.Var.*: variable=")
+        for name in ("sharded_table_bytes", "transfer_bytes")
+        for name in [f"planning.{name}"]
+        for wrong in (None, "table", [spec()])
+    ),
+    *(
+        (name, arguments, message)
+        for name in ("planning.plan", "planning.transfer_bytes")
+        for arguments, message in [
+            *(
+                ({"local_aggregation": wrong}, "one of 'none', 'push', 'both'")
+                for wrong in ("all", True, None)
+            ),
+            *(
+                ({"wire_dtype": wrong}, "a dtype of numbers.*: wire_dtype=")
+                for wrong in ("flot", 3)
+            ),
+            *(
+                ({"index_bytes": wrong}, "a number of bytes.*: index_bytes=")
+                for wrong in (-1, "int64", None, float("nan"), True)
+            ),
+        ]
+    ),
+    *(
+        (
+            "planning.transfer_bytes",
+            {"architecture": wrong},
+            "one of 'allreduce', 'ps', 'allgather'.*: architecture=",
+        )
+        for wrong in ("auto", None, 3, ["ps"])
+    ),
+    (
+        "planning.transfer_bytes",
+        {"architecture": "allgather", "variable": dense_spec()},
+        "'allreduce' or 'ps' for 'table': it is dense.*its `alpha`",
+    ),
+    *(
+        (
+            "planning.transfer_bytes",
+            {"first_machine": wrong},
+            "machine's number, 0 to 1. Received: first_machine=",
+        )
+        for wrong in (2, -1, "a", 0.0, None, True)
+    ),
+    *(
+        ("planning.plan", {"architectures": wrong}, "a list of some of.*'ps'")
+        for wrong in ("ps", [], ["auto"], None, [["ps"]])
+    ),
+    (
+        "planning.plan",
+        {"architectures": ["allgather"]},
+        "such that 'table' has one: it is dense.*: architectures=",
+    ),
+    (
+        "planning.sharded_table_bytes",
+        {"variable": dense_spec()},
+        "sparse: give it the `alpha`.*: variable=",
+    ),
+    *(
+        ("planning.sharded_table_bytes", {"padded": wrong}, "True or False")
+        for wrong in ("yes", None, 1)
+    ),
+    *(
+        (
+            "planning.sharded_table_bytes",
+            {"largest_rows": wrong, "padded": True},
+            "None or a number of rows. Received: largest_rows=",
+        )
+        for wrong in (-1, "a", float("nan"), True)
+    ),
     # The launcher.
     *(
         ("launch.run", arguments, message)
@@ -585,6 +735,9 @@ NOT_CALLED = {
     "launch.LaunchError": "an error",
     "launch.main": "see COMMAND_LINE",
     "losses.GlobalMean.call": "what Keras's losses call",
+    "planning.Choice": "made by `plan`",
+    "planning.Plan": "made by `plan`",
+    "planning.TransferBytes": "made by `transfer_bytes`",
     "HybridOptimizer.options": "no argument",
     "HybridOptimizer.places": "no argument",
     "HybridOptimizer.state": "no argument",

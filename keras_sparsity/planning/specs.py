@@ -1,0 +1,197 @@
+"""What the cost of a model's variables depends on."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from keras_sparsity import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Machines with as many processes each.
+
+    Args:
+        num_machines: N.
+        processes_per_machine: L.
+    """
+
+    num_machines: int = 1
+    processes_per_machine: int = 1
+
+    def __post_init__(self):
+        for name in ("num_machines", "processes_per_machine"):
+            _set(self, name, checks.positive_integer(name, getattr(self, name)))
+
+    @property
+    def size(self):
+        """Number of processes."""
+        return self.num_machines * self.processes_per_machine
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableSpec:
+    """What the cost of a variable depends on.
+
+    Args:
+        name: its name.
+        shape: its shape. Of a sparse variable the first axis is that of the
+            rows: `(num_rows, ...)`.
+        alpha: of a sparse variable the fraction of its rows, and so of its
+            elements, that one worker touches in a step, 0 to 1; a row that
+            occurs several times counts once. None for a dense one, of which
+            every element is touched.
+        dtype: its dtype.
+        alpha_machine: the fraction that all L workers of a machine touch
+            together, for local aggregation. By default that of workers that
+            choose their rows independently, 1 - (1 - alpha)^L. Where some
+            rows are more popular than others it is less: measure it.
+        num_partitions: P. By default as many as processes for a sparse
+            variable, and one for a dense one.
+
+    Example:
+
+    >>> table = VariableSpec("table", (1000, 64), alpha=0.02)
+    >>> table.num_bytes()
+    256000
+    >>> table.num_bytes("float16")
+    128000
+    """
+
+    name: str
+    shape: tuple
+    alpha: float | None = None
+    dtype: str = "float32"
+    alpha_machine: float | None = None
+    num_partitions: int | None = None
+
+    def __post_init__(self):
+        checks.string("name", self.name)
+        _set(self, "shape", _shape(self.shape, self.alpha is not None))
+        dtype_bytes("dtype", self.dtype)
+        checks.check(
+            self.alpha is None or _is_fraction(self.alpha),
+            "alpha",
+            self.alpha,
+            "a fraction from 0 to 1, or None for a dense variable",
+        )
+        checks.check(
+            self.alpha_machine is None
+            or (
+                self.is_sparse
+                and _is_fraction(self.alpha_machine)
+                and self.alpha_machine >= self.alpha
+            ),
+            "alpha_machine",
+            self.alpha_machine,
+            f"None, or for a sparse variable a fraction from alpha (which is "
+            f"{self.alpha}) to 1",
+        )
+        if self.num_partitions is not None:
+            checks.positive_integer(
+                "num_partitions", self.num_partitions, " or None"
+            )
+
+    @property
+    def is_sparse(self):
+        return self.alpha is not None
+
+    @property
+    def num_elements(self):
+        return math.prod(self.shape)
+
+    def num_bytes(self, dtype=None):
+        """w: bytes of the whole variable, in its own dtype or another."""
+        dtype = self.dtype if dtype is None else dtype
+        return self.num_elements * dtype_bytes("dtype", dtype)
+
+
+def alpha_model(variables):
+    """The sparsity of a model: the mean of alpha, weighted by size.
+
+    Args:
+        variables: list of `VariableSpec`; alpha of a dense one is 1.
+
+    Returns:
+        alpha_model, 0 to 1.
+
+    Example:
+
+    >>> kernel = VariableSpec("kernel", (100, 100))
+    >>> table = VariableSpec("table", (300, 100), alpha=0.2)
+    >>> round(alpha_model([kernel, table]), 3)
+    0.4
+
+    References:
+        EuroSys 3.1.
+    """
+    variables = checked_variables(variables)
+    sizes = np.array([v.num_elements for v in variables], float)
+    alphas = [v.alpha if v.is_sparse else 1.0 for v in variables]
+    return float(np.dot(sizes, alphas) / sizes.sum())
+
+
+def checked_variables(variables):
+    checks.check(
+        isinstance(variables, (list, tuple))
+        and len(variables) > 0
+        and all(isinstance(v, VariableSpec) for v in variables),
+        "variables",
+        variables,
+        "a list of one or more `ks.planning.VariableSpec`",
+    )
+    return list(variables)
+
+
+def dtype_bytes(name, dtype):
+    if dtype == "bfloat16":  # which NumPy does not know
+        return 2
+    try:
+        known = np.dtype(dtype)
+    except (TypeError, ValueError):
+        known = None
+    checks.check(
+        dtype is not None and known is not None and known.kind in "biufc",
+        name,
+        dtype,
+        "the name of a dtype of numbers, such as 'float32'",
+    )
+    return known.itemsize
+
+
+def check_is(value, kind, name):
+    checks.check(
+        isinstance(value, kind),
+        name,
+        value,
+        f"a `ks.planning.{kind.__name__}`",
+    )
+
+
+def is_number(value):
+    is_real = isinstance(value, (int, float, np.integer, np.floating))
+    return is_real and not isinstance(value, bool)
+
+
+def _is_fraction(value):
+    return is_number(value) and 0 <= value <= 1
+
+
+def _shape(shape, has_rows):
+    is_valid = isinstance(shape, (list, tuple)) and all(
+        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1
+        for n in shape
+    )
+    checks.check(
+        is_valid and (len(shape) > 0 or not has_rows),
+        "shape",
+        shape,
+        "a tuple of positive integers, and of a sparse variable not empty: "
+        "its first axis is that of the rows",
+    )
+    return tuple(int(n) for n in shape)
+
+
+def _set(instance, name, value):
+    object.__setattr__(instance, name, value)
