@@ -360,7 +360,7 @@ CELLS = {
 }
 
 # Where `make test` runs a cell: in turn, unless named.
-_ROTATION = (N2, H2, N2, H2, N3, H2, N2, H2, N2, H3)
+_ROTATION = (N2, H2, N2, H2, N3, H2, N2, H2, N2, H2)
 PLACES_OF = {
     "sgd": (N2, LOCAL),
     "sgd, clipped": (H4,),
@@ -380,7 +380,7 @@ PLACES_OF = {
     "fewer rows than partitions": (H4,),
     # Halves of the batch are two ranks' parts.
     "weights of one half": (N2,),
-    "normalized": (H3,),
+    "normalized": (H2,),
     "lazy, constrained": (N2,),
     # Without a place: others of their kind have one.
     "lazy SGD": (),
@@ -537,7 +537,7 @@ def test_drawn_cells(cluster, engine):
     _draw_and_compare(
         cluster,
         (engine, 3, 1),
-        max_examples=2,
+        max_examples=1,
         derandomize=True,
         phases=[hypothesis.Phase.generate],
     )
@@ -654,7 +654,7 @@ TWICE = Cell(optimizer="Adam", arguments=CLIP, partitions=(3,), ordinary=True)
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("engine", engines())
 def test_the_same_run_gives_the_same_bits(cluster, engine):
-    place = (engine, 4, 1)
+    place = (engine, 4 if engine == "horovod" else 2, 1)
     first, second = (trained(cluster, TWICE, place) for _ in range(2))
     for outcome in (*first, *second):
         for name, value in first[0].end.items():

@@ -32,6 +32,7 @@ class Case:
         silent: Ranks that print no message: they are gone, or their own
             traceback tells it.
         engines: Those it is run on: one where the engine has no part in it.
+        is_long: Whether only `make test-all` runs it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Case:
     codes: tuple = (1, 1)
     silent: tuple = ()
     engines: tuple = ("native", "horovod")
+    is_long: bool = False
 
     def __str__(self):
         return "-".join([self.name, *map(str, self.args)])
@@ -47,8 +49,19 @@ class Case:
 
 CASES = [
     # Longer than TensorFlow (10 s) or Gloo (30 s) would wait by itself.
-    Case("agree", (14,), codes=(0, 0), silent=(0, 1), engines=("native",)),
-    Case("agree", (33,), codes=(0, 0), silent=(0, 1), engines=("horovod",)),
+    Case("agree", (3,), codes=(0, 0), silent=(0, 1)),
+    # Longer than TensorFlow, and Gloo, wait by themselves.
+    *(
+        Case(
+            "agree",
+            (seconds,),
+            codes=(0, 0),
+            silent=(0, 1),
+            engines=(engine,),
+            is_long=True,
+        )
+        for engine, seconds in (("native", 14), ("horovod", 33))
+    ),
     Case(
         "call_another_operation",
         message=(
@@ -316,7 +329,7 @@ def outcome(request):
         pytest.param(
             *engine.values,
             case,
-            marks=engine.marks,
+            marks=[*engine.marks, *[pytest.mark.all_cells] * case.is_long],
             id=f"{engine.values[0]}-{case}",
         )
         for engine in engines()

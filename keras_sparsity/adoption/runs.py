@@ -66,9 +66,12 @@ class Runs(Binding):
         communicator = self._collectives
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return callbacks
-        callbacks = rank_zero.on_rank(callbacks, communicator.rank)
+        callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
         if communicator.size > 1:
-            callbacks = [InputCheck(communicator), *callbacks]
+            callbacks = [
+                InputCheck(communicator),
+                *rank_zero.on_rank(callbacks, communicator.rank),
+            ]
         # What it saves includes what the others do.
         return sorted(
             callbacks,

@@ -21,16 +21,15 @@ def on_rank(callbacks, rank):
     own callbacks run on every rank.
 
     Args:
-        callbacks: what `fit` was given: None, a callback or a list.
+        callbacks: list of what `fit` was given.
         rank: this process's rank.
 
     Returns:
-        A list: all of them on rank 0; on others, without those that report.
+        All of them on rank 0; on others, without those that report.
 
     Raises:
         ValueError: if one of them cannot work on several processes.
     """
-    callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise ValueError(
