@@ -237,8 +237,8 @@ def parse_arguments():
     add("--num-processes", type=int, default=3)
     add("--engine", default="native", choices=["native", "horovod"])
     add("--seed", type=int, default=None, help="of the kills")
-    add("--steps", type=int, default=30, help="steps of an epoch")
-    add("--epochs", type=int, default=3)
+    add("--steps", type=int, default=16, help="steps of an epoch")
+    add("--epochs", type=int, default=2)
     add("--train-in", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -43,7 +43,7 @@ def test_an_exception_on_every_rank_leaves_the_processes(cluster):
 def test_a_broken_cluster_starts_anew(cluster, function, said):
     workers = cluster("native", 2)
     with pytest.raises(ClusterError) as error:
-        workers.run(function, 1, timeout=10)
+        workers.run(function, 1, timeout=4)
     assert said in str(error.value)
     assert not workers.is_running
     assert len(workers.run(launch_functions.describe)) == 2

@@ -498,8 +498,17 @@ def check_group(ranks, name):
         assert whole == sum(range(size))
 
 
-@pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("machines", (1, 4))
+def _engines_and_machines():
+    """Each engine and each number; only `make test-all` has the product."""
+    for engine in engines():
+        for machines in (1, 4):
+            marks = list(engine.marks)
+            if (engine.values[0] == "native") == (machines == 1):
+                marks.append(pytest.mark.all_cells)
+            yield pytest.param(*engine.values, machines, marks=marks)
+
+
+@pytest.mark.parametrize(("engine", "machines"), _engines_and_machines())
 def test_four_processes_on_one_and_on_four_machines(engine, machines, cluster):
     ranks = cluster(engine, 4, machines)
     check_places(ranks)
