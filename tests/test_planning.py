@@ -415,7 +415,16 @@ def namespace():
         subprocess.run(["ip", "netns", "del", name], check=True)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "native",
+        pytest.param(
+            "horovod",
+            marks=[*engines("horovod")[0].marks, pytest.mark.all_cells],
+        ),
+    ],
+)
 def test_counted_bytes_are_predicted(engine, namespace):
     program = subprocess.run(
         ["ip", "netns", "exec", namespace, sys.executable]
