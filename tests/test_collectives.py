@@ -508,7 +508,7 @@ def _engines_and_machines():
             yield pytest.param(*engine.values, machines, marks=marks)
 
 
-@pytest.mark.parametrize(("engine", "machines"), _engines_and_machines())
+@pytest.mark.parametrize(("engine", "machines"), list(_engines_and_machines()))
 def test_four_processes_on_one_and_on_four_machines(engine, machines, cluster):
     ranks = cluster(engine, 4, machines)
     check_places(ranks)
