@@ -73,19 +73,6 @@ def test_a_call_that_fails_stays_open_until_forgotten(run):
     assert not journal.open_sites()
 
 
-def test_stale_calls_are_forgotten_only_outside_of_calls():
-    journal = Journal()
-    step = tf.function(lambda x: noted(journal, x, "a", fail))
-    for _ in range(2):
-        with pytest.raises(tf.errors.InvalidArgumentError):
-            step(tf.ones([2]))
-        assert names(journal.open_sites()) == ["a"]
-        journal.forget_stale(lambda: True)
-        assert names(journal.open_sites()) == ["a"]
-        journal.forget_stale(lambda: False)
-        assert not journal.open_sites()
-
-
 def test_sites_of_a_deleted_function_are_dropped():
     journal = Journal()
     step = tf.function(lambda x: noted(journal, x, "a"))

@@ -3,10 +3,13 @@
 import threading
 import time
 
+import pytest
 import tensorflow as tf
 
 from keras_sparsity.collectives.journal import Journal
 from keras_sparsity.collectives.observer import Observer
+
+_functions = []
 
 
 def in_a_call(journal, traced):
@@ -61,24 +64,37 @@ def test_a_call_that_has_just_begun_is_named_when_asked_for():
 
 
 def test_a_call_that_failed_unnoticed_is_no_waiting():
-    def fail():
-        with tf.control_dependencies([tf.debugging.Assert(False, ["no"])]):
-            return tf.ones([2])
-
     journal = Journal()
-
-    @tf.function
-    def step():
-        site = journal.site("all_reduce", "a")
-        return journal.run(site, [], fail)
-
-    try:
-        step()
-    except tf.errors.InvalidArgumentError:
-        pass
+    fail_in_a_call(journal)
     assert journal.open_sites()
     observer = Observer(journal)
     observer.look()
     assert observer.look().status == "blocked"  # it may still be asked about
     time.sleep(1.1)
     assert observer.look().status == "working"
+    fail_in_a_call(journal)
+    assert observer.look(closely=True).status == "blocked"
+
+
+def test_a_call_that_fails_after_a_pause_may_still_be_asked_about():
+    journal = Journal()
+    observer = Observer(journal)
+    observer.look()
+    time.sleep(1.1)
+    fail_in_a_call(journal)
+    assert observer.look(closely=True).status == "blocked"
+
+
+def fail_in_a_call(journal):
+    def fail():
+        with tf.control_dependencies([tf.debugging.Assert(False, ["no"])]):
+            return tf.ones([2])
+
+    @tf.function
+    def step():
+        site = journal.site("all_reduce", "a")
+        return journal.run(site, [], fail)
+
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        step()
+    _functions.append(step)  # a deleted one takes its calls with it

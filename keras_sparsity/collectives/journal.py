@@ -250,20 +250,6 @@ class Journal:
             site.forget(site.counts())
         return calls
 
-    def forget_stale(self, is_in_call):
-        """Stops waiting for calls that ended by an error nobody reported.
-
-        Args:
-            is_in_call: Function that tells whether any thread is in a call
-                of TensorFlow.
-        """
-        before = [(site, site.counts()) for site in self.open_sites()]
-        if before and not is_in_call():
-            for site, counts in before:
-                # Else it ended, and began again, in between.
-                if site.counts() == counts:
-                    site.forget(counts)
-
     def sites(self):
         """The sites of eager calls and of all functions that still exist."""
         with self._lock:

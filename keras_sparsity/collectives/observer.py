@@ -36,7 +36,8 @@ class Observer:
 
     def __init__(self, journal):
         self._journal = journal
-        self._moved_at = self._in_call_at = time.monotonic()
+        self._moved_at = self._left_open_at = time.monotonic()
+        self._left_open = []
         self._cpu = self._cpu_at = 0.0
         self._is_busy = False
 
@@ -50,10 +51,7 @@ class Observer:
         self._look_at_cpu(now)
         if self._journal.has_moved():
             self._moved_at = now
-        if _is_in_call():
-            self._in_call_at = now
-        elif now - self._in_call_at > _EXPLAIN_SECONDS:
-            self._journal.forget_stale(_is_in_call)
+        self._forget_stale(now)
         report = verdict.Report(
             stalled_seconds=now - self._moved_at,
             busy=self._is_busy,
@@ -65,6 +63,18 @@ class Observer:
             report.open_calls = tuple(s.current_call() for s in open_sites)
             report.upcoming = tuple(self._journal.upcoming(open_sites))
         return report
+
+    def _forget_stale(self, now):
+        """Stops waiting for calls that ended by an error nobody reported."""
+        before = [(site, site.counts()) for site in self._journal.open_sites()]
+        if _is_in_call():
+            before = []
+        if before != self._left_open:
+            # Of a call that failed since, the program may yet ask why.
+            self._left_open, self._left_open_at = before, now
+        elif now - self._left_open_at > _EXPLAIN_SECONDS:
+            for site, counts in before:
+                site.forget(counts)
 
     def _look_at_cpu(self, now):
         seconds = now - self._cpu_at
