@@ -32,6 +32,17 @@ def positive_integer(name, value, otherwise=""):
     return int(value)
 
 
+def positive_number(name, value, otherwise=""):
+    """Checks for a finite number above 0."""
+    is_number = isinstance(value, (int, float, np.number))
+    check(
+        is_number and not isinstance(value, bool) and 0 < value < np.inf,
+        name,
+        value,
+        f"a positive number{otherwise}",
+    )
+
+
 def boolean(name, value):
     check(isinstance(value, (bool, np.bool_)), name, value, "True or False")
 

@@ -17,6 +17,14 @@ SYMBOLIC_BUILD = "_maybe_symbolic_build"
 # What Keras's own steps call for `compute_loss`: Keras 3.6 to 3.15.
 STEP_LOSS = "_compute_loss"
 
+# What `tf.train.Checkpoint` and `model.export` call of a variable: Keras 3.5 to
+# 3.15.
+SAVING_METHODS = (
+    "_serialize_to_tensors",
+    "_restore_from_tensors",
+    "_export_to_saved_model_graph",
+)
+
 _graph_numbers = weakref.WeakKeyDictionary()
 _next_graph_number = itertools.count(1)
 
@@ -91,6 +99,18 @@ def heartbeats_may_be_missed(seconds):
         yield
     finally:
         del ours.configure_coordination_service
+
+
+def global_seed():
+    """TensorFlow's global random seed; None if it was not set.
+
+    `DEFAULT_GRAPH_SEED`, which stands in its place then: TensorFlow 2.16 to
+    2.21.
+    """
+    from tensorflow.python.framework import random_seed
+
+    seed = tf.compat.v1.get_seed(0)[0]
+    return None if seed == random_seed.DEFAULT_GRAPH_SEED else seed
 
 
 def resolve_loss(identifier, y_true=None, y_pred=None):

@@ -25,6 +25,22 @@ def test_heartbeats_may_be_missed():
     assert "configure_coordination_service" not in vars(ours)
 
 
+def test_global_seed():
+    before = compat.global_seed()
+    try:
+        tf.random.set_seed(None)
+        assert compat.global_seed() is None
+        tf.random.set_seed(7)
+        assert compat.global_seed() == 7
+    finally:
+        tf.random.set_seed(before)
+
+
+def test_saving_methods():
+    for name in compat.SAVING_METHODS:
+        assert callable(getattr(keras.Variable, name))
+
+
 def test_resolve_loss():
     assert compat.resolve_loss(None) is None
     assert compat.resolve_loss("mse").name == "mse"

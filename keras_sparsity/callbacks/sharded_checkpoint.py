@@ -29,8 +29,6 @@ _LEARNT = {
         "_last_batch_seen",
     ),
 }
-# What TensorFlow has in place of a global seed that was not set.
-_NO_SEED = 87654321
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):
@@ -89,16 +87,15 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     ):
         super().__init__()
         self.directory = os.fspath(directory)
-        self.every_steps = _positive("every_steps", every_steps, int)
-        self.every_seconds = _positive(
-            "every_seconds", every_seconds, (int, float)
-        )
-        self.keep = _positive("keep", keep, int)
-        if keep is None or not isinstance(resume, bool):
-            raise ValueError(
-                "`keep` must be a positive integer, `resume` True or False. "
-                f"Received: keep={keep!r}, resume={resume!r}."
-            )
+        if every_steps is not None:
+            checks.positive_integer("every_steps", every_steps, ", or None")
+        if every_seconds is not None:
+            checks.positive_number("every_seconds", every_seconds, ", or None")
+        checks.positive_integer("keep", keep)
+        checks.boolean("resume", resume)
+        self.every_steps = every_steps
+        self.every_seconds = every_seconds
+        self.keep = keep
         self.resume = resume
         self._collectives = None
         self._found = None
@@ -193,7 +190,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """
         if self._found:
             seed = self._found["order_seed"]
-        elif seed is None and current_seed() is None:
+        elif seed is None and compat.global_seed() is None:
             seed = random.SystemRandom().randrange(2**62)
         self._order_seed = seed
         return seed
@@ -242,7 +239,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 f"{position['step']} of its steps"
             )
             print(f"Resuming from {self._path}: {then}.", flush=True)
-        seed = current_seed()
+        seed = compat.global_seed()
         if position["step"] and not has_ended and position["seed"] != seed:
             logging.getLogger(__name__).warning(
                 "The random seed is %s, and was %s before the interruption. "
@@ -348,7 +345,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "epoch": epoch,
             "step": step,
             "has_stopped": bool(self.model.stop_training),
-            "seed": current_seed(),
+            "seed": compat.global_seed(),
             "order_seed": self._order_seed,
             "history": [self.model.history.epoch, self.model.history.history],
             "callbacks": [
@@ -388,12 +385,6 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._found = None
 
 
-def current_seed():
-    """TensorFlow's global seed; None if it has none."""
-    seed = tf.compat.v1.get_seed(0)[0]
-    return None if seed == _NO_SEED else seed
-
-
 def among(callbacks):
     """The `ShardedCheckpoint` among a `fit`'s callbacks, or None."""
     found = [c for c in callbacks if isinstance(c, ShardedCheckpoint)]
@@ -411,13 +402,3 @@ def _learnt(callback):
     names = _LEARNT.get(type(callback).__name__, ())
     values = {n: vars(callback)[n] for n in names if n in vars(callback)}
     return {n: getattr(v, "item", lambda v=v: v)() for n, v in values.items()}
-
-
-def _positive(name, value, kind):
-    is_number = isinstance(value, kind) and not isinstance(value, bool)
-    if value is not None and not (is_number and value > 0):
-        raise ValueError(
-            f"`{name}` must be a positive number, or None. "
-            f"Received: {name}={value!r}."
-        )
-    return value

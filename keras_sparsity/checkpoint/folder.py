@@ -19,7 +19,7 @@ import re
 import shutil
 
 FORMAT = "keras_sparsity checkpoint"
-# Of what is written. Every earlier one can be read (tests/data/checkpoints).
+# Of what is written. Every earlier one can be read (tests/data).
 FORMAT_VERSION = 1
 INDEX = "index.json"
 DENSE = "dense.h5"
@@ -79,17 +79,7 @@ def commit(directory, name, index, keep):
     shutil.rmtree(f"{path}-old", ignore_errors=True)
     for old in complete(directory)[:-keep]:
         if old != name:
-            discard(os.path.join(directory, old))
-
-
-def discard(path):
-    """Removes a checkpoint; one that a kill leaves half has no name."""
-    folder, name = os.path.split(path)
-    hidden = partial(folder, name) if not name.startswith(".") else path
-    with contextlib.suppress(OSError):
-        if hidden != path:
-            os.rename(path, hidden)
-        shutil.rmtree(hidden, ignore_errors=True)
+            _discard(directory, old)
 
 
 def read_index(path):
@@ -141,6 +131,14 @@ def damage(path, sealed):
     if found["checksum"] != sealed["checksum"]:
         return f"{path} is damaged: its checksum is wrong"
     return None
+
+
+def _discard(directory, name):
+    """Removes a checkpoint; one that a kill leaves half has no name."""
+    hidden = partial(directory, name)
+    with contextlib.suppress(OSError):
+        os.rename(os.path.join(directory, name), hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _checksum_of_index(index):

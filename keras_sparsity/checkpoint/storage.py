@@ -15,6 +15,7 @@ import tensorflow as tf
 from keras_sparsity import random_states
 from keras_sparsity._version import __version__
 from keras_sparsity.checkpoint import folder, state
+from keras_sparsity.data.batches import split_batch
 from keras_sparsity.metrics import aggregation
 
 
@@ -249,65 +250,74 @@ def _versions():
 
 
 def _check_same_variables(entries, records, path):
-    there = [
-        (
-            each["section"],
-            # The state of a rank's part of a batch has that part's size.
-            "any" if each.get("each_rank") else str(tuple(each["shape"])),
-            each["dtype"],
+    differing = [
+        f"  {number}: the model has {_spell_entry(entry)}, the checkpoint "
+        f"{_spell_record(record)}"
+        for number, (entry, record) in enumerate(
+            itertools.zip_longest(entries, records)
         )
-        for each in records
+        if not _are_alike(entry, record)
     ]
-    here = [
-        (
-            entry.section,
-            "any" if record and record[1] == "any" else str(entry.shape),
-            entry.dtype,
+    if differing:
+        raise ValueError(
+            f"The checkpoint {path} was saved from another model or "
+            f"optimizer: {len(differing)} variables differ. Build and compile "
+            "the model as it was, or train in another directory. The first of "
+            "them:\n" + "\n".join(differing[:5])
         )
-        for entry, record in itertools.zip_longest(entries, there)
-        if entry is not None
-    ]
-    if here == there:
-        return
-    lines = []
-    for number in range(max(len(here), len(there))):
-        found, wanted = here[number : number + 1], there[number : number + 1]
-        if found != wanted:
-            found = found and (entries[number].name, *found[0])
-            wanted = wanted and (records[number]["name"], *wanted[0])
-            lines.append(
-                f"  {number}: the model has {found or 'none'}, the checkpoint "
-                f"{wanted or 'none'}"
-            )
-    raise ValueError(
-        f"The checkpoint {path} was saved from another model or optimizer: "
-        f"{len(lines)} variables differ. Build and compile the model as it "
-        "was, or train in another directory. The first of them:\n"
-        + "\n".join(lines[:5])
+
+
+def _are_alike(entry, record):
+    if entry is None or record is None:
+        return False
+    # The state of a rank's part of a batch has that part's size.
+    return (
+        entry.section == record["section"]
+        and entry.dtype == record["dtype"]
+        and (
+            record.get("each_rank", False)
+            or list(entry.shape) == record["shape"]
+        )
     )
+
+
+def _spell_entry(entry):
+    if entry is None:
+        return "none"
+    return str((entry.name, entry.section, entry.shape, entry.dtype))
+
+
+def _spell_record(record):
+    if record is None:
+        return "none"
+    shape = tuple(record["shape"])
+    return str((record["name"], record["section"], shape, record["dtype"]))
 
 
 def _restore(entry, number, record, file, index, communicator):
     rank = communicator.rank
     is_as_saved = index["num_processes"] == communicator.size
+    if "num_partitions" in record or entry.layout is not None:
+        _restore_rows(entry, number, record, file, rank)
+        return
+    sources = [folder.DENSE]
     if record.get("each_rank"):
-        if is_as_saved:
-            state.read(file(folder.rank_file(rank))[number], entry.variable)
-            return
-        saved = [
-            file(folder.rank_file(each))[number]
-            for each in range(index["num_processes"])
-        ]
+        ranks = [rank] if is_as_saved else range(index["num_processes"])
+        sources = [folder.rank_file(each) for each in ranks]
+    saved = [file(source)[number] for source in sources]
+    if is_as_saved or not _is_own(entry, record):
+        state.read(saved[0], entry.variable)
+    else:
         _restore_own(entry, saved, communicator)
-        return
-    if "num_partitions" not in record and entry.layout is None:
-        state.read(file(folder.DENSE)[number], entry.variable)
-        if not is_as_saved and (
-            entry.section == "metrics" or random_states.is_own(entry.variable)
-        ):
-            _restore_own(entry, [file(folder.DENSE)[number]], communicator)
-        return
-    _restore_rows(entry, number, record, file, rank)
+
+
+def _is_own(entry, record):
+    """Whether each rank has its own value, even if they were all equal."""
+    return (
+        record.get("each_rank", False)
+        or entry.section == "metrics"
+        or random_states.is_own(entry.variable)
+    )
 
 
 def _restore_rows(entry, number, record, file, rank):
@@ -352,14 +362,12 @@ def _restore_own(entry, saved, communicator):
     else:
         # One row for each example of the rank's part of the batch, as the
         # states of a stateful layer: cut as batches are.
-        whole = np.concatenate(values)
-        start = rank * len(whole) // communicator.size
-        stop = (rank + 1) * len(whole) // communicator.size
-        if whole[start:stop].shape != tuple(variable.shape):
+        part = split_batch(np.concatenate(values), rank, communicator.size)
+        if part.shape != tuple(variable.shape):
             raise ValueError(
                 f"{entry.name} had a value of its own on each of the "
                 f"{len(values)} processes that saved it, of shape "
                 f"{values[0].shape}, which cannot be split over "
                 f"{communicator.size}. Resume on {len(values)} processes."
             )
-        variable.assign(whole[start:stop])
+        variable.assign(part)

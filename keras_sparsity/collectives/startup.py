@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity import compat
 from keras_sparsity._version import __version__
 from keras_sparsity.collectives import arrival, journal, topology, watch
 from keras_sparsity.collectives.base import (
@@ -27,8 +28,6 @@ ENGINES = ("local", "native", "horovod")
 SEED_VARIABLE = "KERAS_SPARSITY_SEED"
 
 _started = None
-
-
 _agreed_seeds = []
 
 
@@ -196,9 +195,7 @@ def _agree_seeds(collectives):
     if seed is None:
         seed = random.SystemRandom().randrange(2**31)
     seed = collectives.gather_objects(seed, "start/seed")[0]
-    # The default that TensorFlow puts in place of a global seed not set.
-    unset = 87654321
-    if tf.compat.v1.get_seed(0)[0] == unset:
+    if compat.global_seed() is None:
         random.seed(seed)
         np.random.seed(seed)
         tf.random.set_seed(seed)

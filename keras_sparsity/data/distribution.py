@@ -71,7 +71,7 @@ def next_order_seed():
     the ranks' seed and on how often this was called, so they agree on it.
     """
     seed = agreed_seed()
-    if seed is None or tf.compat.v1.get_seed(0)[0] != seed:
+    if seed is None or compat.global_seed() != seed:
         return None
     return (seed + next(_fits) * 2**31) % 2**62
 

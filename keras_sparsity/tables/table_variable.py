@@ -4,6 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity import compat
+
 # What a stock optimizer would write a table's anchor with.
 _ASSIGNMENTS = (
     "assign",
@@ -83,30 +85,6 @@ class TableVariable(keras.Variable):
             )
         return super().__tf_tensor__(dtype, name)
 
-    # What `tf.train.Checkpoint` and `model.export` call: Keras 3.5 to 3.15.
-
-    def _serialize_to_tensors(self):
-        self._refuse_to_be_saved()
-        return super()._serialize_to_tensors()
-
-    def _restore_from_tensors(self, restored_tensors):
-        self._refuse_to_be_saved()
-        return super()._restore_from_tensors(restored_tensors)
-
-    def _export_to_saved_model_graph(self, *args, **kwargs):
-        self._refuse_to_be_saved()
-        return super()._export_to_saved_model_graph(*args, **kwargs)
-
-    def _refuse_to_be_saved(self):
-        if self.table.is_sharded:
-            raise ValueError(
-                f"The table '{self.table.owner_name}' is spread over "
-                f"{self.table.collectives.size} processes, so "
-                "TensorFlow's checkpoints and SavedModels would hold no row "
-                "of it. Use `ks.callbacks.ShardedCheckpoint`, `model.save`, "
-                "or save `ks.export(model)`, which has the whole table."
-            )
-
     def __repr__(self):
         kind = "sharded" if self.table.is_sharded else "whole"
         return (
@@ -127,6 +105,26 @@ def _of_the_table(name):
     return operator
 
 
+def _not_of_rows_elsewhere(name):
+    """A method of Keras's variables that saves or restores the value."""
+    stock = getattr(keras.Variable, name)
+
+    def method(self, *args, **kwargs):
+        if self.table.is_sharded:
+            raise ValueError(
+                f"The table '{self.table.owner_name}' is spread over "
+                f"{self.table.collectives.size} processes, so "
+                "TensorFlow's checkpoints and SavedModels would hold no row "
+                "of it. Use `ks.callbacks.ShardedCheckpoint`, `model.save`, "
+                "or save `ks.export(model)`, which has the whole table."
+            )
+        return stock(self, *args, **kwargs)
+
+    return method
+
+
+for _name in compat.SAVING_METHODS:
+    setattr(TableVariable, _name, _not_of_rows_elsewhere(_name))
 for _name in _OPERATORS:
     setattr(TableVariable, f"__{_name}__", _of_the_table(f"__{_name}__"))
 
