@@ -12,6 +12,7 @@ from keras_sparsity import (  # noqa: E402
     layers,
     losses,
     planning,
+    sparsity,
 )
 from keras_sparsity._version import __version__ as __version__  # noqa: E402
 from keras_sparsity.optimizer import HybridOptimizer  # noqa: E402
@@ -32,4 +33,5 @@ __all__ = [
     "losses",
     "planning",
     "shard_embeddings",
+    "sparsity",
 ]
