@@ -11,6 +11,7 @@ from keras_sparsity import (  # noqa: E402
     launch,
     layers,
     losses,
+    moves,
     planning,
 )
 from keras_sparsity._version import __version__ as __version__  # noqa: E402
@@ -30,6 +31,7 @@ __all__ = [
     "launch",
     "layers",
     "losses",
+    "moves",
     "planning",
     "shard_embeddings",
 ]
