@@ -13,6 +13,7 @@ from keras_sparsity import (  # noqa: E402
     losses,
     moves,
     planning,
+    sparsity,
 )
 from keras_sparsity._version import __version__ as __version__  # noqa: E402
 from keras_sparsity.optimizer import HybridOptimizer  # noqa: E402
@@ -34,4 +35,5 @@ __all__ = [
     "moves",
     "planning",
     "shard_embeddings",
+    "sparsity",
 ]

@@ -70,6 +70,16 @@ def captured(tensor):
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
+def anonymous_name():
+    """The `shared_name` of a resource that lives as long as it is used.
+
+    `context.anonymous_name()`: TensorFlow 2.16 to 2.21.
+    """
+    from tensorflow.python.eager import context
+
+    return context.anonymous_name()
+
+
 def abort_collectives(message):
     """Makes all running and later native collectives fail with `message`.
 

@@ -18,6 +18,7 @@ from keras_sparsity.planning.architecture import Choice, Plan, plan
 from keras_sparsity.planning.specs import Cluster, VariableSpec, alpha_model
 from keras_sparsity.planning.transfer_cost import (
     TransferBytes,
+    engine_bytes,
     sharded_table_bytes,
     transfer_bytes,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "TransferBytes",
     "VariableSpec",
     "alpha_model",
+    "engine_bytes",
     "plan",
     "sharded_table_bytes",
     "transfer_bytes",
