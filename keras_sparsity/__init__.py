@@ -11,6 +11,7 @@ from keras_sparsity import (  # noqa: E402
     launch,
     layers,
     losses,
+    moves,
     planning,
     sparsity,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "launch",
     "layers",
     "losses",
+    "moves",
     "planning",
     "shard_embeddings",
     "sparsity",
