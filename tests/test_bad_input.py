@@ -34,6 +34,12 @@ def model():
     return keras.Sequential(layers)
 
 
+def compiled():
+    made = model()
+    made.compile("sgd", "mse")
+    return made
+
+
 def optimizer(**options):
     return ks.HybridOptimizer("sgd", **options)
 
@@ -152,6 +158,15 @@ VALID = {
     "launch.run": lambda: (
         ks.launch.run,
         {"function": launch_functions.describe, "num_processes": 1},
+    ),
+    "plan": lambda: (
+        ks.plan,
+        {
+            "model": compiled(),
+            "dataset": tf.data.Dataset.from_tensors(
+                (np.zeros((2, 3), "int32"), np.zeros((2, 3, DIM)))
+            ),
+        },
     ),
     "planning.Cluster": lambda: (ks.planning.Cluster, {}),
     "planning.VariableSpec": lambda: (spec, {}),
@@ -608,6 +623,16 @@ BAD = [
         "for a sparse variable.*Received: alpha_machine=0.5",
     ),
     ("planning.VariableSpec.num_bytes", {"dtype": "flot"}, "dtype='flot'"),
+    *(
+        ("plan", arguments, message)
+        for arguments, message in [
+            *(({"model": m()}, "compiled.*model=") for m in (str, model)),
+            ({"dataset": [1]}, r"a `tf.data.Dataset`.*: dataset=\[1\]"),
+            ({"cluster": 4}, "a `ks.planning.Cluster`.*: cluster=4"),
+            ({"engine": "mpi"}, "one of 'local', 'native', 'h.*: engine="),
+            ({"num_batches": 0}, "a positive integer.*: num_batches=0"),
+        ]
+    ),
     *(
         (name, {"cluster": wrong}, "a `ks.planning.Cluster`.*: cluster=")
         for name in (
