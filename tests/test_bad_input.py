@@ -175,6 +175,12 @@ VALID = {
         ks.planning.alpha_model,
         {"variables": [spec(), dense_spec()]},
     ),
+    "sparsity.measured": lambda: (ks.sparsity.measured, {"model": model()}),
+    "sparsity.reset": lambda: (ks.sparsity.reset, {"model": model()}),
+    "sparsity.VariableSparsity.spec": lambda: (
+        ks.sparsity.VariableSparsity("table", (8, 2), "float32", 0.5).spec,
+        {},
+    ),
     "planning.plan": lambda: (
         ks.planning.plan,
         {"variables": [spec(), dense_spec()], "cluster": machines()},
@@ -645,6 +651,19 @@ BAD = [
         for wrong in (None, 4, ks.planning.Cluster)
     ),
     *(
+        (f"sparsity.{name}", {"model": wrong}, "a Keras model or.*: model=")
+        for name in ("measured", "reset")
+        for wrong in (None, "model", keras.Model, [3])
+    ),
+    *(
+        (
+            "sparsity.VariableSparsity.spec",
+            {"num_partitions": wrong},
+            f"`num_partitions` {INTEGER}num_partitions={wrong!r}",
+        )
+        for wrong in (0, "a")
+    ),
+    *(
         (name, {"variables": wrong}, "a list of one or more.*: variables=")
         for name in ("planning.plan", "planning.alpha_model")
         for wrong in (None, [], [3], spec(), ["table"])
@@ -783,6 +802,7 @@ NOT_CALLED = {
     "planning.Choice": "made by `plan`",
     "planning.Plan": "made by `plan`",
     "planning.TransferBytes": "made by `transfer_bytes`",
+    "sparsity.VariableSparsity": "made by `measured`",
     "HybridOptimizer.options": "no argument",
     "HybridOptimizer.places": "no argument",
     "HybridOptimizer.state": "no argument",
