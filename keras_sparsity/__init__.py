@@ -11,7 +11,9 @@ from keras_sparsity import (  # noqa: E402
     launch,
     layers,
     losses,
+    moves,
     planning,
+    sparsity,
 )
 from keras_sparsity._version import __version__ as __version__  # noqa: E402
 from keras_sparsity.optimizer import HybridOptimizer  # noqa: E402
@@ -30,6 +32,8 @@ __all__ = [
     "launch",
     "layers",
     "losses",
+    "moves",
     "planning",
     "shard_embeddings",
+    "sparsity",
 ]

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity import collectives
+from keras_sparsity import collectives, touches
 from keras_sparsity.tables.exchange import split_gradient
 
 _HOW_TO_CHANGE_ROWS = (
@@ -89,8 +89,14 @@ class Aggregation:
             is_slices = isinstance(gradient, tf.IndexedSlices)
             if self.is_spread(variable):
                 _check_is_slices(gradient, variable)
-            elif is_slices and communicator.size > 1:
-                gradient = _gather_slices(communicator, gradient, variable)
+                touches.end_step(variable)
+            elif is_slices:
+                counts = None
+                if communicator.size > 1:
+                    gradient, counts = _gather_slices(
+                        communicator, gradient, variable
+                    )
+                touches.end_step(variable, gradient.indices, counts)
             update = Update(variable, gradient, variable)
             updates.append(update)
             if not is_slices:
@@ -240,13 +246,32 @@ class Aggregation:
 
 
 def _gather_slices(communicator, slices, variable):
-    """IndexedSlices of all ranks, one after the other."""
+    """IndexedSlices of all ranks, one after the other.
+
+    Before the indices of each rank goes one that none has, so that what counts
+    touches knows whose they are. In every step: a message of its own, in the
+    steps that are sampled, would have ranks wait for each other that do not
+    agree on these.
+
+    Returns:
+        The slices, and a function that gives their number of each rank.
+    """
     name = f"optimizer/rows/{variable.path}"
-    return tf.IndexedSlices(
-        communicator.all_gather(slices.values, name=f"{name}/values"),
-        communicator.all_gather(slices.indices, name=f"{name}/ids"),
-        slices.dense_shape,
+    mark = tf.constant(slices.indices.dtype.min, slices.indices.dtype)
+    values = communicator.all_gather(slices.values, name=f"{name}/values")
+    marked = communicator.all_gather(
+        tf.concat([tf.fill([1], mark), slices.indices], axis=0),
+        name=f"{name}/ids",
     )
+    is_index = tf.not_equal(marked, mark)
+    indices = tf.boolean_mask(marked, is_index)
+
+    def counts():
+        starts = tf.where(tf.logical_not(is_index))[:, 0]
+        ends = tf.concat([starts[1:], [tf.size(marked, tf.int64)]], axis=0)
+        return ends - starts - 1
+
+    return tf.IndexedSlices(values, indices, slices.dense_shape), counts
 
 
 def _check_is_slices(gradient, variable):

@@ -70,6 +70,16 @@ def captured(tensor):
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
+def anonymous_name():
+    """The `shared_name` of a resource that lives as long as it is used.
+
+    `context.anonymous_name()`: TensorFlow 2.16 to 2.21.
+    """
+    from tensorflow.python.eager import context
+
+    return context.anonymous_name()
+
+
 def abort_collectives(message):
     """Makes all running and later native collectives fail with `message`.
 
@@ -249,6 +259,73 @@ def iterations(optimizer):
 def set_optimizer_strategy(optimizer, strategy):
     """The strategy an optimizer updates under (`_distribution_strategy`)."""
     optimizer.__dict__["_distribution_strategy"] = strategy
+
+
+def own_variables(optimizer):
+    """What an optimizer consists of, one inside of it apart (`_variables`)."""
+    return optimizer._variables
+
+
+def rebuild_optimizer(optimizer, variables, own_variables, attributes):
+    """Gives a built optimizer other variables to update.
+
+    `_trainable_variables`, `_trainable_variables_indices`, `_var_key`,
+    `_variables` and `_tracker`, set as `build` sets them, without tracking.
+
+    Args:
+        optimizer: the optimizer.
+        variables: those that it is to update.
+        own_variables: those that it consists of.
+        attributes: dict of its other attributes.
+    """
+    from keras.src.utils import tracking
+
+    @tracking.no_automatic_dependency_tracking
+    def set_all(**values):
+        for name, value in values.items():
+            setattr(optimizer, name, value)
+
+    set_all(
+        _trainable_variables=list(variables),
+        _variables=list(own_variables),
+        **attributes,
+    )
+    indices = optimizer._trainable_variables_indices
+    indices.clear()
+    for index, variable in enumerate(variables):
+        indices[optimizer._var_key(variable)] = index
+    tracker = optimizer._tracker
+    is_variable, _ = tracker.config["variables"]
+    tracker.config["variables"] = is_variable, optimizer._variables
+    tracker.stored_ids["variables"] = {id(v) for v in own_variables}
+
+
+@contextlib.contextmanager
+def roots_stay_roots():
+    """While entered, what Keras's rules trace is not rewritten to `rsqrt`.
+
+    TensorFlow makes `x * rsqrt(y)` of `x / sqrt(y)` in a function. Its `rsqrt`
+    rounds the last elements of a tensor, which do not fill a vector register,
+    in another way than those before: an update (of Adagrad, RMSprop,
+    Adadelta) would depend on where in a partition a row is, and so on the
+    number of partitions. `sqrt` and the division do not.
+
+    `keras.src.backend.numpy.sqrt`, which `keras.ops.sqrt` calls: Keras 3.5 to
+    3.15. The rewriting stops at `ensure_shape`: TensorFlow 2.16 to 2.21.
+    """
+    from keras.src.backend import numpy
+
+    stock = numpy.sqrt
+
+    def sqrt(x):
+        root = stock(x)
+        return tf.ensure_shape(root, root.shape)
+
+    numpy.sqrt = sqrt
+    try:
+        yield
+    finally:
+        numpy.sqrt = stock
 
 
 def take_aggregated_gradients(optimizer, clip):

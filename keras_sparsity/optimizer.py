@@ -208,9 +208,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 if variable.table.is_sharded:
                     of_variable = list(variable.table.partitions)
             pieces.append(of_variable)
-        self._aggregation = Aggregation(
-            var_list, pieces, self.dense_aggregation, self.sparse_aggregation
-        )
+        self._aggregate(var_list, pieces)
         # First of all: some rules start their slots from the variables.
         whole = [v for v in var_list if not self._aggregation.is_spread(v)]
         _same_on_all_ranks(whole)
@@ -237,6 +235,44 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         self.built = True
         if state is not None:
             self._assign_state(state)
+
+    # Tables that are moved.
+
+    def slots_of(self, variable):
+        """The slots of one of the model's variables, by their kind.
+
+        Returns:
+            Dictionary of lists of variables, one for each of its pieces;
+            empty if the variable is not trained.
+        """
+        pieces = self._aggregation.pieces_of(variable)
+        return row_update.slots_of(self._rule, pieces) if pieces else {}
+
+    def follow(self, moved):
+        """Goes on with tables that were moved, and with their slots.
+
+        Args:
+            moved: list of `(variable, pieces, slots)`: the model's variable,
+                what is to be updated in its place now, and the slots of that,
+                as `slots_of` gives them.
+        """
+        pieces_of = {id(v): pieces for v, pieces in self._aggregation.places}
+        moved = [move for move in moved if id(move[0]) in pieces_of]
+        replaced = [(pieces_of[id(v)], new, slots) for v, new, slots in moved]
+        row_update.replace_variables(self._rule, replaced)
+        inner = self.inner_optimizer
+        if inner is not self._rule and compat.built_variables(inner):
+            row_update.replace_variables(
+                inner, [(old, new, {}) for old, new, _ in replaced]
+            )
+        pieces_of.update((id(v), list(new)) for v, new, _ in moved)
+        variables = [v for v, _ in self._aggregation.places]
+        self._aggregate(variables, [pieces_of[id(v)] for v in variables])
+
+    def _aggregate(self, variables, pieces):
+        self._aggregation = Aggregation(
+            variables, pieces, self.dense_aggregation, self.sparse_aggregation
+        )
 
     # One step.
 
@@ -291,6 +327,12 @@ class HybridOptimizer(keras.optimizers.Optimizer):
                 "optimizer was built. Compile the model again, with a new "
                 "optimizer."
             )
+        if is_sharded and pieces[0] is not variable.table.partitions[0]:
+            raise ValueError(
+                f"The table of {variable} was moved, and this optimizer did "
+                "not follow. Assign it to `model.optimizer` before `ks.moves` "
+                "moves tables of the model."
+            )
 
     def _by_piece(self, updates):
         return self._aggregation.by_piece(updates, self._updates_rows_of)
@@ -340,10 +382,11 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             step,
             lambda grads: self._aggregation.clip(self._rule, grads, updates),
         )
-        step.apply(
-            [u.values for u in updates],
-            [stand_ins.get(id(u.variable), u.variable) for u in updates],
-        )
+        with compat.roots_stay_roots():
+            step.apply(
+                [u.values for u in updates],
+                [stand_ins.get(id(u.variable), u.variable) for u in updates],
+            )
         row_update.write_back(step)
 
     def _go_along(self):
@@ -401,7 +444,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         for variable, pieces in self._aggregation.places:
             if pieces[0] is variable:
                 continue
-            for slots in row_update.slots_of(self._rule, pieces):
+            for slots in row_update.slots_of(self._rule, pieces).values():
                 whole_of[id(slots[0])] = (variable.table, slots)
                 for slot in slots[1:]:
                     whole_of[id(slot)] = None

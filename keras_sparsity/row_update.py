@@ -151,15 +151,70 @@ def slots_of(optimizer, variables):
         variables: variables that it was built with.
 
     Returns:
-        List, over kinds of slots, of lists as long as `variables`.
+        Dictionary from the kind (the name of the optimizer's attribute) to a
+        list as long as `variables`.
     """
     indices = [compat.variable_index(optimizer, v) for v in variables]
-    found = []
-    for _, slots in _slot_containers(optimizer):
+    found = {}
+    for kind, slots in _slot_containers(optimizer):
         of_variables = [_slot(slots, index) for index in indices]
         if all(slot is not None for slot in of_variables):
-            found.append(of_variables)
+            found[kind] = of_variables
     return found
+
+
+def replace_variables(optimizer, replaced):
+    """Has a built optimizer update other variables in place of some.
+
+    The optimizer stays as it is: what a user has set on it, its learning rate
+    and the number of its steps, and the order of its slots.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        replaced: list of `(old, new, slots)`: variables that it was built
+            with, those in their place, and of the latter the slots, as
+            `slots_of` gives them.
+    """
+    old_variables = list(compat.built_variables(optimizer))
+    in_place_of = {}
+    slot_of = {kind: {} for kind, _ in _slot_containers(optimizer)}
+    for kind, slots in _slot_containers(optimizer):
+        for variable in old_variables:
+            index = compat.variable_index(optimizer, variable)
+            slot_of[kind][id(variable)] = _slot(slots, index)
+    for old, new, slots in replaced:
+        compat.exclude_from_weight_decay_too(optimizer, old[0], new)
+        in_place_of.update(_in_place_of(old, new))
+        for kind, of_kind in slots.items():
+            old_slots = [slot_of[kind].pop(id(v)) for v in old]
+            in_place_of.update(_in_place_of(old_slots, of_kind))
+            slot_of[kind].update(zip(map(id, new), of_kind, strict=True))
+    variables = _replaced(old_variables, in_place_of)
+    attributes = {}
+    for kind, slots in _slot_containers(optimizer):
+        in_order = [slot_of[kind].get(id(v)) for v in variables]
+        if not isinstance(slots, list):
+            in_order = {
+                index: slot
+                for index, slot in enumerate(in_order)
+                if slot is not None
+            }
+        attributes[kind] = in_order
+    compat.rebuild_optimizer(
+        optimizer,
+        variables,
+        _replaced(compat.own_variables(optimizer), in_place_of),
+        attributes,
+    )
+
+
+def _in_place_of(old, new):
+    """All the new ones where the first of the old ones is."""
+    return {id(o): list(new) if o is old[0] else [] for o in old}
+
+
+def _replaced(variables, in_place_of):
+    return [v for old in variables for v in in_place_of.get(id(old), [old])]
 
 
 def _slot_containers(optimizer):

@@ -288,7 +288,7 @@ def _optimizer_state(optimizer, model):
         if isinstance(variable, TableVariable) and not (
             variable.table.is_sharded
         ):
-            for (slot,) in row_update.slots_of(rule, [variable]):
+            for (slot,) in row_update.slots_of(rule, [variable]).values():
                 table_of[id(slot)] = variable.table
     if isinstance(optimizer, HybridOptimizer):
         tables = [

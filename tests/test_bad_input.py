@@ -164,6 +164,15 @@ VALID = {
         ks.planning.plan,
         {"variables": [spec(), dense_spec()], "cluster": machines()},
     ),
+    "planning.engine_bytes": lambda: (
+        ks.planning.engine_bytes,
+        {
+            "variable": spec(),
+            "architecture": "ps",
+            "cluster": machines(),
+            "engine": "native",
+        },
+    ),
     "planning.sharded_table_bytes": lambda: (
         ks.planning.sharded_table_bytes,
         {"variable": spec(), "cluster": machines()},
@@ -601,7 +610,12 @@ BAD = [
     ("planning.VariableSpec.num_bytes", {"dtype": "flot"}, "dtype='flot'"),
     *(
         (name, {"cluster": wrong}, "a `ks.planning.Cluster`.*: cluster=")
-        for name in ("plan", "sharded_table_bytes", "transfer_bytes")
+        for name in (
+            "plan",
+            "engine_bytes",
+            "sharded_table_bytes",
+            "transfer_bytes",
+        )
         for name in [f"planning.{name}"]
         for wrong in (None, 4, ks.planning.Cluster)
     ),
@@ -612,9 +626,14 @@ BAD = [
     ),
     *(
         (name, {"variable": wrong}, "a `ks.planning.Var.*: variable=")
-        for name in ("sharded_table_bytes", "transfer_bytes")
+        for name in ("engine_bytes", "sharded_table_bytes", "transfer_bytes")
         for name in [f"planning.{name}"]
         for wrong in (None, "table", [spec()])
+    ),
+    *(
+        (name, {"engine": wrong}, "one of 'local', 'native', 'h.*: engine=")
+        for name in ("planning.plan", "planning.engine_bytes")
+        for wrong in ("mpi", 3, True)
     ),
     *(
         (name, arguments, message)
@@ -636,10 +655,11 @@ BAD = [
     ),
     *(
         (
-            "planning.transfer_bytes",
+            f"planning.{name}",
             {"architecture": wrong},
             "one of 'allreduce', 'ps', 'allgather'.*: architecture=",
         )
+        for name in ("transfer_bytes", "engine_bytes")
         for wrong in ("auto", None, 3, ["ps"])
     ),
     (

@@ -361,6 +361,24 @@ def test_bytes_of_different_clusters_do_not_add_up():
 # This library's tables.
 
 
+def test_what_each_engine_moves():
+    cluster = Cluster(4)
+    table = sparse(0.095)  # 114 rows, 570 elements
+    for engine, rows, elements in (("native", 120, 576), ("horovod", 114, 570)):
+        plan = planning.plan([dense(), table], cluster, engine=engine)
+        on_ring, of_rows = (choice.costs for choice in plan.choices)
+        assert set(on_ring) == {"allreduce", "ps"}
+        assert of_rows["allgather"].sent_bytes == pytest.approx(
+            (3 * (rows * 8 + elements * 4),) * 4
+        )
+        assert of_rows["ps"] == planning.sharded_table_bytes(
+            table, cluster, padded=engine == "native"
+        )
+        assert of_rows["allreduce"] == on_ring["allreduce"]
+    plan = planning.plan([dense(), table], Cluster(), engine="local")
+    assert plan.total.busiest_bytes == 0
+
+
 def test_padding_is_that_of_the_native_engine():
     table = VariableSpec("table", (10**6, 1), alpha=0.1)
     lengths = [*range(300), 1_023, 1_025, 65_537, 100_001]
@@ -439,24 +457,15 @@ def test_counted_bytes_are_predicted(engine, namespace):
     cluster = Cluster(planning_functions.NUM_PROCESSES)
     shape = (planning_functions.NUM_ROWS, planning_functions.DIM)
     touched = cluster.size * planning_functions.ROWS_OF_EACH_OWNER
+    values = VariableSpec("values", (planning_functions.NUM_VALUES,))
+    gathered = planning_functions.GATHERED_ROWS / shape[0]
     predicted = {
-        "allreduce": planning.transfer_bytes(
-            VariableSpec("values", (planning_functions.NUM_VALUES,)),
-            "allreduce",
-            cluster,
-        ),
-        "allgather": planning.transfer_bytes(
-            VariableSpec(
-                "rows", shape, planning_functions.GATHERED_ROWS / shape[0]
-            ),
-            "allgather",
-            cluster,
-        ),
-        "sharded": planning.sharded_table_bytes(
-            VariableSpec("table", shape, touched / shape[0]),
-            cluster,
-            padded=engine == "native",
-        ),
+        name: planning.engine_bytes(variable, architecture, cluster, engine)
+        for name, variable, architecture in (
+            ("allreduce", values, "allreduce"),
+            ("allgather", VariableSpec("rows", shape, gathered), "allgather"),
+            ("sharded", VariableSpec("t", shape, touched / shape[0]), "ps"),
+        )
     }
     print(counted, predicted)
     for name, cost in predicted.items():

@@ -85,38 +85,66 @@ def test_too_little_text_says_what_to_do(text, tmp_path):
         text.load_corpus([path])
 
 
-@pytest.mark.parametrize(
-    "engine",
-    # Where Horovod is, it; the smoke run, without it, has the native engine.
-    [
-        pytest.param(
-            "horovod" if HAS_HOROVOD else "native", marks=pytest.mark.smoke
-        )
-    ],
-)
-def test_language_model_learns_and_exports_on_two_processes(engine, tmp_path):
+# Where Horovod is, it; the smoke run, without it, has the native engine.
+ENGINE = "horovod" if HAS_HOROVOD else "native"
+
+
+def run(folder, *arguments, num_processes=2):
+    """What a tutorial prints, run by the launcher in a folder."""
     result = subprocess.run(
-        [sys.executable, "-m", "keras_sparsity.launch", "run", "-n", "2"]
-        + ["--engine", engine, str(TUTORIALS / "language_model.py")]
-        + ["--text", str(write_cycle(tmp_path / "text.txt"))]
-        + ["--export", str(tmp_path / "exported")]
-        + ["--batch-size", "64", "--time", "10", "--steps-per-epoch", "60"]
-        + ["--dim", "16", "--units", "32", "--num-sampled", "20"]
-        + ["--learning-rate", "0.02"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "keras_sparsity.launch", "run"]
+        + ["-n", str(num_processes)]
+        + ["--engine", ENGINE if num_processes > 1 else "local"]
+        + [str(argument) for argument in arguments],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=180,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "2 process(es)" in result.stdout
+    return result.stdout
+
+
+def test_losses_are_the_same_with_one_process_and_with_two(tmp_path):
+    script = TUTORIALS / "01_one_process_to_several.py"
+    losses = [
+        [
+            list(map(float, line.split(": ")[1].split(", ")))
+            for line in run(tmp_path, script, num_processes=n).splitlines()
+            if line.startswith(f"losses with {n} process(es): ")
+        ]
+        for n in (1, 2)
+    ]
+    np.testing.assert_allclose(losses[1], losses[0], atol=2e-4)
+    assert losses[0][0][1] < losses[0][0][0]
+
+
+def test_resumes_saves_and_exports(tmp_path):
+    script = TUTORIALS / "04_saving_resuming_exporting.py"
+    output = run(tmp_path, "--max-restarts", 1, script)
+    assert "going on in epoch 2 after 16 of its steps" in output
+    assert "['Embedding', 'GlobalAveragePooling1D', 'Dense']" in output
+    assert "all predict the same" in output
+
+
+@pytest.mark.smoke
+def test_language_model_learns_and_exports_on_two_processes(tmp_path):
+    output = run(
+        tmp_path,
+        TUTORIALS / "language_model.py",
+        *("--text", write_cycle(tmp_path / "text.txt")),
+        *("--export", tmp_path / "exported", "--num-sampled", 20),
+        *("--batch-size", 64, "--time", 10, "--steps-per-epoch", 60),
+        *("--dim", 16, "--units", 32, "--learning-rate", 0.02),
+    )
+    assert "2 process(es)" in output
     for line in ("before training", "unigram model", "after training"):
         # Once: the other rank's output does not show.
         assert (
-            result.stdout.count(f"perplexity {line}")
-            + result.stdout.count(f"perplexity, {line}")
+            output.count(f"perplexity {line}")
+            + output.count(f"perplexity, {line}")
             == 1
         )
-    assert "reloaded without this package" in result.stdout
+    assert "reloaded without this package" in output
     assert (tmp_path / "exported" / "language_model.keras").exists()

@@ -29,6 +29,7 @@ class Collectives:
         rank, size: This process among the group's.
         local_rank, local_size: Among those on its machine.
         cross_rank, cross_size: Among those with its local rank.
+        machines: The machine of each rank, a tuple of numbers from 0 on.
         engine: "local", "native" or "horovod".
 
     Args:
@@ -38,6 +39,7 @@ class Collectives:
         ranks: The group's members in the whole, None for all.
         journal: Where calls are noted, see `journal.Journal`.
         groups: dict from a group's name to its `Collectives`.
+        machines: See above; by default all ranks are on one.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Collectives:
         ranks=None,
         journal=None,
         groups=None,
+        machines=None,
     ):
         self._engine = engine
         self._prefix = "" if label == "all" else f"{label}/"
@@ -63,6 +66,7 @@ class Collectives:
         self.local_size = place.local_size
         self.cross_rank = place.cross_rank
         self.cross_size = place.cross_size
+        self.machines = machines or (0,) * place.size
 
     def group(self, name):
         """The same operations among a part of the processes.

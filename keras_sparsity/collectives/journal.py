@@ -10,20 +10,18 @@ operations on one resource, do not chain independent collectives.
 
 import dataclasses
 import functools
-import itertools
 import threading
 import weakref
 
 import tensorflow as tf
 
 from keras_sparsity import compat
+from keras_sparsity.own_variable import OwnVariable
 
 # One variable holds both counts, so that one read sees them at the same time.
 _LEFT = 2**32
 
 _MOST_SHAPES = 6
-
-_numbers = itertools.count(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +85,9 @@ class Site:
         self._counts = None
         self._shapes = None
         if scope is not None:
-            self._counts = _Counter(tf.TensorShape([]))
+            self._counts = OwnVariable(0, tf.int64)
         if record_shapes:
-            self._shapes = _Counter(tf.TensorShape([None]))
+            self._shapes = OwnVariable([], tf.int64, [None])
 
     def enter(self, tensors):
         """Notes that the call begins, once its inputs are there.
@@ -124,7 +122,7 @@ class Site:
         """Returns how often the call was entered and left."""
         if self._counts is None:
             return self._entered, self._left
-        left, entered = divmod(int(self._counts.read()), _LEFT)
+        left, entered = divmod(int(self._counts.numpy()), _LEFT)
         return entered, left
 
     def is_open(self):
@@ -142,7 +140,7 @@ class Site:
         """The call, with the shapes of its last run where they vary."""
         if self._shapes is None:
             return self.call
-        sizes = self._shapes.read().tolist()
+        sizes = self._shapes.numpy().tolist()
         if len(sizes) != len(tf.nest.flatten(self.call.shape)):
             return self.call  # not run yet
         shape = _fill(self.call.shape, iter(sizes))
@@ -279,38 +277,6 @@ def noted(site, tensors, collective):
 def current():
     """The journal of this process."""
     return Journal()
-
-
-class _Counter:
-    """An int64 variable of this process alone.
-
-    Not a `tf.Variable`: a traced function refuses to create those after its
-    first call, and strategies place and mirror them.
-    """
-
-    def __init__(self, shape):
-        with tf.init_scope(), tf.device("CPU:0"):
-            self._handle = tf.raw_ops.VarHandleOp(
-                dtype=tf.int64,
-                shape=shape,
-                shared_name=f"keras_sparsity/journal/{next(_numbers)}",
-            )
-            self.assign(tf.zeros([0] if shape.rank else [], tf.int64))
-
-    def assign(self, value):
-        handle = compat.captured(self._handle)
-        return tf.raw_ops.AssignVariableOp(resource=handle, value=value)
-
-    def add(self, amount):
-        return tf.raw_ops.AssignAddVariableOp(
-            resource=compat.captured(self._handle),
-            value=tf.constant(amount, tf.int64),
-        )
-
-    def read(self):
-        return tf.raw_ops.ReadVariableOp(
-            resource=self._handle, dtype=tf.int64
-        ).numpy()
 
 
 def _as_tuple(value):

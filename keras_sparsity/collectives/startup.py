@@ -134,6 +134,7 @@ def _bring_up(module, timeout_seconds):
         _place(engine, machines),
         journal=notes,
         groups=_groups(engine, machines, notes),
+        machines=topology.numbered(machines),
     )
     if collectives.size > 1:
         watch.start(collectives, engine.abort, engine.close, timeout_seconds)

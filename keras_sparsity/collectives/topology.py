@@ -73,6 +73,21 @@ def groups(machines):
     return {"machine": by_machine, "across": across}
 
 
+def numbered(machines):
+    """The machines' numbers, in the order in which they come.
+
+    Args:
+        machines: List with the name of each rank's machine.
+
+    Example:
+
+    >>> numbered(["b", "b", "a"])
+    (0, 0, 1)
+    """
+    names = list(dict.fromkeys(machines))
+    return tuple(names.index(machine) for machine in machines)
+
+
 def override(rank, size):
     """The topology that the environment prescribes, or None.
 

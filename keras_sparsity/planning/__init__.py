@@ -23,6 +23,7 @@ from keras_sparsity.planning.partition_search import (
 from keras_sparsity.planning.specs import Cluster, VariableSpec, alpha_model
 from keras_sparsity.planning.transfer_cost import (
     TransferBytes,
+    engine_bytes,
     sharded_table_bytes,
     transfer_bytes,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "TransferBytes",
     "VariableSpec",
     "alpha_model",
+    "engine_bytes",
     "plan",
     "sharded_table_bytes",
     "transfer_bytes",

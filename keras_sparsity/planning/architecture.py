@@ -14,6 +14,7 @@ from keras_sparsity.planning.specs import (
 )
 from keras_sparsity.planning.transfer_cost import (
     ARCHITECTURES,
+    engine_bytes,
     num_partitions,
     transfer_bytes,
 )
@@ -64,6 +65,7 @@ def plan(
     local_aggregation="none",
     wire_dtype=None,
     index_bytes=8,
+    engine=None,
 ):
     """Chooses for each variable the architecture with the fewest bytes.
 
@@ -80,6 +82,9 @@ def plan(
         local_aggregation: as for `transfer_bytes`.
         wire_dtype: as for `transfer_bytes`.
         index_bytes: as for `transfer_bytes`.
+        engine: count what this library moves by that engine, see
+            `engine_bytes`. By default what the equations of the paper say,
+            with the three options before this one.
 
     Returns:
         `Plan`.
@@ -124,6 +129,8 @@ def plan(
                 index_bytes,
                 next_machine,
             )
+            if engine is None
+            else engine_bytes(variable, architecture, cluster, engine)
             for architecture in ARCHITECTURES
             if architecture in architectures
             and (variable.is_sparse or architecture != "allgather")

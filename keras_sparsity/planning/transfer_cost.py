@@ -16,6 +16,7 @@ from keras_sparsity.planning.specs import (
 
 # Where two cost the same, the earlier is chosen: see `plan`.
 ARCHITECTURES = ("allreduce", "ps", "allgather")
+ENGINES = ("local", "native", "horovod")
 LOCAL_AGGREGATIONS = ("none", "push", "both")
 
 # Those of a `ShardedTable`: int64.
@@ -185,6 +186,49 @@ def transfer_bytes(
     )
 
 
+def engine_bytes(variable, architecture, cluster, engine):
+    """Bytes that this library moves for one variable, by machine.
+
+    As `transfer_bytes` of unique rows with indices of 8 bytes, but "ps" of a
+    sparse variable is a `sharded_table_bytes`, and what the native engine
+    exchanges by rows is padded.
+
+    Args:
+        variable: `VariableSpec`.
+        architecture: `"allreduce"`, `"ps"` or `"allgather"`.
+        cluster: `Cluster`.
+        engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
+
+    Returns:
+        `TransferBytes`.
+
+    Example:
+
+    >>> table = VariableSpec("table", (1000, 64), alpha=0.02)
+    >>> for engine in ENGINES:
+    ...     cost = engine_bytes(table, "allgather", Cluster(4), engine)
+    ...     print(engine, round(cost.busiest_bytes))
+    local 0
+    native 31680
+    horovod 31680
+
+    References:
+        EuroSys 3.1.
+    """
+    _check_one_of("engine", engine, ENGINES)
+    if architecture == "ps" and getattr(variable, "is_sparse", False):
+        cost = sharded_table_bytes(variable, cluster, engine == "native")
+    else:
+        cost = transfer_bytes(
+            variable, architecture, cluster, index_bytes=_ID_BYTES
+        )
+    if engine == "local":
+        return _on_each(cluster, 0)
+    if engine == "native" and architecture == "allgather":
+        return _padded_all_gather(variable, cluster)
+    return cost
+
+
 def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
     """Bytes that a `ShardedTable` of this library costs, by machine.
 
@@ -285,6 +329,16 @@ def _all_gather(variable, w, index_bytes, cluster):
     indices = variable.alpha * variable.shape[0] * index_bytes
     hops = cluster.size - 1
     return _on_each(cluster, hops * (values + indices), 2 * hops * indices)
+
+
+def _padded_all_gather(variable, cluster):
+    num_rows = math.ceil(variable.alpha * variable.shape[0] - 1e-9)
+    num_values = num_rows * math.prod(variable.shape[1:])
+    element_bytes = dtype_bytes("dtype", variable.dtype)
+    hops = cluster.size - 1
+    ids = hops * _capacity(num_rows) * _ID_BYTES
+    values = hops * _capacity(num_values) * element_bytes
+    return _on_each(cluster, ids + values, 2 * ids)
 
 
 def _on_each(cluster, sent_bytes, index_bytes=0):

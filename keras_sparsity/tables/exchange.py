@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from keras_sparsity import touches
+
 
 def pull(table, ids):
     """Rows of a spread table, from their owners.
@@ -50,6 +52,7 @@ def pull(table, ids):
             at_owner = communicator.all_to_all_along(
                 summed, route, name=f"{role}/push/rows"
             )
+            touches.note(table.variable, received_ids, route.received_splits)
             return row_gradient(table, at_owner, received_ids), None
 
         return tf.gather(rows, arrival), push

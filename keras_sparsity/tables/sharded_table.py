@@ -5,7 +5,7 @@ import contextlib
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks, collectives, compat
+from keras_sparsity import checks, collectives, compat, touches
 from keras_sparsity.collectives.base import raise_if_different
 from keras_sparsity.tables import exchange, initial_values, row_wise
 from keras_sparsity.tables.layout import Layout, default_owners
@@ -201,6 +201,7 @@ class ShardedTable:
         ]
         self.collectives = communicator
         self.layout = layout
+        touches.discard(self.variable)
 
     def _anchor(self):
         return anchor(self.variable, self._refuse_stock_optimizer)

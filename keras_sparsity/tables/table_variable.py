@@ -138,10 +138,8 @@ class Partition(keras.Variable):
 
     def __init__(self, whole, values, index):
         self.num_rows = len(values)
-        if not self.num_rows:
-            values = np.zeros((1, values.shape[1]))
         super().__init__(
-            np.asarray(values),
+            _with_a_row(values),
             dtype=whole.dtype,
             # The tape watches the table's anchor, not its rows.
             trainable=False,
@@ -152,6 +150,33 @@ class Partition(keras.Variable):
         self._path = whole.path if index == 0 else f"{whole.path}_{index}"
         self.whole = whole
         self.constraint = whole.table.constraint
+
+
+def slot_like(slot, values, index):
+    """A slot of a partition, with other rows, in place of those of `slot`.
+
+    Args:
+        slot: the slot of the first of a rank's partitions.
+        values: its rows.
+        index: which of the partitions it is of.
+    """
+    made = keras.Variable(
+        _with_a_row(values), dtype=slot.dtype, trainable=False, name=slot.name
+    )
+    made._path = slot.path if index == 0 else f"{slot.path}_{index}"
+    return made
+
+
+def _with_a_row(values):
+    return values if len(values) else np.zeros((1, *values.shape[1:]))
+
+
+def empty(variable):
+    """Frees the memory of a variable, of which no row is used any more."""
+    tf.raw_ops.AssignVariableOp(
+        resource=variable.value.handle,
+        value=tf.zeros([0, *variable.shape[1:]], variable.value.dtype),
+    )
 
 
 def storage(value, like):

@@ -1,0 +1,62 @@
+"""Variables that this package keeps for itself."""
+
+import tensorflow as tf
+
+from keras_sparsity import compat
+
+
+class OwnVariable:
+    """A variable of this process alone, on the CPU, that nobody else sees.
+
+    Not a `tf.Variable`: a traced function refuses to create those after its
+    first call, and strategies place and mirror them. It is freed when neither
+    this object nor a function that was traced with it is left.
+
+    Args:
+        value: its first value; of a variable whose shape changes, one of the
+            same rank as `shape`.
+        dtype: its dtype.
+        shape: its shape, by default that of the value.
+    """
+
+    def __init__(self, value, dtype, shape=None):
+        self._dtype = tf.as_dtype(dtype)
+        # Out of any function that is being traced.
+        with tf.init_scope(), tf.device("CPU:0"):
+            value = tf.convert_to_tensor(value, self._dtype)
+            self._handle = tf.raw_ops.VarHandleOp(
+                dtype=self._dtype,
+                shape=value.shape if shape is None else tf.TensorShape(shape),
+                shared_name=compat.anonymous_name(),
+            )
+            self.assign(value)
+
+    def assign(self, value):
+        return tf.raw_ops.AssignVariableOp(
+            resource=compat.captured(self._handle), value=value
+        )
+
+    def add(self, amount):
+        return tf.raw_ops.AssignAddVariableOp(
+            resource=compat.captured(self._handle),
+            value=tf.convert_to_tensor(amount, self._dtype),
+        )
+
+    def add_at(self, rows, amount):
+        """Adds to some elements, as often as each occurs in `rows`."""
+        return tf.raw_ops.ResourceScatterAdd(
+            resource=compat.captured(self._handle),
+            indices=rows,
+            updates=tf.constant(amount, self._dtype),
+        )
+
+    def read(self):
+        return tf.raw_ops.ReadVariableOp(
+            resource=compat.captured(self._handle), dtype=self._dtype
+        )
+
+    def numpy(self):
+        """The value as it is now. Not in a traced function."""
+        return tf.raw_ops.ReadVariableOp(
+            resource=self._handle, dtype=self._dtype
+        ).numpy()
