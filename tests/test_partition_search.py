@@ -1,7 +1,9 @@
 """How many partitions: the search itself, and while models train."""
 
+import contextlib
+import io
 import json
-import math
+import os
 import time
 
 import hypothesis
@@ -12,7 +14,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import keras_sparsity as ks
-from keras_sparsity.callbacks import partition_search, step_seconds
+from keras_sparsity.callbacks import step_seconds
 from keras_sparsity.planning.partition_search import busiest_rows
 from keras_sparsity.tables.layout import Layout
 from tests import oracles
@@ -82,6 +84,8 @@ def by_owners(theta, size):
     ],
 )
 def test_doubles_until_it_rises_then_halves(curve, start, options, expected):
+    if "allowed" in options:
+        options = {"allowed": options["allowed"].__contains__}
     sampler = searched(curve, size=1024, start=start, **options)
     assert sampled(sampler)[: len(expected)] == expected
     # The fit's best may follow, inside of the range.
@@ -301,7 +305,9 @@ def examples():
     return ids, rng.normal(size=(len(ids), 1)).astype("float32")
 
 
-def built(seconds=None, groups=(None, None), **compile_options):
+def built(
+    seconds=None, groups=(None, None), optimizer="adam", **compile_options
+):
     """A model of two tables."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((3,), dtype="int32")
@@ -317,7 +323,7 @@ def built(seconds=None, groups=(None, None), **compile_options):
         x = TakesTime([lambda y=y: y.table for y in layers], seconds)(x)
     model = keras.Model(inputs, keras.layers.Dense(1)(x))
     with ks.HybridStrategy().scope():
-        model.compile("adam", loss="mse", **compile_options)
+        model.compile(optimizer, loss="mse", **compile_options)
     return model
 
 
@@ -340,8 +346,87 @@ def trained(model, search=None, callbacks=(), epochs=8, **options):
     }
 
 
+def partitions_of(model):
+    return [
+        layer.table.layout.num_partitions
+        for layer in model.layers
+        if isinstance(layer, ks.layers.ShardedEmbedding)
+    ]
+
+
+def search(**options):
+    """Of short samples: the times that they find differ by more."""
+    options = {"num_steps": 3, "num_warm_up_steps": 0, **options}
+    return ks.callbacks.PartitionSearch(**options)
+
+
+@contextlib.contextmanager
+def printed():
+    """What is printed meanwhile, as a list of lines."""
+    lines, output = [], io.StringIO()
+    with contextlib.redirect_stdout(output):
+        yield lines
+    lines += output.getvalue().splitlines()
+
+
+def distance(count, best):
+    return 0.02 * abs(np.log2(count) - np.log2(best))
+
+
+def best_is_4(first, second):
+    return 0.01 + distance(first, 4)
+
+
+def run_search(path):
+    """A whole search, and the training that it may not change."""
+    undisturbed = trained(built(best_is_4))
+    model, callback = built(best_is_4), search(path=path)
+    with printed() as lines:
+        result = trained(model, callback)
+    return {
+        "undisturbed": undisturbed,
+        "searched": result,
+        "partitions": partitions_of(model),
+        "choice": callback.result,
+        "lines": lines,
+    }
+
+
 def assert_same(left, right):
     assert left["history"] == right["history"]
     for kind in ("weights", "slots"):
         for ours, theirs in zip(left[kind], right[kind], strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+def check_searched(results):
+    for result in results:
+        assert_same(result["undisturbed"], result["searched"])
+        assert result["partitions"] == [4, 4]
+        assert result["choice"] == results[0]["choice"]
+        assert result["choice"].keys() == {"tables"}
+        choice = result["choice"]["tables"]
+        assert [s.num_partitions for s in choice.samples][:4] == [1, 2, 4, 8]
+        assert len(choice.samples) <= 7
+        for sample in choice.samples:
+            assert sample.seconds >= best_is_4(sample.num_partitions, None)
+    # One line for each sample and one for the choice, on rank 0.
+    (first, *lines), *others = (result["lines"] for result in results)
+    assert "searching; " in first and "there is no such file yet" in first
+    assert len(lines) == len(choice.samples) + 1
+    assert "PartitionSearch: 1 partitions for 'tables': " in lines[0]
+    assert "'tables' gets 4 partitions: the fastest sample" in lines[-1]
+    assert others == [[]] * len(others)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_training_equals_training_without_the_search(cluster, engine, tmp_path):
+    path = str(tmp_path / "folder" / "search.json")
+    results = cluster(engine, 2).run(run_search, path)
+    check_searched(results)
+    for taken, anew in cluster(engine, 2).run(run_saved, path):
+        assert_same(taken["result"], results[0]["undisturbed"])
+        assert taken["choice"] == results[0]["choice"]
+        assert taken["partitions"] == [4, 4]
+        assert anew["choice"] == results[0]["choice"]
+    taken, anew = cluster(engine, 2).run(run_saved, path)[0]
