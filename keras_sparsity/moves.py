@@ -6,7 +6,7 @@ import functools
 import keras
 import tensorflow as tf
 
-from keras_sparsity import checks
+from keras_sparsity import checks, touches
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.saving import tables_of
 from keras_sparsity.tables.relocation import relocate
@@ -146,6 +146,7 @@ def _move(table, num_partitions, optimizer):
         table.partitions, functools.partial(Partition, table.variable)
     )
     table.layout = new
+    touches.discard(table.variable)
     slots = {
         kind: moved(of_kind, functools.partial(slot_like, of_kind[0]))
         for kind, of_kind in slots.items()

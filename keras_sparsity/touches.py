@@ -110,8 +110,10 @@ class Touches:
                 touched = self._arrived.read()
                 self._arrived.assign(tf.zeros([0], tf.int64))
             else:
-                touched = tf.unique(self._touched(ids, counts))[0]
-            self._count(touched, state[1] + 1)
+                touched = self._touched(ids, counts)
+            # Of the variable itself TensorFlow would take the size, though
+            # not the values, after it is empty again.
+            self._count(tf.unique(touched)[0], state[1] + 1)
             return 0
 
         def skip():

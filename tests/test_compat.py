@@ -41,6 +41,19 @@ def test_saving_methods():
         assert callable(getattr(keras.Variable, name))
 
 
+def test_timestamps_are_in_no_order_with_others():
+    @tf.function
+    def now():
+        first, second = compat.timestamp(), compat.timestamp()
+        with tf.control_dependencies([first, second]):
+            return compat.timestamp() - first
+
+    assert 0 <= float(now()) < 1
+    operations = now.get_concrete_function().graph.get_operations()
+    stamps = [op for op in operations if op.type == "Timestamp"]
+    assert [len(op.control_inputs) for op in stamps] == [0, 0, 2]
+
+
 def test_resolve_loss():
     assert compat.resolve_loss(None) is None
     assert compat.resolve_loss("mse").name == "mse"
