@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-import json
-import os
 import time
 
 import hypothesis
@@ -34,6 +32,7 @@ def searched(curve, size, start=1, error=0.0, **options):
 
 
 def sampled(sampler):
+    """What was tried, by a sampler or a choice."""
     return [sample.num_partitions for sample in sampler.samples]
 
 
@@ -272,71 +271,69 @@ def test_a_sample_ends_when_its_median_is_known():
 
 # While a model trains.
 
-ROWS, DIM, BATCH = 26, 4, 8
+ROWS, DIM, BATCH, NUM_BATCHES = 26, 4, 8, 8
+FIRST_PARTITIONS = 3
 
 
 class TakesTime(keras.layers.Layer):
-    """As long as a function of its tables' numbers of partitions says."""
+    """As long as a function of a table's number of partitions says."""
 
-    def __init__(self, tables, seconds):
+    def __init__(self, embedding, seconds):
         super().__init__()
-        self._tables = tables
+        self._embedding = [lambda: embedding]  # not a layer of this one
         self._seconds = seconds
 
     def call(self, inputs):
-        counts = [
-            table().layout.num_partitions
-            for table in self._tables
-            if table() is not None and table().is_sharded
-        ]
+        table = self._embedding[0]().table
+        if not table.is_sharded:
+            return inputs
+        seconds = self._seconds(table.layout.num_partitions)
 
         def wait(values):
-            if len(counts) == len(self._tables):
-                time.sleep(self._seconds(*counts))
+            time.sleep(seconds)
             return values
 
-        waited = tf.numpy_function(wait, [tf.stop_gradient(inputs)], tf.float32)
-        return inputs + 0 * tf.ensure_shape(waited, inputs.shape)
+        # The same bits in another tensor.
+        waited = tf.numpy_function(wait, [inputs], tf.float32)
+        waited = tf.ensure_shape(waited, inputs.shape)
+        return inputs + tf.stop_gradient(waited - inputs)
 
 
-def examples():
-    rng = np.random.default_rng(2)
-    ids = oracles.zipf_ids(rng, ROWS, (8 * BATCH, 3))
-    return ids, rng.normal(size=(len(ids), 1)).astype("float32")
-
-
-def built(
-    seconds=None, groups=(None, None), optimizer="adam", **compile_options
-):
-    """A model of two tables."""
+def built(seconds=None, groups=(None,), optimizer="adam", **compile_options):
+    """A model with a table for each group, at least one."""
     keras.utils.set_random_seed(1)
     inputs = keras.Input((3,), dtype="int32")
     layers = [
         ks.layers.ShardedEmbedding(
-            ROWS, DIM, name=name, partition_group=group, num_partitions=3
+            ROWS,
+            DIM,
+            name=f"words_{index}",
+            partition_group=group,
+            num_partitions=FIRST_PARTITIONS,
         )
-        for name, group in zip(["first", "second"], groups, strict=True)
+        for index, group in enumerate(groups)
     ]
-    x = keras.layers.Concatenate()([layer(inputs) for layer in layers])
+    x = keras.layers.add([layer(inputs) for layer in layers] * 2)
     x = keras.layers.GlobalAveragePooling1D()(x)
     if seconds is not None:
-        x = TakesTime([lambda y=y: y.table for y in layers], seconds)(x)
+        x = TakesTime(layers[0], seconds)(x)
     model = keras.Model(inputs, keras.layers.Dense(1)(x))
     with ks.HybridStrategy().scope():
         model.compile(optimizer, loss="mse", **compile_options)
     return model
 
 
-def trained(model, search=None, callbacks=(), epochs=8, **options):
-    x, y = examples()
+def trained(model, *callbacks, epochs=4, **options):
+    rng = np.random.default_rng(2)
+    x = oracles.zipf_ids(rng, ROWS, (NUM_BATCHES * BATCH, 3))
+    y = rng.normal(size=(len(x), 1)).astype("float32")
     history = model.fit(
         x,
         y,
         batch_size=BATCH,
         epochs=epochs,
         verbose=0,
-        validation_data=(x[:BATCH], y[:BATCH]),
-        callbacks=[*([search] if search else []), *callbacks],
+        callbacks=list(callbacks),
         **options,
     )
     return {
@@ -344,6 +341,13 @@ def trained(model, search=None, callbacks=(), epochs=8, **options):
         "weights": model.get_weights(),
         "slots": model.optimizer.state(),
     }
+
+
+def assert_same(left, right):
+    assert left["history"] == right["history"]
+    for kind in ("weights", "slots"):
+        for ours, theirs in zip(left[kind], right[kind], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def partitions_of(model):
@@ -355,7 +359,7 @@ def partitions_of(model):
 
 
 def search(**options):
-    """Of short samples: the times that they find differ by more."""
+    """One of short samples."""
     options = {"num_steps": 3, "num_warm_up_steps": 0, **options}
     return ks.callbacks.PartitionSearch(**options)
 
@@ -369,64 +373,66 @@ def printed():
     lines += output.getvalue().splitlines()
 
 
-def distance(count, best):
-    return 0.02 * abs(np.log2(count) - np.log2(best))
+# The choice, by how long steps take.
 
 
-def best_is_4(first, second):
-    return 0.01 + distance(first, 4)
+def least_at_4(count):
+    return 0.01 + 0.03 * abs(np.log2(count / 4))
 
 
 def run_search(path):
-    """A whole search, and the training that it may not change."""
-    undisturbed = trained(built(best_is_4))
-    model, callback = built(best_is_4), search(path=path)
+    """A whole search, the same training without it, and the next run."""
+    undisturbed = trained(built(least_at_4, optimizer="adagrad"))
+    model, callback = built(least_at_4, optimizer="adagrad"), search(path=path)
     with printed() as lines:
-        result = trained(model, callback)
+        searched = trained(model, callback)
+    partitions = partitions_of(model)
+    again, next_callback = built(optimizer="adagrad"), search(path=path)
+    with printed() as next_lines:
+        trained(again, next_callback, epochs=1)
+    partitions += partitions_of(again)
+    other, other_callback = built(run_eagerly=True), search(path=path)
+    with printed() as other_lines:
+        trained(other, other_callback, epochs=1, steps_per_epoch=1)
     return {
         "undisturbed": undisturbed,
-        "searched": result,
-        "partitions": partitions_of(model),
-        "choice": callback.result,
-        "lines": lines,
+        "searched": searched,
+        "partitions": partitions,
+        "choices": [callback.result, next_callback.result],
+        "unfinished": other_callback.result,
+        "left as it was": partitions_of(other),
+        "lines": [lines, next_lines, other_lines],
     }
 
 
-def assert_same(left, right):
-    assert left["history"] == right["history"]
-    for kind in ("weights", "slots"):
-        for ours, theirs in zip(left[kind], right[kind], strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-
-
-def check_searched(results):
+def check_search(results):
     for result in results:
         assert_same(result["undisturbed"], result["searched"])
         assert result["partitions"] == [4, 4]
-        assert result["choice"] == results[0]["choice"]
-        assert result["choice"].keys() == {"tables"}
-        choice = result["choice"]["tables"]
-        assert [s.num_partitions for s in choice.samples][:4] == [1, 2, 4, 8]
-        assert len(choice.samples) <= 7
-        for sample in choice.samples:
-            assert sample.seconds >= best_is_4(sample.num_partitions, None)
-    # One line for each sample and one for the choice, on rank 0.
-    (first, *lines), *others = (result["lines"] for result in results)
-    assert "searching; " in first and "there is no such file yet" in first
-    assert len(lines) == len(choice.samples) + 1
-    assert "PartitionSearch: 1 partitions for 'tables': " in lines[0]
+        assert result["choices"] == [results[0]["choices"][0]] * 2
+        assert result["unfinished"] == {}
+        assert result["left as it was"] == [FIRST_PARTITIONS]
+    ((name, choice),) = result["choices"][0].items()
+    assert name == "tables"
+    assert sampled(choice)[:4] == [1, 2, 4, 8]
+    assert len(choice.samples) <= 7
+    for sample in choice.samples:
+        assert sample.seconds >= least_at_4(sample.num_partitions)
+    (lines, next_lines, other_lines), *others = (r["lines"] for r in results)
+    assert others == [[[], [], []]] * len(others)
+    # One line for each sample, and one for the choice.
+    assert "search.json is not taken: there is no such file yet" in lines[0]
+    assert "1 partitions for 'tables': " in lines[1]
+    assert len(lines) == 1 + len(choice.samples) + 1
     assert "'tables' gets 4 partitions: the fastest sample" in lines[-1]
-    assert others == [[]] * len(others)
+    (line,) = next_lines
+    assert "4 partitions for 'tables', as found before (in " in line
+    assert "optimizer was Adagrad, exact and is Adam, exact" in other_lines[0]
+    assert "training ended before the search" in other_lines[1]
+    assert "'tables' stays as it was" in other_lines[2]
 
 
 @pytest.mark.parametrize("engine", engines())
-def test_training_equals_training_without_the_search(cluster, engine, tmp_path):
-    path = str(tmp_path / "folder" / "search.json")
-    results = cluster(engine, 2).run(run_search, path)
-    check_searched(results)
-    for taken, anew in cluster(engine, 2).run(run_saved, path):
-        assert_same(taken["result"], results[0]["undisturbed"])
-        assert taken["choice"] == results[0]["choice"]
-        assert taken["partitions"] == [4, 4]
-        assert anew["choice"] == results[0]["choice"]
-    taken, anew = cluster(engine, 2).run(run_saved, path)[0]
+def test_a_search_changes_nothing_but_the_time(cluster, engine, tmp_path):
+    path = str(tmp_path / "a folder" / "search.json")
+    check_search(cluster(engine, 2).run(run_search, path))
