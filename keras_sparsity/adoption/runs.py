@@ -4,7 +4,11 @@ import keras
 
 from keras_sparsity import collectives, compat
 from keras_sparsity.adoption.binding import Binding, bound_arguments
-from keras_sparsity.callbacks import rank_zero, sharded_checkpoint
+from keras_sparsity.callbacks import (
+    partition_search,
+    rank_zero,
+    sharded_checkpoint,
+)
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.data import distribution
 from keras_sparsity.data.batches import split_batch
@@ -72,6 +76,7 @@ class Runs(Binding):
                 InputCheck(communicator),
                 *rank_zero.on_rank(callbacks, communicator.rank),
             ]
+        callbacks = partition_search.arranged(callbacks, communicator.size)
         # What it saves includes what the others do.
         return sorted(
             callbacks,

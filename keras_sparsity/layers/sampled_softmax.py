@@ -48,6 +48,7 @@ class SampledSoftmax(keras.layers.Layer):
             `(num_classes, dim)`. The bias starts at zero.
         seed: int, seed of the samples; by default a random one.
         num_partitions: of both tables; by default the number of processes.
+        partition_group: of both tables, see `ShardedEmbedding`.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
     Input shape:
@@ -81,6 +82,7 @@ class SampledSoftmax(keras.layers.Layer):
         kernel_initializer="glorot_uniform",
         seed=None,
         num_partitions=None,
+        partition_group=None,
         **kwargs,
     ):
         # Hidden states of 32 bits stay so under mixed precision.
@@ -94,6 +96,7 @@ class SampledSoftmax(keras.layers.Layer):
                 num_partitions,
                 ", or None for the number of processes",
             )
+        checks.optional_string("partition_group", partition_group)
         if num_sampled > num_classes:
             raise ValueError(
                 "`num_sampled` must be at most `num_classes`: the classes of "
@@ -113,6 +116,7 @@ class SampledSoftmax(keras.layers.Layer):
         self.kernel_initializer = initial_values.standardize(kernel_initializer)
         self.seed = seed
         self.num_partitions = num_partitions
+        self.partition_group = partition_group
         self.supports_masking = True
         self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
         self.kernel_table = None
@@ -148,6 +152,7 @@ class SampledSoftmax(keras.layers.Layer):
             name=name,
             owner_name=self.name if name == "kernel" else f"{self.name}/{name}",
             to_stock=to_stock,
+            partition_group=self.partition_group,
         )
 
     def _agree_on_samples(self):
@@ -277,6 +282,7 @@ class SampledSoftmax(keras.layers.Layer):
             ),
             "seed": self.seed,
             "num_partitions": self.num_partitions,
+            "partition_group": self.partition_group,
         }
 
 
