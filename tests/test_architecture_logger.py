@@ -1,5 +1,6 @@
 """What TensorBoard is told of a training."""
 
+import re
 import sys
 
 import keras
@@ -94,6 +95,32 @@ def test_everything_on_one_process(tmp_path):
         rows = found.Tensors(f"rows/{name}/embeddings")
         assert [event.step for event in rows] == [24]
     assert not [tag for tag in found.Tags()["tensors"] if "bytes" in tag]
+
+
+def test_reports_on_a_terminal(tmp_path, capsys):
+    assert command(["plan", str(tmp_path)], capsys)[0] == 1
+    train(tmp_path, False)
+    code, plan = command(["plan", str(tmp_path)], capsys)
+    assert code == 0
+    assert "after 24 steps" in plan
+    assert "sharded/embeddings" in plan
+    assert "alpha of the model" in plan
+    code, report = command(["report", str(tmp_path)], capsys)
+    assert code == 0
+    assert plan in report
+    assert re.search(r"seconds: update\s+[0-9.]+ ms", report)
+
+
+def command(arguments, capsys):
+    """Exit code and output of `keras-sparsity`."""
+    try:
+        code = ks.launch.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    output = capsys.readouterr()
+    if code:
+        assert "has no folder 'architecture'" in output.err
+    return code, output.out
 
 
 @pytest.mark.parametrize("engine", engines())

@@ -107,8 +107,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
         self._before = collections.defaultdict(Totals)
         self._steps = self._steps_since = 0
         self._seconds = 0.0
-        self._decisions = None
-        self._bytes_by_role = {}
+        self._plan = self._decisions = None
         self._shown = {}
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -127,9 +126,12 @@ class ArchitectureLogger(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         if self._steps_since:
-            self._log(is_last=True)
+            self._log()
         journal.current().measures = False
         if self._writer is not None:
+            if self._plan is not None:
+                with self._writing():
+                    tf.summary.text(PLAN, self._plan.markdown())
             self._writer.close()
 
     # Measuring.
@@ -151,7 +153,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
 
     # Writing.
 
-    def _log(self, is_last=False):
+    def _log(self):
         plan = model_plan.of_running(self.model)
         mine = {role: t.to_list() for role, t in self._since_last().items()}
         of_ranks = self._collectives.gather_objects(
@@ -175,7 +177,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
                     if facts.alpha is not None:
                         tf.summary.scalar(f"alpha/{facts.name}", facts.alpha)
                 tf.summary.scalar("alpha/of the model", plan.alpha_model)
-                self._log_plan(plan, is_last)
+                self._log_plan(plan)
                 self._log_searches()
             self._writer.flush()
         self._steps_since, self._seconds = 0, 0.0
@@ -185,12 +187,13 @@ class ArchitectureLogger(keras.callbacks.Callback):
         with self._writer.as_default(step=self._steps):
             yield
 
-    def _log_plan(self, plan, is_last):
+    def _log_plan(self, plan):
+        self._plan = plan
         decisions = [
             (v.architecture, v.num_partitions, v.sparsity.alpha is None)
             for v in plan.variables
         ]
-        if decisions != self._decisions or is_last:
+        if decisions != self._decisions:
             self._decisions = decisions
             tf.summary.text(PLAN, plan.markdown())
 
