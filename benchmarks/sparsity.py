@@ -149,7 +149,7 @@ def parse_arguments():
     add("--dim", type=int, default=64)
     add("--batch-size", type=int, default=128)
     add("--time", type=int, default=20, help="words of an example")
-    add("--rounds", type=int, default=30)
+    add("--rounds", type=int, default=20)
     add(
         "--steps",
         type=int,
