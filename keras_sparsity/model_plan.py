@@ -31,12 +31,15 @@ class VariablePlan:
         num_partitions: P on servers, else 1.
         costs: dict from each architecture that it can have to the
             `planning.TransferBytes` of a step.
+        measured_bytes: what a process sent and received for it in a step, on
+            average over the processes; None if it was not measured.
     """
 
     sparsity: sparsity.VariableSparsity
     architecture: str
     num_partitions: int
     costs: dict
+    measured_bytes: float | None = None
 
     @property
     def owner_balance(self):
@@ -81,7 +84,8 @@ class ModelPlan:
 
         P is the number of partitions on servers, balance the touches of the
         busiest owner over their mean; the last columns are the bytes that the
-        busiest machine sends and receives in a step, under each architecture.
+        busiest machine sends and receives in a step under each architecture,
+        and what was counted at the engine, for a process on average.
         """
         head, *rows = self._rows()
         lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
@@ -89,16 +93,7 @@ class ModelPlan:
 
     def print(self):
         """Shows the same on the terminal."""
-        head, *rows = self._rows()
-        table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-        for name in head:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*map(rich.text.Text, row))
-        console = rich.console.Console()
-        if not console.is_terminal:  # a file, which is as wide as needed
-            console = rich.console.Console(width=200)
-        console.print(table, self._of_the_model(), highlight=False)
+        print_markdown(self.markdown())
 
     def _rows(self):
         dense = [v for v in self.variables if v.sparsity.alpha is None]
@@ -123,6 +118,34 @@ class ModelPlan:
             f"machines of {self.cluster.processes_per_machine} (engine "
             f"{self.engine}), sent and received: {moved or 'nothing'}."
         )
+
+
+def print_markdown(text):
+    """Shows Markdown on the terminal, its one table as wide as need be."""
+    lines = [_cells(line) for line in text.splitlines() if line.startswith("|")]
+    head, _, *rows = lines
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(rich.text.Text, row))
+    console = rich.console.Console()
+    if not console.is_terminal:  # a file, which is as wide as needed
+        console = rich.console.Console(width=200)
+    before, _, after = text.partition("|")
+    after = "\n".join(x for x in after.splitlines()[1:] if x[:1] != "|")
+    for part in (before, table, after):
+        if not isinstance(part, str) or part.strip():
+            is_text = isinstance(part, str)
+            console.print(
+                part.strip() if is_text else part,
+                highlight=False,
+                markup=False,
+            )
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
 def plan(model, dataset, cluster=None, engine=None, num_batches=8):
@@ -320,6 +343,7 @@ def of_running(model):
 _HEAD = [
     *("variable", "shape", "size", "alpha", "architecture", "P", "balance"),
     *transfer_cost.ARCHITECTURES,
+    "measured",
 ]
 
 
@@ -335,6 +359,7 @@ def _row(variable):
         str(variable.num_partitions) if variable.architecture == "ps" else "",
         "" if balance is None else f"{balance:.2f}",
         *_costs([variable]),
+        _spell_bytes(variable.measured_bytes),
     ]
 
 
@@ -349,7 +374,16 @@ def _row_of_all(variables):
         "",
         "",
         *_costs(variables),
+        _spell_bytes(
+            sum(v.measured_bytes for v in variables)
+            if all(v.measured_bytes is not None for v in variables)
+            else None
+        ),
     ]
+
+
+def _spell_bytes(count):
+    return "" if count is None else filesize.decimal(round(count))
 
 
 def _costs(variables):
@@ -357,7 +391,7 @@ def _costs(variables):
     for name in transfer_cost.ARCHITECTURES:
         of_each = [v.costs[name] for v in variables if name in v.costs]
         total = sum(cost.busiest_bytes for cost in of_each)
-        costs.append(filesize.decimal(round(total)) if of_each else "")
+        costs.append(_spell_bytes(total if of_each else None))
     return costs
 
 
