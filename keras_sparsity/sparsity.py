@@ -98,7 +98,8 @@ def measured(model):
     a table that is spread does not travel, and is not counted.
 
     Every rank must call it, between steps, for example in a callback. It
-    sends a few numbers for each variable and disturbs nothing.
+    sends a few numbers for each variable and disturbs nothing. What was
+    measured is not saved, and begins anew for a table that is moved.
 
     Args:
         model: a model or a layer, or a list of variables.

@@ -8,7 +8,8 @@ never wait for each other because of it.
 
 Counting goes through all ids, so only some steps are sampled: the first ones,
 and then every 16th. Of the others each pays one small read, one condition and
-one small write for each variable.
+one small write for each variable. In memory stays one int32 for each row that
+is counted here.
 """
 
 import contextlib
@@ -20,8 +21,9 @@ import tensorflow as tf
 from keras_sparsity import collectives
 from keras_sparsity.own_variable import OwnVariable
 
-# Steps sampled at the start, and the distance of those that follow. On 1,000
-# ids a sampled step takes about 0.1 ms longer: benchmarks/sparsity.py.
+# Steps sampled at the start, and the distance of those that follow. For each
+# variable, on 2,560 ids, a sampled step takes 59 microseconds longer, another
+# 9: 12 on average (benchmarks/sparsity.py).
 _FIRST = 16
 _EVERY = 16
 

@@ -118,10 +118,15 @@ class Twice(keras.layers.Layer):
 NAMES = ["sharded", "twice", "ordinary", "dense"]
 
 
-def make_model():
+def make_model(regularizer=None):
     inputs = keras.Input((IDS,), dtype="int32")
     layers = [
-        ks.layers.ShardedEmbedding(ROWS, DIM, num_partitions=PARTITIONS),
+        ks.layers.ShardedEmbedding(
+            ROWS,
+            DIM,
+            num_partitions=PARTITIONS,
+            embeddings_regularizer=regularizer,
+        ),
         Twice(),
         keras.layers.Embedding(ROWS, DIM),
     ]
@@ -130,17 +135,39 @@ def make_model():
     return keras.Model(inputs, dense(keras.layers.Flatten()(rows)))
 
 
+class Reader(keras.callbacks.Callback):
+    """Reads between the first steps."""
+
+    def on_train_begin(self, logs=None):
+        self.num_steps = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        if len(self.num_steps) < 4:
+            first = ks.sparsity.measured(self.model)[0]
+            self.num_steps.append(first.num_steps)
+
+
 def fit_all(steps_per_execution=1, machines=None):
     """What is measured of each variable, by name; the model."""
     strategy = ks.HybridStrategy()
     if machines is not None:
         assert strategy.collectives.machines == tuple(machines)
-    model = make_model()
+    # Of a table that is spread, it touches no row of others.
+    model = make_model("l2" if strategy.size > 1 else None)
     with strategy.scope():
         model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
     targets = np.zeros((EXAMPLES, 1))
     before = ks.sparsity.measured(model)
-    model.fit(zipf_ids(), targets, BATCH, shuffle=False, verbose=0)
+    reader = Reader()
+    model.fit(
+        *(zipf_ids(), targets, BATCH),
+        shuffle=False,
+        verbose=0,
+        callbacks=[reader],
+    )
+    assert reader.num_steps == [
+        min(steps_per_execution * calls, 16) for calls in (1, 2, 3, 4)
+    ]
     found = ks.sparsity.measured(model)
     for v, nothing, variable in zip(
         found, before, model.trainable_variables, strict=True
@@ -204,7 +231,7 @@ def check_all(found, expected):
     ]
 
 
-def test_one_process():
+def test_one_process(tmp_path):
     found, model = fit_all()
     expected = expected_of_all(1)
     check_all(found, expected)
@@ -215,6 +242,10 @@ def test_one_process():
     check_all(dict(zip(NAMES, again, strict=True)), expected)
     # Neither weights nor the optimizer's state, which SGD has two of.
     assert (len(model.variables), len(model.optimizer.variables)) == (4, 2)
+    model.save_weights(tmp_path / "model.weights.h5")
+    model.load_weights(tmp_path / "model.weights.h5")
+    again = ks.sparsity.measured(model)
+    check_all(dict(zip(NAMES, again, strict=True)), expected)
 
 
 def test_the_check_can_fail():
@@ -301,6 +332,9 @@ def own_loop():
             found.append(ks.sparsity.measured(variables))
             ks.sparsity.reset(variables)
         step(tf.constant(loop_ids(strategy.rank, number)))
+    if strategy.size > 1:
+        with pytest.raises(ValueError, match="(?s)must be the same.*rank 1"):
+            ks.sparsity.measured(variables[strategy.rank :])
     return [*found, ks.sparsity.measured(variables)]
 
 
@@ -372,6 +406,15 @@ def test_left_out_and_under_xla():
         np.testing.assert_array_equal(one, other)
     check(found[0], count(steps_of(zipf_ids()[: 3 * BATCH], 1)))
     assert [v.num_steps for v in without] == [0, 0, 0, 0]
+
+
+def test_a_gradient_that_is_dense_is_told_so():
+    model = make_model("l2")
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(zipf_ids()[:BATCH], np.zeros((BATCH, 1)), verbose=0)
+    found = ks.sparsity.measured(model)
+    assert [v.alpha is None for v in found] == [True, False, False, True]
 
 
 def test_unequal_machines_have_a_spec():
