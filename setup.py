@@ -36,9 +36,10 @@ setup(
         "gpu": ["tensorflow[and-cuda]>=2.16"],
         "horovod": ["tensorflow-cpu>=2.16,<2.19", *HOROVOD],
         "horovod-gpu": ["tensorflow[and-cuda]>=2.16,<2.19", *HOROVOD],
-        "tensorboard": ["tensorboard"],
+        "tensorboard": ["tensorboard", "matplotlib"],
         "dev": [
             "hypothesis",
+            "matplotlib",
             "pre-commit",
             "pytest>=8",
             "pytest-timeout",

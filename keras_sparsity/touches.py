@@ -188,6 +188,21 @@ def discard(variable):
         delattr(variable, _ATTRIBUTE)
 
 
+@contextlib.contextmanager
+def apart(variables):
+    """While entered, what is traced counts apart from all that was before."""
+    before = [(v, existing(v)) for v in variables]
+    for variable in variables:
+        discard(variable)
+    try:
+        yield
+    finally:
+        for variable, counts in before:
+            discard(variable)
+            if counts is not None:
+                setattr(variable, _ATTRIBUTE, counts)
+
+
 def note(variable, ids, counts):
     """`Touches.note`, unless it is left out."""
     if not _left_out:

@@ -321,6 +321,23 @@ def test_captured_by_a_function_of_several_others():
     assert tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32) == 3
 
 
+def test_anonymous_name():
+    handles = [
+        tf.raw_ops.VarHandleOp(
+            dtype=tf.int32, shape=[], shared_name=compat.anonymous_name()
+        )
+        for _ in range(2)
+    ]
+    for value, handle in enumerate(handles):
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value))
+    read = tf.function(
+        lambda: tf.raw_ops.ReadVariableOp(resource=handles[0], dtype=tf.int32)
+    )
+    assert read() == 0
+    handles.clear()  # the function keeps it alive
+    assert read() == 0
+
+
 def test_abort_collectives():
     # It ends the collectives of this process for good: see test_watch.py.
     from tensorflow.python.eager import context
