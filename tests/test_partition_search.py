@@ -12,7 +12,7 @@ import tensorflow as tf
 from hypothesis import strategies as st
 
 import keras_sparsity as ks
-from keras_sparsity.callbacks import step_seconds
+from keras_sparsity.callbacks import saved_partitions, step_seconds
 from keras_sparsity.planning.partition_search import busiest_rows
 from keras_sparsity.tables.layout import Layout
 from tests import oracles
@@ -83,8 +83,6 @@ def by_owners(theta, size):
     ],
 )
 def test_doubles_until_it_rises_then_halves(curve, start, options, expected):
-    if "allowed" in options:
-        options = {"allowed": options["allowed"].__contains__}
     sampler = searched(curve, size=1024, start=start, **options)
     assert sampled(sampler)[: len(expected)] == expected
     # The fit's best may follow, inside of the range.
@@ -436,3 +434,272 @@ def check_search(results):
 def test_a_search_changes_nothing_but_the_time(cluster, engine, tmp_path):
     path = str(tmp_path / "a folder" / "search.json")
     check_search(cluster(engine, 2).run(run_search, path))
+
+
+# What counts as a step's time.
+
+STEP_SECONDS = 0.1
+
+
+class InTheWay(keras.callbacks.Callback):
+    """Spends time around each step, as users' callbacks do."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        time.sleep(2 * STEP_SECONDS)
+
+    on_train_batch_end = on_train_batch_begin
+
+
+def time_steps():
+    """One sample: of steps that take longer on rank 1, two at a time."""
+    is_slow = ks.collectives.current().rank == 1
+    model = built(
+        lambda count: STEP_SECONDS if is_slow else STEP_SECONDS / 10,
+        optimizer="sgd",
+        steps_per_execution=2,
+    )
+    callback = search(start=FIRST_PARTITIONS, num_steps=6)
+    trained(model, callback, InTheWay(), epochs=1)
+    return callback.result["tables"], partitions_of(model)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_the_time_is_that_of_the_slowest_ranks_steps(cluster, engine):
+    results = cluster(engine, 2).run(time_steps)
+    for choice, partitions in results:
+        assert choice == results[0][0]
+        (sample,) = choice.samples
+        assert sample.num_partitions == FIRST_PARTITIONS
+        # Of one step, without what callbacks do.
+        assert STEP_SECONDS <= sample.seconds < 1.8 * STEP_SECONDS
+        assert partitions == [FIRST_PARTITIONS]
+
+
+# All else: without tracing, which takes longest.
+
+
+class Interruption(Exception):
+    pass
+
+
+class InterruptAfter(keras.callbacks.Callback):
+    """Ends a training in the middle, on every rank."""
+
+    def __init__(self, num_steps):
+        super().__init__()
+        self._left = num_steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._left -= 1
+        if not self._left:
+            raise Interruption
+
+
+class Watch(keras.callbacks.Callback):
+    """What each step finds: partitions, and bytes of tables and slots."""
+
+    def __init__(self):
+        super().__init__()
+        self.partitions, self.num_bytes = [], []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.partitions.append(tuple(partitions_of(self.model)))
+        pieces = [
+            piece
+            for table, pieces in self.model.optimizer.places()
+            for piece in (pieces if table is not None else [])
+        ]
+        for layer in self.model.layers:
+            if isinstance(layer, ks.layers.ShardedEmbedding):
+                pieces += layer.table.partitions
+        self.num_bytes.append(sum(4 * int(np.prod(p.shape)) for p in pieces))
+
+
+# Of the 26 rows of each of two tables one process may have 18, with Adagrad's
+# slots.
+LIMIT = 2 * 18 * DIM * 4 * 2
+
+
+def eager():
+    return built(groups=("a", None), optimizer="adagrad", run_eagerly=True)
+
+
+def run_eager(folder):
+    """Interrupted, resumed, ended before the search, and gone on with."""
+    plain = eager()
+    undisturbed = [trained(plain, epochs=2), trained(plain, epochs=3)]
+
+    model, watch = eager(), Watch()
+    callback = search(memory_limit_bytes=LIMIT)
+    searched = [trained(model, callback, watch, epochs=2)]
+    ended_with = {**callback.result}
+    searched += [trained(model, callback, watch, epochs=3)]
+
+    checkpoint = ks.callbacks.ShardedCheckpoint(folder, every_steps=3)
+    with contextlib.suppress(Interruption):
+        trained(eager(), search(), checkpoint, InterruptAfter(11), epochs=2)
+    checkpoint = ks.callbacks.ShardedCheckpoint(folder)
+    resumed_watch = Watch()
+    resumed = trained(eager(), search(), checkpoint, resumed_watch, epochs=2)
+    return {
+        "undisturbed": undisturbed,
+        "searched": searched,
+        "ended with": ended_with,
+        "result": callback.result,
+        "num_bytes": watch.num_bytes,
+        "tried": watch.partitions,
+        "partitions": partitions_of(model),
+        "resumed": resumed,
+        "resumed steps": len(resumed_watch.partitions),
+    }
+
+
+def check_eager(results):
+    for result in results:
+        for left, right in zip(
+            result["undisturbed"], result["searched"], strict=True
+        ):
+            assert_same(left, right)
+        assert_same(result["undisturbed"][0], result["resumed"])
+        assert 0 < result["resumed steps"] < 2 * NUM_BATCHES
+        assert result["result"] == results[0]["result"]
+        assert max(result["num_bytes"]) <= LIMIT
+    choices, tried = result["result"], result["tried"]
+    assert list(choices) == ["a", "tables"]
+    counts = [choice.num_partitions for choice in choices.values()]
+    assert result["partitions"] == counts
+    # One partition would be too much for its owner.
+    for choice in choices.values():
+        assert choice.samples[0].num_partitions == 2
+        assert 1 not in sampled(choice)
+    # The second fit went on where the first one had ended.
+    first = result["ended with"]["a"].samples
+    assert choices["a"].samples[: len(first)] == first
+    # One group after the other.
+    begin = next(i for i, p in enumerate(tried) if p[1] != FIRST_PARTITIONS)
+    assert {p[0] for p in tried[begin:]} == {counts[0]}
+    assert {p[0] for p in tried[:begin]} >= set(sampled(choices["a"]))
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_groups_limits_interruptions(cluster, engine, tmp_path):
+    check_eager(cluster(engine, 2).run(run_eager, str(tmp_path)))
+
+
+def run_on_machines():
+    undisturbed = trained(eager(), epochs=1)
+    model, callback = eager(), search(per_table=True)
+    searched = trained(model, callback, epochs=1)
+    in_no_time = search(max_seconds=1e-6)
+    other = eager()
+    with printed() as lines:
+        trained(other, in_no_time, epochs=1, steps_per_epoch=1)
+    return {
+        "undisturbed": undisturbed,
+        "searched": searched,
+        "result": callback.result,
+        "partitions": partitions_of(model),
+        "in no time": (in_no_time.result, partitions_of(other), lines),
+    }
+
+
+def test_four_processes_on_two_machines(cluster):
+    """It starts with two partitions."""
+    results = cluster("native", 4, machines=2).run(run_on_machines)
+    for result in results:
+        assert_same(result["undisturbed"], result["searched"])
+        assert result["result"] == results[0]["result"]
+        assert list(result["result"]) == ["a"]
+        # Eight steps are two samples.
+        choice = result["result"]["a"]
+        assert sampled(choice) == [2, 4]
+        assert result["partitions"] == [
+            choice.num_partitions,
+            FIRST_PARTITIONS,
+        ]
+        found, partitions, lines = result["in no time"]
+        assert found == {}
+        assert partitions == [FIRST_PARTITIONS] * 2
+        if result is results[0]:
+            assert "1e-06 seconds are over before the search" in lines[0]
+            assert "'a' stays as it was" in lines[1]
+        else:
+            assert lines == []
+
+
+# Where there is nothing to search.
+
+
+def search_nothing():
+    with printed() as lines:
+        model, callback = built(groups=(None,)), search()
+        if ks.collectives.current().size > 1:
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            with ks.HybridStrategy().scope():
+                model.compile("sgd", loss="mse")
+        trained(model, callback, epochs=1)
+    return lines, callback.result
+
+
+def test_nothing_to_search_in_one_process():
+    assert search_nothing() == (
+        [
+            "PartitionSearch: nothing to search, the model trains in one "
+            "process."
+        ],
+        {},
+    )
+
+
+def test_nothing_to_search_without_tables(cluster):
+    line = "PartitionSearch: nothing to search, the model has no sharded table."
+    results = cluster("native", 2).run(search_nothing)
+    assert results == [([line], {}), ([], {})]
+
+
+def test_nothing_to_search_without_a_strategy(capsys):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd", loss="mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0, callbacks=[search()])
+    assert "not compiled in `strategy.scope()`" in capsys.readouterr().out
+
+
+def test_one_search_at_a_time():
+    with pytest.raises(ValueError, match="Give `fit` one PartitionSearch"):
+        trained(built(), search(), search())
+
+
+# The file.
+
+
+@pytest.mark.parametrize(
+    "text,reason",
+    [
+        ("{", "it cannot be read (JSONDecodeError"),
+        ("[]", "it cannot be read (TypeError"),
+        ('{"version": 0}', "it is of version 0, not 1"),
+        ('{"version": 1}', "it cannot be read (KeyError"),
+    ],
+)
+def test_a_file_that_is_none(tmp_path, text, reason):
+    path = tmp_path / "search.json"
+    path.write_text(text)
+    choices, why = saved_partitions.load(path, {})
+    assert choices is None
+    assert why.startswith(reason)
+
+
+def test_the_file_says_for_what_it_was_found(tmp_path):
+    path = tmp_path / "search.json"
+    choice = searched(by_owners((0.01, 0.1, 0.001), 4), 4).choice()
+    saved_partitions.save(path, {"processes": 4, "old": 1}, {"tables": choice})
+    assert saved_partitions.load(path, {"processes": 4, "old": 1}) == (
+        {"tables": choice},
+        None,
+    )
+    assert saved_partitions.load(path, {"processes": 2, "new": 1}) == (
+        None,
+        "processes was 4 and is 2; new was not there and is 1; "
+        "old was 1 and is not there",
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["search.json"]
