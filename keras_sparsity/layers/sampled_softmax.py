@@ -48,6 +48,8 @@ class SampledSoftmax(keras.layers.Layer):
             `(num_classes, dim)`. The bias starts at zero.
         seed: int, seed of the samples; by default a random one.
         num_partitions: of both tables; by default the number of processes.
+        architecture: `"ps"`, `"allgather"` or `"allreduce"`, see
+            `ks.ShardedTable`; by default what the strategy says.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
     Input shape:
@@ -81,6 +83,7 @@ class SampledSoftmax(keras.layers.Layer):
         kernel_initializer="glorot_uniform",
         seed=None,
         num_partitions=None,
+        architecture=None,
         **kwargs,
     ):
         # Hidden states of 32 bits stay so under mixed precision.
@@ -112,7 +115,12 @@ class SampledSoftmax(keras.layers.Layer):
         self.use_bias = use_bias
         self.kernel_initializer = initial_values.standardize(kernel_initializer)
         self.seed = seed
+        if architecture is not None:
+            checks.architecture(
+                "architecture", architecture, ", or None for the strategy's"
+            )
         self.num_partitions = num_partitions
+        self.architecture = architecture
         self.supports_masking = True
         self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
         self.kernel_table = None
@@ -142,6 +150,7 @@ class SampledSoftmax(keras.layers.Layer):
             self.num_classes,
             dim,
             num_partitions=self.num_partitions,
+            architecture=self.architecture,
             initializer=initializer,
             dtype=self.variable_dtype,
             trainable=self.trainable,
@@ -277,6 +286,7 @@ class SampledSoftmax(keras.layers.Layer):
             ),
             "seed": self.seed,
             "num_partitions": self.num_partitions,
+            "architecture": self.architecture,
         }
 
 

@@ -29,6 +29,8 @@ class ShardedEmbedding(keras.layers.Embedding):
             constraints act on each row by itself (`axis=1`).
         num_partitions: number of partitions of the table; by default the
             number of processes. The result of training does not depend on it.
+        architecture: `"ps"`, `"allgather"` or `"allreduce"`, see
+            `ks.ShardedTable`; by default what the strategy says.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
     Input shape:
@@ -58,6 +60,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         mask_zero=False,
         weights=None,
         num_partitions=None,
+        architecture=None,
         **kwargs,
     ):
         for name in ("lora_rank", "lora_alpha", "quantization_config"):
@@ -98,7 +101,12 @@ class ShardedEmbedding(keras.layers.Embedding):
             mask_zero=mask_zero,
             **kwargs,
         )
+        if architecture is not None:
+            checks.architecture(
+                "architecture", architecture, ", or None for the strategy's"
+            )
         self.num_partitions = num_partitions
+        self.architecture = architecture
         self.table = None
         if weights is not None:
             self.build()
@@ -119,6 +127,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             self.input_dim,
             self.output_dim,
             num_partitions=self.num_partitions,
+            architecture=self.architecture,
             initializer=self.embeddings_initializer,
             regularizer=self.embeddings_regularizer,
             constraint=self.embeddings_constraint,
@@ -172,4 +181,5 @@ class ShardedEmbedding(keras.layers.Embedding):
         for name in ("lora_rank", "lora_alpha", "quantization_config"):
             config.pop(name, None)
         config["num_partitions"] = self.num_partitions
+        config["architecture"] = self.architecture
         return config
