@@ -4,6 +4,8 @@ import tensorflow as tf
 
 from keras_sparsity import collectives, touches
 from keras_sparsity.tables.exchange import split_gradient
+from keras_sparsity.tables.sharded_table import strategy_architecture
+from keras_sparsity.tables.table_variable import TableVariable
 
 _HOW_TO_CHANGE_ROWS = (
     " Change the values only: "
@@ -70,7 +72,7 @@ class Aggregation:
     def is_spread(self, variable):
         return self.pieces_of(variable)[0] is not variable
 
-    def aggregate(self, grads, variables):
+    def aggregate(self, grads, variables, needs_rows):
         """One gradient for each of the model's variables, of all ranks.
 
         Args:
@@ -78,6 +80,8 @@ class Aggregation:
                 `tf.IndexedSlices`; of a spread table, those of the rows that
                 this rank owns, which have arrived already.
             variables: list of the model's variables they belong to.
+            needs_rows: whether of a variable, given to this function, only
+                the touched rows may be updated.
 
         Returns:
             List of `Update`. Rows may occur twice.
@@ -85,11 +89,21 @@ class Aggregation:
         communicator = collectives.current()
         updates = []
         dense = []
+        touched = []
+        rows = set()
         for gradient, variable in zip(grads, variables, strict=True):
             is_slices = isinstance(gradient, tf.IndexedSlices)
+            if is_slices:
+                rows.add(id(variable))
             if self.is_spread(variable):
                 _check_is_slices(gradient, variable)
                 touches.end_step(variable)
+            elif is_slices and _is_all_reduced(communicator, variable):
+                touches.end_step(variable, gradient.indices)
+                if needs_rows(variable):
+                    touched.append((len(updates), _touched(gradient)))
+                gradient = _dense(gradient, variable)
+                is_slices = False
             elif is_slices:
                 counts = None
                 if communicator.size > 1:
@@ -104,13 +118,19 @@ class Aggregation:
         if dense and communicator.size > 1:
             # One call: fused into few messages.
             reduced = communicator.all_reduce(
-                [update.gradient for update in dense], name="optimizer/dense"
+                [update.gradient for update in dense]
+                + [is_touched for _, is_touched in touched],
+                name="optimizer/dense",
             )
-            for update, gradient in zip(dense, reduced, strict=True):
-                update.gradient = gradient
+            for update in dense:
+                update.gradient = reduced.pop(0)
+            for (place, _), is_touched in zip(touched, reduced, strict=True):
+                updates[place].gradient = _rows_of(
+                    updates[place].gradient, is_touched
+                )
         for update in updates if communicator.size > 1 else ():
-            is_slices = isinstance(update.gradient, tf.IndexedSlices)
-            if self._scales_sparse if is_slices else self._scales_dense:
+            is_of_rows = id(update.variable) in rows
+            if self._scales_sparse if is_of_rows else self._scales_dense:
                 # Each rank's loss has its share of the global batch already.
                 update.gradient = tf.math.scalar_mul(
                     communicator.size, update.gradient
@@ -274,6 +294,29 @@ def _gather_slices(communicator, slices, variable):
         return ends - starts - 1
 
     return tf.IndexedSlices(values, indices, slices.dense_shape), counts
+
+
+def _is_all_reduced(communicator, variable):
+    """Whether the rows of a gradient are summed as a dense one."""
+    if communicator.size == 1:
+        return False
+    if isinstance(variable, TableVariable):
+        return variable.table.architecture == "allreduce"
+    return strategy_architecture() == "allreduce"
+
+
+def _touched(slices):
+    """How often each row of a variable has a gradient."""
+    ones = tf.ones_like(slices.indices, slices.values.dtype)
+    num_rows = slices.dense_shape[0]
+    return tf.math.unsorted_segment_sum(ones, slices.indices, num_rows)
+
+
+def _rows_of(gradient, is_touched):
+    """`tf.IndexedSlices` of the rows of a dense gradient that were touched."""
+    rows = tf.where(is_touched > 0)[:, 0]
+    shape = tf.shape(gradient, tf.int64)
+    return tf.IndexedSlices(tf.gather(gradient, rows), rows, shape)
 
 
 def _check_is_slices(gradient, variable):

@@ -3,6 +3,8 @@
 import numpy as np
 import tensorflow as tf
 
+ARCHITECTURES = ("ps", "allgather", "allreduce")
+
 
 def check(is_valid, name, value, expected):
     """Raises unless an argument is valid.
@@ -40,6 +42,16 @@ def positive_number(name, value, otherwise=""):
         name,
         value,
         f"a positive number{otherwise}",
+    )
+
+
+def architecture(name, value, otherwise=""):
+    """Checks for one of the ways in which a table is held and trained."""
+    check(
+        isinstance(value, str) and value in ARCHITECTURES,
+        name,
+        value,
+        f"'ps', 'allgather' or 'allreduce'{otherwise}",
     )
 
 

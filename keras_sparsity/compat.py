@@ -261,7 +261,22 @@ def exclude_from_weight_decay_too(optimizer, variable, others):
     """Excludes others where a variable is (`_exclude_from_weight_decay`)."""
     excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
     if excluded and optimizer._var_key(variable) in excluded:
-        excluded.update(optimizer._var_key(other) for other in others)
+        exclude_from_weight_decay(optimizer, others)
+
+
+def exclude_from_weight_decay(optimizer, variables):
+    """Excludes more variables than have been (`_exclude_from_weight_decay`)."""
+    if variables:
+        optimizer._exclude_from_weight_decay.update(
+            optimizer._var_key(variable) for variable in variables
+        )
+
+
+def excluded_from_weight_decay(optimizer):
+    """Which of the variables that it was built with: their places."""
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", ())
+    places = optimizer._trainable_variables_indices
+    return [place for key, place in places.items() if key in excluded]
 
 
 def iterations(optimizer):

@@ -1,34 +1,27 @@
 """Tables that change their place while they are trained."""
 
-import dataclasses
-import functools
-
 import keras
 import tensorflow as tf
 
-from keras_sparsity import checks, touches
+from keras_sparsity import checks, collectives, touches
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.saving import tables_of
 from keras_sparsity.tables.relocation import relocate
-from keras_sparsity.tables.table_variable import Partition, empty, slot_like
+from keras_sparsity.tables.table_variable import empty, slot_like
+
+__all__ = ["move", "repartition"]
 
 
 def repartition(model, partitions):
     """Gives spread tables another number of partitions, with their slots.
 
-    The rows go from owner to owner in blocks, so that no rank ever holds a
-    whole table. Training goes on as if nothing had happened: its result does
-    not depend on the number of partitions. Every rank calls it, between two
-    steps: also in the middle of `fit`, from a callback's
-    `on_train_batch_end`. A `tf.function` of your own that trains or reads the
-    table must be made anew. In one process there is nothing to move.
+    As `move` does it, without a change of the architecture: a table that every
+    rank has whole only remembers the number. No rank ever holds a whole table
+    for it, and training's result is the same to the bit.
 
     Args:
-        model: the model. The slots are those of `model.optimizer`; a custom
-            loop assigns its `ks.HybridOptimizer` there.
-        partitions: dict from `ks.ShardedTable` (`layer.table` of a
-            `ShardedEmbedding`, one of `layer.tables` of a `SampledSoftmax`)
-            to its number of partitions.
+        model: as for `move`.
+        partitions: dict from `ks.ShardedTable` to its number of partitions.
 
     Example:
 
@@ -40,32 +33,75 @@ def repartition(model, partitions):
     References:
         EuroSys 3.2 (partitioning).
     """
-    _check_between_steps()
-    tables = _checked_tables(model, partitions)
-    for table, count in partitions.items():
-        checks.positive_integer(f"partitions[{table.owner_name!r}]", count)
-    optimizer = _optimizer(model)
-    spread = [table for table in tables if table.is_sharded]
-    if spread:
-        spread[0].collectives.check_equal(
-            {t.variable.path: int(partitions[t]) for t in tables},
-            "The numbers of partitions that tables are to have",
-            "Every rank must make the same moves, also of tables in the same "
-            "order.",
-        )
-    moves = []
+    tables = _checked_tables(
+        model, partitions, "partitions", "its number of partitions"
+    )
     for table in tables:
-        count = int(partitions[table])
-        table.requested_partitions = count
-        if table.is_sharded and count != table.layout.num_partitions:
-            moves.append(_move(table, count, optimizer))
-    if optimizer and moves:
-        optimizer.follow(moves)
-    if moves:
-        _trace_anew(model)
+        checks.positive_integer(
+            f"partitions[{table.owner_name!r}]", partitions[table]
+        )
+    _move(model, {t: (t.architecture, int(partitions[t])) for t in tables})
 
 
-def _check_between_steps():
+def move(model, moves):
+    """Gives tables another architecture, with their slots.
+
+    Rows go from owner to owner, or from the owners to all ranks, in blocks of
+    a few MiB, and where every rank has the whole table already nothing is
+    sent. Training goes on as if nothing had happened; of `"allgather"` and
+    `"allreduce"` the result differs by rounding. Every rank calls it, between
+    two steps: also in the middle of `fit`, from a callback's
+    `on_train_batch_end`. A `tf.function` of your own that trains or reads the
+    table must be made anew. In one process there is nothing to move.
+
+    Args:
+        model: the model. The slots are those of `model.optimizer`; a custom
+            loop assigns its `ks.HybridOptimizer` there.
+        moves: dict from `ks.ShardedTable` (`layer.table` of a
+            `ShardedEmbedding`, each of `layer.tables` of a `SampledSoftmax`)
+            to its architecture (see `ks.ShardedTable`), or to `("ps",
+            num_partitions)`.
+
+    Example:
+
+    >>> import keras, keras_sparsity as ks
+    >>> layer = ks.layers.ShardedEmbedding(100, 8)
+    >>> model = keras.Sequential([keras.Input((3,)), layer])
+    >>> move(model, {layer.table: "allreduce"})
+    >>> move(model, {layer.table: ("ps", 4)})
+
+    References:
+        EuroSys 3.1 (architectures), 3.2 (partitioning).
+    """
+    tables = _checked_tables(
+        model, moves, "moves", "its architecture, or ('ps', num_partitions)"
+    )
+    _move(model, {t: _checked_target(t, moves[t]) for t in tables})
+
+
+def settle(model, strategy):
+    """Gives a model's tables the architecture that they were made for.
+
+    Those that were made outside of a strategy's scope did not know it.
+    """
+    communicator, architecture = strategy.collectives, strategy.architecture
+    tables = [t for t in tables_of(model) if t.variable.is_built]
+    for table in tables:
+        table.shard(communicator, architecture)
+    targets = {t: t.requested_architecture or architecture for t in tables}
+    _move(
+        model,
+        {
+            table: (target, table.requested_partitions)
+            for table, target in targets.items()
+            if table.architecture not in (None, target)
+        },
+        is_asked_for=False,
+    )
+
+
+def _checked_tables(model, moves, name, to_what):
+    """The tables of a request, in the model's order."""
     is_in_step = not tf.executing_eagerly() or (
         tf.distribute.has_strategy()
         and not tf.distribute.in_cross_replica_context()
@@ -76,94 +112,135 @@ def _check_between_steps():
             "which uses them where they are. Move them between two steps, for "
             "example from a callback's `on_train_batch_end`."
         )
-
-
-def _checked_tables(model, moves):
-    """The tables of a request, in the model's order."""
     checks.check(
         isinstance(model, keras.Model), "model", model, "a `keras.Model`"
     )
     checks.check(
         isinstance(moves, dict),
-        "partitions",
+        name,
         moves,
-        "a dict from a `ks.ShardedTable` to its number of partitions",
+        f"a dict from a `ks.ShardedTable` to {to_what}",
     )
     tables = tables_of(model)
     for table in moves:
         if table not in tables:
             raise ValueError(
-                "Only tables of the model can be moved. Received: "
+                f"The keys of `{name}` must be tables of the model. Received: "
                 f"{getattr(table, 'owner_name', table)!r} (of type "
                 f"{type(table).__name__}). The model '{model.name}' has the "
                 f"tables {[t.owner_name for t in tables]}: `layer.table` of a "
                 "`ShardedEmbedding`, `layer.tables` of a `SampledSoftmax`."
             )
-        if not table.variable.is_built:
+        is_distributed = table.collectives or collectives.current().size == 1
+        if not (table.variable.is_built and is_distributed):
             raise ValueError(
-                f"The table '{table.owner_name}' has no rows yet. Build the "
-                "model before its tables are moved."
+                f"The table '{table.owner_name}' is not distributed yet. "
+                "Build the model, and compile it inside of "
+                "`strategy.scope()`, before its tables are moved."
             )
     return [table for table in tables if table in moves]
+
+
+def _checked_target(table, target):
+    """`(architecture, number of partitions)` of what was asked for."""
+    name = f"moves[{table.owner_name!r}]"
+    count = table.requested_partitions
+    if isinstance(target, tuple) and len(target) == 2:
+        target, count = target
+        checks.positive_integer(f"{name}[1]", count)
+    checks.architecture(name, target, ", or ('ps', num_partitions)")
+    return target, count
+
+
+def _move(model, targets, is_asked_for=True):
+    """Moves tables, in the model's order, where they are not there yet.
+
+    Args:
+        model: the model.
+        targets: dict from table to `(architecture, number of partitions)`.
+        is_asked_for: whether the table is to stay there, also when the model
+            is compiled again.
+    """
+    communicator = collectives.current()
+    if targets and communicator.size > 1:
+        communicator.check_equal(
+            {table.variable.path: to for table, to in targets.items()},
+            "The moves of a model's tables",
+            "Every rank must make the same moves.",
+        )
+    optimizer = _optimizer(model)
+    layouts = {}
+    for table, (architecture, count) in targets.items():
+        layouts[table] = table.layout
+        if communicator.size > 1:
+            layouts[table] = table.layout_of(architecture, count)
+        if layouts[table] is not None and not table.is_sharded:
+            table.check_can_be_spread()
+    moved = []
+    is_changed = False
+    for table, (architecture, count) in targets.items():
+        table.requested_partitions = count
+        if table.collectives and architecture != table.architecture:
+            table.architecture = architecture
+            if is_asked_for:
+                table.requested_architecture = architecture
+            touches.discard(table.variable)
+            is_changed = True
+        if layouts[table] != table.layout:
+            moved.append(_move_rows(table, layouts[table], optimizer))
+    if moved and optimizer:
+        optimizer.follow(moved)
+    if moved or is_changed:
+        _trace_anew(model)
 
 
 def _optimizer(model):
     """The optimizer that has the tables' slots, or None."""
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is None:
-        return None
-    if not isinstance(optimizer, HybridOptimizer):
-        raise ValueError(
-            f"The optimizer of the model '{model.name}' is not wrapped, so it "
-            f"cannot follow tables that are moved. Received: {optimizer}. "
-            "Write `with strategy.scope(): model.compile(...)`, or "
-            "`model.optimizer = ks.HybridOptimizer(optimizer)`."
-        )
-    return optimizer if optimizer.built else None
+    is_following = isinstance(optimizer, HybridOptimizer) and optimizer.built
+    return optimizer if is_following else None
 
 
-def _move(table, num_partitions, optimizer):
+def _move_rows(table, layout, optimizer):
     """Moves a table and its slots; returns what its optimizer is to know."""
-    old = table.layout
-    new = dataclasses.replace(old, num_partitions=num_partitions)
 
-    def moved(pieces, make):
+    def rows_of(pieces):
         rows = relocate(
-            table.collectives, pieces, old, new, f"{table.role}/move"
+            table.collectives,
+            pieces,
+            table.layout,
+            layout,
+            f"{table.role}/move",
         )
-        # A rank without a partition has a piece without rows.
-        rows = rows or [tf.zeros([0, *pieces[0].shape[1:]], pieces[0].dtype)]
-        made = [make(values, index) for index, values in enumerate(rows)]
-        # What may still hold the old ones, such as a function that was traced
+        # What may still have the old ones, such as a function that was traced
         # with them, is to hold no memory, and to fail if it is called.
         for piece in pieces:
             empty(piece)
-        return made
+        # A rank without a partition has a piece without rows.
+        return rows or [tf.zeros([0, *pieces[0].shape[1:]], pieces[0].dtype)]
 
     slots = optimizer.slots_of(table.variable) if optimizer else {}
-    _check_by_rows(table, slots, optimizer)
-    table.partitions = moved(
-        table.partitions, functools.partial(Partition, table.variable)
-    )
-    table.layout = new
-    touches.discard(table.variable)
+    _check_by_rows(table, slots)
     slots = {
-        kind: moved(of_kind, functools.partial(slot_like, of_kind[0]))
+        kind: [
+            slot_like(of_kind[0], rows, index)
+            for index, rows in enumerate(rows_of(of_kind))
+        ]
         for kind, of_kind in slots.items()
     }
-    return table.variable, table.partitions, slots
+    table.variable.use(table.hold(layout, rows_of(table.pieces)))
+    return table.variable, table.pieces, slots
 
 
-def _check_by_rows(table, slots, optimizer):
+def _check_by_rows(table, slots):
     for kind, of_kind in slots.items():
-        for slot, partition in zip(of_kind, table.partitions, strict=True):
-            if slot.shape[:1] != partition.shape[:1]:
+        for slot, piece in zip(of_kind, table.pieces, strict=True):
+            if slot.shape[:1] != piece.shape[:1]:
                 raise ValueError(
-                    f"The optimizer {optimizer.inner_optimizer.name} keeps "
-                    f"state of the table '{table.owner_name}' that is not by "
-                    f"its rows, so the table cannot be moved. Received: "
-                    f"`{kind}` of shape {tuple(slot.shape)}. Expected: "
-                    f"({partition.shape[0]}, ...)."
+                    f"The optimizer keeps state of the table "
+                    f"'{table.owner_name}' that is not by its rows, so the "
+                    f"table cannot be moved. Received: `{kind}` of shape "
+                    f"{tuple(slot.shape)}. Expected: ({piece.shape[0]}, ...)."
                 )
 
 

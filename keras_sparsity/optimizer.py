@@ -80,8 +80,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             gradient: a tensor, or for rows a `tf.IndexedSlices` in which each
             row occurs once, by its index in the whole variable. Of a sharded
             table these are the touched rows that this rank owns, of an
-            ordinary `Embedding` all touched rows. It returns gradients of the
-            same kinds, shapes, dtypes and rows. Every rank must make the same
+            ordinary `Embedding` all touched rows; under the architecture
+            "allreduce" they are dense. It returns gradients of the same
+            kinds, shapes, dtypes and rows. Every rank must make the same
             change to what all of them have. Not part of the configuration:
             give it anew to a model that is loaded.
 
@@ -206,8 +207,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             of_variable = [variable]
             if isinstance(variable, TableVariable):
                 row_update.check_applies_by_rows(self._rule)
-                if variable.table.is_sharded:
-                    of_variable = list(variable.table.partitions)
+                of_variable = list(variable.table.pieces)
             pieces.append(of_variable)
         self._aggregate(var_list, pieces)
         # First of all: some rules start their slots from the variables.
@@ -301,7 +301,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         grads, variables = compat.without_missing_gradients(
             self, grads, trainable_variables
         )
-        updates = self._aggregation.aggregate(grads, variables)
+        updates = self._aggregation.aggregate(
+            grads, variables, self._updates_touched_rows_of
+        )
         if self.transform_gradients is None:
             updates = self._by_piece(updates)
         else:  # which is to see each variable as one
@@ -314,29 +316,26 @@ class HybridOptimizer(keras.optimizers.Optimizer):
 
     def _check_known(self, variable):
         pieces = self._aggregation.pieces_of(variable)
-        is_sharded = (
-            isinstance(variable, TableVariable) and variable.table.is_sharded
-        )
         if pieces is None:
             raise ValueError(
                 f"Unknown variable: {variable}. This optimizer was built with "
                 "other variables; make a new one for this model."
             )
-        if is_sharded and pieces[0] is variable:
+        is_table = isinstance(variable, TableVariable)
+        if is_table and pieces[0] is not variable.table.pieces[0]:
             raise ValueError(
-                f"The table of {variable} was spread over processes after the "
+                f"The table of {variable} was spread or moved after the "
                 "optimizer was built. Compile the model again, with a new "
-                "optimizer."
-            )
-        if is_sharded and pieces[0] is not variable.table.partitions[0]:
-            raise ValueError(
-                f"The table of {variable} was moved, and this optimizer did "
-                "not follow. Assign it to `model.optimizer` before `ks.moves` "
-                "moves tables of the model."
+                "optimizer, or assign it to `model.optimizer` before "
+                "`ks.moves` moves the model's tables, so that it follows them."
             )
 
     def _by_piece(self, updates):
         return self._aggregation.by_piece(updates, self._updates_rows_of)
+
+    def _updates_touched_rows_of(self, variable):
+        """Whether of a variable no other rows may change."""
+        return self.sparse_updates == "lazy" and self._updates_rows_of(variable)
 
     def _updates_rows_of(self, variable):
         rule = self._rule

@@ -177,13 +177,18 @@ def replace_variables(optimizer, replaced):
     """
     old_variables = list(compat.built_variables(optimizer))
     in_place_of = {}
-    slot_of = {kind: {} for kind, _ in _slot_containers(optimizer)}
-    for kind, slots in _slot_containers(optimizer):
-        for variable in old_variables:
-            index = compat.variable_index(optimizer, variable)
-            slot_of[kind][id(variable)] = _slot(slots, index)
+    not_decayed = []
+    # By place: the value of a variable, by which optimizers find it, may be
+    # another one already.
+    slot_of = {
+        kind: {id(v): _slot(slots, i) for i, v in enumerate(old_variables)}
+        for kind, slots in _slot_containers(optimizer)
+    }
+    excluded = compat.excluded_from_weight_decay(optimizer)
+    excluded = {id(old_variables[index]) for index in excluded}
     for old, new, slots in replaced:
-        compat.exclude_from_weight_decay_too(optimizer, old[0], new)
+        if id(old[0]) in excluded:
+            not_decayed += new
         in_place_of.update(_in_place_of(old, new))
         for kind, of_kind in slots.items():
             old_slots = [slot_of[kind].pop(id(v)) for v in old]
@@ -206,6 +211,7 @@ def replace_variables(optimizer, replaced):
         _replaced(compat.own_variables(optimizer), in_place_of),
         attributes,
     )
+    compat.exclude_from_weight_decay(optimizer, not_decayed)
 
 
 def _in_place_of(old, new):

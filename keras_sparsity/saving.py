@@ -180,6 +180,7 @@ def _to_stock(config):
     if kind == "ShardedEmbedding":
         inner.pop("num_partitions", None)
         inner.pop("partition_group", None)
+        inner.pop("architecture", None)
         return _stock_layer(config, "Embedding", inner)
     if kind == "SampledSoftmax":
         return _stock_layer(config, "Dense", _dense_config(inner))

@@ -32,11 +32,13 @@ class VariableSparsity:
             where the gradient is dense (alpha counts as 1), and where no step
             was sampled yet.
         alpha_machine: the fraction that all ranks of one machine touch
-            together, averaged over machines and sampled steps; where alpha
-            is None, None.
+            together, averaged over machines and sampled steps. None where
+            alpha is, and under "allreduce" with several ranks on a machine:
+            each then knows of its own touches only.
         num_steps: the sampled steps behind it; of a dense one 0.
         busiest_share: the share of all touches that the busiest 1 % of the
-            rows (at least one row) get. None without a touch.
+            rows (at least one row) get. None without a touch, and under
+            "allreduce".
         owner_shares: of a table that is spread over processes, the share of
             all touches that each rank served, as the owner of their rows;
             else None.
@@ -230,10 +232,12 @@ def _num_busiest(variable):
 def _reading(variable, rank, num_busiest=None):
     """What one rank has to tell of a variable, or None."""
     counts = touches.existing(variable)
-    # Where every rank counts all touches, one tells.
-    if counts is None or (rank > 0 and not _is_spread(variable)):
+    if counts is None:
         return None
-    return counts.read(num_busiest or _num_busiest(variable))
+    reading = counts.read(num_busiest or _num_busiest(variable))
+    # Where every rank counts all touches, one tells.
+    is_told = rank == 0 or _is_spread(variable) or reading.is_of_rank
+    return reading if is_told else None
 
 
 def _sparsity(variable, readings, machines):
@@ -250,8 +254,11 @@ def _sparsity(variable, readings, machines):
     num_touches = sum(reading.num_touches for reading in told)
     num_together = sum(reading.num_together for reading in told)
     num_elements = num_steps * variable.shape[0]
-    busiest_share = owner_shares = None
-    if num_touches:
+    busiest_share = owner_shares = alpha_machine = None
+    # What several ranks touch alike is not known where each counts its own.
+    if not told[0].is_of_rank or len(set(machines)) == len(machines):
+        alpha_machine = num_together / (len(set(machines)) * num_elements)
+    if num_touches and not told[0].is_of_rank:
         busiest = _sum_of_largest(
             [reading.busiest for reading in told], _num_busiest(variable)
         )
@@ -263,7 +270,7 @@ def _sparsity(variable, readings, machines):
     return dataclasses.replace(
         sparsity,
         alpha=num_touches / (len(machines) * num_elements),
-        alpha_machine=num_together / (len(set(machines)) * num_elements),
+        alpha_machine=alpha_machine,
         num_steps=num_steps,
         busiest_share=busiest_share,
         owner_shares=owner_shares,

@@ -4,7 +4,7 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity import adoption, collectives, metrics
+from keras_sparsity import adoption, checks, collectives, metrics
 from keras_sparsity.data import distribution
 from keras_sparsity.optimizer_arguments import checked_options
 
@@ -37,6 +37,11 @@ class HybridStrategy(tf.distribute.Strategy):
             `ks.HybridOptimizer`. One that is wrapped already keeps its own
             options; it is given `transform_gradients` if it has none. A
             custom loop gives them to `ks.HybridOptimizer` itself.
+        architecture: how tables are held, see `ks.ShardedTable`: those that
+            do not say it themselves, and are made or compiled inside of the
+            scope. `"allreduce"` also holds for the gradients of
+            ordinary `Embedding` layers: they are made dense and summed with
+            all others; else their rows are gathered from all ranks.
         timeout: seconds for which a rank may keep the others waiting (because
             it is stopped, hangs, or computes alone) before all of them are
             ended with a message on what each was doing; at least 5, and the
@@ -70,8 +75,11 @@ class HybridStrategy(tf.distribute.Strategy):
         dense_aggregation="mean",
         sparse_aggregation="mean",
         transform_gradients=None,
+        architecture="ps",
         timeout=None,
     ):
+        checks.architecture("architecture", architecture)
+        self.architecture = architecture
         self.optimizer_options = checked_options(
             sparse_updates=sparse_updates,
             dense_aggregation=dense_aggregation,

@@ -42,6 +42,7 @@ class Reading:
         num_touches: of all ranks, on the rows that are counted here.
         num_together: the same, where what the ranks of one machine touch of a
             row in a step counts once.
+        is_of_rank: whether only this rank's touches are in it.
         busiest: `(touches, rows)`, two arrays: how many of the busiest rows
             had each number of touches.
     """
@@ -49,6 +50,7 @@ class Reading:
     num_steps: int
     num_touches: int
     num_together: int
+    is_of_rank: bool
     busiest: tuple
 
 
@@ -70,6 +72,7 @@ class Touches:
         self._machines = machines
         self._num_counted = num_counted
         self._position = position
+        self._is_of_rank = False
         # In one variable: steps to go until the next sample, sampled steps,
         # touches, touches of machines.
         self._state = OwnVariable([0, 0, 0, 0], tf.int64)
@@ -104,8 +107,12 @@ class Touches:
             ids: as for `note`, of a variable that all ranks have; by default
                 those that `note` was given.
             counts: function without arguments that gives how many of each
-                rank, called where a step is sampled; None for one rank.
+                rank, called where a step is sampled; None if the ids are
+                those of this rank alone.
         """
+        self._is_of_rank = (
+            ids is not None and counts is None and len(self._machines) > 1
+        )
 
         def sample():
             if ids is None:
@@ -157,7 +164,9 @@ class Touches:
         if num_busiest < len(of_rows):
             of_rows = np.partition(of_rows, -num_busiest)[-num_busiest:]
         busiest = np.unique(of_rows, return_counts=True)
-        return Reading(num_steps, num_touches, num_together, busiest)
+        return Reading(
+            num_steps, num_touches, num_together, self._is_of_rank, busiest
+        )
 
     def reset(self):
         """Begins anew, with the first steps' samples."""

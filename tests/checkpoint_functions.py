@@ -244,10 +244,10 @@ def peak_memory(directory, num_rows, dim):
     model.fit(x, np.ones((8, 4 * dim)), batch_size=8, verbose=0)
     position = {"epoch": 0, "step": 1}
     communicator = strategy.collectives
-    with _Peak() as saving:
+    with Peak() as saving:
         storage.save(model, directory, position, communicator, keep=1)
     path, index = storage.latest(directory, communicator)
-    with _Peak() as restoring:
+    with Peak() as restoring:
         storage.restore(model, path, index, communicator, ("model",))
     part = sum(
         entry.layout.num_stored_rows()[communicator.rank] if entry.layout else 0
@@ -256,7 +256,7 @@ def peak_memory(directory, num_rows, dim):
     return part * dim * 4 / 2**20, saving.mebibytes, restoring.mebibytes
 
 
-class _Peak:
+class Peak:
     """The growth of the process's memory while it is entered, at its most."""
 
     def __enter__(self):

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity import saving
 from tests import breaks, oracles
 from tests.cluster import Cluster
 from tests.matrix_models import CLASSES, LENGTH, build
@@ -61,11 +62,14 @@ class Cell:
         batch: size of the global batch.
         left_over: number of examples in a last, smaller batch.
         epochs: number of epochs.
+        steps: number of steps in an epoch, before what is left over.
         loop: one of `LOOPS`.
         run_eagerly, steps_per_execution: as in `compile`.
         plateau: whether `ReduceLROnPlateau` watches a loss that never falls
             by enough.
         frozen: layer that is frozen in the second of three calls of `fit`.
+        architecture: the strategy's.
+        moves: what tables are moved to while `fit` runs, see `MoveAt`.
     """
 
     model: str = "pooled"
@@ -88,11 +92,14 @@ class Cell:
     batch: int = 8
     left_over: int = 0
     epochs: int = 1
+    steps: int = STEPS
     loop: str = "fit"
     run_eagerly: bool = False
     steps_per_execution: int = 1
     plateau: bool = False
     frozen: str | None = None
+    architecture: str = "ps"
+    moves: dict = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_json(cls, text):
@@ -121,7 +128,7 @@ class Cell:
 def data(cell):
     """Inputs, labels and weights (or None) of all examples."""
     rng = np.random.default_rng(7)
-    count = STEPS * cell.batch + cell.left_over
+    count = cell.steps * cell.batch + cell.left_over
     ids = oracles.zipf_ids(rng, cell.rows, (count, LENGTH))
     others = oracles.zipf_ids(rng, cell.rows, (count, 2))
     if cell.same_id:
@@ -193,7 +200,9 @@ def train(text, broken=None):
     """
     cell = Cell.from_json(text)
     with breaks.entered(broken), _afresh(cell):
-        strategy = ks.HybridStrategy(sparse_updates=cell.sparse_updates)
+        strategy = ks.HybridStrategy(
+            sparse_updates=cell.sparse_updates, architecture=cell.architecture
+        )
         model = build(cell, ks.layers.ShardedEmbedding, strategy.size)
         optimizer = inner_optimizer(cell, model)
         if cell.loop == "own loop":
@@ -218,6 +227,7 @@ def reference(cell, size=1):
     number of processes, `size`.
     """
     is_normalized = cell.model.startswith("normalized")
+    cell = dataclasses.replace(cell, architecture="ps", moves={})
     return _reference(cell.to_json(), size if is_normalized else 1)
 
 
@@ -302,6 +312,8 @@ def _fit(cell, model, optimizer, strategy=None):
                 monitor="loss", factor=0.3, patience=1, min_delta=10.0
             )
         ]
+    if cell.moves and strategy:
+        options.setdefault("callbacks", []).append(MoveAt(cell.moves))
     losses = []
     for part, frozen in _phases(cell, len(y)):
         if cell.frozen:
@@ -318,11 +330,57 @@ def _fit(cell, model, optimizer, strategy=None):
     return losses
 
 
+class MoveAt(keras.callbacks.Callback):
+    """Moves tables in the middle of `fit`.
+
+    Args:
+        moves: dict from the number of executions (as text, as JSON has it)
+            to a list: for each table its number of partitions then, its
+            architecture, or both.
+    """
+
+    def __init__(self, moves):
+        super().__init__()
+        self._moves = moves
+        self._executions = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._executions += 1
+        targets = self._moves.get(str(self._executions), ())
+        tables = saving.tables_of(self.model)
+        counts, others = {}, {}
+        for table, to in zip(tables, targets, strict=bool(targets)):
+            if isinstance(to, int):
+                counts[table] = to
+            else:
+                others[table] = to if isinstance(to, str) else tuple(to)
+        if targets:
+            ks.moves.repartition(self.model, counts)
+            ks.moves.move(self.model, others)
+            _check_places(tables, targets)
+
+
+def _check_places(tables, targets):
+    """That tables are where they were moved to."""
+    if ks.collectives.current().size == 1:
+        return
+    for table, to in zip(tables, targets, strict=True):
+        architecture, count = to, None
+        if isinstance(to, int):
+            architecture, count = "ps", to
+        elif not isinstance(to, str):
+            architecture, count = to
+        assert table.architecture == architecture
+        assert table.is_sharded == (architecture == "ps")
+        if count:
+            assert table.layout.num_partitions == count
+
+
 def _phases(cell, count):
     """For each call of `fit`: its examples, and the layer that is frozen."""
     if cell.frozen is None:
         return [(slice(None), None)]
-    ends = [cell.batch * (STEPS * k // 3) for k in range(3)] + [count]
+    ends = [cell.batch * (cell.steps * k // 3) for k in range(3)] + [count]
     return [
         (slice(ends[0], ends[1]), None),
         (slice(ends[1], ends[2]), cell.frozen),

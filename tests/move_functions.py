@@ -1,78 +1,268 @@
 """What the ranks run in tests of moves."""
 
+import gc
+import os
+import weakref
+
 import keras
 import numpy as np
+import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity import saving
-
-ROWS, STEPS, BATCH = 23, 12, 8
-
-
-class MoveAt(keras.callbacks.Callback):
-    """Moves the model's tables after some executions of a `fit`.
-
-    Args:
-        moves: dict from the number of executions to the tables' numbers of
-            partitions then.
-    """
-
-    def __init__(self, moves):
-        super().__init__()
-        self._moves = moves
-        self._executions = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self._executions += 1
-        if self._executions in self._moves:
-            counts = self._moves[self._executions]
-            tables = saving.tables_of(self.model)
-            ks.moves.repartition(
-                self.model, dict(zip(tables, counts, strict=True))
-            )
+from keras_sparsity.checkpoint import storage
+from keras_sparsity.tables import relocation
+from tests import checkpoint_functions, matrix
+from tests.checkpoint_functions import Peak
 
 
-def data():
-    rng = np.random.default_rng(3)
-    ids = rng.zipf(1.3, (STEPS * BATCH, 4)) % ROWS
-    return ids.astype("int32"), rng.integers(0, 3, len(ids))
+def train_all(cells):
+    """The outcomes of several cells, given as JSON."""
+    return [matrix.train(cell) for cell in cells]
 
 
-def build(optimizer, partitions=(3, 2), sparse_updates="exact", **arguments):
-    keras.utils.clear_session()
-    keras.utils.set_random_seed(1)
-    inputs = keras.Input((4,), dtype="int32")
-    features = [
-        keras.layers.Flatten()(
-            ks.layers.ShardedEmbedding(ROWS, 3, num_partitions=count)(inputs)
-        )
-        for count in partitions
+def assert_same(arrays, others):
+    for array, other in zip(arrays, others, strict=True):
+        np.testing.assert_array_equal(array, other)
+
+
+def everything(model):
+    return [*model.get_weights(), *model.optimizer.state()]
+
+
+# A model that is used in every way once its tables have moved.
+
+
+def use_after_moves(directory):
+    model = checkpoint_functions.build(partitions=(1, 3), dropout=0.0)
+    x, y = checkpoint_functions.arrays()
+    model.fit(x, y, batch_size=16, verbose=0)
+    tables = saving.tables_of(model)
+    optimizer, inner = model.optimizer, model.optimizer.inner_optimizer
+    inner.of_the_user = "kept"
+    inner.learning_rate = 0.02
+    before = everything(model), model.predict(x, verbose=0)
+    old = tables[0].partitions[0].value
+    stale = tf.function(lambda: tf.gather(old, [0]))
+    stale()
+    freed = [
+        weakref.ref(v.value)
+        for pieces in (tables[1].partitions, *_slots(model, tables[1]))
+        for v in pieces
     ]
-    hidden = keras.layers.Dense(6, activation="tanh")(
-        keras.layers.Concatenate()(features)
+
+    ks.moves.repartition(model, {tables[0]: 4, tables[1]: 2})
+    assert [t.layout.num_partitions for t in tables] == [4, 2]
+    assert model.optimizer is optimizer
+    assert optimizer.inner_optimizer is inner
+    assert inner.of_the_user == "kept"
+    assert float(inner.learning_rate) == np.float32(0.02)
+    assert_same(everything(model), before[0])
+    assert_same([model.predict(x, verbose=0)], before[1:])
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        stale()
+    # Without what was traced, which may be in use, nothing has them.
+    gc.collect()
+    assert not [ref for ref in freed if ref() is not None]
+
+    path = os.path.join(directory, "model.keras")
+    model.save(path)
+    with ks.HybridStrategy().scope():
+        loaded = keras.models.load_model(path)
+    assert_same(everything(loaded), before[0])
+    plain = ks.export(model)
+    assert_same(plain.get_weights(), before[0][: len(plain.get_weights())])
+    communicator = ks.collectives.current()
+    position = {"epoch": 0, "step": 1}
+    storage.save(model, directory, position, communicator, keep=1)
+    ks.moves.move(model, {tables[0]: "allgather", tables[1]: "allreduce"})
+    assert_same(everything(model), before[0])
+    plain = ks.export(model)
+    assert_same(plain.get_weights(), before[0][: len(plain.get_weights())])
+    _change(model)
+    ks.callbacks.ShardedCheckpoint(directory).restore(model)
+    assert_same(everything(model), before[0])
+    # And the other way: stored once, read as partitions.
+    storage.save(model, directory, position, communicator, keep=1)
+    ks.moves.move(model, {tables[0]: "ps", tables[1]: ("ps", 3)})
+    assert [t.layout.num_partitions for t in tables] == [4, 3]
+    _change(model)
+    ks.callbacks.ShardedCheckpoint(directory).restore(model)
+    assert_same(everything(model), before[0])
+
+
+def _slots(model, table):
+    return model.optimizer.slots_of(table.variable).values()
+
+
+def _change(model):
+    for weight in model.weights:
+        weight.assign(weight.numpy() + 1)
+
+
+# Memory.
+
+
+def peak_memory(num_rows, dim):
+    """MiB of this rank's part, and by which moves raise the most in memory."""
+    layer = ks.layers.ShardedEmbedding(
+        num_rows, dim, embeddings_initializer="zeros"
     )
-    hidden = keras.layers.Dropout(0.3)(hidden)
-    model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
-    strategy = ks.HybridStrategy(sparse_updates=sparse_updates)
-    with strategy.scope():
-        model.compile(
-            optimizer,
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            **arguments,
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), layer])
+    with ks.HybridStrategy().scope():
+        model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
+    model.optimizer.build(model.trainable_variables)
+    layer.table.assign(np.ones((num_rows, dim), "float32"))
+    gc.collect()
+    peaks = []
+    for count in (7, 2):
+        with Peak() as moving:
+            ks.moves.repartition(model, {layer.table: count})
+        peaks.append(moving.mebibytes)
+    communicator = ks.collectives.current()
+    part = layer.table.layout.num_stored_rows()[communicator.rank]
+    return part * dim * 4 / 2**20, peaks
+
+
+def relocate_in_blocks():
+    """Rows and bits, by blocks of a few rows, between all kinds of places."""
+    communicator = ks.collectives.current()
+    rng = np.random.default_rng(2)
+    shape = (61, 3)
+    bits = rng.integers(0, 256, (*shape, 4), dtype=np.uint8)
+    whole = bits.view(np.float32)[..., 0]  # NaNs of all kinds, too
+    table = ks.ShardedTable(*shape, num_partitions=3, initializer="zeros")
+    relocation._BLOCK_BYTES = 100
+    try:
+        table.assign(whole)
+        for architecture, count in [
+            ("ps", 1),
+            ("ps", 80),
+            ("allgather", None),
+            ("ps", 5),
+            ("allreduce", None),
+            ("ps", communicator.size),
+            ("ps", 2 * communicator.size),
+        ]:
+            layout = table.layout_of(architecture, count)
+            args = communicator, table.pieces, table.layout, layout, "test"
+            table.variable.use(table.hold(layout, relocation.relocate(*args)))
+            read = table.read()
+            np.testing.assert_array_equal(
+                read.view(np.uint32), whole.view(np.uint32)
+            )
+    finally:
+        relocation._BLOCK_BYTES = 1 << 22
+
+
+# The two tables of a layer.
+
+
+def move_a_softmax():
+    """Predictions and training while kernel and bias are in other places."""
+    outcomes = []
+    for is_moved in (False, True):
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(4)
+        softmax = ks.layers.SampledSoftmax(31, 5, seed=2)
+        model = keras.Sequential(
+            [keras.Input((3,)), keras.layers.Dense(4), softmax]
         )
-    return model
+        with ks.HybridStrategy().scope():
+            model.compile("adam", softmax.loss(), run_eagerly=True)
+        rng = np.random.default_rng(1)
+        x = rng.normal(size=(24, 3)).astype("float32")
+        y = rng.integers(0, 31, 24)
+        kernel, bias = softmax.tables
+        found = []
+        for moves in (
+            {kernel: ("ps", 3), bias: ("ps", 5)},
+            {kernel: "allgather"},
+            {kernel: ("ps", 4), bias: "allreduce"},
+        ):
+            if is_moved:
+                ks.moves.move(model, moves)
+            model.fit(x, y, batch_size=24, verbose=0, shuffle=False)
+            # A few examples go to the weights, many have these come.
+            found += [model(part).numpy() for part in (x[:4], x)]
+        outcomes.append([*found, *everything(model)])
+    for array, other in zip(*outcomes, strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
 
 
-def train(optimizer, moves, **arguments):
-    model = build(keras.optimizers.get(optimizer), **arguments)
-    history = model.fit(
-        *data(), batch_size=BATCH, verbose=0, callbacks=[MoveAt(moves)]
+# Architectures that are not moved to, but asked for.
+
+
+def ask_for_architectures():
+    communicator = ks.collectives.current()
+    strategy = ks.HybridStrategy(architecture="allreduce")
+    inputs = keras.Input((2,), dtype="int32")
+    layers = [
+        ks.layers.ShardedEmbedding(40, 3, architecture=architecture)
+        for architecture in (None, "ps", "allgather")
+    ]
+    config = layers[1].get_config()
+    again = ks.layers.ShardedEmbedding.from_config(config)
+    assert again.architecture == "ps"
+    layers.append(keras.layers.Embedding(40, 3))
+    outputs = keras.layers.Concatenate()([layer(inputs) for layer in layers])
+    model = keras.Model(inputs, keras.layers.Flatten()(outputs))
+    # Made outside of the scope: spread until it is known what is wanted.
+    assert layers[0].table.architecture == "ps"
+    with strategy.scope():
+        model.compile("sgd", "mse")
+        late = ks.layers.ShardedEmbedding(9, 2)
+        late.build()
+    assert [layer.table.architecture for layer in (*layers[:3], late)] == [
+        "allreduce",
+        "ps",
+        "allgather",
+        "allreduce",
+    ]
+    assert [layer.table.is_sharded for layer in layers[:3]] == [
+        False,
+        True,
+        False,
+    ]
+    rng = np.random.default_rng(communicator.size)
+    x = rng.integers(0, 40, (32, 2))
+    model.fit(x, np.ones((32, 24)), batch_size=16, verbose=0, shuffle=False)
+    # The same ids touch all of them; each kind counts them in its own way.
+    measured = ks.sparsity.measured(model)
+    assert len({(v.alpha, v.num_steps) for v in measured}) == 1
+    assert measured[0].alpha > 0
+    for layer in layers[:3]:
+        values = communicator.gather_objects(layer.table.read().tolist())
+        assert all(value == values[0] for value in values)
+    graph = tf.function(layers[0].table.gather).get_concrete_function(
+        tf.TensorSpec([None], tf.int32)
     )
-    return model.get_weights(), model.optimizer.state(), history.history
+    kinds = {operation.type for operation in graph.graph.get_operations()}
+    assert not [k for k in kinds if "Collective" in k or "Horovod" in k]
+    for layer in layers[:3]:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="40"):
+            layer.table.gather(tf.constant([1, 40]))
 
 
-def with_and_without(optimizer, moves, **arguments):
-    return train(optimizer, moves, **arguments), train(
-        optimizer, {}, **arguments
-    )
+def ask_for_different_moves():
+    rank = ks.collectives.current().rank
+    layer = ks.layers.ShardedEmbedding(9, 2)
+    model = keras.Sequential([keras.Input((2,)), layer])
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=r"rank 1: .*3") as error:
+        ks.moves.repartition(model, {layer.table: 2 + rank})
+    assert "Every rank must make the same moves" in str(error.value)
+    assert layer.table.layout.num_partitions == 2
+
+    @tf.function
+    def function():
+        ks.moves.repartition(model, {layer.table: 3})
+
+    with pytest.raises(ValueError, match="inside of a step"):
+        function()
+    with pytest.raises(ValueError, match="inside of a step"):
+        model.distribute_strategy.run(
+            lambda: ks.moves.repartition(model, {layer.table: 3})
+        )

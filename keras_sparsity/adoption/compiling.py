@@ -5,7 +5,7 @@ import functools
 
 import keras
 
-from keras_sparsity import compat, losses, metrics, saving
+from keras_sparsity import compat, losses, metrics, moves
 from keras_sparsity.adoption.binding import bound_arguments
 from keras_sparsity.adoption.first_step import FirstStep
 from keras_sparsity.adoption.runs import Runs
@@ -88,8 +88,7 @@ def _nested(loss_scaling):
 def adopt(model, strategy):
     """Binds a model's methods to versions that involve all ranks."""
     compat.set_distribute_strategy(model, strategy)
-    for table in saving.tables_of(model):
-        table.shard(strategy.collectives)
+    moves.settle(model, strategy)
     if getattr(model, _ADOPTION, None) is None:
         first_step = FirstStep(model)
         bindings = first_step, Runs(model, first_step), Steps(model)

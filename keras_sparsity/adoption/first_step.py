@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity import agreement, compat, random_states
+from keras_sparsity import agreement, compat, moves, random_states
 from keras_sparsity.adoption.binding import Binding
 from keras_sparsity.tables.table_variable import TableVariable
 
@@ -16,8 +16,8 @@ class FirstStep(Binding):
     """
 
     def __init__(self, model):
-        self._synchronised = None
-        self._folded = set()
+        # By id; the variables too, so that no other one takes over an id.
+        self._synchronised = {}
         self.awaits_input = None
         kinds = ["train", "test", "predict"]
         names = [f"make_{kind}_function" for kind in kinds]
@@ -49,34 +49,42 @@ class FirstStep(Binding):
         return self._stock["make_predict_function"](*args, **kwargs)
 
     def _synchronise(self):
-        """Gives every rank rank 0's dense variables, once for each variable.
+        """Gives every rank rank 0's whole variables, once for each variable.
 
         Random layers then draw differently on each rank.
         """
         communicator = self._collectives
+        if communicator.size == 1:
+            return
+        # Some may have been built since `compile`, outside of the scope.
+        strategy = self._model.distribute_strategy
+        moves.settle(self._model, strategy)
+        new = {
+            id(v): v
+            for v in self._model.variables
+            if id(v) not in self._synchronised
+        }
+        if not new:
+            return
+        self._synchronised.update(new)
         variables = [
             v
-            for v in self._model.variables
+            for v in new.values()
             if not (isinstance(v, TableVariable) and v.table.is_sharded)
         ]
-        identity = tuple(id(v) for v in variables)
-        if communicator.size == 1 or identity == self._synchronised:
-            return
         communicator.check_equal(
-            agreement.of_model(self._model),
+            {
+                **agreement.of_model(self._model),
+                "strategy.architecture": strategy.architecture,
+            },
             "The model and its optimizer",
             "Build the same model on every rank.",
         )
-        folded = [v for v in variables if random_states.is_own(v)]
-        synchronised = [v for v in variables if id(v) not in self._folded]
         values = communicator.broadcast(
-            [tf.convert_to_tensor(v.value) for v in synchronised],
+            [tf.convert_to_tensor(v.value) for v in variables],
             name="model/variables",
         )
-        for variable, value in zip(synchronised, values, strict=True):
+        for variable, value in zip(variables, values, strict=True):
             variable.assign(value)
-        for variable in folded:
-            if id(variable) not in self._folded:
-                self._folded.add(id(variable))
+            if random_states.is_own(variable):
                 random_states.fold_rank(variable, communicator.rank)
-        self._synchronised = identity

@@ -26,11 +26,7 @@ def full_logits(hidden, kernel, bias=None):
         tables that are spread.
     """
     if not kernel.is_sharded:
-        rows = tf.cast(kernel.variable.value, hidden.dtype)
-        logits = tf.matmul(hidden, rows, transpose_b=True)
-        if bias is not None:
-            logits += tf.cast(bias.variable.value, hidden.dtype)[:, 0]
-        return logits
+        return _from_whole_tables(hidden, kernel, bias)
     name = f"{kernel.owner_name}/logits"
     num_hidden = kernel.collectives.all_gather(
         tf.shape(hidden)[:1], name=f"{name}/num_hidden"
@@ -57,10 +53,12 @@ def _from_owners(hidden, num_hidden, kernel, bias, name):
     everyone = communicator.all_gather(hidden, name=f"{name}/hidden")
     widths = kernel.layout.num_stored_rows()
     mine = widths[communicator.rank]
+    # One of the two tables may have been moved by itself.
+    is_beside = bias is not None and bias.layout == kernel.layout
     if mine > 0:
         rows = tf.cast(kernel.stored_rows(), hidden.dtype)
         logits = tf.matmul(everyone, rows, transpose_b=True)
-        if bias is not None:
+        if is_beside:
             logits += tf.cast(bias.stored_rows(), hidden.dtype)[:, 0]
     else:
         # A product without columns has ended a process in oneDNN (SIGABRT,
@@ -81,4 +79,6 @@ def _from_owners(hidden, num_hidden, kernel, bias, name):
     )
     order = kernel.layout.stored_position(tf.range(kernel.num_rows))
     logits = tf.gather(columns, order, axis=1)
+    if bias is not None and not is_beside:
+        logits += tf.cast(bias.whole(), hidden.dtype)[:, 0]
     return tf.ensure_shape(logits, [hidden.shape[0], kernel.num_rows])

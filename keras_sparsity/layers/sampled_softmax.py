@@ -49,6 +49,8 @@ class SampledSoftmax(keras.layers.Layer):
         seed: int, seed of the samples; by default a random one.
         num_partitions: of both tables; by default the number of processes.
         partition_group: of both tables, see `ShardedEmbedding`.
+        architecture: `"ps"`, `"allgather"` or `"allreduce"`, see
+            `ks.ShardedTable`; by default what the strategy says.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
     Input shape:
@@ -83,6 +85,7 @@ class SampledSoftmax(keras.layers.Layer):
         seed=None,
         num_partitions=None,
         partition_group=None,
+        architecture=None,
         **kwargs,
     ):
         # Hidden states of 32 bits stay so under mixed precision.
@@ -115,8 +118,13 @@ class SampledSoftmax(keras.layers.Layer):
         self.use_bias = use_bias
         self.kernel_initializer = initial_values.standardize(kernel_initializer)
         self.seed = seed
+        if architecture is not None:
+            checks.architecture(
+                "architecture", architecture, ", or None for the strategy's"
+            )
         self.num_partitions = num_partitions
         self.partition_group = partition_group
+        self.architecture = architecture
         self.supports_masking = True
         self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
         self.kernel_table = None
@@ -146,6 +154,7 @@ class SampledSoftmax(keras.layers.Layer):
             self.num_classes,
             dim,
             num_partitions=self.num_partitions,
+            architecture=self.architecture,
             initializer=initializer,
             dtype=self.variable_dtype,
             trainable=self.trainable,
@@ -283,6 +292,7 @@ class SampledSoftmax(keras.layers.Layer):
             "seed": self.seed,
             "num_partitions": self.num_partitions,
             "partition_group": self.partition_group,
+            "architecture": self.architecture,
         }
 
 

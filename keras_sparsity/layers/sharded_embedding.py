@@ -31,6 +31,8 @@ class ShardedEmbedding(keras.layers.Embedding):
             number of processes. The result of training does not depend on it.
         partition_group: tables with the same one get the same number of
             partitions from `ks.callbacks.PartitionSearch`.
+        architecture: `"ps"`, `"allgather"` or `"allreduce"`, see
+            `ks.ShardedTable`; by default what the strategy says.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
     Input shape:
@@ -61,6 +63,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         weights=None,
         num_partitions=None,
         partition_group=None,
+        architecture=None,
         **kwargs,
     ):
         for name in ("lora_rank", "lora_alpha", "quantization_config"):
@@ -102,8 +105,13 @@ class ShardedEmbedding(keras.layers.Embedding):
             mask_zero=mask_zero,
             **kwargs,
         )
+        if architecture is not None:
+            checks.architecture(
+                "architecture", architecture, ", or None for the strategy's"
+            )
         self.num_partitions = num_partitions
         self.partition_group = partition_group
+        self.architecture = architecture
         self.table = None
         if weights is not None:
             self.build()
@@ -124,6 +132,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             self.input_dim,
             self.output_dim,
             num_partitions=self.num_partitions,
+            architecture=self.architecture,
             initializer=self.embeddings_initializer,
             regularizer=self.embeddings_regularizer,
             constraint=self.embeddings_constraint,
@@ -179,4 +188,5 @@ class ShardedEmbedding(keras.layers.Embedding):
             config.pop(name, None)
         config["num_partitions"] = self.num_partitions
         config["partition_group"] = self.partition_group
+        config["architecture"] = self.architecture
         return config

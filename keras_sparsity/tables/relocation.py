@@ -1,18 +1,20 @@
 """Rows on their way from the owners of one layout to those of another."""
 
+import functools
 import math
 
 import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.collectives.engine import Route
+from keras_sparsity.tables.layout import Layout
 
 # So much of a table is on the way at a time, all ranks together.
 _BLOCK_BYTES = 1 << 22
 
 
 def relocate(communicator, pieces, old, new, name):
-    """The rows that this rank owns by another layout.
+    """The rows that this rank has by another layout.
 
     Which rows travel from whom to whom, and in which order, every rank knows
     from the layouts: rows are sent, and nothing about them. Those that stay
@@ -23,40 +25,69 @@ def relocate(communicator, pieces, old, new, name):
         communicator: `Collectives`. All ranks call it together.
         pieces: variables, one for each partition of this rank by `old`: of a
             table, or of a kind of slot.
-        old, new: `Layout` of the same rows.
+        old, new: `Layout` of the same rows, or None where every rank has the
+            whole; not both.
         name: the call's role.
 
     Returns:
         List of tensors, one for each partition of this rank by `new`.
     """
-    rank = communicator.rank
+    num_rows = (old or new).num_rows
+    # The whole is one partition of one rank, as seen from that rank.
+    whole = Layout(num_rows, num_partitions=1)
     row_shape, dtype = pieces[0].shape[1:], pieces[0].value.dtype
-    found = [
-        tf.zeros([new.num_rows_of(p), *row_shape], dtype)
-        for p in new.owned_partitions(rank)
-    ]
+    stored = [num_rows]
+    if new:
+        owned = new.owned_partitions(communicator.rank)
+        stored = [new.num_rows_of(partition) for partition in owned]
+    found = [tf.zeros([count, *row_shape], dtype) for count in stored]
     row_bytes = math.prod(row_shape) * dtype.size
     count = max(1, _BLOCK_BYTES // max(row_bytes, 1))
-    for start in range(0, old.num_rows, count):
-        ids = np.arange(start, min(start + count, old.num_rows))
-        before, after = old.owner(ids).numpy(), new.owner(ids).numpy()
-        stay = ids[(before == rank) & (after == rank)]
-        _put(found, new, stay, _take(pieces, old, stay))
-        counts = np.zeros([communicator.size] * 2, np.int32)
-        np.add.at(counts, (before, after), 1)
-        np.fill_diagonal(counts, 0)
-        if not counts.any():
-            continue
-        goes = (before == rank) & (after != rank)
-        comes = (before != rank) & (after == rank)
-        route = (counts[rank], counts[:, rank], counts.max())
-        rows = communicator.all_to_all_along(
-            _take(pieces, old, _by(after[goes], ids[goes])),
-            Route(*map(tf.constant, route)),
-            name=name,
-        )
-        _put(found, new, _by(before[comes], ids[comes]), rows)
+    take = functools.partial(_take, pieces, old or whole)
+    put = functools.partial(_put, found, new or whole)
+    if not old:
+        exchange = _keep
+    else:
+        exchange = _all_to_all if new else _gather
+    for start in range(0, num_rows, count):
+        ids = np.arange(start, min(start + count, num_rows))
+        exchange(communicator, ids, old, new, take, put, name)
     return found
+
+
+def _keep(communicator, ids, old, new, take, put, name):
+    """Keeps the rank's part of what every rank has."""
+    mine = ids[new.owner(ids).numpy() == communicator.rank]
+    put(mine, take(mine))
+
+
+def _gather(communicator, ids, old, new, take, put, name):
+    """Gives every rank all rows."""
+    before = old.owner(ids).numpy()
+    mine = take(ids[before == communicator.rank])
+    put(_by(before, ids), communicator.all_gather(mine, name=name))
+
+
+def _all_to_all(communicator, ids, old, new, take, put, name):
+    """Sends rows from owner to owner."""
+    rank = communicator.rank
+    before, after = old.owner(ids).numpy(), new.owner(ids).numpy()
+    stay = ids[(before == rank) & (after == rank)]
+    put(stay, take(stay))
+    counts = np.zeros([communicator.size] * 2, np.int32)
+    np.add.at(counts, (before, after), 1)
+    np.fill_diagonal(counts, 0)
+    if not counts.any():
+        return
+    goes = (before == rank) & (after != rank)
+    comes = (before != rank) & (after == rank)
+    route = (counts[rank], counts[:, rank], counts.max())
+    rows = communicator.all_to_all_along(
+        take(_by(after[goes], ids[goes])),
+        Route(*map(tf.constant, route)),
+        name=name,
+    )
+    put(_by(before[comes], ids[comes]), rows)
 
 
 def _by(ranks, ids):

@@ -40,6 +40,14 @@ class ShardedTable:
         owner_name: what errors call the table, for example the layer's name.
         regularizer, constraint: as for `keras.layers.Embedding`, those that
             act on each row by itself.
+        architecture: what several processes make of the table; by default
+            what the strategy says. The result of training does not depend on
+            it, but for rounding.
+            `"ps"` (parameter server): each process has its partitions.
+            `"allgather"`: each has the whole table, and gets the gradients of
+            all rows that any of them touched.
+            `"allreduce"`: each has the whole table, and its gradient is made
+            dense and summed with those of dense variables.
         to_stock: function from the whole array to the weight of the stock
             layer that `ks.export` puts in place; by default the same array.
         partition_group: name that tables have in common which
@@ -76,6 +84,7 @@ class ShardedTable:
         constraint=None,
         to_stock=None,
         partition_group=None,
+        architecture=None,
     ):
         self.num_rows = checks.positive_integer("num_rows", num_rows)
         self.dim = checks.positive_integer("dim", dim)
@@ -95,12 +104,19 @@ class ShardedTable:
             "None or a function of the table's array",
         )
         checks.optional_string("partition_group", partition_group)
+        if architecture is not None:
+            checks.architecture(
+                "architecture", architecture, ", or None for the strategy's"
+            )
         _check_is_float(dtype)
+        self.requested_architecture = architecture
         self.requested_partitions = num_partitions
         self.partition_group = partition_group
         self.initializer = initial_values.standardize(initializer)
         self.owner_name = owner_name or name
+        # Of the table as it is. In one process there are none.
         self.collectives = None
+        self.architecture = None
         self.layout = None
         self.partitions = []
         # Collectives of one table are told apart by this role.
@@ -122,51 +138,113 @@ class ShardedTable:
         """Whether the rows are spread over partitions."""
         return self.layout is not None
 
+    @property
+    def pieces(self):
+        """The variables that hold this rank's rows."""
+        return self.partitions if self.is_sharded else [self.variable]
+
     # Storage.
 
     def create(self, variable):
         """Creates the storage; returns the value of the table's variable."""
         self.variable = variable
         communicator = collectives.current()
+        architecture = strategy_architecture()
         # Out of any function that is being traced: values are real.
         with tf.init_scope():
-            if communicator.size == 1:
-                (rows,) = self._draw([np.arange(self.num_rows)])
-                return storage(rows, variable)
-            self._agree_on_seed(communicator)
-            layout = self._new_layout(communicator)
-            owned = layout.owned_partitions(communicator.rank)
-            rows = self._draw([layout.rows_of(p) for p in owned])
-            self._store(communicator, layout, rows)
-            return self._anchor()
+            if communicator.size > 1:
+                self._agree_on_seed(communicator)
+                self._place(communicator, architecture)
+            layout = self.layout_of(self.architecture)
+            return self.hold(layout, self._draw(self._stored_rows(layout)))
 
-    def shard(self, communicator):
-        """Spreads a table that was built whole over all processes.
+    def shard(self, communicator, architecture="ps"):
+        """Distributes a table that was built by one process.
 
-        Every process keeps its own rows of rank 0's table. Nothing is done
-        when the table is spread already or there is nothing to spread.
+        If it is to be spread, every process keeps its own rows of rank 0's
+        table. Nothing is done when it is distributed already or there is
+        nothing to distribute.
+
+        Args:
+            communicator: `Collectives` of all processes.
+            architecture: the strategy's.
         """
-        if self.is_sharded or not self.variable.is_built:
+        is_done = self.collectives is not None or not self.variable.is_built
+        if is_done or communicator.size == 1:
             return
-        if communicator.size == 1:
-            return
+        self._place(communicator, architecture)
+        layout = self.layout_of(self.architecture)
+        if layout is None:
+            return  # rank 0's, as all that is whole, before the first step
         (whole,) = communicator.broadcast(
             [tf.constant(self.variable.numpy())], name=f"{self.role}/shard"
         )
         whole = whole.numpy()
-        layout = self._new_layout(communicator)
-        owned = layout.owned_partitions(communicator.rank)
-        self._store(
-            communicator, layout, [whole[layout.rows_of(p)] for p in owned]
-        )
-        self.variable.use(self._anchor())
+        rows = [whole[r] for r in self._stored_rows(layout)]
+        self.variable.use(self.hold(layout, rows))
 
-    def _new_layout(self, communicator):
+    def layout_of(self, architecture, num_partitions=None):
+        """The `Layout` of an architecture; None if each rank has the whole.
+
+        Args:
+            architecture: its name; None in one process.
+            num_partitions: by default, as many as the table was made with.
+        """
+        if architecture != "ps":
+            return None
+        count = num_partitions or self.requested_partitions
+        return Layout(
+            self.num_rows, count or self.collectives.size, self._owners
+        )
+
+    def hold(self, layout, rows):
+        """Holds these rows from now on.
+
+        Args:
+            layout: the table's `Layout` from now on.
+            rows: list of arrays or tensors: those of each partition that this
+                rank has by `layout`; if that is None, all of them.
+
+        Returns:
+            What the table's variable is to use as its value.
+        """
+        if layout is not None:
+            self.check_can_be_spread()
+        if self.regularizer is not None:
+            self.variable.regularizer = (
+                self.regularizer
+                if layout is None
+                else row_wise.SpreadRegularizer(self, self.regularizer)
+            )
+        touches.discard(self.variable)
+        self.layout = layout
+        if layout is None:
+            self.partitions = []
+            return storage(rows[0], self.variable)
+        # With fewer partitions than processes some have none: one without
+        # rows, so that all have the same kinds of variables.
+        rows = rows or [np.zeros((0, self.dim), np.float32)]
+        self.partitions = [
+            Partition(self.variable, values, index)
+            for index, values in enumerate(rows)
+        ]
+        return anchor(self.variable, self._refuse_stock_optimizer)
+
+    def check_can_be_spread(self):
+        """Raises if a regularizer or a constraint needs the whole table."""
+        row_wise.check_acts_on_rows(
+            self.owner_name, self.regularizer, self.constraint
+        )
+
+    def _place(self, communicator, architecture):
+        """Takes its architecture, once all ranks are seen to agree."""
+        architecture = self.requested_architecture or architecture
         definition = {
             "table": self.owner_name,
             "num_rows": self.num_rows,
             "dim": self.dim,
             "num_partitions": self.requested_partitions,
+            "architecture": architecture,
             "dtype": self.variable.dtype,
         }
         facts = communicator.gather_objects(
@@ -178,33 +256,16 @@ class ShardedTable:
             "The model's tables",
             "Build the same model on every rank.",
         )
-        return Layout(
-            self.num_rows,
-            self.requested_partitions or communicator.size,
-            default_owners([tuple(place) for *place, _ in facts]),
-        )
-
-    def _store(self, communicator, layout, rows):
-        row_wise.check_acts_on_rows(
-            self.owner_name, self.regularizer, self.constraint
-        )
-        if self.regularizer is not None:
-            self.variable.regularizer = row_wise.SpreadRegularizer(
-                self, self.regularizer
-            )
-        # With fewer partitions than processes some have none: one without
-        # rows, so that all have the same kinds of variables.
-        rows = rows or [np.zeros((0, self.dim), np.float32)]
-        self.partitions = [
-            Partition(self.variable, values, index)
-            for index, values in enumerate(rows)
-        ]
         self.collectives = communicator
-        self.layout = layout
-        touches.discard(self.variable)
+        self.architecture = architecture
+        self._owners = default_owners([tuple(place) for *place, _ in facts])
 
-    def _anchor(self):
-        return anchor(self.variable, self._refuse_stock_optimizer)
+    def _stored_rows(self, layout):
+        """Ids of the rows of each piece that this rank has by a layout."""
+        if layout is None:
+            return [np.arange(self.num_rows)]
+        owned = layout.owned_partitions(self.collectives.rank)
+        return [layout.rows_of(partition) for partition in owned]
 
     def _refuse_stock_optimizer(self, *args, **kwargs):
         raise ValueError(
@@ -343,11 +404,13 @@ class ShardedTable:
         return tf.concat(rows, axis=0)
 
     def whole(self):
-        """The whole of a spread table as a tensor, also inside of a step.
+        """The whole of the table as a tensor, also inside of a step.
 
-        Every rank must call it. Without a gradient to the table: what trains
-        the table gathers rows.
+        Every rank must call it. Without a gradient to the table if that is
+        spread: what trains it gathers rows.
         """
+        if not self.is_sharded:
+            return tf.convert_to_tensor(self.variable.value)
         gathered = self.collectives.all_gather(
             self.stored_rows(), name=f"{self.role}/whole"
         )
@@ -449,6 +512,11 @@ def _announce(pieces):
 def under_strategy():
     """Whether a `HybridStrategy` is entered."""
     return hasattr(tf.distribute.get_strategy(), "collectives")
+
+
+def strategy_architecture():
+    """The architecture that the strategy, if one is entered, gives tables."""
+    return getattr(tf.distribute.get_strategy(), "architecture", "ps")
 
 
 def _check_is_float(dtype):
