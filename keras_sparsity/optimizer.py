@@ -331,13 +331,14 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             )
 
     def _by_piece(self, updates):
-        return self._aggregation.by_piece(updates, self._updates_rows_of)
+        return self._aggregation.by_piece(updates, self.updates_rows_of)
 
     def _updates_touched_rows_of(self, variable):
         """Whether of a variable no other rows may change."""
-        return self.sparse_updates == "lazy" and self._updates_rows_of(variable)
+        return self.sparse_updates == "lazy" and self.updates_rows_of(variable)
 
-    def _updates_rows_of(self, variable):
+    def updates_rows_of(self, variable):
+        """Whether only the touched rows of a variable are updated."""
         rule = self._rule
         if self.sparse_updates == "exact":
             # A constraint may change rows that were not touched.
