@@ -30,15 +30,16 @@ setup(
     python_requires=">=3.10,<3.13",
     # TensorFlow is no hard requirement, as in Keras: `tensorflow-cpu` and
     # `tensorflow` are two names for one module, and a user has chosen one.
-    install_requires=["keras>=3.5", "h5py", "numpy"],
+    install_requires=["keras>=3.5", "h5py", "numpy", "scipy"],
     extras_require={
         "cpu": ["tensorflow-cpu>=2.16"],
         "gpu": ["tensorflow[and-cuda]>=2.16"],
         "horovod": ["tensorflow-cpu>=2.16,<2.19", *HOROVOD],
         "horovod-gpu": ["tensorflow[and-cuda]>=2.16,<2.19", *HOROVOD],
-        "tensorboard": ["tensorboard"],
+        "tensorboard": ["tensorboard", "matplotlib"],
         "dev": [
             "hypothesis",
+            "matplotlib",
             "pre-commit",
             "pytest>=8",
             "pytest-timeout",

@@ -16,6 +16,7 @@ from keras_sparsity import (  # noqa: E402
     sparsity,
 )
 from keras_sparsity._version import __version__ as __version__  # noqa: E402
+from keras_sparsity.model_plan import plan  # noqa: E402
 from keras_sparsity.optimizer import HybridOptimizer  # noqa: E402
 from keras_sparsity.saving import export, shard_embeddings  # noqa: E402
 from keras_sparsity.strategy import HybridStrategy  # noqa: E402
@@ -33,6 +34,7 @@ __all__ = [
     "layers",
     "losses",
     "moves",
+    "plan",
     "planning",
     "shard_embeddings",
     "sparsity",

@@ -268,7 +268,8 @@ class Aggregation:
 def _gather_slices(communicator, slices, variable):
     """IndexedSlices of all ranks, one after the other.
 
-    Before the indices of each rank goes one that none has, so that what counts
+    Each row of a rank once, whatever its part of the batch repeats. Before
+    the indices of each rank goes one that none has, so that what counts
     touches knows whose they are. In every step: a message of its own, in the
     steps that are sampled, would have ranks wait for each other that do not
     agree on these.
@@ -277,6 +278,7 @@ def _gather_slices(communicator, slices, variable):
         The slices, and a function that gives their number of each rank.
     """
     name = f"optimizer/rows/{variable.path}"
+    slices = _each_row_once(slices, variable)
     mark = tf.constant(slices.indices.dtype.min, slices.indices.dtype)
     values = communicator.all_gather(slices.values, name=f"{name}/values")
     marked = communicator.all_gather(

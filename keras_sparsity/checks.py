@@ -63,6 +63,11 @@ def string(name, value):
     check(isinstance(value, str), name, value, "a string")
 
 
+def optional_string(name, value):
+    is_valid = value is None or isinstance(value, str)
+    check(is_valid, name, value, "None or a string")
+
+
 def processes(name, value):
     """Checks for `Collectives`, or what stands for them in a test."""
     check(

@@ -70,6 +70,22 @@ def captured(tensor):
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
+def timestamp():
+    """Seconds, when this operation is reached: a float64 tensor.
+
+    In no order with other operations but by control dependencies: TensorFlow
+    would otherwise run all of them, one after the other, with whatever else
+    it takes for stateful. `Graph.experimental_acd_manager`,
+    `AutomaticControlDependencies.run_independently`: TensorFlow 2.16 to 2.21.
+    """
+    now = tf.timestamp()
+    if not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        if graph.experimental_acd_manager is not None:
+            graph.experimental_acd_manager.run_independently(now.op)
+    return now
+
+
 def anonymous_name():
     """The `shared_name` of a resource that lives as long as it is used.
 

@@ -13,6 +13,7 @@ from keras_sparsity import (
 )
 from keras_sparsity import optimizer_arguments as arguments
 from keras_sparsity.aggregation import Aggregation, Update, each_row_once
+from keras_sparsity.collectives import journal
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
 from keras_sparsity.tables.table_variable import TableVariable
@@ -381,12 +382,17 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             step,
             lambda grads: self._aggregation.clip(self._rule, grads, updates),
         )
-        with compat.roots_stay_roots():
-            step.apply(
-                [u.values for u in updates],
-                [stand_ins.get(id(u.variable), u.variable) for u in updates],
-            )
-        row_update.write_back(step)
+        values = [u.values for u in updates]
+        with journal.current().measured("optimizer/update", values):
+            with compat.roots_stay_roots():
+                step.apply(
+                    values,
+                    [
+                        stand_ins.get(id(u.variable), u.variable)
+                        for u in updates
+                    ],
+                )
+            row_update.write_back(step)
 
     def _go_along(self):
         """Takes part in the other ranks' step, without a row to update."""

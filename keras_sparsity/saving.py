@@ -179,6 +179,7 @@ def _to_stock(config):
     inner = dict(config["config"])
     if kind == "ShardedEmbedding":
         inner.pop("num_partitions", None)
+        inner.pop("partition_group", None)
         inner.pop("architecture", None)
         return _stock_layer(config, "Embedding", inner)
     if kind == "SampledSoftmax":

@@ -9,7 +9,7 @@ from keras_sparsity import checks, collectives, compat, touches
 from keras_sparsity.collectives.base import raise_if_different
 from keras_sparsity.planning import VariableSpec
 
-__all__ = ["VariableSparsity", "measured", "reset"]
+__all__ = ["VariableSparsity", "measured", "popularity", "reset"]
 
 # Of a variable's rows the busiest 1 %.
 _BUSIEST = 100
@@ -100,7 +100,8 @@ def measured(model):
     a table that is spread does not travel, and is not counted.
 
     Every rank must call it, between steps, for example in a callback. It
-    sends a few numbers for each variable and disturbs nothing.
+    sends a few numbers for each variable and disturbs nothing. What was
+    measured is not saved, and begins anew for a table that is moved.
 
     Args:
         model: a model or a layer, or a list of variables.
@@ -148,6 +149,46 @@ def measured(model):
     ]
 
 
+def popularity(model):
+    """How often rows were touched, in the steps that `measured` is of.
+
+    Every rank must call it, between steps. It goes through the counts of all
+    rows.
+
+    Args:
+        model: as for `measured`.
+
+    Returns:
+        dict from the name of each sparse variable, if a step was sampled, to
+        `(touches, rows)`: two int64 arrays, each number of touches that occurs
+        and how many rows have it. The same on all ranks.
+
+    Example:
+
+    >>> import keras, keras_sparsity as ks
+    >>> ks.sparsity.popularity(keras.layers.Embedding(10, 4))
+    {}
+    """
+    communicator = collectives.current()
+    mine = {}
+    for variable in _variables_of(model):
+        reading = _reading(variable, communicator.rank, variable.shape[0])
+        if reading is not None and reading.num_steps:
+            mine[variable.path] = reading.busiest
+    of_ranks = communicator.gather_objects(mine, "sparsity/popularity")
+    return {
+        name: _summed([part[name] for part in of_ranks if name in part])
+        for name in of_ranks[0]
+    }
+
+
+def _summed(histograms):
+    """One histogram of several, each `(numbers, how often each occurs)`."""
+    numbers, counts = map(np.concatenate, zip(*histograms, strict=True))
+    numbers, index = np.unique(numbers, return_inverse=True)
+    return numbers.astype(np.int64), np.bincount(index, counts).astype(np.int64)
+
+
 def reset(model):
     """Forgets what was measured, and samples the next 16 steps again.
 
@@ -188,12 +229,12 @@ def _num_busiest(variable):
     return max(1, variable.shape[0] // _BUSIEST)
 
 
-def _reading(variable, rank):
+def _reading(variable, rank, num_busiest=None):
     """What one rank has to tell of a variable, or None."""
     counts = touches.existing(variable)
     if counts is None:
         return None
-    reading = counts.read(_num_busiest(variable))
+    reading = counts.read(num_busiest or _num_busiest(variable))
     # Where every rank counts all touches, one tells.
     is_told = rank == 0 or _is_spread(variable) or reading.is_of_rank
     return reading if is_told else None

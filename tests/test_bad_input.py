@@ -34,6 +34,12 @@ def model():
     return keras.Sequential(layers)
 
 
+def compiled():
+    made = model()
+    made.compile("sgd", "mse")
+    return made
+
+
 def optimizer(**options):
     return ks.HybridOptimizer("sgd", **options)
 
@@ -153,12 +159,27 @@ VALID = {
         ks.launch.run,
         {"function": launch_functions.describe, "num_processes": 1},
     ),
+    "plan": lambda: (
+        ks.plan,
+        {
+            "model": compiled(),
+            "dataset": tf.data.Dataset.from_tensors(
+                (np.zeros((2, 3), "int32"), np.zeros((2, 3, DIM)))
+            ),
+        },
+    ),
     "planning.Cluster": lambda: (ks.planning.Cluster, {}),
     "planning.VariableSpec": lambda: (spec, {}),
     "planning.VariableSpec.num_bytes": lambda: (spec().num_bytes, {}),
     "planning.alpha_model": lambda: (
         ks.planning.alpha_model,
         {"variables": [spec(), dense_spec()]},
+    ),
+    "sparsity.measured": lambda: (ks.sparsity.measured, {"model": model()}),
+    "sparsity.reset": lambda: (ks.sparsity.reset, {"model": model()}),
+    "sparsity.VariableSparsity.spec": lambda: (
+        ks.sparsity.VariableSparsity("table", (8, 2), "float32", 0.5).spec,
+        {},
     ),
     "planning.plan": lambda: (
         ks.planning.plan,
@@ -609,6 +630,16 @@ BAD = [
     ),
     ("planning.VariableSpec.num_bytes", {"dtype": "flot"}, "dtype='flot'"),
     *(
+        ("plan", arguments, message)
+        for arguments, message in [
+            *(({"model": m()}, "compiled.*model=") for m in (str, model)),
+            ({"dataset": [1]}, r"a `tf.data.Dataset`.*: dataset=\[1\]"),
+            ({"cluster": 4}, "a `ks.planning.Cluster`.*: cluster=4"),
+            ({"engine": "mpi"}, "one of 'local', 'native', 'h.*: engine="),
+            ({"num_batches": 0}, "a positive integer.*: num_batches=0"),
+        ]
+    ),
+    *(
         (name, {"cluster": wrong}, "a `ks.planning.Cluster`.*: cluster=")
         for name in (
             "plan",
@@ -618,6 +649,19 @@ BAD = [
         )
         for name in [f"planning.{name}"]
         for wrong in (None, 4, ks.planning.Cluster)
+    ),
+    *(
+        (f"sparsity.{name}", {"model": wrong}, "a Keras model or.*: model=")
+        for name in ("measured", "reset")
+        for wrong in (None, "model", keras.Model, [3])
+    ),
+    *(
+        (
+            "sparsity.VariableSparsity.spec",
+            {"num_partitions": wrong},
+            f"`num_partitions` {INTEGER}num_partitions={wrong!r}",
+        )
+        for wrong in (0, "a")
     ),
     *(
         (name, {"variables": wrong}, "a list of one or more.*: variables=")
@@ -758,6 +802,7 @@ NOT_CALLED = {
     "planning.Choice": "made by `plan`",
     "planning.Plan": "made by `plan`",
     "planning.TransferBytes": "made by `transfer_bytes`",
+    "sparsity.VariableSparsity": "made by `measured`",
     "HybridOptimizer.options": "no argument",
     "HybridOptimizer.places": "no argument",
     "HybridOptimizer.state": "no argument",

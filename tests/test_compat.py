@@ -41,6 +41,19 @@ def test_saving_methods():
         assert callable(getattr(keras.Variable, name))
 
 
+def test_timestamps_are_in_no_order_with_others():
+    @tf.function
+    def now():
+        first, second = compat.timestamp(), compat.timestamp()
+        with tf.control_dependencies([first, second]):
+            return compat.timestamp() - first
+
+    assert 0 <= float(now()) < 1
+    operations = now.get_concrete_function().graph.get_operations()
+    stamps = [op for op in operations if op.type == "Timestamp"]
+    assert [len(op.control_inputs) for op in stamps] == [0, 0, 2]
+
+
 def test_resolve_loss():
     assert compat.resolve_loss(None) is None
     assert compat.resolve_loss("mse").name == "mse"
@@ -306,6 +319,23 @@ def test_captured_by_a_function_of_several_others():
         tf.function(lambda: inner())()
     inner()
     assert tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.int32) == 3
+
+
+def test_anonymous_name():
+    handles = [
+        tf.raw_ops.VarHandleOp(
+            dtype=tf.int32, shape=[], shared_name=compat.anonymous_name()
+        )
+        for _ in range(2)
+    ]
+    for value, handle in enumerate(handles):
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(value))
+    read = tf.function(
+        lambda: tf.raw_ops.ReadVariableOp(resource=handles[0], dtype=tf.int32)
+    )
+    assert read() == 0
+    handles.clear()  # the function keeps it alive
+    assert read() == 0
 
 
 def test_abort_collectives():

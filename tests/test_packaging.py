@@ -77,7 +77,7 @@ def test_metadata(wheel):
     assert metadata["License"] == "Apache-2.0"
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.13"}
     by_extra = requirements(metadata)
-    assert by_extra.pop(None) == {"keras>=3.5", "h5py", "numpy"}
+    assert by_extra.pop(None) == {"keras>=3.5", "h5py", "numpy", "scipy"}
     assert by_extra.keys() == EXTRAS.keys()
     for extra, expected in EXTRAS.items():
         assert expected <= by_extra[extra]

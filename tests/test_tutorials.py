@@ -120,6 +120,16 @@ def test_losses_are_the_same_with_one_process_and_with_two(tmp_path):
     assert losses[0][0][1] < losses[0][0][0]
 
 
+def test_searches_partitions_and_keeps_the_choice(tmp_path):
+    script = TUTORIALS / "03_partition_search.py"
+    output = run(tmp_path, script, "--steps", 130)
+    assert "PartitionSearch: 'tables' gets" in output
+    assert "ms by the fit" in output
+    folder = tmp_path / "logs"
+    assert list((folder / "architecture").glob("events.*"))
+    assert (folder / "partitions.json").exists()
+
+
 def test_resumes_saves_and_exports(tmp_path):
     script = TUTORIALS / "04_saving_resuming_exporting.py"
     output = run(tmp_path, "--max-restarts", 1, script)

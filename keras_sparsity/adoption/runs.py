@@ -4,7 +4,12 @@ import keras
 
 from keras_sparsity import collectives, compat
 from keras_sparsity.adoption.binding import Binding, bound_arguments
-from keras_sparsity.callbacks import rank_zero, sharded_checkpoint
+from keras_sparsity.callbacks import (
+    partition_search,
+    rank_zero,
+    sharded_checkpoint,
+)
+from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.data import distribution
 from keras_sparsity.data.batches import split_batch
@@ -37,6 +42,9 @@ class Runs(Binding):
                 self._model, callbacks, arguments
             )
             order_seed = checkpoint.order_seed(order_seed)
+        for callback in callbacks:
+            if isinstance(callback, ArchitectureLogger):
+                callback.see(callbacks)
         self._first_step.awaits_input = checkpoint
         with compat.array_orders_change(order_seed):
             return self._run("fit", arguments)
@@ -72,6 +80,7 @@ class Runs(Binding):
                 InputCheck(communicator),
                 *rank_zero.on_rank(callbacks, communicator.rank),
             ]
+        callbacks = partition_search.arranged(callbacks, communicator.size)
         # What it saves includes what the others do.
         return sorted(
             callbacks,

@@ -15,7 +15,7 @@ import socket
 import tensorflow as tf
 
 from keras_sparsity import compat
-from keras_sparsity.collectives import arrival, topology
+from keras_sparsity.collectives import arrival, meter, topology
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.collectives.wire import Wires
@@ -151,6 +151,7 @@ class HorovodEngine(Engine):
         self._sinks = {}
 
     def all_reduce(self, flat, op, name):
+        meter.count_ring(flat, self.size)
         return self._run(
             lambda flat, **call: hvd.allreduce(
                 flat, op=_REDUCE_OPS[op], **call
@@ -161,14 +162,24 @@ class HorovodEngine(Engine):
 
     def all_to_all(self, rows, splits, name):
         received, received_splits = self._run(hvd.alltoall, name, rows, splits)
+        self._count(rows, splits, received_splits)
         no_bound = tf.zeros([], tf.int32)
         return received, Route(splits, received_splits, no_bound)
 
     def all_to_all_along(self, rows, route, name):
+        self._count(rows, route.splits, route.received_splits)
         return self._run(hvd.alltoall, name, rows, route.splits)[0]
 
     def all_gather(self, rows, name):
-        return self._run(hvd.allgather, name, rows)
+        gathered = self._run(hvd.allgather, name, rows)
+        meter.count(
+            lambda: [
+                tf.size(rows) * (self.size - 1),
+                tf.size(gathered) - tf.size(rows),
+            ],
+            rows.dtype,
+        )
+        return gathered
 
     def broadcast(self, flat, root, name):
         root = self._ranks[root]
@@ -193,6 +204,16 @@ class HorovodEngine(Engine):
 
     def close(self):
         hvd.shutdown()
+
+    def _count(self, rows, splits, received_splits):
+        def elements():
+            width = tf.reduce_prod(tf.shape(rows)[1:])
+            return [
+                (tf.reduce_sum(counts) - counts[self.rank]) * width
+                for counts in (splits, received_splits)
+            ]
+
+        meter.count(elements, rows.dtype)
 
     def _run(self, operation, name, tensor, *splits):
         call = {

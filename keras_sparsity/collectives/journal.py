@@ -8,6 +8,7 @@ own, so that TensorFlow's automatic control dependencies, which chain the
 operations on one resource, do not chain independent collectives.
 """
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -16,6 +17,7 @@ import weakref
 import tensorflow as tf
 
 from keras_sparsity import compat
+from keras_sparsity.collectives.meter import Meter, Totals
 from keras_sparsity.own_variable import OwnVariable
 
 # One variable holds both counts, so that one read sees them at the same time.
@@ -78,6 +80,7 @@ class Site:
     def __init__(self, call, scope=None, record_shapes=False):
         self.call = call
         self.scope = scope
+        self.meter = None
         self.last_counts = 0, 0
         self._entered = 0
         self._left = 0
@@ -154,6 +157,9 @@ class Journal:
         self._sites = {}
         # Reentrant, for a function may be collected at any point.
         self._lock = threading.RLock()
+        # Whether what is traced from now on has a `Meter` at each call.
+        self.measures = False
+        self._meters = {}
         self._last_active = None
         self._scopes = set()
 
@@ -172,12 +178,11 @@ class Journal:
         key = (call, scope, dynamic)
         site = self._sites.get(key)
         if site is None:
-            graph = compat.outermost_graph()
-            if graph is not None and scope not in self._scopes:
-                self._scopes.add(scope)
-                weakref.finalize(graph, self._drop, scope).atexit = False
+            self._watch_scope(scope)
             record_shapes = dynamic and scope is not None and call.is_partial()
             site = Site(call, scope, record_shapes)
+            if self.measures and scope is not None:
+                site.meter = Meter()
             with self._lock:
                 site = self._sites.setdefault(key, site)
         return site
@@ -248,10 +253,50 @@ class Journal:
             site.forget(site.counts())
         return calls
 
+    @contextlib.contextmanager
+    def measured(self, name, inputs):
+        """Measures what is traced inside as if it were a call of that name.
+
+        Args:
+            name: as `totals` is to tell it.
+            inputs: the tensors it begins with.
+        """
+        scope = compat.outermost_function()
+        if not self.measures or scope is None:
+            yield
+            return
+        self._watch_scope(scope)
+        with self._lock:
+            meter = self._meters.setdefault((name, scope), Meter())
+        with meter.around(inputs):
+            yield
+
+    def totals(self):
+        """What was measured: dict from `(name, function)` to `Totals`.
+
+        A name is a call's role without its number. Those of functions that
+        are gone, because they were traced anew, are gone too.
+        """
+        with self._lock:
+            meters = list(self._meters.items())
+        found = {key: meter.totals() for key, meter in meters}
+        for site in self.sites():
+            if site.meter is not None:
+                key = site.call.name.partition("#")[0], site.scope
+                found[key] = found.get(key, Totals()) + site.meter.totals()
+        return found
+
     def sites(self):
         """The sites of eager calls and of all functions that still exist."""
         with self._lock:
             return list(self._sites.values())
+
+    def _watch_scope(self, scope):
+        """Has a function that is being traced forgotten when it is gone."""
+        if scope is not None and scope not in self._scopes:
+            self._scopes.add(scope)
+            graph = compat.outermost_graph()
+            weakref.finalize(graph, self._drop, scope).atexit = False
 
     def _drop(self, scope):
         """Forgets a function that is gone: it was traced anew, or deleted."""
@@ -262,12 +307,20 @@ class Journal:
                 for key, site in self._sites.items()
                 if site.scope != scope
             }
+            self._meters = {
+                key: meter
+                for key, meter in self._meters.items()
+                if key[1] != scope
+            }
 
 
 def noted(site, tensors, collective):
     """As `Journal.run`; whoever has this on the stack may be in a call."""
     with tf.control_dependencies(site.enter(tensors)):
-        outputs = collective()
+        if site.meter is None:
+            outputs = collective()
+        else:
+            outputs = site.meter.measured(collective)
     with tf.control_dependencies(tf.nest.flatten(outputs)):
         site.leave()
     return outputs

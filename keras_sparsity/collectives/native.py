@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import compat
-from keras_sparsity.collectives import topology
+from keras_sparsity.collectives import meter, topology
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.collectives.wire import Wires
@@ -159,6 +159,7 @@ class NativeEngine(Engine):
         self._order = order
 
     def all_reduce(self, flat, op, name):
+        meter.count_ring(flat, self.size)
         return tf.raw_ops.CollectiveReduceV2(
             input=flat,
             merge_op=_MERGE_OPS[op],
@@ -175,6 +176,7 @@ class NativeEngine(Engine):
     def all_to_all_along(self, rows, route, name):
         width = _width(rows)
         capacity, capacity_key = _capacity(route.largest, width)
+        meter.count(lambda: [capacity * (self.size - 1)] * 2, rows.dtype)
         message = _padded(rows, route.splits, width, capacity, self.size)
         arrived = tf.raw_ops.CollectiveAllToAllV2(
             input=self._by_slot(message), **self._instance(name, capacity_key)
@@ -216,6 +218,10 @@ class NativeEngine(Engine):
     def _gather(self, tensor, name, length_key=None):
         if length_key is None:
             length_key = _length_key(tensor)
+        meter.count(
+            lambda: [tf.size(tensor, tf.int64) * (self.size - 1)] * 2,
+            tensor.dtype,
+        )
         return tf.raw_ops.CollectiveGatherV2(
             input=tensor, **self._instance(name, length_key)
         )

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 
+from keras_sparsity import reports
 from keras_sparsity.collectives.watch import (
     TIMEOUT_VARIABLE,
     checked_timeout,
@@ -40,7 +41,28 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_run_options(run)
+    shows = {
+        "plan": (reports.show_plan, "print how each variable travels"),
+        "report": (
+            reports.show,
+            "print that, its costs, and what was searched",
+        ),
+    }
+    for name, (_, what) in shows.items():
+        show = commands.add_parser(
+            name,
+            help=what,
+            description=f"{what.capitalize()}, as "
+            "`ks.callbacks.ArchitectureLogger(LOG_DIR)` wrote it.",
+        )
+        show.add_argument("log_dir", metavar="LOG_DIR")
     options = parser.parse_args(argv)
+    if options.command in shows:
+        try:
+            shows[options.command][0](options.log_dir)
+        except (ValueError, ImportError) as error:
+            parser.exit(1, f"keras-sparsity: {error}\n")
+        return 0
     try:
         program = _plan(options)
     except (ValueError, OSError) as error:

@@ -48,6 +48,7 @@ class SampledSoftmax(keras.layers.Layer):
             `(num_classes, dim)`. The bias starts at zero.
         seed: int, seed of the samples; by default a random one.
         num_partitions: of both tables; by default the number of processes.
+        partition_group: of both tables, see `ShardedEmbedding`.
         architecture: `"ps"`, `"allgather"` or `"allreduce"`, see
             `ks.ShardedTable`; by default what the strategy says.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
@@ -83,6 +84,7 @@ class SampledSoftmax(keras.layers.Layer):
         kernel_initializer="glorot_uniform",
         seed=None,
         num_partitions=None,
+        partition_group=None,
         architecture=None,
         **kwargs,
     ):
@@ -97,6 +99,7 @@ class SampledSoftmax(keras.layers.Layer):
                 num_partitions,
                 ", or None for the number of processes",
             )
+        checks.optional_string("partition_group", partition_group)
         if num_sampled > num_classes:
             raise ValueError(
                 "`num_sampled` must be at most `num_classes`: the classes of "
@@ -120,6 +123,7 @@ class SampledSoftmax(keras.layers.Layer):
                 "architecture", architecture, ", or None for the strategy's"
             )
         self.num_partitions = num_partitions
+        self.partition_group = partition_group
         self.architecture = architecture
         self.supports_masking = True
         self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
@@ -157,6 +161,7 @@ class SampledSoftmax(keras.layers.Layer):
             name=name,
             owner_name=self.name if name == "kernel" else f"{self.name}/{name}",
             to_stock=to_stock,
+            partition_group=self.partition_group,
         )
 
     def _agree_on_samples(self):
@@ -286,6 +291,7 @@ class SampledSoftmax(keras.layers.Layer):
             ),
             "seed": self.seed,
             "num_partitions": self.num_partitions,
+            "partition_group": self.partition_group,
             "architecture": self.architecture,
         }
 

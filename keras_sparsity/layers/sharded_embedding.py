@@ -29,6 +29,8 @@ class ShardedEmbedding(keras.layers.Embedding):
             constraints act on each row by itself (`axis=1`).
         num_partitions: number of partitions of the table; by default the
             number of processes. The result of training does not depend on it.
+        partition_group: tables with the same one get the same number of
+            partitions from `ks.callbacks.PartitionSearch`.
         architecture: `"ps"`, `"allgather"` or `"allreduce"`, see
             `ks.ShardedTable`; by default what the strategy says.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
@@ -60,6 +62,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         mask_zero=False,
         weights=None,
         num_partitions=None,
+        partition_group=None,
         architecture=None,
         **kwargs,
     ):
@@ -78,6 +81,7 @@ class ShardedEmbedding(keras.layers.Embedding):
                 num_partitions,
                 ", or None for the number of processes",
             )
+        checks.optional_string("partition_group", partition_group)
         if embeddings_initializer is not None:
             embeddings_initializer = initial_values.standardize(
                 embeddings_initializer
@@ -106,6 +110,7 @@ class ShardedEmbedding(keras.layers.Embedding):
                 "architecture", architecture, ", or None for the strategy's"
             )
         self.num_partitions = num_partitions
+        self.partition_group = partition_group
         self.architecture = architecture
         self.table = None
         if weights is not None:
@@ -135,6 +140,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             trainable=self.trainable,
             name="embeddings",
             owner_name=self.name,
+            partition_group=self.partition_group,
         )
         self._embeddings = self.table.variable
         self.built = True
@@ -181,5 +187,6 @@ class ShardedEmbedding(keras.layers.Embedding):
         for name in ("lora_rank", "lora_alpha", "quantization_config"):
             config.pop(name, None)
         config["num_partitions"] = self.num_partitions
+        config["partition_group"] = self.partition_group
         config["architecture"] = self.architecture
         return config

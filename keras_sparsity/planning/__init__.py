@@ -15,6 +15,11 @@ follow, TCP's headers) are left out.
 """
 
 from keras_sparsity.planning.architecture import Choice, Plan, plan
+from keras_sparsity.planning.partition_search import (
+    PartitionChoice,
+    PartitionSample,
+    PartitionSampler,
+)
 from keras_sparsity.planning.specs import Cluster, VariableSpec, alpha_model
 from keras_sparsity.planning.transfer_cost import (
     TransferBytes,
@@ -26,6 +31,9 @@ from keras_sparsity.planning.transfer_cost import (
 __all__ = [
     "Choice",
     "Cluster",
+    "PartitionChoice",
+    "PartitionSample",
+    "PartitionSampler",
     "Plan",
     "TransferBytes",
     "VariableSpec",

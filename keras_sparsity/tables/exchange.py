@@ -21,6 +21,11 @@ def pull(table, ids):
     References:
         EuroSys 3.1 (pull and push), 4.3 (one gradient for each row).
     """
+    with tf.name_scope("pull"):  # as a profiler's trace is to call it
+        return _pull(table, ids)
+
+
+def _pull(table, ids):
     role = table.role
     communicator = table.collectives
     unique, inverse = tf.unique(ids)
@@ -46,13 +51,18 @@ def pull(table, ids):
 
         def push(gradient):
             table.check_under_strategy()
-            # Summed per row here, then along the ids' own route: each
-            # owner already knows which rows these are.
-            summed = tf.math.unsorted_segment_sum(gradient, arrival, num_sent)
-            at_owner = communicator.all_to_all_along(
-                summed, route, name=f"{role}/push/rows"
-            )
-            touches.note(table.variable, received_ids, route.received_splits)
+            with tf.name_scope("push"):
+                # Summed per row here, then along the ids' own route: each
+                # owner already knows which rows these are.
+                summed = tf.math.unsorted_segment_sum(
+                    gradient, arrival, num_sent
+                )
+                at_owner = communicator.all_to_all_along(
+                    summed, route, name=f"{role}/push/rows"
+                )
+                touches.note(
+                    table.variable, received_ids, route.received_splits
+                )
             return row_gradient(table, at_owner, received_ids), None
 
         return tf.gather(rows, arrival), push

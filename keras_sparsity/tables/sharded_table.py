@@ -50,6 +50,9 @@ class ShardedTable:
             dense and summed with those of dense variables.
         to_stock: function from the whole array to the weight of the stock
             layer that `ks.export` puts in place; by default the same array.
+        partition_group: name that tables have in common which
+            `ks.callbacks.PartitionSearch` gives the same number of
+            partitions; by default all that have none.
 
     Attributes:
         variable: a `keras.Variable` of shape `(num_rows, dim)` that stands for
@@ -80,6 +83,7 @@ class ShardedTable:
         regularizer=None,
         constraint=None,
         to_stock=None,
+        partition_group=None,
         architecture=None,
     ):
         self.num_rows = checks.positive_integer("num_rows", num_rows)
@@ -92,18 +96,14 @@ class ShardedTable:
             )
         checks.boolean("trainable", trainable)
         checks.string("name", name)
-        checks.check(
-            owner_name is None or isinstance(owner_name, str),
-            "owner_name",
-            owner_name,
-            "None or a string",
-        )
+        checks.optional_string("owner_name", owner_name)
         checks.check(
             to_stock is None or callable(to_stock),
             "to_stock",
             to_stock,
             "None or a function of the table's array",
         )
+        checks.optional_string("partition_group", partition_group)
         if architecture is not None:
             checks.architecture(
                 "architecture", architecture, ", or None for the strategy's"
@@ -111,6 +111,7 @@ class ShardedTable:
         _check_is_float(dtype)
         self.requested_architecture = architecture
         self.requested_partitions = num_partitions
+        self.partition_group = partition_group
         self.initializer = initial_values.standardize(initializer)
         self.owner_name = owner_name or name
         # Of the table as it is. In one process there are none.

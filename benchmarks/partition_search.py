@@ -1,0 +1,320 @@
+"""The number of partitions that a search finds, against trying them all.
+
+Several shapes of tables, on several processes of this machine. For each,
+`ks.callbacks.PartitionSearch` searches inside of `fit`, as a user's would: its
+time is that from the start of `fit` to the choice, with every move of the
+tables and every new trace in it. Then the same model is built with each number
+of partitions of a grid over the range that the search has sampled (all up to
+8, then four to each octave, and what was sampled or chosen), and all of them
+run in turn, round by round, fewer from stage to stage: those that are near the
+best, and the choice, to the end.
+
+Asked of each shape: the steps/s with the choice are at least 0.97 of those
+with the best of the grid, at most 7 samples, in 90 s, and a worst number in
+the range that takes at least 1.3 times the best one's time, so that there is
+something to find; and that the best is not always where the search starts.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import _timing
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+
+LEAST_SHARE = 0.97
+MOST_SAMPLES = 7
+MOST_SECONDS = 90
+LEAST_SPREAD = 1.3
+
+BATCH, WORDS = 128, 16
+# Exact updates of whole parts: what an owner works on fits into the
+# processor's cache once there are enough partitions, and each partition costs
+# operations.
+SHAPES = {
+    "long": {
+        "tables": [(200_000, 64)],
+        "optimizer": "adam",
+        "num_processes": 2,
+    },
+    "wide": {
+        "tables": [(20_000, 512)],
+        "optimizer": "rmsprop",
+        "num_processes": 2,
+    },
+    "several": {
+        "tables": [(50_000, 64)] * 3,
+        "optimizer": "adam",
+        "num_processes": 2,
+    },
+    "four processes": {
+        "tables": [(100_000, 128)],
+        "optimizer": "rmsprop",
+        "num_processes": 4,
+    },
+}
+# Rounds of each stage, and which numbers of partitions are in the next one:
+# those within this share of the best.
+STAGES = [(4, 1.15), (6, 1.05), (20, None)]
+# Of which the first two are left out.
+STEPS = 8
+
+
+def main():
+    args = parse_arguments()
+    shapes, misses = {}, []
+    for name in args.shapes:
+        figures = ks.launch.run(
+            measure,
+            SHAPES[name]["num_processes"],
+            engine=args.engine,
+            args=(name,),
+        )[0]
+        shapes[name] = figures
+        misses += [f"{name}: {miss}" for miss in missed(figures)]
+        print(row(name, figures), flush=True)
+    if all(each["best"] == each["start"] for each in shapes.values()):
+        misses.append("the best is where the search starts, for all shapes")
+    figures = {
+        "least_share": LEAST_SHARE,
+        "most_seconds": MOST_SECONDS,
+        "engine": args.engine,
+        "shapes": shapes,
+    }
+    _timing.finish(figures, misses)
+
+
+def missed(figures):
+    if figures["share"] < LEAST_SHARE:
+        yield (
+            f"{figures['chosen']} partitions reach {figures['share']:.3f} of "
+            f"the steps/s of {figures['best']}, at least {LEAST_SHARE} asked"
+        )
+    if len(figures["samples"]) > MOST_SAMPLES:
+        yield f"{len(figures['samples'])} samples, at most {MOST_SAMPLES} asked"
+    if figures["search_seconds"] > MOST_SECONDS:
+        yield (
+            f"{figures['search_seconds']} s of search, at most {MOST_SECONDS} "
+            "asked"
+        )
+    if figures["spread"] < LEAST_SPREAD:
+        yield (
+            f"the worst takes {figures['spread']:.2f} times the best's time, "
+            f"at least {LEAST_SPREAD} asked, so that the choice matters"
+        )
+
+
+# On each rank.
+
+
+def measure(name):
+    """Searches, then tries all; returns the figures."""
+    shape = SHAPES[name]
+    strategy = ks.HybridStrategy()
+    dataset = make_dataset(strategy, shape)
+    choice, search_seconds = search(strategy, shape, dataset)
+    say(strategy, f"{name}: {choice.explained()}; {search_seconds:.0f} s")
+    sampled = [sample.num_partitions for sample in choice.samples]
+    counts = grid(min(sampled), max(sampled))
+    counts = sorted({*counts, *sampled, choice.num_partitions})
+    steps = {}
+    for count in counts:
+        steps[count] = Steps(strategy, shape, dataset, count)
+        steps[count].milliseconds()  # traced and warm
+    first = medians = None
+    for num_rounds, share in STAGES:
+        rounds = run_in_turn(steps, num_rounds)
+        medians = {c: statistics.median(r) for c, r in rounds.items()}
+        first = first or medians
+        say(strategy, f"  {num_rounds} rounds, ms: {rounded(medians)}")
+        limit = min(medians.values()) * (share or 1)
+        steps = {
+            count: each
+            for count, each in steps.items()
+            if medians[count] <= limit or count == choice.num_partitions
+        }
+    best = min(medians, key=medians.get)
+    shares = [
+        one / other
+        for one, other in zip(
+            rounds[best], rounds[choice.num_partitions], strict=True
+        )
+    ]
+    low, share, high = np.quantile(shares, [0.25, 0.5, 0.75]).tolist()
+    return {
+        "start": sampled[0],
+        "samples": {
+            sample.num_partitions: round(1e3 * sample.seconds, 2)
+            for sample in choice.samples
+        },
+        "theta_milliseconds": [round(1e3 * t, 4) for t in choice.theta],
+        "misfit": round(choice.misfit, 4),
+        "chosen": choice.num_partitions,
+        "search_seconds": round(search_seconds, 1),
+        "best": best,
+        "best_milliseconds": round(medians[best], 2),
+        "share": round(share, 3),
+        "quartiles_of_share": [round(low, 3), round(high, 3)],
+        "spread": round(max(first.values()) / min(first.values()), 2),
+        "grid_milliseconds": rounded(first),
+    }
+
+
+def search(strategy, shape, dataset):
+    """The choice of a search inside of `fit`, and the seconds it took."""
+    model = make_model(strategy, shape, None)
+    callback = ks.callbacks.PartitionSearch(verbose=0)
+    start = time.perf_counter()
+    model.fit(
+        dataset,
+        epochs=1,
+        steps_per_epoch=100_000,
+        verbose=0,
+        callbacks=[callback, StopWhenFound(callback)],
+    )
+    return callback.result["tables"], time.perf_counter() - start
+
+
+class StopWhenFound(keras.callbacks.Callback):
+    """Ends training with the first step after the choice."""
+
+    def __init__(self, search):
+        super().__init__()
+        self._search = search
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._search.result:
+            self.model.stop_training = True
+
+
+def grid(low, high):
+    """All numbers up to 8, then four to each octave."""
+    counts = []
+    count = low
+    while count <= high:
+        counts.append(count)
+        count += max(1, 2 ** (count.bit_length() - 3))
+    return counts
+
+
+class Steps:
+    """Some training steps of a model with a fixed number of partitions."""
+
+    def __init__(self, strategy, shape, dataset, num_partitions):
+        self._collectives = strategy.collectives
+        self._dataset = dataset
+        self._model = make_model(strategy, shape, num_partitions)
+        self._clock = StepSeconds()
+
+    def milliseconds(self):
+        """Median of a step, as long as its slowest rank's."""
+        self._clock.seconds = []
+        self._model.fit(
+            self._dataset,
+            steps_per_epoch=STEPS,
+            verbose=0,
+            callbacks=[self._clock],
+        )
+        ranks = self._collectives.gather_objects(
+            self._clock.seconds[2:], name="benchmark/seconds"
+        )
+        return 1e3 * statistics.median(map(max, zip(*ranks, strict=True)))
+
+
+class StepSeconds(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch, logs=None):
+        self._start = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seconds.append(time.perf_counter() - self._start)
+
+
+def run_in_turn(steps, num_rounds):
+    rounds = {count: [] for count in steps}
+    for index in range(num_rounds):
+        for count in list(steps)[:: -1 if index % 2 else 1]:
+            rounds[count].append(steps[count].milliseconds())
+    return rounds
+
+
+def make_model(strategy, shape, num_partitions):
+    keras.utils.set_random_seed(0)
+    inputs, pooled = [], []
+    for num_rows, dim in shape["tables"]:
+        inputs.append(keras.Input((WORDS,), dtype="int32"))
+        rows = ks.layers.ShardedEmbedding(
+            num_rows, dim, num_partitions=num_partitions
+        )(inputs[-1])
+        pooled.append(keras.layers.GlobalAveragePooling1D()(rows))
+    x = pooled[0]
+    if len(pooled) > 1:
+        x = keras.layers.Concatenate()(pooled)
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    with strategy.scope():
+        model.compile(shape["optimizer"], loss="mse")
+    return model
+
+
+def make_dataset(strategy, shape):
+    """Zipf ids, as words of a text are."""
+    random = np.random.default_rng(0)
+    num_examples = 20 * BATCH
+    words = [
+        ((random.zipf(1.2, (num_examples, WORDS)) - 1) % num_rows).astype(
+            "int32"
+        )
+        for num_rows, _ in shape["tables"]
+    ]
+    labels = random.normal(size=(num_examples, 1)).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((tuple(words), labels))
+    return strategy.shard(dataset.batch(BATCH).cache().repeat())
+
+
+# What is printed.
+
+
+def say(strategy, text):
+    if strategy.rank == 0:
+        print(text, flush=True)
+
+
+def rounded(medians):
+    return {count: round(value, 1) for count, value in medians.items()}
+
+
+def row(name, figures):
+    return (
+        f"{name:16} chosen {figures['chosen']:3} best {figures['best']:3} "
+        f"share {figures['share']:.3f} {figures['quartiles_of_share']}, "
+        f"{len(figures['samples'])} samples in "
+        f"{figures['search_seconds']:.0f} s, worst over best "
+        f"{figures['spread']:.2f}"
+    )
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--shapes",
+        nargs="+",
+        choices=list(SHAPES),
+        default=list(SHAPES),
+        help="of tables, by default all",
+    )
+    add("--engine", choices=["native", "horovod"], default="native")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Shows in TensorBoard how each variable travels, and what it costs."""
+
+import collections
+import contextlib
+import dataclasses
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity import checks, model_plan, sparsity
+from keras_sparsity.callbacks import search_plot
+from keras_sparsity.callbacks.partition_search import PartitionSearch
+from keras_sparsity.collectives import journal
+from keras_sparsity.collectives.meter import Totals
+
+# The run's name in TensorBoard, beside Keras's "train" and "validation".
+RUN = "architecture"
+PLAN = "plan"
+_MOST_ROWS = 100_000
+# What the roles of a step's calls begin with.
+_ROWS, _DENSE = "optimizer/rows/", "optimizer/dense"
+_UPDATE = "optimizer/update"
+
+
+class ArchitectureLogger(keras.callbacks.Callback):
+    """Writes how each variable travels, and what it costs, for TensorBoard.
+
+    - `plan` (text): a table of all variables: shape, size, alpha,
+      architecture, partitions, balance of owners, the bytes of a step under
+      each architecture, and the bytes counted. Written again when the
+      architecture or partitions of a variable change, and at the end.
+    - `alpha/...` (scalars): of each sparse variable, and of the model.
+    - `bytes/...`: sent and received in a step for each path: `pull` and `push`
+      of sharded tables, `allreduce` of dense gradients, `allgather` of those of
+      ordinary embeddings, and `other` messages; the mean over the processes.
+    - `seconds/...`: of a step: `step` as a whole, `update`, and each path's,
+      from when its inputs are there at the last process. What the others have
+      waited until then is `stall`. Messages of several tables overlap.
+    - `rows/...` (histograms, after each epoch): how often each row was
+      touched, in the steps that were sampled; `owners/...`: what share of the
+      touches each owner served.
+    - `search/...`: the samples of a `ks.callbacks.PartitionSearch`, as scalars
+      over the number of partitions, and as a plot with the fitted curve and
+      the choice.
+
+    Rank 0 alone writes, figures of all processes. `keras-sparsity plan
+    LOG_DIR` and `keras-sparsity report LOG_DIR` print them on a terminal.
+
+    Needs TensorBoard, and Matplotlib for the plot:
+    `pip install 'keras-sparsity[tensorboard]'`.
+
+    Args:
+        log_dir: folder, as for `keras.callbacks.TensorBoard`, which can have
+            the same.
+        every_steps: write scalars after so many steps. What they show is the
+            mean over these steps.
+
+    Raises:
+        ImportError: if TensorBoard or Matplotlib is missing.
+
+    Example:
+
+    >>> import tempfile
+    >>> logger = ArchitectureLogger(tempfile.mkdtemp(), every_steps=50)
+
+    References:
+        EuroSys 3.1 (architectures, alpha), 3.2 (the search).
+    """
+
+    def __init__(self, log_dir, every_steps=100):
+        super().__init__()
+        checks.check(
+            isinstance(log_dir, (str, os.PathLike)),
+            "log_dir",
+            log_dir,
+            "the path of a folder",
+        )
+        search_plot.check_installed()
+        self.log_dir = os.fspath(log_dir)
+        self.every_steps = checks.positive_integer("every_steps", every_steps)
+        self.searches = []
+        self._writer = None
+        self._measured_function = None
+
+    def see(self, callbacks):
+        """Takes those of a `fit` whose findings it is to show."""
+        self.searches = [c for c in callbacks if isinstance(c, PartitionSearch)]
+
+    # Called by Keras.
+
+    def on_train_begin(self, logs=None):
+        strategy = getattr(self.model, "distribute_strategy", None)
+        self._collectives = getattr(strategy, "collectives", None)
+        if self._collectives is None:
+            raise ValueError(
+                "ArchitectureLogger shows models that were compiled inside of "
+                "`strategy.scope()`, with `strategy = ks.HybridStrategy()`. "
+                f"Received: the model '{self.model.name}'."
+            )
+        if self._collectives.rank == 0:
+            self._writer = tf.summary.create_file_writer(
+                os.path.join(self.log_dir, RUN)
+            )
+        self._measure()
+        self._before = collections.defaultdict(Totals)
+        self._steps = self._steps_since = 0
+        self._seconds = 0.0
+        self._plan = self._decisions = None
+        self._shown = {}
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._start = tf.timestamp()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._seconds += float(tf.timestamp() - self._start)
+        count = self.model.steps_per_execution
+        self._steps += count
+        self._steps_since += count
+        if self._steps_since >= self.every_steps:
+            self._log()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._log_popularity()
+
+    def on_train_end(self, logs=None):
+        if self._steps_since:
+            self._log()
+        journal.current().measures = False
+        if self._writer is not None:
+            if self._plan is not None:
+                with self._writing():
+                    tf.summary.text(PLAN, self._plan.markdown())
+            self._writer.close()
+
+    # Measuring.
+
+    def _measure(self):
+        """What is traced from now on measures; what was is traced anew."""
+        journal.current().measures = True
+        function = self.model.train_function
+        if function is not None and function is not self._measured_function:
+            self._measured_function = self.model.make_train_function(force=True)
+
+    def _since_last(self):
+        """dict from a call's role to this rank's `Totals` since the last."""
+        since = collections.defaultdict(Totals)
+        for key, totals in journal.current().totals().items():
+            since[key[0]] += totals - self._before[key]
+            self._before[key] = totals
+        return dict(since)
+
+    # Writing.
+
+    def _log(self):
+        plan = model_plan.of_running(self.model)
+        mine = {role: t.to_list() for role, t in self._since_last().items()}
+        of_ranks = self._collectives.gather_objects(
+            (mine, self._seconds), name="architecture_logger/totals"
+        )
+        if self._writer is not None:
+            steps = _num_measured_steps(of_ranks) or self._steps_since
+            seconds = max(seconds for _, seconds in of_ranks)
+            figures = {
+                "seconds/step": seconds / self._steps_since,
+                **_figures(of_ranks, steps),
+            }
+            plan = _with_measured(
+                plan, self.model.trainable_variables, of_ranks, steps
+            )
+            with self._writing():
+                for name, value in figures.items():
+                    tf.summary.scalar(name, value)
+                for variable in plan.variables:
+                    facts = variable.sparsity
+                    if facts.alpha is not None:
+                        tf.summary.scalar(f"alpha/{facts.name}", facts.alpha)
+                tf.summary.scalar("alpha/of the model", plan.alpha_model)
+                self._log_plan(plan)
+                self._log_searches()
+            self._writer.flush()
+        self._steps_since, self._seconds = 0, 0.0
+
+    @contextlib.contextmanager
+    def _writing(self):
+        with self._writer.as_default(step=self._steps):
+            yield
+
+    def _log_plan(self, plan):
+        self._plan = plan
+        decisions = [
+            (v.architecture, v.num_partitions, v.sparsity.alpha is None)
+            for v in plan.variables
+        ]
+        if decisions != self._decisions:
+            self._decisions = decisions
+            tf.summary.text(PLAN, plan.markdown())
+
+    def _log_searches(self):
+        for search in self.searches:
+            for name, choice in search.result.items():
+                if self._shown.get(name) is choice:
+                    continue
+                self._shown[name] = choice
+                for count, seconds in sorted(choice.sampled_seconds.items()):
+                    tf.summary.scalar(
+                        f"search/{name}/seconds by partitions",
+                        seconds,
+                        step=count,
+                    )
+                tf.summary.image(
+                    f"search/{name}/samples and fit",
+                    search_plot.image(name, choice),
+                )
+                tf.summary.text(f"search/{name}/choice", choice.explained())
+
+    def _log_popularity(self):
+        popularity = sparsity.popularity(self.model)
+        measured = sparsity.measured(self.model)
+        if self._writer is None:
+            return
+        with self._writing():
+            for name, (touches, num_rows) in popularity.items():
+                # Of a large table a part of the rows: the shape is the same.
+                share = min(1.0, _MOST_ROWS / num_rows.sum())
+                num_rows = np.ceil(num_rows * share).astype(np.int64)
+                tf.summary.histogram(
+                    f"rows/{name}", np.repeat(touches, num_rows)
+                )
+            for facts in measured:
+                if facts.owner_shares:
+                    tf.summary.histogram(
+                        f"owners/{facts.name}", facts.owner_shares
+                    )
+
+
+def _num_measured_steps(of_ranks):
+    """Steps of functions that still exist: a search traces new ones."""
+    return max(totals.get(_UPDATE, [0])[0] for totals, _ in of_ranks)
+
+
+def _figures(of_ranks, steps):
+    """The scalars: dict from their names to values, of one step."""
+    roles = {role for totals, _ in of_ranks for role in totals}
+    figures = collections.defaultdict(float)
+    for role in roles:
+        path = path_of(role)
+        totals = np.array(
+            [totals.get(role, [0.0] * 4) for totals, _ in of_ranks]
+        )
+        _, seconds, sent, received = totals.T / steps
+        if path == "update":
+            figures["seconds/update"] += seconds.mean()
+            continue
+        # The last to come has not waited.
+        figures[f"seconds/{path}"] += seconds.min()
+        figures["seconds/stall"] += seconds.mean() - seconds.min()
+        figures[f"bytes/{path}/sent"] += sent.mean()
+        figures[f"bytes/{path}/received"] += received.mean()
+    return dict(sorted(figures.items()))
+
+
+def path_of(role):
+    """The path of a call's role."""
+    if role.startswith("table/"):
+        for path in ("pull", "push"):
+            if f"/{path}/" in role:
+                return path
+    if role.startswith(_ROWS):
+        return "allgather"
+    return {_DENSE: "allreduce", _UPDATE: "update"}.get(role, "other")
+
+
+def _with_measured(plan, model_variables, of_ranks, steps):
+    """The plan, with the bytes that were counted for each variable."""
+    counted = collections.Counter()
+    for totals, _ in of_ranks:
+        for role, (_, _, sent, received) in totals.items():
+            counted[role] += (sent + received) / len(of_ranks) / steps
+    dense = sum(
+        v.sparsity.spec().num_bytes()
+        for v in plan.variables
+        if v.architecture == "allreduce"
+    )
+    measured = []
+    for planned, variable in zip(plan.variables, model_variables, strict=True):
+        if planned.architecture == "allreduce":  # all in one message
+            share = planned.sparsity.spec().num_bytes() / dense
+            num_bytes = counted[_DENSE] * share
+        else:
+            start = f"{_ROWS}{variable.path}/"
+            if planned.architecture == "ps":
+                start = f"{variable.table.role}/"
+            num_bytes = sum(
+                n for role, n in counted.items() if role.startswith(start)
+            )
+        measured.append(dataclasses.replace(planned, measured_bytes=num_bytes))
+    return dataclasses.replace(plan, variables=tuple(measured))

@@ -1,0 +1,383 @@
+"""Finds the number of partitions of sharded tables while a model trains."""
+
+import dataclasses
+import os
+import time
+
+import keras
+
+from keras_sparsity import checks, moves, saving
+from keras_sparsity.callbacks import saved_partitions
+from keras_sparsity.callbacks.step_seconds import StepEnd, StepSeconds
+from keras_sparsity.callbacks.table_groups import TableMemory, groups_of
+from keras_sparsity.checkpoint import storage
+from keras_sparsity.planning.partition_search import MAX_SAMPLES
+
+
+class PartitionSearch(keras.callbacks.Callback):
+    """Finds how many partitions make a training step fastest.
+
+    While `fit` trains, the tables are given one number of partitions after
+    another (see `ks.planning.PartitionSampler`: at most seven), some steps are
+    timed with each, and the best is kept. These steps train as any others do:
+    the result of training does not depend on the search.
+
+    A step's time is that of the slowest rank, and the median over the steps
+    counts. A sample ends early once its median is known well enough. When
+    training ends before the search does, the best so far is kept; another
+    `fit` with the same callback goes on.
+
+    Tables whose layers have the same `partition_group` get the same number of
+    partitions; those without one are a group together. With several groups,
+    one is searched after the other.
+
+    In one process, or without sharded tables, there is nothing to search.
+
+    Args:
+        num_steps: steps to time in each sample, at most. (The paper: 50.)
+        num_warm_up_steps: steps at the beginning of each sample that do not
+            count. The first execution, which traces, never does. (The paper:
+            50.)
+        max_seconds: time budget. When it is over, the best so far is kept.
+        memory_limit_bytes: what the tables with their slots may take in each
+            process, or None. Numbers of partitions with which the busiest
+            owner has more are not tried. While a table moves, its old and its
+            new parts take more for a moment.
+        start: number of partitions to try first; by default the number of
+            machines, or the next that `memory_limit_bytes` allows.
+        per_table: whether each table without a `partition_group` is searched
+            by itself.
+        path: a JSON file, or None. The choice is saved there, and the next run
+            takes it without searching, if it has the same tables, optimizer
+            and processes.
+        verbose: 0, or 1 to print a line for each sample, and one that
+            explains the choice, on rank 0.
+
+    Attributes:
+        result: dict from a group's name ("tables", for those without one) to
+            its `ks.planning.PartitionChoice`: the number of partitions, the
+            samples, and the fit. Empty until the first group is done.
+
+    Example:
+
+    >>> import keras, keras_sparsity as ks
+    >>> strategy = ks.HybridStrategy()
+    >>> model = keras.Sequential([
+    ...     keras.Input((3,)), ks.layers.ShardedEmbedding(100, 8)])
+    >>> with strategy.scope():
+    ...     model.compile("adagrad", loss="mse")
+    >>> search = ks.callbacks.PartitionSearch()
+    >>> x, y = keras.ops.ones([4, 3]), keras.ops.ones([4, 3, 8])
+    >>> history = model.fit(x, y, verbose=0, callbacks=[search])
+    PartitionSearch: nothing to search, the model trains in one process.
+
+    References:
+        EuroSys 3.2.
+    """
+
+    def __init__(
+        self,
+        num_steps=100,
+        num_warm_up_steps=5,
+        max_seconds=300,
+        memory_limit_bytes=None,
+        start=None,
+        per_table=False,
+        path=None,
+        verbose=1,
+    ):
+        super().__init__()
+        checks.positive_integer("num_steps", num_steps)
+        checks.check(
+            isinstance(num_warm_up_steps, int)
+            and not isinstance(num_warm_up_steps, bool)
+            and num_warm_up_steps >= 0,
+            "num_warm_up_steps",
+            num_warm_up_steps,
+            "an integer that is not negative",
+        )
+        checks.positive_number("max_seconds", max_seconds)
+        if memory_limit_bytes is not None:
+            checks.positive_integer(
+                "memory_limit_bytes", memory_limit_bytes, ", or None"
+            )
+        if start is not None:
+            checks.positive_integer(
+                "start", start, ", or None for the number of machines"
+            )
+        checks.boolean("per_table", per_table)
+        checks.check(
+            path is None or isinstance(path, (str, os.PathLike)),
+            "path",
+            path,
+            "None or the path of a file",
+        )
+        checks.check(verbose in (0, 1), "verbose", verbose, "0 or 1")
+        self.num_steps = num_steps
+        self.num_warm_up_steps = num_warm_up_steps
+        self.max_seconds = max_seconds
+        self.memory_limit_bytes = memory_limit_bytes
+        self.start = start
+        self.per_table = per_table
+        self.path = os.fspath(path) if path else None
+        self.verbose = verbose
+        self.result = {}
+        self.step_end = StepEnd()
+        self._collectives = None
+        self._tables = []
+        self._groups = []  # those still to be searched, the present one first
+        self._sample = None  # the `StepSeconds` of the present one
+        self._sampled_count = None
+        self._seconds_before = 0.0
+
+    # Called by Keras.
+
+    def on_train_begin(self, logs=None):
+        strategy = getattr(self.model, "distribute_strategy", None)
+        self._collectives = getattr(strategy, "collectives", None)
+        self._fit_start = time.monotonic()
+        tables = [t for t in saving.tables_of(self.model) if t.is_sharded]
+        if not tables:
+            self._say(f"nothing to search, {self._why_nothing()}.")
+            return
+        if tables != self._tables:
+            self._tables = tables
+            self._begin()
+        if self._groups:
+            self._next()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._steps_of_epoch = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self._step_start = time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._sample is None:
+            return
+        seconds = self.step_end.seconds - self._step_start
+        known = self._sample.add(seconds, self._steps_of_execution())
+        if known is None:
+            return
+        group, count = self._groups[0], self._sampled_count
+        group.sampler.record(count, *known)
+        self._say(
+            f"{count} partitions for '{group.name}': "
+            f"{1e3 * known[0]:.4g} ms a step (+- {1e3 * known[1]:.2g})."
+        )
+        self._next()
+
+    def on_train_end(self, logs=None):
+        if not self._groups:
+            return
+        self._sample = None
+        self._seconds_before = self._elapsed()
+        self._keep_best("training ended before the search did")
+
+    # The search.
+
+    def _begin(self):
+        self.result = {}
+        self._seconds_before = 0.0
+        # Of rank 0, whose local rank every machine has.
+        num_machines = self._of_rank_zero(lambda: self._collectives.cross_size)
+        optimizer = self.model.optimizer
+        self._memory = TableMemory(
+            self._tables, optimizer, self.memory_limit_bytes
+        )
+        self._groups = groups_of(
+            self._tables,
+            self._memory,
+            self.start or num_machines,
+            self.per_table,
+        )
+        self._conditions = {
+            "processes": self._collectives.size,
+            "machines": num_machines,
+            "engine": self._collectives.engine,
+            "optimizer": _describe(optimizer),
+            **{
+                f"table '{table.owner_name}'": (
+                    f"{table.num_rows} x {table.dim} "
+                    f"{table.variable.dtype} in group '{group.name}'"
+                )
+                for group in self._groups
+                for table in group.tables
+            },
+        }
+        if self.path is not None and self._take_saved():
+            self._groups = []
+
+    def _next(self):
+        """Begins the next sample, or keeps what is found."""
+        self._sample = None
+        if not self._groups:
+            return
+        while self._groups:
+            group = self._groups[0]
+            elapsed, count = self._of_rank_zero(
+                lambda group=group: (self._elapsed(), group.sampler.proposal())
+            )
+            left = self.max_seconds - elapsed
+            if left <= 0:
+                self._keep_best(f"{self.max_seconds} seconds are over")
+                self._groups = []
+            elif count is None:
+                self._keep(group)
+                del self._groups[0]
+            else:
+                self._move(group.counts(count))
+                self._sampled_count = count
+                self._sample = StepSeconds(
+                    self._collectives,
+                    self.num_steps,
+                    self.num_warm_up_steps,
+                    left / self._num_samples_left(),
+                )
+                return
+        self._save()
+
+    def _num_samples_left(self):
+        taken = len(self._groups[0].sampler.samples)
+        return MAX_SAMPLES * len(self._groups) - taken
+
+    def _keep(self, group):
+        choice = group.sampler.choice()
+        count = self._of_rank_zero(lambda: choice.num_partitions)
+        choice = dataclasses.replace(choice, num_partitions=count)
+        self._move(group.counts(count))
+        self.result[group.name] = choice
+        self._say(f"'{group.name}' gets {choice.explained()}.")
+
+    def _keep_best(self, why):
+        """Ends a search that is not complete."""
+        self._say(f"{why} before the search was; the best so far is kept.")
+        for group in self._groups:
+            if group.sampler.samples:
+                self._keep(group)
+            else:
+                self._move(group.first)
+                self._say(
+                    f"'{group.name}' stays as it was: no sample was complete."
+                )
+
+    def _move(self, counts):
+        moves.repartition(self.model, counts)
+
+    # The file.
+
+    def _take_saved(self):
+        """Whether the file has a choice that can be taken."""
+
+        def load():
+            if self._collectives.rank != 0:
+                return None
+            folder = os.path.dirname(os.path.abspath(self.path))
+            os.makedirs(folder, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(f"the folder {folder} is read-only")
+            return saved_partitions.load(self.path, self._conditions)
+
+        choices, reason = storage.on_all_ranks(
+            self._collectives, f"keep a choice in {self.path}", load
+        )[0]
+        counts = {}
+        if choices is not None:
+            for group in self._groups:
+                count = choices[group.name].num_partitions
+                counts.update(group.counts(count))
+            if not self._memory.allows(counts):
+                reason = (
+                    "with its choice a process would have more of the tables "
+                    f"than {self.memory_limit_bytes} bytes"
+                )
+        if reason is not None:
+            self._say(f"searching; {self.path} is not taken: {reason}.")
+            return False
+        self._move(counts)
+        self.result = choices
+        listed = ", ".join(
+            f"{choice.num_partitions} partitions for '{name}'"
+            for name, choice in choices.items()
+        )
+        self._say(f"{listed}, as found before (in {self.path}).")
+        return True
+
+    def _save(self):
+        if self.path is None or self._collectives.rank != 0:
+            return
+        try:
+            saved_partitions.save(self.path, self._conditions, self.result)
+        except OSError as error:  # training is worth more
+            self._say(f"the choice could not be saved: {error}.")
+
+    # What ranks agree on, and what they say.
+
+    def _of_rank_zero(self, function):
+        """What a function gives on rank 0, whose numbers decide.
+
+        The same samples on another processor may give another fit.
+        """
+        value = function() if self._collectives.rank == 0 else None
+        return self._collectives.gather_objects(
+            value, name="partition_search/decision"
+        )[0]
+
+    def _elapsed(self):
+        return self._seconds_before + time.monotonic() - self._fit_start
+
+    def _steps_of_execution(self):
+        """Of the one that has just ended: an epoch's last may be shorter."""
+        count = self.model.steps_per_execution
+        in_epoch = self.params.get("steps")
+        if in_epoch:
+            count = max(1, min(count, in_epoch - self._steps_of_epoch))
+        self._steps_of_epoch += count
+        return count
+
+    def _why_nothing(self):
+        if self._collectives is None:
+            return "the model was not compiled in `strategy.scope()`"
+        if self._collectives.size == 1:
+            return "the model trains in one process"
+        return "the model has no sharded table"
+
+    def _say(self, text):
+        is_first = self._collectives is None or self._collectives.rank == 0
+        if self.verbose and is_first:
+            # Not into the middle of Keras's progress bar.
+            has_bar = self.params.get("verbose") in (1, "auto")
+            start = "\n" if has_bar else ""
+            print(f"{start}PartitionSearch: {text}", flush=True)
+
+
+def _describe(optimizer):
+    """What the time of an update depends on."""
+    rule = type(optimizer.inner_optimizer).__name__
+    return f"{rule}, {optimizer.sparse_updates}"
+
+
+def arranged(callbacks, size):
+    """A `fit`'s callbacks, in an order in which a search times the steps only.
+
+    Its clock stops before other callbacks see a step's end, and starts after
+    they have seen its beginning.
+
+    Args:
+        callbacks: list.
+        size: number of processes.
+    """
+    searches = [c for c in callbacks if isinstance(c, PartitionSearch)]
+    if len(searches) > 1:
+        raise ValueError(
+            "Give `fit` one PartitionSearch. Received: "
+            f"{len(searches)}. It searches for all tables: see "
+            "`partition_group`."
+        )
+    for search in searches:
+        # In one process it does nothing: Keras need not wait for it.
+        search.async_safe = size == 1
+        others = [c for c in callbacks if c is not search]
+        clock = [search.step_end] if size > 1 else []
+        callbacks = [*clock, *others, search]
+    return callbacks

@@ -1,0 +1,112 @@
+"""Seconds of a training step, of the slowest rank."""
+
+import math
+import statistics
+import time
+
+import keras
+import tensorflow as tf
+
+# A median is known well enough when it has come from so many measurements,
+# over so many seconds, with so small a standard error. Other work on the
+# machine comes in bursts: that a second's steps agree says something, that a
+# tenth of a second's do does not.
+_FEWEST = 10
+_LEAST_SECONDS = 1.0
+_RELATIVE_ERROR = 0.01
+# Ranks compare after this many measurements, and each time that they have
+# grown by half.
+_FIRST_LOOK = 3
+
+
+class StepEnd(keras.callbacks.Callback):
+    """Notes when a step has ended, before other callbacks see that it has.
+
+    Attributes:
+        seconds: the clock's (`time.perf_counter`) at the end of the last step.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.seconds = 0.0
+
+    def on_train_batch_end(self, batch, logs=None):
+        # Keras has waited for the logs' values, so the device is done, too.
+        for value in (logs or {}).values():
+            float(value)
+        self.seconds = time.perf_counter()
+
+
+class StepSeconds:
+    """The median time of a step, each of them as long as its slowest rank's.
+
+    Args:
+        collectives: the ranks.
+        num_steps: to measure at most.
+        num_dropped: steps that are left out at first. The first execution
+            always is: it traces.
+        max_seconds: after which what is known is enough, by the first rank's
+            clock.
+    """
+
+    def __init__(self, collectives, num_steps, num_dropped, max_seconds):
+        self._collectives = collectives
+        self._num_steps = num_steps
+        self._num_left_to_drop = max(1, num_dropped)
+        self._max_seconds = max_seconds
+        self._start = time.monotonic()
+        self._own = []
+        self._num_measured = 0
+        self._look_at = _FIRST_LOOK
+
+    def add(self, seconds, num_steps):
+        """Takes what an execution of some steps took on this rank.
+
+        Returns:
+            `(seconds, error_seconds)` of a step once it is known, the same on
+            all ranks; None before.
+        """
+        if self._num_left_to_drop > 0:
+            self._num_left_to_drop -= num_steps
+            return None
+        self._own.append(seconds / num_steps)
+        self._num_measured += num_steps
+        is_last = self._num_measured >= self._num_steps
+        if len(self._own) < self._look_at and not is_last:
+            return None
+        if len(self._own) < _FIRST_LOOK:  # of many steps each
+            return None
+        self._look_at = math.ceil(1.5 * len(self._own))
+        own = [[time.monotonic() - self._start, *self._own]]
+        ranks = self._collectives.all_gather(
+            tf.constant(own, tf.float64), name="partition_search/seconds"
+        ).numpy()
+        slowest = ranks[:, 1:].max(axis=0)
+        median, error = median_and_error(slowest.tolist())
+        is_known = (
+            len(slowest) >= _FEWEST
+            and num_steps * slowest.sum() >= _LEAST_SECONDS
+            and error <= _RELATIVE_ERROR * median
+        )
+        if is_last or is_known or ranks[0, 0] >= self._max_seconds:
+            return median, error
+        return None
+
+
+def median_and_error(values):
+    """The median of some numbers, and its standard error.
+
+    From the median of the distances to it, so that single outliers count in
+    neither.
+
+    Example:
+
+    >>> median, error = median_and_error([1.0, 2.0, 3.0, 4.0, 500.0])
+    >>> median, round(error, 3)
+    (3.0, 0.831)
+    """
+    median = statistics.median(values)
+    distance = statistics.median([abs(value - median) for value in values])
+    # 1.4826 makes a standard deviation of it, 1.2533 that of a median, both of
+    # a normal distribution.
+    return median, 1.2533 * 1.4826 * distance / math.sqrt(len(values))

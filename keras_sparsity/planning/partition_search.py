@@ -1,0 +1,319 @@
+"""How many partitions a table should have, found by trying some.
+
+With P partitions on `size` owners, the time of an iteration is taken to be
+
+    theta0 + theta1 * share(P) + theta2 * P,    share(P) = ceil(P / size) / P
+
+`share` is the part of the rows that the busiest owner has, for which all others
+wait. The paper writes 1 / P, which is the same up to P = size; beyond, 1 / P
+goes on falling while the busiest owner's load does not, and a fit of it to
+samples of one cluster picks a wrong P. theta2 is what each partition costs:
+splitting ids, stitching rows, one update more.
+
+An owner may also work faster on smaller pieces: they fit into the processor's
+cache, or are worked on by several cores. Where the samples show it, a fourth
+term is fitted too, theta3 / P.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from keras_sparsity import checks
+
+# EuroSys 6.5: "at most 5 runs" sufficed there. Seven powers of two span a
+# factor of 64.
+MAX_SAMPLES = 7
+# A sample that is slower than the fastest by so much has risen. Less may be a
+# hump before a fall: a table of 200,000 x 64 under exact Adam, 2 processes on
+# 2 cores with other work on them, took 50, 54 and 57 ms with 1, 2 and 4
+# partitions, and 30 with 32.
+_RISE = 0.2
+# The fourth term is fitted where three miss the samples by so much, and kept
+# if it makes that half.
+_MISFIT = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionSample:
+    """What one number of partitions took.
+
+    Attributes:
+        num_partitions: P.
+        seconds: of an iteration.
+        error_seconds: the standard error of `seconds`.
+    """
+
+    num_partitions: int
+    seconds: float
+    error_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionChoice:
+    """A number of partitions, and what it was chosen by.
+
+    Attributes:
+        num_partitions: the choice.
+        size: number of processes.
+        samples: tuple of `PartitionSample`, in the order in which they were
+            taken.
+        theta: the fitted `(theta0, theta1, theta2, theta3)` in seconds, see
+            `keras_sparsity.planning.partition_search`; theta3 is 0 where
+            three terms do.
+        misfit: how far the fit is off at the samples: the root of the mean
+            square of the relative differences.
+    """
+
+    num_partitions: int
+    size: int
+    samples: tuple
+    theta: tuple
+    misfit: float
+
+    @property
+    def sampled_seconds(self):
+        """Seconds of an iteration by P, as sampled: a dict."""
+        return {s.num_partitions: s.seconds for s in self.samples}
+
+    def predicted_seconds(self, num_partitions):
+        """Seconds of an iteration by the fit.
+
+        Args:
+            num_partitions: P.
+        """
+        checks.positive_integer("num_partitions", num_partitions)
+        terms = _terms(num_partitions, self.size)
+        return float(np.dot(self.theta, terms))
+
+    def explained(self):
+        """The choice and its reasons in one line."""
+        seconds = self.sampled_seconds
+        fastest = min(seconds, key=seconds.get)
+        slowest = max(seconds, key=seconds.get)
+        count = self.num_partitions
+        if count in seconds:
+            why = f"the fastest sample, {_milliseconds(seconds[count])}"
+        else:
+            why = (
+                f"{_milliseconds(self.predicted_seconds(count))} by the fit, "
+                f"against {_milliseconds(seconds[fastest])} sampled at "
+                f"{fastest}"
+            )
+        return (
+            f"{count} partitions: {why} (the slowest, at {slowest}: "
+            f"{_milliseconds(seconds[slowest])}; {len(seconds)} samples from "
+            f"{min(seconds)} to {max(seconds)}; fit {self._equation()}, off "
+            f"by {self.misfit:.1%})"
+        )
+
+    def _equation(self):
+        names = ("", " ceil(P/size)/P", " P", " /P")
+        terms = [
+            f"{1e3 * theta:.3g}{name}"
+            for theta, name in zip(self.theta, names, strict=True)
+            if theta
+        ]
+        return f"{' + '.join(terms)} ms with size={self.size}"
+
+
+class PartitionSampler:
+    """The paper's search: says what to try next, is told, and chooses.
+
+    It starts at `start`, doubles until the time rises, goes back and halves
+    until it rises. Then the fit's best P is tried, too, as long as the number
+    of samples allows. What is chosen lies between the smallest and the largest
+    P sampled.
+
+    The fastest sample is chosen, unless the fit expects a P that was not
+    sampled to be faster by more than the fit is off at the samples (and by
+    more than these are uncertain): what was measured does not lose to a curve
+    because of noise.
+
+    Args:
+        size: number of processes.
+        start: the first P, for example the number of machines.
+        allowed: function from P to whether it may be tried or chosen, such as
+            one that knows a memory limit; by default all are.
+        max_samples: the most P to try.
+
+    Example:
+
+    >>> seconds = lambda count: 1.0 + 8.0 / count + 0.1 * count
+    >>> sampler = PartitionSampler(size=16)
+    >>> while (count := sampler.proposal()) is not None:
+    ...     sampler.record(count, seconds(count))
+    >>> sampler.choice().num_partitions
+    9
+
+    References:
+        EuroSys 3.2 (equation 1).
+    """
+
+    def __init__(self, size, start=1, allowed=None, max_samples=MAX_SAMPLES):
+        self.size = checks.positive_integer("size", size)
+        self.start = checks.positive_integer("start", start)
+        checks.check(
+            allowed is None or callable(allowed),
+            "allowed",
+            allowed,
+            "None or a function from a number of partitions to a bool",
+        )
+        self.max_samples = checks.positive_integer("max_samples", max_samples)
+        self._allowed = allowed or (lambda count: True)
+        self._samples = {}
+        if not self._allowed(self.start):
+            raise ValueError(
+                "`start` must be an allowed number of partitions. Received: "
+                f"start={start}."
+            )
+
+    @property
+    def samples(self):
+        """Tuple of `PartitionSample`, in the order of `record`."""
+        return tuple(self._samples.values())
+
+    def proposal(self):
+        """The P to try next, or None when it is time to choose."""
+        if len(self._samples) >= self.max_samples:
+            return None
+        if self.start not in self._samples:
+            return self.start
+        for following in (lambda count: 2 * count, lambda count: count // 2):
+            count = self._along(following)
+            if count is not None:
+                return count
+        return self._unsampled_best()
+
+    def record(self, num_partitions, seconds, error_seconds=0.0):
+        """Takes note of what an iteration took.
+
+        Args:
+            num_partitions: P.
+            seconds: of an iteration, with P partitions.
+            error_seconds: standard error of that.
+        """
+        count = checks.positive_integer("num_partitions", num_partitions)
+        checks.positive_number("seconds", seconds)
+        checks.check(
+            isinstance(error_seconds, (int, float, np.number))
+            and 0 <= error_seconds < np.inf,
+            "error_seconds",
+            error_seconds,
+            "a number that is not negative",
+        )
+        self._samples[count] = PartitionSample(
+            count, float(seconds), float(error_seconds)
+        )
+
+    def choice(self):
+        """`PartitionChoice` by the samples so far."""
+        if not self._samples:
+            raise ValueError(
+                "There is nothing to choose by: no sample is recorded. Call "
+                "`record(num_partitions, seconds)` first."
+            )
+        theta, misfit = _fit(self.samples, self.size)
+        fastest = min(self._samples.values(), key=lambda s: s.seconds)
+        count = fastest.num_partitions
+        best, seconds = self._fitted_best(theta)
+        doubt = max(misfit, self._noise(), 0.01)
+        if best not in self._samples and seconds * (1 + doubt) < (
+            fastest.seconds
+        ):
+            count = best
+        return PartitionChoice(
+            count, self.size, self.samples, tuple(theta.tolist()), misfit
+        )
+
+    def _along(self, following):
+        """The next P on the way from the start, or None at its end."""
+        fastest = self._samples[self.start]
+        last = fastest
+        while not self._has_risen(last, fastest):
+            count = following(last.num_partitions)
+            if count < 1 or not self._allowed(count):
+                return None
+            if count not in self._samples:
+                return count
+            last = self._samples[count]
+            fastest = min(fastest, last, key=lambda s: s.seconds)
+        return None
+
+    def _has_risen(self, sample, fastest):
+        errors = sample.error_seconds + fastest.error_seconds
+        return sample.seconds > fastest.seconds * (1 + _RISE) + errors
+
+    def _unsampled_best(self):
+        """The P that the fit expects to be worth a sample, or None."""
+        if len(self._samples) < 3:  # as many as there are terms
+            return None
+        theta, _ = _fit(self.samples, self.size)
+        best, seconds = self._fitted_best(theta)
+        fastest = min(s.seconds for s in self._samples.values())
+        is_worth_it = best not in self._samples and seconds < 0.99 * fastest
+        return best if is_worth_it else None
+
+    def _fitted_best(self, theta):
+        """The P with the least time by the fit, inside the range: and that."""
+        counts = [
+            count
+            for count in range(min(self._samples), max(self._samples) + 1)
+            if count in self._samples or self._allowed(count)
+        ]
+        seconds = [np.dot(theta, _terms(c, self.size)) for c in counts]
+        best = int(np.argmin(seconds))
+        return counts[best], float(seconds[best])
+
+    def _noise(self):
+        return max(s.error_seconds / s.seconds for s in self._samples.values())
+
+
+def busiest_rows(num_rows, num_partitions, size):
+    """Rows of a table that its busiest owner has.
+
+    Partition p belongs to the owner number p modulo `size`, and row r to
+    partition r modulo P, so the first owner has the most.
+
+    Example:
+
+    >>> busiest_rows(num_rows=10, num_partitions=3, size=2)
+    7
+    """
+    even, rest = divmod(num_rows, num_partitions)
+    return even * -(-num_partitions // size) + -(-rest // size)
+
+
+def _terms(num_partitions, size):
+    """What theta0 to theta3 are multiplied by."""
+    share = math.ceil(num_partitions / size) / num_partitions
+    return np.array([1.0, share, num_partitions, 1.0 / num_partitions])
+
+
+def _fit(samples, size):
+    """`(theta, misfit)` by non-negative least squares of relative errors."""
+    theta, misfit = _fit_terms(samples, size, 3)
+    noise = max(s.error_seconds / s.seconds for s in samples)
+    if len(samples) > 3 and misfit > max(_MISFIT, 2 * noise):
+        with_fourth, less = _fit_terms(samples, size, 4)
+        if less < misfit / 2:
+            return with_fourth, less
+    return theta, misfit
+
+
+def _fit_terms(samples, size, num_terms):
+    # Imported here: it takes 0.3 s, and few programs search.
+    from scipy.optimize import nnls
+
+    seconds = np.array([s.seconds for s in samples])
+    terms = np.array([_terms(s.num_partitions, size) for s in samples])
+    relative = terms[:, :num_terms] / seconds[:, np.newaxis]
+    theta, residual = nnls(relative, np.ones(len(samples)))
+    padded = np.zeros(4)
+    padded[:num_terms] = theta
+    return padded, float(residual / math.sqrt(len(samples)))
+
+
+def _milliseconds(seconds):
+    return f"{1e3 * seconds:.4g} ms"

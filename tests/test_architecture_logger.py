@@ -1,0 +1,197 @@
+"""What TensorBoard is told of a training."""
+
+import re
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity.callbacks import architecture_logger
+from tests.conftest import engines
+
+ROWS, DIM, BATCH, STEPS = 3_000, 16, 32, 24
+
+
+def ids():
+    random = np.random.default_rng(2)
+    return random.zipf(1.3, size=(STEPS * BATCH, 4)) % ROWS
+
+
+def train(log_dir, searches):
+    strategy = ks.HybridStrategy()
+    words = keras.Input((4,), dtype="int64")
+    sharded = ks.layers.ShardedEmbedding(ROWS, DIM, name="sharded")(words)
+    stock = keras.layers.Embedding(ROWS, DIM, name="stock")(words)
+    hidden = keras.layers.Concatenate()([sharded, stock])
+    out = keras.layers.Dense(1, name="out")(keras.layers.Flatten()(hidden))
+    model = keras.Model(words, out)
+    with strategy.scope():
+        model.compile("adagrad", "mse")
+    callbacks = [ks.callbacks.ArchitectureLogger(log_dir, every_steps=8)]
+    if searches:
+        callbacks.append(
+            ks.callbacks.PartitionSearch(num_steps=3, num_warm_up_steps=0)
+        )
+    model.fit(
+        ids(),
+        np.ones((len(ids()), 1)),
+        batch_size=BATCH,
+        epochs=2 if searches else 1,
+        shuffle=False,
+        verbose=0,
+        callbacks=callbacks,
+    )
+    choice = callbacks[1].result["tables"] if searches else None
+    return {
+        "alpha": [v.alpha for v in ks.sparsity.measured(model)[:2]],
+        "choice": choice and (choice.num_partitions, choice.sampled_seconds),
+        "partitions": sharded_partitions(model),
+    }
+
+
+def sharded_partitions(model):
+    layout = model.get_layer("sharded").table.layout
+    return layout.num_partitions if layout else 1
+
+
+def events(log_dir):
+    """All that TensorBoard itself reads."""
+    from tensorboard.backend.event_processing import event_accumulator
+
+    found = event_accumulator.EventAccumulator(
+        str(log_dir / architecture_logger.RUN), size_guidance={"tensors": 0}
+    )
+    found.Reload()
+    return found
+
+
+def scalars(found, tag):
+    return {
+        event.step: float(tf.make_ndarray(event.tensor_proto))
+        for event in found.Tensors(tag)
+    }
+
+
+def texts(found, tag):
+    return [
+        tf.make_ndarray(event.tensor_proto).item().decode()
+        for event in found.Tensors(tag)
+    ]
+
+
+def test_everything_on_one_process(tmp_path):
+    results = train(tmp_path, False)
+    found = events(tmp_path)
+    assert list(scalars(found, "seconds/step")) == [8, 16, 24]
+    assert scalars(found, "seconds/update")[24] > 0
+    names = ("sharded", "stock")
+    for name, alpha in zip(names, results["alpha"], strict=True):
+        assert scalars(found, f"alpha/{name}/embeddings")[24] == pytest.approx(
+            alpha
+        )
+        rows = found.Tensors(f"rows/{name}/embeddings")
+        assert [event.step for event in rows] == [24]
+    assert not [tag for tag in found.Tags()["tensors"] if "bytes" in tag]
+
+
+def test_reports_on_a_terminal(tmp_path, capsys):
+    assert command(["plan", str(tmp_path)], capsys)[0] == 1
+    train(tmp_path, False)
+    code, plan = command(["plan", str(tmp_path)], capsys)
+    assert code == 0
+    assert "after 24 steps" in plan
+    assert "sharded/embeddings" in plan
+    assert "alpha of the model" in plan
+    code, report = command(["report", str(tmp_path)], capsys)
+    assert code == 0
+    assert plan in report
+    assert re.search(r"seconds: update\s+[0-9.]+ ms", report)
+
+
+def command(arguments, capsys):
+    """Exit code and output of `keras-sparsity`."""
+    try:
+        code = ks.launch.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    output = capsys.readouterr()
+    if code:
+        assert "has no folder 'architecture'" in output.err
+    return code, output.out
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_everything_on_two_processes(engine, cluster, tmp_path):
+    results = cluster(engine, 2).run(train, tmp_path, True)
+    found = events(tmp_path)
+    tags = found.Tags()["tensors"]
+    last = 2 * STEPS
+    assert {t.partition("/")[0] for t in tags} == {
+        *("plan", "alpha", "bytes", "seconds", "rows", "owners", "search")
+    }
+    # The search, as it was.
+    num_partitions, sampled = results[0]["choice"]
+    assert results[0]["partitions"] == num_partitions
+    assert scalars(found, "search/tables/seconds by partitions") == (
+        pytest.approx(sampled)
+    )
+    (image,) = found.Tensors("search/tables/samples and fit")
+    width, height, picture = tf.make_ndarray(image.tensor_proto)
+    assert tf.io.decode_png(picture).shape == (int(height), int(width), 4)
+    (choice,) = texts(found, "search/tables/choice")
+    assert choice.startswith(f"{num_partitions} partitions: ")
+    # The plan: first of all, at each decision, and at the end.
+    plans = texts(found, "plan")
+    assert 2 <= len(plans) <= 2 * STEPS // 8 + 1
+    (row,) = (x for x in plans[-1].splitlines() if "sharded" in x)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:3] == [f"{ROWS} x {DIM}", "192.0 kB"]
+    assert cells[4:6] == ["ps", str(num_partitions)]
+    # Bytes and times of each path.
+    for path in ("pull", "push", "allreduce", "allgather"):
+        assert scalars(found, f"seconds/{path}")[last] > 0
+        assert scalars(found, f"bytes/{path}/sent")[last] > 0
+    dense = 8 * DIM + 1
+    for way in ("sent", "received"):
+        allreduce = scalars(found, f"bytes/allreduce/{way}")
+        assert allreduce[last] == pytest.approx(4 * dense)
+    parts = ("pull", "push", "allreduce", "allgather", "other", "stall")
+    parts = [scalars(found, f"seconds/{part}")[last] for part in parts]
+    assert 0 < sum(parts)
+    expected = np.mean(
+        [len(np.unique(part)) / ROWS for part in np.split(ids(), 2 * STEPS)]
+    )
+    assert scalars(found, "alpha/stock/embeddings")[last] == pytest.approx(
+        expected, rel=0.2
+    )
+
+
+def test_paths_by_role():
+    for role, path in {
+        "table/words/pull/ids": "pull",
+        "table/words/push/rows": "push",
+        "table/words/check_inside": "other",
+        "optimizer/dense": "allreduce",
+        "optimizer/rows/stock/embeddings/ids": "allgather",
+        "optimizer/update": "update",
+        "model/logs": "other",
+    }.items():
+        assert architecture_logger.path_of(role) == path
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "matplotlib"])
+def test_a_missing_library_is_said(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"{name} is not .*\[tensorboard\]"):
+        ks.callbacks.ArchitectureLogger(tmp_path)
+
+
+def test_a_model_compiled_elsewhere_is_refused(tmp_path):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    logger = ks.callbacks.ArchitectureLogger(tmp_path)
+    with pytest.raises(ValueError, match="compiled inside of"):
+        model.fit(np.ones((2, 1)), np.ones((2, 1)), callbacks=[logger])
