@@ -72,7 +72,7 @@ class Aggregation:
     def is_spread(self, variable):
         return self.pieces_of(variable)[0] is not variable
 
-    def aggregate(self, grads, variables, needs_rows):
+    def aggregate(self, grads, variables, needs_rows=lambda variable: False):
         """One gradient for each of the model's variables, of all ranks.
 
         Args:
@@ -98,7 +98,7 @@ class Aggregation:
             if self.is_spread(variable):
                 _check_is_slices(gradient, variable)
                 touches.end_step(variable)
-            elif is_slices and _is_all_reduced(communicator, variable):
+            elif is_slices and is_all_reduced(variable):
                 touches.end_step(variable, gradient.indices)
                 if needs_rows(variable):
                     touched.append((len(updates), _touched(gradient)))
@@ -296,13 +296,18 @@ def _gather_slices(communicator, slices, variable):
     return tf.IndexedSlices(values, indices, slices.dense_shape), counts
 
 
-def _is_all_reduced(communicator, variable):
-    """Whether the rows of a gradient are summed as a dense one."""
-    if communicator.size == 1:
+def is_all_reduced(variable, strategy=None):
+    """Whether a gradient that is rows is summed as a dense one.
+
+    Args:
+        variable: one that every rank has whole.
+        strategy: by default the one that is entered.
+    """
+    if collectives.current().size == 1:
         return False
     if isinstance(variable, TableVariable):
         return variable.table.architecture == "allreduce"
-    return strategy_architecture() == "allreduce"
+    return strategy_architecture(strategy) == "allreduce"
 
 
 def _touched(slices):

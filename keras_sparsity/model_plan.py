@@ -12,7 +12,7 @@ import tensorflow as tf
 from rich import filesize
 
 from keras_sparsity import checks, collectives, planning, sparsity, touches
-from keras_sparsity.aggregation import Aggregation
+from keras_sparsity.aggregation import Aggregation, is_all_reduced
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.planning import transfer_cost
 from keras_sparsity.tables.table_variable import TableVariable
@@ -322,10 +322,12 @@ def of_running(model):
         model.trainable_variables, measured, strict=True
     ):
         num_partitions = 1
-        architecture = "allreduce" if facts.alpha is None else "allgather"
-        if isinstance(variable, TableVariable):
-            architecture = variable.table.architecture or architecture
-        if architecture == "ps":
+        is_dense = facts.alpha is None or is_all_reduced(
+            variable, model.distribute_strategy
+        )
+        architecture = "allreduce" if is_dense else "allgather"
+        if _pieces(variable)[0] is not variable:
+            architecture = "ps"
             num_partitions = variable.table.layout.num_partitions
         spec = facts.spec(num_partitions)
         costs = {

@@ -48,6 +48,12 @@ def table(**options):
     return ks.ShardedTable(ROWS, DIM, **options)
 
 
+def move(to, function=ks.moves.move, name="moves"):
+    moved = model()
+    moves = {moved.layers[0].table: to}
+    return function, {"model": moved, name: moves}
+
+
 def route():
     return current().all_to_all(tf.zeros(2), [2])[1]
 
@@ -175,6 +181,8 @@ VALID = {
         ks.planning.alpha_model,
         {"variables": [spec(), dense_spec()]},
     ),
+    "moves.move": lambda: move("allreduce"),
+    "moves.repartition": lambda: move(3, ks.moves.repartition, "partitions"),
     "sparsity.measured": lambda: (ks.sparsity.measured, {"model": model()}),
     "sparsity.reset": lambda: (ks.sparsity.reset, {"model": model()}),
     "sparsity.VariableSparsity.spec": lambda: (
@@ -230,6 +238,9 @@ PARTITIONS = f"{INTEGER}num_partitions="
 KERAS_DTYPE = "[Pp]olicy|dtype"
 NO_TENSOR = "received {}.*Expected a tensor.*gather_objects"
 NAME = "`name` must be a string.*the same on all ranks.*Received: name=3"
+
+# A table of no model.
+OTHER = table()
 
 # Callable, wrong arguments, what the message says; a TypeError where it says
 # so, else a ValueError.
@@ -309,6 +320,31 @@ BAD = [
         for wrong in (3, [3], tf.zeros(3))
     ),
     # Tables.
+    *(
+        (name, {"architecture": wrong}, f"'ps', 'allgather'.*={wrong!r}")
+        for name in (
+            "HybridStrategy",
+            "ShardedTable",
+            "layers.ShardedEmbedding",
+            "layers.SampledSoftmax",
+        )
+        for wrong in ("auto", "PS", 3)
+    ),
+    ("HybridStrategy", {"architecture": None}, "'allreduce'. Received: .*None"),
+    *(
+        (f"moves.{name}", {key: wrong}, message)
+        for name, key in (("move", "moves"), ("repartition", "partitions"))
+        for wrong, message in (
+            (["ps"], f"`{key}` must be a dict from a `ks.Sharded.*'ps'"),
+            ({"embedding": 3}, "must be tables of the model.*'embedding'"),
+            ({OTHER: 3}, "must be tables of the model.*Received: 'embeddings'"),
+        )
+    ),
+    *(
+        (f"moves.{name}", {"model": wrong}, "a `keras.Model`. Received: model")
+        for name in ("move", "repartition")
+        for wrong in (None, keras.Model, "model")
+    ),
     *(
         ("ShardedTable", {name: wrong}, f"`{name}` {INTEGER}{name}={wrong!r}")
         for name in ("num_rows", "dim", "num_partitions")
@@ -853,6 +889,19 @@ def test_bad_input_is_explained(name, wrong, message):
         function(**{**arguments, **wrong})
     assert type(raised.value) in (ValueError, TypeError)
     assert re.search(f"(?s){message}", str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize("to", [0, "a", 2.0, ("ps", 0), ("ps", 1, 2), "auto"])
+def test_bad_places_of_tables_are_explained(to):
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM, name="words")
+    moved = keras.Sequential([keras.Input((3,)), layer])
+    with pytest.raises(ValueError, match=r"`moves\['words'\].*Received"):
+        ks.moves.move(moved, {layer.table: to})
+    with pytest.raises(ValueError, match=r"`partitions\['words'\].*integer"):
+        ks.moves.repartition(moved, {layer.table: to})
+    layer.table.variable.use(None)  # as if it were built later
+    with pytest.raises(ValueError, match="not distributed yet. Build the"):
+        ks.moves.repartition(moved, {layer.table: 2})
 
 
 # Which need a new process, or a checkpoint.

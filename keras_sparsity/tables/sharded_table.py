@@ -516,9 +516,10 @@ def under_strategy():
     return hasattr(tf.distribute.get_strategy(), "collectives")
 
 
-def strategy_architecture():
-    """The architecture that the strategy, if one is entered, gives tables."""
-    return getattr(tf.distribute.get_strategy(), "architecture", "ps")
+def strategy_architecture(strategy=None):
+    """The architecture that a strategy, by default the one entered, gives."""
+    strategy = strategy or tf.distribute.get_strategy()
+    return getattr(strategy, "architecture", "ps")
 
 
 def _check_is_float(dtype):
