@@ -63,6 +63,12 @@ def spec(**options):
     return ks.planning.VariableSpec(**options)
 
 
+def sampler():
+    sampler = ks.planning.PartitionSampler(size=2)
+    sampler.record(1, 0.1)
+    return sampler
+
+
 def dense_spec():
     return spec(alpha=None)
 
@@ -108,6 +114,7 @@ VALID = {
     ),
     "export": lambda: (ks.export, {"model": model()}),
     "shard_embeddings": lambda: (ks.shard_embeddings, {"model": model()}),
+    "callbacks.PartitionSearch": lambda: (ks.callbacks.PartitionSearch, {}),
     "callbacks.ShardedCheckpoint": lambda: (
         ks.callbacks.ShardedCheckpoint,
         {"directory": "checkpoints"},
@@ -175,6 +182,18 @@ VALID = {
         },
     ),
     "planning.Cluster": lambda: (ks.planning.Cluster, {}),
+    "planning.PartitionChoice.predicted_seconds": lambda: (
+        sampler().choice().predicted_seconds,
+        {"num_partitions": 3},
+    ),
+    "planning.PartitionSampler": lambda: (
+        ks.planning.PartitionSampler,
+        {"size": 2},
+    ),
+    "planning.PartitionSampler.record": lambda: (
+        sampler().record,
+        {"num_partitions": 2, "seconds": 0.1},
+    ),
     "planning.VariableSpec": lambda: (spec, {}),
     "planning.VariableSpec.num_bytes": lambda: (spec().num_bytes, {}),
     "planning.alpha_model": lambda: (
@@ -319,6 +338,32 @@ BAD = [
         )
         for wrong in (3, [3], tf.zeros(3))
     ),
+    # The search for a number of partitions.
+    *(
+        ("planning.PartitionSampler", arguments, message)
+        for arguments, message in [
+            ({"size": 0}, "a positive integer.*size=0"),
+            ({"start": 1.5}, "a positive integer.*start=1.5"),
+            ({"max_samples": -1}, "a positive integer.*max_samples=-1"),
+            ({"allowed": [1, 2]}, "a function.*Received: allowed="),
+            ({"allowed": lambda count: False}, "`start` must be an allowed"),
+        ]
+    ),
+    *(
+        ("planning.PartitionSampler.record", arguments, message)
+        for arguments, message in [
+            ({"num_partitions": 0}, "a positive integer.*num_partitions=0"),
+            ({"seconds": 0}, "a positive number.*seconds=0"),
+            ({"seconds": float("nan")}, "a positive number.*seconds=nan"),
+            ({"error_seconds": -1}, "not negative.*error_seconds=-1"),
+            ({"error_seconds": "a"}, "not negative.*error_seconds='a'"),
+        ]
+    ),
+    (
+        "planning.PartitionChoice.predicted_seconds",
+        {"num_partitions": 0},
+        "a positive integer.*num_partitions=0",
+    ),
     # Tables.
     *(
         (name, {"architecture": wrong}, f"'ps', 'allgather'.*={wrong!r}")
@@ -371,6 +416,14 @@ BAD = [
     ("ShardedTable", {"trainable": "no"}, "True or False.*Received: tr.*'no'"),
     ("ShardedTable", {"name": 3}, "must be a string.*Received: name=3"),
     ("ShardedTable", {"owner_name": 3}, "a string.*Received: owner_name=3"),
+    *(
+        (name, {"partition_group": 3}, "a string.*Received: partition_group=3")
+        for name in (
+            "ShardedTable",
+            "layers.ShardedEmbedding",
+            "layers.SampledSoftmax",
+        )
+    ),
     (
         "ShardedTable",
         {"regularizer": "l2"},
@@ -465,6 +518,25 @@ BAD = [
         ]
     ),
     # Callbacks.
+    *(
+        ("callbacks.PartitionSearch", arguments, message)
+        for arguments, message in [
+            ({"num_steps": 0}, "a positive integer.*num_steps=0"),
+            ({"num_steps": 1.5}, "a positive integer.*num_steps=1.5"),
+            ({"num_warm_up_steps": -1}, "not negative.*num_warm_up_steps=-1"),
+            ({"num_warm_up_steps": 0.5}, "not negative.*warm_up_steps=0.5"),
+            ({"max_seconds": 0}, "a positive number.*max_seconds=0"),
+            ({"max_seconds": "9"}, "a positive number.*max_seconds='9'"),
+            ({"memory_limit_bytes": 0}, "or None.*memory_limit_bytes=0"),
+            ({"memory_limit_bytes": "1G"}, "or None.*limit_bytes='1G'"),
+            ({"start": 0}, "None for the number of machines.*start=0"),
+            ({"start": True}, "None for the number of machines.*start=True"),
+            ({"per_table": "yes"}, "True or False.*per_table='yes'"),
+            ({"path": 3}, "the path of a file.*path=3"),
+            ({"verbose": 3}, "0 or 1.*verbose=3"),
+            ({"verbose": "auto"}, "0 or 1.*verbose='auto'"),
+        ]
+    ),
     *(
         ("callbacks.ShardedCheckpoint", arguments, message)
         for arguments, message in [
@@ -836,6 +908,11 @@ NOT_CALLED = {
     "launch.main": "see COMMAND_LINE",
     "losses.GlobalMean.call": "what Keras's losses call",
     "planning.Choice": "made by `plan`",
+    "planning.PartitionChoice": "made by `PartitionSampler`",
+    "planning.PartitionChoice.explained": "no argument",
+    "planning.PartitionSample": "made by `PartitionSampler`",
+    "planning.PartitionSampler.choice": "no argument",
+    "planning.PartitionSampler.proposal": "no argument",
     "planning.Plan": "made by `plan`",
     "planning.TransferBytes": "made by `transfer_bytes`",
     "sparsity.VariableSparsity": "made by `measured`",

@@ -110,7 +110,7 @@ def test_the_fit_follows_the_owners_load(size):
     )
 
 
-def test_a_fourth_term_where_owners_gain_from_small_pieces():
+def test_the_fit_knows_owners_that_gain_from_small_pieces():
     def curve(count):
         return 1.0 + 30.0 / count + 0.05 * count
 
@@ -205,7 +205,7 @@ def test_the_choice_is_explained_in_one_line():
     text = choice.explained()
     assert "\n" not in text
     assert text.startswith("4 partitions: the fastest sample, 39 ms")
-    assert "fit 10 + 100 ceil(P/size)/P + 1 P ms with size=4" in text
+    assert "fit 10 + 100 ceil(P/4)/P + 1 P ms, off by 0.0%" in text
 
 
 # The time of a step.
