@@ -203,6 +203,10 @@ VALID = {
     "moves.move": lambda: move("allreduce"),
     "moves.repartition": lambda: move(3, ks.moves.repartition, "partitions"),
     "sparsity.measured": lambda: (ks.sparsity.measured, {"model": model()}),
+    "sparsity.popularity": lambda: (
+        ks.sparsity.popularity,
+        {"model": model()},
+    ),
     "sparsity.reset": lambda: (ks.sparsity.reset, {"model": model()}),
     "sparsity.VariableSparsity.spec": lambda: (
         ks.sparsity.VariableSparsity("table", (8, 2), "float32", 0.5).spec,
@@ -211,6 +215,10 @@ VALID = {
     "planning.plan": lambda: (
         ks.planning.plan,
         {"variables": [spec(), dense_spec()], "cluster": machines()},
+    ),
+    "callbacks.ArchitectureLogger": lambda: (
+        ks.callbacks.ArchitectureLogger,
+        {"log_dir": "logs"},
     ),
     "planning.engine_bytes": lambda: (
         ks.planning.engine_bytes,
@@ -373,9 +381,19 @@ BAD = [
             "layers.ShardedEmbedding",
             "layers.SampledSoftmax",
         )
-        for wrong in ("auto", "PS", 3)
+        for wrong in ("PS", 3)
     ),
-    ("HybridStrategy", {"architecture": None}, "'allreduce'. Received: .*None"),
+    ("HybridStrategy", {"architecture": None}, "'auto'. Received: .*None"),
+    (
+        "callbacks.ArchitectureLogger",
+        {"log_dir": 3},
+        "the path of a folder.*log_dir=3",
+    ),
+    (
+        "callbacks.ArchitectureLogger",
+        {"every_steps": 0},
+        "a positive integer.*every_steps=0",
+    ),
     *(
         (f"moves.{name}", {key: wrong}, message)
         for name, key in (("move", "moves"), ("repartition", "partitions"))
@@ -760,7 +778,7 @@ BAD = [
     ),
     *(
         (f"sparsity.{name}", {"model": wrong}, "a Keras model or.*: model=")
-        for name in ("measured", "reset")
+        for name in ("measured", "popularity", "reset")
         for wrong in (None, "model", keras.Model, [3])
     ),
     *(
@@ -920,6 +938,7 @@ NOT_CALLED = {
     "HybridOptimizer.places": "no argument",
     "HybridOptimizer.state": "no argument",
     # Between files of this package.
+    "callbacks.ArchitectureLogger.see": "called by `fit`",
     "callbacks.ShardedCheckpoint.begin": "called by `fit`",
     "callbacks.ShardedCheckpoint.order_seed": "called by `fit`",
     "callbacks.ShardedCheckpoint.use_input": "called by `fit`",
@@ -932,6 +951,8 @@ NOT_CALLED = {
                 "check_inside",
                 "check_under_strategy",
                 "create",
+                "hold",
+                "layout_of",
                 "read",
                 "read_like",
                 "shard",
@@ -941,6 +962,13 @@ NOT_CALLED = {
             )
         ),
         "called by layers, saving and the optimizer",
+    ),
+    **dict.fromkeys(
+        (
+            f"HybridOptimizer.{name}"
+            for name in ("follow", "slots_of", "updates_rows_of")
+        ),
+        "called where tables are moved",
     ),
     **dict.fromkeys(
         (
