@@ -384,7 +384,11 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             lambda grads: self._aggregation.clip(self._rule, grads, updates),
         )
         values = [u.values for u in updates]
-        with journal.current().measured("optimizer/update", values):
+        notes = journal.current()
+        with (
+            tf.name_scope("update"),
+            notes.measured("optimizer/update", values),
+        ):
             with compat.roots_stay_roots():
                 step.apply(
                     values,
