@@ -72,7 +72,7 @@ class Aggregation:
     def is_spread(self, variable):
         return self.pieces_of(variable)[0] is not variable
 
-    def aggregate(self, grads, variables, needs_rows):
+    def aggregate(self, grads, variables, needs_rows=lambda variable: False):
         """One gradient for each of the model's variables, of all ranks.
 
         Args:
@@ -98,7 +98,7 @@ class Aggregation:
             if self.is_spread(variable):
                 _check_is_slices(gradient, variable)
                 touches.end_step(variable)
-            elif is_slices and _is_all_reduced(communicator, variable):
+            elif is_slices and is_all_reduced(variable):
                 touches.end_step(variable, gradient.indices)
                 if needs_rows(variable):
                     touched.append((len(updates), _touched(gradient)))
@@ -107,9 +107,10 @@ class Aggregation:
             elif is_slices:
                 counts = None
                 if communicator.size > 1:
-                    gradient, counts = _gather_slices(
-                        communicator, gradient, variable
-                    )
+                    with tf.name_scope("all_gather"):
+                        gradient, counts = _gather_slices(
+                            communicator, gradient, variable
+                        )
                 touches.end_step(variable, gradient.indices, counts)
             update = Update(variable, gradient, variable)
             updates.append(update)
@@ -117,11 +118,12 @@ class Aggregation:
                 dense.append(update)
         if dense and communicator.size > 1:
             # One call: fused into few messages.
-            reduced = communicator.all_reduce(
-                [update.gradient for update in dense]
-                + [is_touched for _, is_touched in touched],
-                name="optimizer/dense",
-            )
+            with tf.name_scope("all_reduce"):
+                reduced = communicator.all_reduce(
+                    [update.gradient for update in dense]
+                    + [is_touched for _, is_touched in touched],
+                    name="optimizer/dense",
+                )
             for update in dense:
                 update.gradient = reduced.pop(0)
             for (place, _), is_touched in zip(touched, reduced, strict=True):
@@ -296,13 +298,18 @@ def _gather_slices(communicator, slices, variable):
     return tf.IndexedSlices(values, indices, slices.dense_shape), counts
 
 
-def _is_all_reduced(communicator, variable):
-    """Whether the rows of a gradient are summed as a dense one."""
-    if communicator.size == 1:
+def is_all_reduced(variable, strategy=None):
+    """Whether a gradient that is rows is summed as a dense one.
+
+    Args:
+        variable: one that every rank has whole.
+        strategy: by default the one that is entered.
+    """
+    if collectives.current().size == 1:
         return False
     if isinstance(variable, TableVariable):
         return variable.table.architecture == "allreduce"
-    return strategy_architecture() == "allreduce"
+    return strategy_architecture(strategy) == "allreduce"
 
 
 def _touched(slices):

@@ -12,7 +12,7 @@ import tensorflow as tf
 from rich import filesize
 
 from keras_sparsity import checks, collectives, planning, sparsity, touches
-from keras_sparsity.aggregation import Aggregation
+from keras_sparsity.aggregation import Aggregation, is_all_reduced
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.planning import transfer_cost
 from keras_sparsity.tables.table_variable import TableVariable
@@ -216,7 +216,7 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
             f"{communicator.size}. Received: cluster={cluster}. Call "
             "`ks.plan` in one process to plan for another cluster."
         )
-    cluster = cluster or _running_cluster(communicator)
+    cluster = cluster or running_cluster(communicator)
     if engine is None:
         engine = "native" if communicator.size == 1 else communicator.engine
     variables = model.trainable_variables
@@ -244,7 +244,7 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     return found
 
 
-def _running_cluster(communicator):
+def running_cluster(communicator):
     if communicator.cross_size == 1:
         return planning.Cluster(communicator.size)
     return planning.Cluster(communicator.cross_size, communicator.local_size)
@@ -266,7 +266,7 @@ def _look_at(model, dataset, cluster, communicator):
             for gradient, variable in zip(grads, variables, strict=True)
             if gradient is not None
         ]
-        aggregation.aggregate(*zip(*found, strict=True))
+        aggregation.aggregate(*zip(*found, strict=True), lambda variable: False)
 
     run = model.distribute_strategy.run if communicator.size > 1 else _call
     step = tf.function(lambda batch: run(look, args=(batch,)))
@@ -315,14 +315,17 @@ def of_running(model):
         `ModelPlan`, the same on all ranks.
     """
     communicator = collectives.current()
-    cluster = _running_cluster(communicator)
+    cluster = running_cluster(communicator)
     variables = []
     measured = sparsity.measured(model)
     for variable, facts in zip(
         model.trainable_variables, measured, strict=True
     ):
         num_partitions = 1
-        architecture = "allreduce" if facts.alpha is None else "allgather"
+        is_dense = facts.alpha is None or is_all_reduced(
+            variable, model.distribute_strategy
+        )
+        architecture = "allreduce" if is_dense else "allgather"
         if _pieces(variable)[0] is not variable:
             architecture = "ps"
             num_partitions = variable.table.layout.num_partitions

@@ -161,7 +161,9 @@ def popularity(model):
     Returns:
         dict from the name of each sparse variable, if a step was sampled, to
         `(touches, rows)`: two int64 arrays, each number of touches that occurs
-        and how many rows have it. The same on all ranks.
+        and how many rows have it. The same on all ranks. Those under
+        "allreduce", of which each rank knows its own touches only, are left
+        out.
 
     Example:
 
@@ -173,7 +175,8 @@ def popularity(model):
     mine = {}
     for variable in _variables_of(model):
         reading = _reading(variable, communicator.rank, variable.shape[0])
-        if reading is not None and reading.num_steps:
+        is_known = reading is not None and not reading.is_of_rank
+        if is_known and reading.num_steps:
             mine[variable.path] = reading.busiest
     of_ranks = communicator.gather_objects(mine, "sparsity/popularity")
     return {

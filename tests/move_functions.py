@@ -230,7 +230,7 @@ def ask_for_architectures():
     model.fit(x, np.ones((32, 24)), batch_size=16, verbose=0, shuffle=False)
     # The same ids touch all of them; each kind counts them in its own way.
     measured = ks.sparsity.measured(model)
-    assert len({(v.alpha, v.num_steps) for v in measured}) == 1
+    assert len({(v.alpha, v.num_steps) for v in measured}) == 1, measured
     assert measured[0].alpha > 0
     for layer in layers[:3]:
         values = communicator.gather_objects(layer.table.read().tolist())

@@ -48,6 +48,12 @@ def table(**options):
     return ks.ShardedTable(ROWS, DIM, **options)
 
 
+def move(to, function=ks.moves.move, name="moves"):
+    moved = model()
+    moves = {moved.layers[0].table: to}
+    return function, {"model": moved, name: moves}
+
+
 def route():
     return current().all_to_all(tf.zeros(2), [2])[1]
 
@@ -194,7 +200,13 @@ VALID = {
         ks.planning.alpha_model,
         {"variables": [spec(), dense_spec()]},
     ),
+    "moves.move": lambda: move("allreduce"),
+    "moves.repartition": lambda: move(3, ks.moves.repartition, "partitions"),
     "sparsity.measured": lambda: (ks.sparsity.measured, {"model": model()}),
+    "sparsity.popularity": lambda: (
+        ks.sparsity.popularity,
+        {"model": model()},
+    ),
     "sparsity.reset": lambda: (ks.sparsity.reset, {"model": model()}),
     "sparsity.VariableSparsity.spec": lambda: (
         ks.sparsity.VariableSparsity("table", (8, 2), "float32", 0.5).spec,
@@ -203,6 +215,10 @@ VALID = {
     "planning.plan": lambda: (
         ks.planning.plan,
         {"variables": [spec(), dense_spec()], "cluster": machines()},
+    ),
+    "callbacks.ArchitectureLogger": lambda: (
+        ks.callbacks.ArchitectureLogger,
+        {"log_dir": "logs"},
     ),
     "planning.engine_bytes": lambda: (
         ks.planning.engine_bytes,
@@ -249,6 +265,9 @@ PARTITIONS = f"{INTEGER}num_partitions="
 KERAS_DTYPE = "[Pp]olicy|dtype"
 NO_TENSOR = "received {}.*Expected a tensor.*gather_objects"
 NAME = "`name` must be a string.*the same on all ranks.*Received: name=3"
+
+# A table of no model.
+OTHER = table()
 
 # Callable, wrong arguments, what the message says; a TypeError where it says
 # so, else a ValueError.
@@ -354,6 +373,41 @@ BAD = [
         "a positive integer.*num_partitions=0",
     ),
     # Tables.
+    *(
+        (name, {"architecture": wrong}, f"'ps', 'allgather'.*={wrong!r}")
+        for name in (
+            "HybridStrategy",
+            "ShardedTable",
+            "layers.ShardedEmbedding",
+            "layers.SampledSoftmax",
+        )
+        for wrong in ("PS", 3)
+    ),
+    ("HybridStrategy", {"architecture": None}, "'auto'. Received: .*None"),
+    (
+        "callbacks.ArchitectureLogger",
+        {"log_dir": 3},
+        "the path of a folder.*log_dir=3",
+    ),
+    (
+        "callbacks.ArchitectureLogger",
+        {"every_steps": 0},
+        "a positive integer.*every_steps=0",
+    ),
+    *(
+        (f"moves.{name}", {key: wrong}, message)
+        for name, key in (("move", "moves"), ("repartition", "partitions"))
+        for wrong, message in (
+            (["ps"], f"`{key}` must be a dict from a `ks.Sharded.*'ps'"),
+            ({"embedding": 3}, "must be tables of the model.*'embedding'"),
+            ({OTHER: 3}, "must be tables of the model.*Received: 'embeddings'"),
+        )
+    ),
+    *(
+        (f"moves.{name}", {"model": wrong}, "a `keras.Model`. Received: model")
+        for name in ("move", "repartition")
+        for wrong in (None, keras.Model, "model")
+    ),
     *(
         ("ShardedTable", {name: wrong}, f"`{name}` {INTEGER}{name}={wrong!r}")
         for name in ("num_rows", "dim", "num_partitions")
@@ -724,7 +778,7 @@ BAD = [
     ),
     *(
         (f"sparsity.{name}", {"model": wrong}, "a Keras model or.*: model=")
-        for name in ("measured", "reset")
+        for name in ("measured", "popularity", "reset")
         for wrong in (None, "model", keras.Model, [3])
     ),
     *(
@@ -884,6 +938,7 @@ NOT_CALLED = {
     "HybridOptimizer.places": "no argument",
     "HybridOptimizer.state": "no argument",
     # Between files of this package.
+    "callbacks.ArchitectureLogger.see": "called by `fit`",
     "callbacks.ShardedCheckpoint.begin": "called by `fit`",
     "callbacks.ShardedCheckpoint.order_seed": "called by `fit`",
     "callbacks.ShardedCheckpoint.use_input": "called by `fit`",
@@ -896,6 +951,8 @@ NOT_CALLED = {
                 "check_inside",
                 "check_under_strategy",
                 "create",
+                "hold",
+                "layout_of",
                 "read",
                 "read_like",
                 "shard",
@@ -905,6 +962,13 @@ NOT_CALLED = {
             )
         ),
         "called by layers, saving and the optimizer",
+    ),
+    **dict.fromkeys(
+        (
+            f"HybridOptimizer.{name}"
+            for name in ("follow", "slots_of", "updates_rows_of")
+        ),
+        "called where tables are moved",
     ),
     **dict.fromkeys(
         (
@@ -930,6 +994,19 @@ def test_bad_input_is_explained(name, wrong, message):
         function(**{**arguments, **wrong})
     assert type(raised.value) in (ValueError, TypeError)
     assert re.search(f"(?s){message}", str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize("to", [0, "a", 2.0, ("ps", 0), ("ps", 1, 2), "auto"])
+def test_bad_places_of_tables_are_explained(to):
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM, name="words")
+    moved = keras.Sequential([keras.Input((3,)), layer])
+    with pytest.raises(ValueError, match=r"`moves\['words'\].*Received"):
+        ks.moves.move(moved, {layer.table: to})
+    with pytest.raises(ValueError, match=r"`partitions\['words'\].*integer"):
+        ks.moves.repartition(moved, {layer.table: to})
+    layer.table.variable.use(None)  # as if it were built later
+    with pytest.raises(ValueError, match="not distributed yet. Build the"):
+        ks.moves.repartition(moved, {layer.table: 2})
 
 
 # Which need a new process, or a checkpoint.

@@ -143,6 +143,49 @@ def test_optimizers():
     assert int(compat.iterations(optimizer)) == 2
 
 
+def test_rebuild_optimizer():
+    variables = [keras.Variable(tf.ones([n])) for n in (2, 3)]
+    inner = keras.optimizers.AdamW()
+    inner.exclude_from_weight_decay(var_list=variables[:1])
+    optimizer = keras.optimizers.LossScaleOptimizer(inner)
+    optimizer.build(variables)
+    assert compat.excluded_from_weight_decay(inner) == [0]
+    own = compat.own_variables(inner)
+    others = [keras.Variable(tf.ones([n])) for n in (4, 5, 6)]
+    slots = [keras.Variable(tf.zeros([n])) for n in (4, 5, 6)]
+    compat.rebuild_optimizer(
+        inner, others, own[:2] + slots, {"_momentums": slots}
+    )
+    compat.exclude_from_weight_decay(inner, others[1:2])
+    assert compat.built_variables(inner) == others
+    assert [compat.variable_index(inner, v) for v in others] == [0, 1, 2]
+    assert inner._momentums == slots
+    assert inner.variables == own[:2] + slots
+    assert [inner._use_weight_decay(v) for v in others] == [True, False, True]
+    added = inner.add_variable_from_reference(others[0], "more")
+    assert inner.variables[-1] is added
+
+
+def test_roots_stay_roots():
+    """Each element's result is its own, wherever in a tensor it is."""
+    rng = np.random.default_rng(0)
+    x, y = rng.random((2, 1000), np.float32) + 1e-3
+
+    def differing(context):
+        @tf.function(reduce_retracing=True)
+        def divide(x, y):
+            with context():
+                return x / keras.ops.sqrt(y)
+
+        whole = divide(x, y).numpy()
+        parts = [divide(x[i : i + 7], y[i : i + 7]) for i in range(0, 1000, 7)]
+        return np.sum(whole != np.concatenate(parts))
+
+    assert differing(compat.roots_stay_roots) == 0
+    stock = keras.ops.sqrt(tf.constant(4.0))
+    assert float(stock) == 2.0
+
+
 def test_without_missing_gradients():
     variables = [keras.Variable(1.0), keras.Variable(2.0)]
     with pytest.warns(UserWarning, match="Gradients do not exist"):

@@ -357,6 +357,30 @@ CELLS = {
         broken="rows_of_one_rank",
     ),
     "16 partitions": Case(Cell(partitions=(16,), arguments=MOMENTUM)),
+    # Architectures.
+    "allgather, clipped": Case(
+        Cell(architecture="allgather", optimizer="Adagrad", arguments=CLIP),
+        broken="dense_not_reduced",
+    ),
+    "allreduce, clipped": Case(
+        Cell(
+            architecture="allreduce",
+            optimizer="Adam",
+            arguments=CLIP,
+            ordinary=True,
+            regularizer="l2",
+        ),
+        broken="dense_not_reduced",
+    ),
+    "allreduce, lazy": Case(
+        Cell(
+            architecture="allreduce",
+            optimizer="Adam",
+            sparse_updates="lazy",
+            left_over=1,
+        ),
+        ignored={"sparse_updates": "exact"},
+    ),
 }
 
 # Where `make test` runs a cell: in turn, unless named.

@@ -82,7 +82,7 @@ def test_training_does_not_see_moves(cluster, engine, num_processes, name):
     cell = CELLS[name]
     counts, places = COUNTS, PLACES
     if cell.steps_per_execution > 1:
-        counts, places = {"1": [5, 1], "2": [1, 40]}, {"1": PLACES["1"]}
+        counts, places = {"1": [5, 1]}, {"1": PLACES["1"]}
     repartitioned = dataclasses.replace(cell, moves=counts)
     moved = dataclasses.replace(cell, moves=places)
     cells = [each.to_json() for each in (cell, repartitioned, moved)]
