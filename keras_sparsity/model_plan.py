@@ -332,7 +332,11 @@ def of_running(model):
         spec = facts.spec(num_partitions)
         costs = {
             name: planning.engine_bytes(
-                spec, name, cluster, communicator.engine
+                spec,
+                name,
+                cluster,
+                communicator.engine,
+                facts.largest_rows,
             )
             for name in transfer_cost.ARCHITECTURES
             if spec.is_sparse or name != "allgather"

@@ -42,6 +42,9 @@ class VariableSparsity:
         owner_shares: of a table that is spread over processes, the share of
             all touches that each rank served, as the owner of their rows;
             else None.
+        largest_rows: of such a table, the largest number of rows that one
+            rank asks of one owner in a gather, on average over these; what
+            the native engine pads to. None on other engines.
     """
 
     name: str
@@ -52,6 +55,7 @@ class VariableSparsity:
     num_steps: int = 0
     busiest_share: float | None = None
     owner_shares: tuple | None = None
+    largest_rows: float | None = None
 
     def spec(self, num_partitions=None):
         """The variable as `ks.planning` takes it.
@@ -277,6 +281,7 @@ def _sparsity(variable, readings, machines):
         num_steps=num_steps,
         busiest_share=busiest_share,
         owner_shares=owner_shares,
+        largest_rows=max(reading.largest_rows for reading in told) or None,
     )
 
 

@@ -45,6 +45,8 @@ class Reading:
         is_of_rank: whether only this rank's touches are in it.
         busiest: `(touches, rows)`, two arrays: how many of the busiest rows
             had each number of touches.
+        largest_rows: of the rows that any rank asks of any other, the largest
+            number, on average; 0 where the engine does not know it.
     """
 
     num_steps: int
@@ -52,6 +54,7 @@ class Reading:
     num_together: int
     is_of_rank: bool
     busiest: tuple
+    largest_rows: float
 
 
 class Touches:
@@ -74,21 +77,26 @@ class Touches:
         self._position = position
         self._is_of_rank = False
         # In one variable: steps to go until the next sample, sampled steps,
-        # touches, touches of machines.
-        self._state = OwnVariable([0, 0, 0, 0], tf.int64)
+        # touches, touches of machines; notes, and the rows of their largest
+        # parts.
+        self._state = OwnVariable([0] * 6, tf.int64)
         self._of_rows = OwnVariable(np.zeros(num_counted), tf.int32)
         # Touches of this step that came already, each as one number.
         self._arrived = OwnVariable([], tf.int64, [None])
 
-    def note(self, ids, counts):
+    def note(self, ids, counts, largest):
         """Notes what an owner receives before the step ends.
 
         Args:
             ids: int64 tensor of row ids, first those of rank 0.
             counts: `(size,)`, how many of each rank.
+            largest: how many any rank receives of any other at most, where
+                the engine knows it; else 0.
         """
 
         def keep():
+            noted = [0, 0, 0, 0, 1, tf.cast(largest, tf.int64)]
+            self._state.add(tf.stack(noted))
             touched = self._touched(ids, lambda: counts)
             touched = tf.concat([self._arrived.read(), touched], axis=0)
             # Each once, so that it stays small where gradients are taken and
@@ -126,7 +134,7 @@ class Touches:
             return 0
 
         def skip():
-            self._state.add([-1, 0, 0, 0])
+            self._state.add([-1, 0, 0, 0, 0, 0])
             return 0
 
         with tf.device("CPU:0"):
@@ -153,24 +161,32 @@ class Touches:
         self._of_rows.add_at(self._position(ids), 1)
         to_go = tf.where(num_steps < _FIRST, 0, _EVERY - 1)
         sizes = [tf.size(x, tf.int64) for x in (touched, together)]
-        self._state.add(tf.stack([tf.cast(to_go, tf.int64), 1, *sizes]))
+        counted = [tf.cast(to_go, tf.int64), 1, *sizes, 0, 0]
+        self._state.add(tf.stack(counted))
 
     # Outside of the step.
 
     def read(self, num_busiest):
         """What was counted so far: `Reading`, with so many busiest rows."""
-        _, num_steps, num_touches, num_together = self._state.numpy().tolist()
+        _, num_steps, num_touches, num_together, num_notes, largest = (
+            self._state.numpy().tolist()
+        )
         of_rows = self._of_rows.numpy()
         if num_busiest < len(of_rows):
             of_rows = np.partition(of_rows, -num_busiest)[-num_busiest:]
         busiest = np.unique(of_rows, return_counts=True)
         return Reading(
-            num_steps, num_touches, num_together, self._is_of_rank, busiest
+            num_steps,
+            num_touches,
+            num_together,
+            self._is_of_rank,
+            busiest,
+            largest / num_notes if num_notes else 0.0,
         )
 
     def reset(self):
         """Begins anew, with the first steps' samples."""
-        self._state.assign(tf.zeros([4], tf.int64))
+        self._state.assign(tf.zeros([6], tf.int64))
         self._of_rows.assign(tf.zeros([self._num_counted], tf.int32))
         self._arrived.assign(tf.zeros([0], tf.int64))
 
@@ -214,10 +230,10 @@ def apart(variables):
                 setattr(variable, _ATTRIBUTE, counts)
 
 
-def note(variable, ids, counts):
+def note(variable, ids, counts, largest):
     """`Touches.note`, unless it is left out."""
     if not _left_out:
-        of(variable).note(ids, counts)
+        of(variable).note(ids, counts, largest)
 
 
 def end_step(variable, ids=None, counts=None):

@@ -865,10 +865,11 @@ BAD = [
     ),
     *(
         (
-            "planning.sharded_table_bytes",
-            {"largest_rows": wrong, "padded": True},
+            f"planning.{name}",
+            {"largest_rows": wrong},
             "None or a number of rows. Received: largest_rows=",
         )
+        for name in ("engine_bytes", "sharded_table_bytes")
         for wrong in (-1, "a", float("nan"), True)
     ),
     # The launcher.

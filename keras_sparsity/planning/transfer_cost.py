@@ -186,7 +186,7 @@ def transfer_bytes(
     )
 
 
-def engine_bytes(variable, architecture, cluster, engine):
+def engine_bytes(variable, architecture, cluster, engine, largest_rows=None):
     """Bytes that this library moves for one variable, by machine.
 
     As `transfer_bytes` of unique rows with indices of 8 bytes, but "ps" of a
@@ -198,6 +198,7 @@ def engine_bytes(variable, architecture, cluster, engine):
         architecture: `"allreduce"`, `"ps"` or `"allgather"`.
         cluster: `Cluster`.
         engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
+        largest_rows: as for `sharded_table_bytes`.
 
     Returns:
         `TransferBytes`.
@@ -217,7 +218,9 @@ def engine_bytes(variable, architecture, cluster, engine):
     """
     _check_one_of("engine", engine, ENGINES)
     if architecture == "ps" and getattr(variable, "is_sparse", False):
-        cost = sharded_table_bytes(variable, cluster, engine == "native")
+        cost = sharded_table_bytes(
+            variable, cluster, engine == "native", largest_rows
+        )
     else:
         cost = transfer_bytes(
             variable, architecture, cluster, index_bytes=_ID_BYTES

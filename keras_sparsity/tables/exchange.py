@@ -61,7 +61,10 @@ def _pull(table, ids):
                     summed, route, name=f"{role}/push/rows"
                 )
                 touches.note(
-                    table.variable, received_ids, route.received_splits
+                    table.variable,
+                    received_ids,
+                    route.received_splits,
+                    route.largest,
                 )
             return row_gradient(table, at_owner, received_ids), None
 
