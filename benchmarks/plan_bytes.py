@@ -4,8 +4,8 @@ Three models train on some processes in a network namespace of their own, whose
 interface counts the bytes: a language model with sampled softmax, a recommender
 with tables of several sizes, and ResNet-50 at small images. Less what an idle
 run of the same length sends, they must be within 5 % of what the plan's
-formulas say with the alpha that was measured meanwhile. ResNet-50 must be AllReduce alone. Needs root, for the
-namespace, and the command `ip`.
+formulas say with the alpha that was measured meanwhile. ResNet-50 must be
+AllReduce alone. Needs root, for the namespace, and the command `ip`.
 """
 
 import argparse
