@@ -6,8 +6,9 @@ time is that from the start of `fit` to the choice, with every move of the
 tables and every new trace in it. Then the same model is built with each number
 of partitions of a grid over the range that the search has sampled (all up to
 8, then four to each octave, and what was sampled or chosen), and all of them
-run in turn, round by round, fewer from stage to stage: those that are near the
-best, and the choice, to the end.
+run in turn, round by round; those that are near the best go on to the next
+stage, until one is left. That one and the choice run in turn until the median
+of the rounds' ratios is known to 1 %, or for long enough.
 
 Asked of each shape: the steps/s with the choice are at least 0.97 of those
 with the best of the grid, at most 7 samples, in 90 s, and a worst number in
@@ -16,6 +17,7 @@ something to find; and that the best is not always where the search starts.
 """
 
 import argparse
+import operator
 import os
 import statistics
 import time
@@ -28,6 +30,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.callbacks.step_seconds import median_and_error
 
 LEAST_SHARE = 0.97
 MOST_SAMPLES = 7
@@ -60,9 +63,11 @@ SHAPES = {
         "num_processes": 4,
     },
 }
-# Rounds of each stage, and which numbers of partitions are in the next one:
-# those within this share of the best.
-STAGES = [(4, 1.15), (6, 1.05), (20, None)]
+# Rounds of each stage, and which numbers of partitions stay: those within this
+# share of the best.
+STAGES = [(4, 1.15), (6, 1.05), (12, 1.0)]
+# Rounds of the last two: until the error is so small, or at most.
+LEAST_ROUNDS, MOST_ROUNDS, ERROR = 20, 100, 0.01
 # Of which the first two are left out.
 STEPS = 8
 
@@ -128,26 +133,20 @@ def measure(name):
     for count in counts:
         steps[count] = Steps(strategy, shape, dataset, count)
         steps[count].milliseconds()  # traced and warm
-    first = medians = None
+    first = None
     for num_rounds, share in STAGES:
         rounds = run_in_turn(steps, num_rounds)
         medians = {c: statistics.median(r) for c, r in rounds.items()}
         first = first or medians
         say(strategy, f"  {num_rounds} rounds, ms: {rounded(medians)}")
-        limit = min(medians.values()) * (share or 1)
+        best = min(medians, key=medians.get)
         steps = {
             count: each
             for count, each in steps.items()
-            if medians[count] <= limit or count == choice.num_partitions
+            if medians[count] <= share * medians[best]
+            or count == choice.num_partitions
         }
-    best = min(medians, key=medians.get)
-    shares = [
-        one / other
-        for one, other in zip(
-            rounds[best], rounds[choice.num_partitions], strict=True
-        )
-    ]
-    low, share, high = np.quantile(shares, [0.25, 0.5, 0.75]).tolist()
+    share, error, num_rounds = compare(steps, best, choice.num_partitions)
     return {
         "start": sampled[0],
         "samples": {
@@ -161,10 +160,24 @@ def measure(name):
         "best": best,
         "best_milliseconds": round(medians[best], 2),
         "share": round(share, 3),
-        "quartiles_of_share": [round(low, 3), round(high, 3)],
+        "share_error": round(error, 3),
+        "rounds": num_rounds,
         "spread": round(max(first.values()) / min(first.values()), 2),
         "grid_milliseconds": rounded(first),
     }
+
+
+def compare(steps, best, chosen):
+    """Steps/s of the choice in terms of the best's: median, error, rounds."""
+    if best == chosen:
+        return 1.0, 0.0, 0
+    shares = []
+    while True:
+        rounds = run_in_turn(steps, LEAST_ROUNDS)
+        shares += map(operator.truediv, rounds[best], rounds[chosen])
+        share, error = median_and_error(shares)
+        if error <= ERROR or len(shares) >= MOST_ROUNDS:
+            return share, error, len(shares)
 
 
 def search(strategy, shape, dataset):
@@ -292,7 +305,8 @@ def rounded(medians):
 def row(name, figures):
     return (
         f"{name:16} chosen {figures['chosen']:3} best {figures['best']:3} "
-        f"share {figures['share']:.3f} {figures['quartiles_of_share']}, "
+        f"share {figures['share']:.3f} (+- {figures['share_error']:.3f} in "
+        f"{figures['rounds']} rounds), "
         f"{len(figures['samples'])} samples in "
         f"{figures['search_seconds']:.0f} s, worst over best "
         f"{figures['spread']:.2f}"

@@ -107,9 +107,10 @@ class Aggregation:
             elif is_slices:
                 counts = None
                 if communicator.size > 1:
-                    gradient, counts = _gather_slices(
-                        communicator, gradient, variable
-                    )
+                    with tf.name_scope("all_gather"):
+                        gradient, counts = _gather_slices(
+                            communicator, gradient, variable
+                        )
                 touches.end_step(variable, gradient.indices, counts)
             update = Update(variable, gradient, variable)
             updates.append(update)
@@ -117,11 +118,12 @@ class Aggregation:
                 dense.append(update)
         if dense and communicator.size > 1:
             # One call: fused into few messages.
-            reduced = communicator.all_reduce(
-                [update.gradient for update in dense]
-                + [is_touched for _, is_touched in touched],
-                name="optimizer/dense",
-            )
+            with tf.name_scope("all_reduce"):
+                reduced = communicator.all_reduce(
+                    [update.gradient for update in dense]
+                    + [is_touched for _, is_touched in touched],
+                    name="optimizer/dense",
+                )
             for update in dense:
                 update.gradient = reduced.pop(0)
             for (place, _), is_touched in zip(touched, reduced, strict=True):

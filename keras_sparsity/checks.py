@@ -47,12 +47,15 @@ def positive_number(name, value, otherwise=""):
 
 def architecture(name, value, otherwise=""):
     """Checks for one of the ways in which a table is held and trained."""
-    check(
-        isinstance(value, str) and value in ARCHITECTURES,
-        name,
-        value,
-        f"'ps', 'allgather' or 'allreduce'{otherwise}",
-    )
+    known = ", ".join(map(repr, ARCHITECTURES))
+    is_known = isinstance(value, str) and value in ARCHITECTURES
+    check(is_known, name, value, f"one of {known}{otherwise}")
+
+
+def requested_architecture(name, value, otherwise=""):
+    """The same, or "auto", to have it found."""
+    if not (isinstance(value, str) and value == "auto"):
+        architecture(name, value, f", 'auto'{otherwise}")
 
 
 def boolean(name, value):

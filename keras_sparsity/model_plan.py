@@ -216,7 +216,7 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
             f"{communicator.size}. Received: cluster={cluster}. Call "
             "`ks.plan` in one process to plan for another cluster."
         )
-    cluster = cluster or _running_cluster(communicator)
+    cluster = cluster or running_cluster(communicator)
     if engine is None:
         engine = "native" if communicator.size == 1 else communicator.engine
     variables = model.trainable_variables
@@ -244,7 +244,7 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     return found
 
 
-def _running_cluster(communicator):
+def running_cluster(communicator):
     if communicator.cross_size == 1:
         return planning.Cluster(communicator.size)
     return planning.Cluster(communicator.cross_size, communicator.local_size)
@@ -266,7 +266,7 @@ def _look_at(model, dataset, cluster, communicator):
             for gradient, variable in zip(grads, variables, strict=True)
             if gradient is not None
         ]
-        aggregation.aggregate(*zip(*found, strict=True))
+        aggregation.aggregate(*zip(*found, strict=True), lambda variable: False)
 
     run = model.distribute_strategy.run if communicator.size > 1 else _call
     step = tf.function(lambda batch: run(look, args=(batch,)))
@@ -315,7 +315,7 @@ def of_running(model):
         `ModelPlan`, the same on all ranks.
     """
     communicator = collectives.current()
-    cluster = _running_cluster(communicator)
+    cluster = running_cluster(communicator)
     variables = []
     measured = sparsity.measured(model)
     for variable, facts in zip(

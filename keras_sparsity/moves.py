@@ -79,6 +79,15 @@ def move(model, moves):
     _move(model, {t: _checked_target(t, moves[t]) for t in tables})
 
 
+def move_for_now(model, moves):
+    """As `move`, of tables whose architecture is still to be found."""
+    _move(
+        model,
+        {t: _checked_target(t, target) for t, target in moves.items()},
+        is_asked_for=False,
+    )
+
+
 def settle(model, strategy):
     """Gives a model's tables the architecture that they were made for.
 
@@ -94,7 +103,7 @@ def settle(model, strategy):
         {
             table: (target, table.requested_partitions)
             for table, target in targets.items()
-            if table.architecture not in (None, target)
+            if target != "auto" and table.architecture not in (None, target)
         },
         is_asked_for=False,
     )

@@ -331,13 +331,14 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             )
 
     def _by_piece(self, updates):
-        return self._aggregation.by_piece(updates, self._updates_rows_of)
+        return self._aggregation.by_piece(updates, self.updates_rows_of)
 
     def _updates_touched_rows_of(self, variable):
         """Whether of a variable no other rows may change."""
-        return self.sparse_updates == "lazy" and self._updates_rows_of(variable)
+        return self.sparse_updates == "lazy" and self.updates_rows_of(variable)
 
-    def _updates_rows_of(self, variable):
+    def updates_rows_of(self, variable):
+        """Whether only the touched rows of a variable are updated."""
         rule = self._rule
         if self.sparse_updates == "exact":
             # A constraint may change rows that were not touched.
@@ -383,7 +384,11 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             lambda grads: self._aggregation.clip(self._rule, grads, updates),
         )
         values = [u.values for u in updates]
-        with journal.current().measured("optimizer/update", values):
+        notes = journal.current()
+        with (
+            tf.name_scope("update"),
+            notes.measured("optimizer/update", values),
+        ):
             with compat.roots_stay_roots():
                 step.apply(
                     values,

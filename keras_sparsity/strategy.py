@@ -78,7 +78,7 @@ class HybridStrategy(tf.distribute.Strategy):
         architecture="ps",
         timeout=None,
     ):
-        checks.architecture("architecture", architecture)
+        checks.requested_architecture("architecture", architecture)
         self.architecture = architecture
         self.optimizer_options = checked_options(
             sparse_updates=sparse_updates,

@@ -169,6 +169,37 @@ def test_everything_on_two_processes(engine, cluster, tmp_path):
     )
 
 
+def profile(log_dir):
+    """Trains a little, the last steps under TensorFlow's profiler."""
+    start = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: (
+            batch == 2 and tf.profiler.experimental.start(f"{log_dir}")
+        )
+    )
+    strategy = ks.HybridStrategy()
+    model = keras.Sequential(
+        [
+            keras.Input((4,), dtype="int64"),
+            ks.layers.ShardedEmbedding(ROWS, DIM),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+    with strategy.scope():
+        model.compile("adagrad", "mse")
+    x = ids()[: 5 * BATCH]
+    model.fit(x, np.ones((len(x), 1)), BATCH, callbacks=[start], verbose=0)
+    tf.profiler.experimental.stop()
+
+
+def test_a_profilers_trace_names_the_paths(cluster, tmp_path):
+    cluster("native", 2).run(profile, tmp_path)
+    traces = [path.read_bytes() for path in tmp_path.rglob("*.xplane.pb")]
+    assert traces
+    for name in (b"/pull/", b"/push/", b"/all_reduce/", b"/update/"):
+        assert all(name in trace for trace in traces), name
+
+
 def test_paths_by_role():
     for role, path in {
         "table/words/pull/ids": "pull",

@@ -63,6 +63,12 @@ def spec(**options):
     return ks.planning.VariableSpec(**options)
 
 
+def sampler():
+    sampler = ks.planning.PartitionSampler(size=2)
+    sampler.record(1, 0.1)
+    return sampler
+
+
 def dense_spec():
     return spec(alpha=None)
 
@@ -108,6 +114,7 @@ VALID = {
     ),
     "export": lambda: (ks.export, {"model": model()}),
     "shard_embeddings": lambda: (ks.shard_embeddings, {"model": model()}),
+    "callbacks.PartitionSearch": lambda: (ks.callbacks.PartitionSearch, {}),
     "callbacks.ShardedCheckpoint": lambda: (
         ks.callbacks.ShardedCheckpoint,
         {"directory": "checkpoints"},
@@ -175,6 +182,18 @@ VALID = {
         },
     ),
     "planning.Cluster": lambda: (ks.planning.Cluster, {}),
+    "planning.PartitionChoice.predicted_seconds": lambda: (
+        sampler().choice().predicted_seconds,
+        {"num_partitions": 3},
+    ),
+    "planning.PartitionSampler": lambda: (
+        ks.planning.PartitionSampler,
+        {"size": 2},
+    ),
+    "planning.PartitionSampler.record": lambda: (
+        sampler().record,
+        {"num_partitions": 2, "seconds": 0.1},
+    ),
     "planning.VariableSpec": lambda: (spec, {}),
     "planning.VariableSpec.num_bytes": lambda: (spec().num_bytes, {}),
     "planning.alpha_model": lambda: (
@@ -184,6 +203,10 @@ VALID = {
     "moves.move": lambda: move("allreduce"),
     "moves.repartition": lambda: move(3, ks.moves.repartition, "partitions"),
     "sparsity.measured": lambda: (ks.sparsity.measured, {"model": model()}),
+    "sparsity.popularity": lambda: (
+        ks.sparsity.popularity,
+        {"model": model()},
+    ),
     "sparsity.reset": lambda: (ks.sparsity.reset, {"model": model()}),
     "sparsity.VariableSparsity.spec": lambda: (
         ks.sparsity.VariableSparsity("table", (8, 2), "float32", 0.5).spec,
@@ -192,6 +215,10 @@ VALID = {
     "planning.plan": lambda: (
         ks.planning.plan,
         {"variables": [spec(), dense_spec()], "cluster": machines()},
+    ),
+    "callbacks.ArchitectureLogger": lambda: (
+        ks.callbacks.ArchitectureLogger,
+        {"log_dir": "logs"},
     ),
     "planning.engine_bytes": lambda: (
         ks.planning.engine_bytes,
@@ -319,6 +346,32 @@ BAD = [
         )
         for wrong in (3, [3], tf.zeros(3))
     ),
+    # The search for a number of partitions.
+    *(
+        ("planning.PartitionSampler", arguments, message)
+        for arguments, message in [
+            ({"size": 0}, "a positive integer.*size=0"),
+            ({"start": 1.5}, "a positive integer.*start=1.5"),
+            ({"max_samples": -1}, "a positive integer.*max_samples=-1"),
+            ({"allowed": [1, 2]}, "a function.*Received: allowed="),
+            ({"allowed": lambda count: False}, "`start` must be an allowed"),
+        ]
+    ),
+    *(
+        ("planning.PartitionSampler.record", arguments, message)
+        for arguments, message in [
+            ({"num_partitions": 0}, "a positive integer.*num_partitions=0"),
+            ({"seconds": 0}, "a positive number.*seconds=0"),
+            ({"seconds": float("nan")}, "a positive number.*seconds=nan"),
+            ({"error_seconds": -1}, "not negative.*error_seconds=-1"),
+            ({"error_seconds": "a"}, "not negative.*error_seconds='a'"),
+        ]
+    ),
+    (
+        "planning.PartitionChoice.predicted_seconds",
+        {"num_partitions": 0},
+        "a positive integer.*num_partitions=0",
+    ),
     # Tables.
     *(
         (name, {"architecture": wrong}, f"'ps', 'allgather'.*={wrong!r}")
@@ -328,9 +381,19 @@ BAD = [
             "layers.ShardedEmbedding",
             "layers.SampledSoftmax",
         )
-        for wrong in ("auto", "PS", 3)
+        for wrong in ("PS", 3)
     ),
-    ("HybridStrategy", {"architecture": None}, "'allreduce'. Received: .*None"),
+    ("HybridStrategy", {"architecture": None}, "'auto'. Received: .*None"),
+    (
+        "callbacks.ArchitectureLogger",
+        {"log_dir": 3},
+        "the path of a folder.*log_dir=3",
+    ),
+    (
+        "callbacks.ArchitectureLogger",
+        {"every_steps": 0},
+        "a positive integer.*every_steps=0",
+    ),
     *(
         (f"moves.{name}", {key: wrong}, message)
         for name, key in (("move", "moves"), ("repartition", "partitions"))
@@ -371,6 +434,14 @@ BAD = [
     ("ShardedTable", {"trainable": "no"}, "True or False.*Received: tr.*'no'"),
     ("ShardedTable", {"name": 3}, "must be a string.*Received: name=3"),
     ("ShardedTable", {"owner_name": 3}, "a string.*Received: owner_name=3"),
+    *(
+        (name, {"partition_group": 3}, "a string.*Received: partition_group=3")
+        for name in (
+            "ShardedTable",
+            "layers.ShardedEmbedding",
+            "layers.SampledSoftmax",
+        )
+    ),
     (
         "ShardedTable",
         {"regularizer": "l2"},
@@ -465,6 +536,25 @@ BAD = [
         ]
     ),
     # Callbacks.
+    *(
+        ("callbacks.PartitionSearch", arguments, message)
+        for arguments, message in [
+            ({"num_steps": 0}, "a positive integer.*num_steps=0"),
+            ({"num_steps": 1.5}, "a positive integer.*num_steps=1.5"),
+            ({"num_warm_up_steps": -1}, "not negative.*num_warm_up_steps=-1"),
+            ({"num_warm_up_steps": 0.5}, "not negative.*warm_up_steps=0.5"),
+            ({"max_seconds": 0}, "a positive number.*max_seconds=0"),
+            ({"max_seconds": "9"}, "a positive number.*max_seconds='9'"),
+            ({"memory_limit_bytes": 0}, "or None.*memory_limit_bytes=0"),
+            ({"memory_limit_bytes": "1G"}, "or None.*limit_bytes='1G'"),
+            ({"start": 0}, "None for the number of machines.*start=0"),
+            ({"start": True}, "None for the number of machines.*start=True"),
+            ({"per_table": "yes"}, "True or False.*per_table='yes'"),
+            ({"path": 3}, "the path of a file.*path=3"),
+            ({"verbose": 3}, "0 or 1.*verbose=3"),
+            ({"verbose": "auto"}, "0 or 1.*verbose='auto'"),
+        ]
+    ),
     *(
         ("callbacks.ShardedCheckpoint", arguments, message)
         for arguments, message in [
@@ -688,7 +778,7 @@ BAD = [
     ),
     *(
         (f"sparsity.{name}", {"model": wrong}, "a Keras model or.*: model=")
-        for name in ("measured", "reset")
+        for name in ("measured", "popularity", "reset")
         for wrong in (None, "model", keras.Model, [3])
     ),
     *(
@@ -836,6 +926,11 @@ NOT_CALLED = {
     "launch.main": "see COMMAND_LINE",
     "losses.GlobalMean.call": "what Keras's losses call",
     "planning.Choice": "made by `plan`",
+    "planning.PartitionChoice": "made by `PartitionSampler`",
+    "planning.PartitionChoice.explained": "no argument",
+    "planning.PartitionSample": "made by `PartitionSampler`",
+    "planning.PartitionSampler.choice": "no argument",
+    "planning.PartitionSampler.proposal": "no argument",
     "planning.Plan": "made by `plan`",
     "planning.TransferBytes": "made by `transfer_bytes`",
     "sparsity.VariableSparsity": "made by `measured`",
@@ -843,6 +938,7 @@ NOT_CALLED = {
     "HybridOptimizer.places": "no argument",
     "HybridOptimizer.state": "no argument",
     # Between files of this package.
+    "callbacks.ArchitectureLogger.see": "called by `fit`",
     "callbacks.ShardedCheckpoint.begin": "called by `fit`",
     "callbacks.ShardedCheckpoint.order_seed": "called by `fit`",
     "callbacks.ShardedCheckpoint.use_input": "called by `fit`",
@@ -855,6 +951,8 @@ NOT_CALLED = {
                 "check_inside",
                 "check_under_strategy",
                 "create",
+                "hold",
+                "layout_of",
                 "read",
                 "read_like",
                 "shard",
@@ -864,6 +962,13 @@ NOT_CALLED = {
             )
         ),
         "called by layers, saving and the optimizer",
+    ),
+    **dict.fromkeys(
+        (
+            f"HybridOptimizer.{name}"
+            for name in ("follow", "slots_of", "updates_rows_of")
+        ),
+        "called where tables are moved",
     ),
     **dict.fromkeys(
         (

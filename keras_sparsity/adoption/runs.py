@@ -5,6 +5,7 @@ import keras
 from keras_sparsity import collectives, compat
 from keras_sparsity.adoption.binding import Binding, bound_arguments
 from keras_sparsity.callbacks import (
+    auto_architecture,
     partition_search,
     rank_zero,
     sharded_checkpoint,
@@ -33,6 +34,7 @@ class Runs(Binding):
         arguments = bound_arguments(self._stock["fit"], args, kwargs)
         self._check_call("fit", arguments)
         callbacks = self._callbacks(arguments.get("callbacks"))
+        self._add_auto_architecture(callbacks)
         arguments["callbacks"] = callbacks
         order_seed = distribution.next_order_seed()
         callbacks = getattr(callbacks, "callbacks", callbacks)
@@ -86,6 +88,28 @@ class Runs(Binding):
             callbacks,
             key=lambda c: isinstance(c, sharded_checkpoint.ShardedCheckpoint),
         )
+
+    def _add_auto_architecture(self, callbacks):
+        """Has `fit` find the architecture of tables that ask for it."""
+        tables = auto_architecture.tables_of(
+            self._model, self._model.distribute_strategy
+        )
+        if self._collectives.size == 1 or not tables:
+            return
+        listed = getattr(callbacks, "callbacks", callbacks)
+        searches = [
+            c for c in listed if isinstance(c, partition_search.PartitionSearch)
+        ]
+        auto = auto_architecture.AutoArchitecture(
+            tables,
+            self._collectives,
+            lambda: not any(s.is_searching for s in searches),
+        )
+        if listed is not callbacks:  # a `CallbackList` of the user's
+            auto.set_params(callbacks.params)
+            auto.set_model(self._model)
+        # First: it is to time the step, and nothing else.
+        listed.insert(0, auto)
 
     # Single batches: global ones, too.
 

@@ -130,6 +130,11 @@ class PartitionSearch(keras.callbacks.Callback):
         self._sampled_count = None
         self._seconds_before = 0.0
 
+    @property
+    def is_searching(self):
+        """Whether a `fit` with it would still try numbers of partitions."""
+        return bool(self._groups)
+
     # Called by Keras.
 
     def on_train_begin(self, logs=None):

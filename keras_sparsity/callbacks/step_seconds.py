@@ -10,7 +10,7 @@ import tensorflow as tf
 # A median is known well enough when it has come from so many measurements,
 # over so many seconds, with so small a standard error. Other work on the
 # machine comes in bursts: that a second's steps agree says something, that a
-# tenth of a second's do does not.
+# tenth of a second's do says little.
 _FEWEST = 10
 _LEAST_SECONDS = 1.0
 _RELATIVE_ERROR = 0.01
@@ -81,11 +81,12 @@ class StepSeconds:
         ranks = self._collectives.all_gather(
             tf.constant(own, tf.float64), name="partition_search/seconds"
         ).numpy()
-        slowest = ranks[:, 1:].max(axis=0)
-        median, error = median_and_error(slowest.tolist())
+        # Plain Python from here on: the same bits on every processor.
+        slowest = ranks[:, 1:].max(axis=0).tolist()
+        median, error = median_and_error(slowest)
         is_known = (
             len(slowest) >= _FEWEST
-            and num_steps * slowest.sum() >= _LEAST_SECONDS
+            and num_steps * sum(slowest) >= _LEAST_SECONDS
             and error <= _RELATIVE_ERROR * median
         )
         if is_last or is_known or ranks[0, 0] >= self._max_seconds:

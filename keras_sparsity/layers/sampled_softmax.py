@@ -49,7 +49,7 @@ class SampledSoftmax(keras.layers.Layer):
         seed: int, seed of the samples; by default a random one.
         num_partitions: of both tables; by default the number of processes.
         partition_group: of both tables, see `ShardedEmbedding`.
-        architecture: `"ps"`, `"allgather"` or `"allreduce"`, see
+        architecture: `"ps"`, `"allgather"`, `"allreduce"` or `"auto"`, see
             `ks.ShardedTable`; by default what the strategy says.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
@@ -119,7 +119,7 @@ class SampledSoftmax(keras.layers.Layer):
         self.kernel_initializer = initial_values.standardize(kernel_initializer)
         self.seed = seed
         if architecture is not None:
-            checks.architecture(
+            checks.requested_architecture(
                 "architecture", architecture, ", or None for the strategy's"
             )
         self.num_partitions = num_partitions

@@ -31,7 +31,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             number of processes. The result of training does not depend on it.
         partition_group: tables with the same one get the same number of
             partitions from `ks.callbacks.PartitionSearch`.
-        architecture: `"ps"`, `"allgather"` or `"allreduce"`, see
+        architecture: `"ps"`, `"allgather"`, `"allreduce"` or `"auto"`, see
             `ks.ShardedTable`; by default what the strategy says.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
@@ -106,7 +106,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             **kwargs,
         )
         if architecture is not None:
-            checks.architecture(
+            checks.requested_architecture(
                 "architecture", architecture, ", or None for the strategy's"
             )
         self.num_partitions = num_partitions

@@ -48,6 +48,8 @@ class ShardedTable:
             all rows that any of them touched.
             `"allreduce"`: each has the whole table, and its gradient is made
             dense and summed with those of dense variables.
+            `"auto"`: begins as `"ps"`; after the first steps of `fit`, and
+            when alpha drifts, it gets the one that takes the least time.
         to_stock: function from the whole array to the weight of the stock
             layer that `ks.export` puts in place; by default the same array.
         partition_group: name that tables have in common which
@@ -105,7 +107,7 @@ class ShardedTable:
         )
         checks.optional_string("partition_group", partition_group)
         if architecture is not None:
-            checks.architecture(
+            checks.requested_architecture(
                 "architecture", architecture, ", or None for the strategy's"
             )
         _check_is_float(dtype)
@@ -257,7 +259,7 @@ class ShardedTable:
             "Build the same model on every rank.",
         )
         self.collectives = communicator
-        self.architecture = architecture
+        self.architecture = "ps" if architecture == "auto" else architecture
         self._owners = default_owners([tuple(place) for *place, _ in facts])
 
     def _stored_rows(self, layout):

@@ -1,0 +1,109 @@
+"""How fast this cluster moves bytes, by a short probe."""
+
+import dataclasses
+import time
+
+import numpy as np
+import tensorflow as tf
+
+_DIM = 16
+_ROWS = (8, 20_000)  # of 64 bytes
+_REPEATS = 5
+_ROUNDS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Time as a line over bytes.
+
+    Attributes:
+        latency_seconds: of a message without content.
+        seconds_per_byte: of what the busiest machine sends and receives.
+    """
+
+    latency_seconds: float
+    seconds_per_byte: float
+
+    def seconds(self, num_bytes):
+        return self.latency_seconds + self.seconds_per_byte * num_bytes
+
+
+def measure(communicator, num_bytes):
+    """Times each path at two sizes. Every rank calls it, between steps.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+        num_bytes: function of a path's name ("allreduce", "ps", "allgather")
+            and a number of rows of 16 float32: the bytes that the busiest
+            machine moves for them. On a parameter server each process asks
+            each owner for as many rows.
+
+    Returns:
+        dict from a path's name to its `Speed`, the slowest rank's, and
+        "update": that of a variable which is read and written.
+    """
+    found = {}
+    for name, run in _paths(communicator).items():
+        seconds = [_seconds(communicator, run, rows) for rows in _ROWS]
+        sizes = [num_bytes(name, rows) for rows in _ROWS]
+        found[name] = _line(sizes, seconds)
+    seconds = [_seconds(communicator, _update, rows) for rows in _ROWS]
+    found["update"] = _line([rows * _DIM * 4 for rows in _ROWS], seconds)
+    return found
+
+
+def _line(sizes, seconds):
+    rise = (seconds[1] - seconds[0]) / max(1, sizes[1] - sizes[0])
+    return Speed(seconds[0], max(0.0, rise))
+
+
+def _paths(communicator):
+    size = communicator.size
+
+    def all_reduce(rows):
+        communicator.all_reduce([rows], name="speed/allreduce")
+
+    def server(rows):
+        splits = tf.fill([size], tf.shape(rows)[0])
+        asked = tf.zeros([size * tf.shape(rows)[0]], tf.int64)
+        received, route = communicator.all_to_all(
+            asked, splits, name="speed/ids"
+        )
+        count = tf.shape(received)[0]
+        pulled = communicator.all_to_all_back(
+            tf.zeros([count, _DIM]), route, name="speed/pull"
+        )
+        communicator.all_to_all_along(pulled, route, name="speed/push")
+
+    def all_gather(rows):
+        ids = tf.zeros([tf.shape(rows)[0]], tf.int64)
+        communicator.all_gather(rows, name="speed/allgather")
+        communicator.all_gather(ids, name="speed/gathered_ids")
+
+    return {"allreduce": all_reduce, "ps": server, "allgather": all_gather}
+
+
+def _seconds(communicator, run, num_rows):
+    """Of one run: the slowest rank's median over some rounds."""
+    rows = tf.Variable(tf.ones([num_rows, _DIM]))
+
+    @tf.function
+    def several():
+        for _ in tf.range(_REPEATS):
+            run(rows)
+
+    several()  # traces
+    rounds = []
+    for _ in range(_ROUNDS):
+        communicator.barrier(name="speed/begin")
+        start = time.perf_counter()
+        several()
+        rounds.append((time.perf_counter() - start) / _REPEATS)
+    medians = communicator.gather_objects(
+        float(np.median(rounds)), name="speed/seconds"
+    )
+    return max(medians)
+
+
+def _update(rows):
+    rows.assign_sub(rows * 0.1)

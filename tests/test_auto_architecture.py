@@ -1,0 +1,146 @@
+"""Tables that find their architecture while they are trained."""
+
+import dataclasses
+
+import keras
+import numpy as np
+import pytest
+
+import keras_sparsity as ks
+from keras_sparsity.callbacks import auto_architecture
+from keras_sparsity.collectives import speeds
+from tests.conftest import engines
+
+LARGE, SMALL, DIM, BATCH, STEPS = 4_000, 8, 2, 32, 40
+
+
+def data():
+    random = np.random.default_rng(3)
+    rare = random.zipf(1.5, size=(STEPS * BATCH, 3)) % LARGE
+    usual = random.integers(SMALL, size=(STEPS * BATCH, 3))
+    labels = (usual.sum(axis=1, keepdims=True) > 10).astype("float32")
+    return (rare, usual), labels
+
+
+def new_model(architecture):
+    rare = keras.Input((3,), dtype="int64")
+    usual = keras.Input((3,), dtype="int64")
+    options = {"architecture": architecture}
+    start = keras.initializers.RandomUniform(seed=1)
+    large = ks.layers.ShardedEmbedding(
+        LARGE, DIM, start, name="large", **options
+    )
+    small = ks.layers.ShardedEmbedding(
+        SMALL, DIM, start, name="small", **options
+    )
+    hidden = keras.layers.Concatenate()([large(rare), small(usual)])
+    out = keras.layers.Dense(
+        1,
+        "sigmoid",
+        kernel_initializer=keras.initializers.GlorotUniform(seed=2),
+    )(keras.layers.Flatten()(hidden))
+    return keras.Model([rare, usual], out)
+
+
+def train(fixed, is_slower, steps_per_execution):
+    """Weights and architectures, with speeds that say what is best."""
+    measure, compare = speeds.measure, auto_architecture._LOSS
+    told = []
+    # As of a network on which only bytes count; or the real one.
+    line = speeds.Speed(0.0, 1e-6)
+    if not fixed:
+        speeds.measure = lambda *_: {
+            **dict.fromkeys(("allreduce", "ps", "allgather"), line),
+            "update": speeds.Speed(0.0, 0.0),
+        }
+    auto_architecture._LOSS = -1.0 if is_slower else 1e9
+    try:
+        strategy = ks.HybridStrategy()
+        model = new_model("ps" if fixed else "auto")
+        with strategy.scope():
+            model.compile(
+                keras.optimizers.Adam(0.01),
+                "binary_crossentropy",
+                steps_per_execution=steps_per_execution,
+            )
+        tables = [model.get_layer(n).table for n in ("large", "small")]
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: told.append(
+                tuple(t.architecture for t in tables)
+            )
+        )
+        x, y = data()
+        before = [t.read() for t in tables]
+        history = model.fit(
+            x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[note]
+        )
+    finally:
+        speeds.measure, auto_architecture._LOSS = measure, compare
+    whole = [t.read() - start for t, start in zip(tables, before, strict=True)]
+    return told, history.history["loss"], whole
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_tables_move_and_training_goes_on(engine, cluster):
+    processes = cluster(engine, 2)
+    _, loss, expected = processes.run(train, True, False, 1)[0]
+    for is_slower, steps in ((False, 1), (False, 5), (True, 1)):
+        for told, found_loss, found in processes.run(
+            train, False, is_slower, steps
+        ):
+            first = (auto_architecture._FIRST_STEPS + steps - 1) // steps
+            assert told[: first - 1] == [("ps", "ps")] * (first - 1)
+            assert told[first] == ("ps", "allreduce")
+            assert told[-1] == ("ps", "ps" if is_slower else "allreduce")
+            np.testing.assert_allclose(found_loss, loss, rtol=1e-4)
+            for one, other in zip(found, expected, strict=True):
+                moved = np.linalg.norm(other)
+                assert np.linalg.norm(one - other) < 1e-3 * moved
+
+
+def by_the_real_speeds():
+    """What each path takes on these processes, and a run that uses it."""
+    ranks = ks.collectives.current()
+    found = speeds.measure(ranks, lambda path, rows: 64 * rows)
+    strategy = ks.HybridStrategy(architecture="auto")
+    model = new_model(None)
+    with strategy.scope():
+        model.compile("adam", "binary_crossentropy")
+    x, y = data()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    architectures = [
+        model.get_layer(n).table.architecture for n in ("large", "small")
+    ]
+    lines = {name: dataclasses.astuple(line) for name, line in found.items()}
+    return lines, architectures
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_by_the_speeds_of_this_cluster(engine, cluster):
+    one, other = cluster(engine, 2).run(by_the_real_speeds)
+    assert one == other
+    lines, architectures = one
+    assert lines.keys() == {"allreduce", "ps", "allgather", "update"}
+    for latency, per_byte in lines.values():
+        assert 0 < latency < 1
+        assert 0 <= per_byte < 1e-6
+    assert set(architectures) <= {"ps", "allreduce", "allgather"}
+
+
+def test_one_process_has_nothing_to_find():
+    strategy = ks.HybridStrategy(architecture="auto")
+    model = new_model("auto")
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    x, y = data()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    assert model.get_layer("large").table.architecture is None
+
+
+def test_auto_is_asked_for_and_not_moved_to():
+    config = ks.layers.ShardedEmbedding(9, 2, architecture="auto").get_config()
+    assert config["architecture"] == "auto"
+    model = new_model("auto")
+    table = model.get_layer("large").table
+    with pytest.raises(ValueError, match="one of 'ps', 'allgather'"):
+        ks.moves.move(model, {table: "auto"})
