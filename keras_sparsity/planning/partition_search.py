@@ -30,8 +30,8 @@ MAX_SAMPLES = 7
 # before a fall: 200,000 x 64 under exact Adam, 2 processes on 2 cores with
 # other work on them, took 48 and 63 ms with 1 and 2 partitions, and 31 with 32.
 # Simulated on curves like that one, with 2 % of noise and every seventh sample
-# 40 % slower, the choice took more than 1.07 times the best's time in 5 % of the
-# searches; when the first slower sample ended them, more than 2.2 times.
+# 40 % slower, the choice took over 1.07 times the best's time in 5 % of the
+# searches; when the first slower sample ended them, over 2.2 times.
 _RISEN = 2
 _RISE = 0.05
 
