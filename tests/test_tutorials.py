@@ -120,6 +120,14 @@ def test_losses_are_the_same_with_one_process_and_with_two(tmp_path):
     assert losses[0][0][1] < losses[0][0][0]
 
 
+def test_plans_and_draws_what_each_architecture_costs(tmp_path):
+    output = run(tmp_path, TUTORIALS / "02_plan_and_architecture.py")
+    assert "alpha of the model" in output
+    assert "Architecture: 'of_items' " in output
+    assert (tmp_path / "plan" / "bytes_by_alpha.png").stat().st_size > 10_000
+    assert list((tmp_path / "plan" / "logs" / "architecture").glob("events.*"))
+
+
 def test_searches_partitions_and_keeps_the_choice(tmp_path):
     script = TUTORIALS / "03_partition_search.py"
     output = run(tmp_path, script, "--steps", 130)

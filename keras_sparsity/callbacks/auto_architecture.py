@@ -19,7 +19,7 @@ _MOST_STEPS = 4_096
 # Another architecture must promise so much of the time that a table takes.
 _GAIN = 0.2
 # A step that has become slower by so much is no noise: back again.
-_LOSS = 0.05
+_LOSS = 0.2
 # Every process would have the whole table, with its slots.
 _MOST_BYTES = 256 * 2**20
 
@@ -78,13 +78,16 @@ class AutoArchitecture(keras.callbacks.Callback):
     def _forget_times(self):
         self._seconds = []
 
-    def _median(self):
-        """Of the steps since the last decision, by the slowest rank."""
+    def _step_seconds(self):
+        """Of the steps since the last decision, by the slowest rank.
+
+        Their lower quartile: other work on a machine makes steps longer only.
+        """
         seconds = self._seconds[2:] or self._seconds  # without the tracing
-        medians = self._collectives.gather_objects(
-            float(np.median(seconds)), name="auto_architecture/seconds"
+        of_ranks = self._collectives.gather_objects(
+            float(np.quantile(seconds, 0.25)), name="auto_architecture/seconds"
         )
-        return max(medians)
+        return max(of_ranks)
 
     # Deciding.
 
@@ -120,7 +123,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         }
         if not chosen:
             return
-        self._before = self._median()
+        self._before = self._step_seconds()
         self._undo = {t: _place(t) for t in chosen}
         moves.move_for_now(self.model, chosen)
         self._forget_times()
@@ -187,7 +190,7 @@ class AutoArchitecture(keras.callbacks.Callback):
 
     def _compare(self):
         """Takes a move back that has made the steps slower."""
-        after, undo, self._undo = self._median(), self._undo, None
+        after, undo, self._undo = self._step_seconds(), self._undo, None
         if after <= (1 + _LOSS) * self._before:
             return
         names = ", ".join(f"'{table.owner_name}'" for table in undo)

@@ -1,0 +1,111 @@
+"""How does each variable travel, and what does it cost?
+
+    keras-sparsity run -n 2 tutorials/02_plan_and_architecture.py
+
+A variable is dense, if a step reads all of it, or sparse, if it reads a few of
+its rows: alpha is the fraction of its elements that one process touches in a
+step. Dense gradients are best summed by AllReduce; the rows of sparse ones
+are best sent to the process that owns them ("ps", parameter server), unless
+alpha is large. This tutorial measures alpha, looks at what each architecture
+would cost, and draws it.
+"""
+
+import argparse
+import pathlib
+
+import keras
+import matplotlib
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+
+NUM_ITEMS, NUM_DAYS, DIM, BATCH = 50_000, 7, 32, 512
+
+parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+parser.add_argument("--folder", default="plan", help="for the pictures")
+folder = pathlib.Path(parser.parse_args().folder)
+
+# `architecture="auto"`: each table begins on the parameter server; after the
+# first steps it gets what is fastest here. One that is said by name, for the
+# strategy or for one layer, stays as it is.
+strategy = ks.HybridStrategy(architecture="auto")
+
+# What people bought, and on which day of the week: a large table of which a
+# batch touches a little, and a small one of which it touches every row.
+random = np.random.default_rng(0)
+items = (random.zipf(1.3, size=(20_480, 4)) % NUM_ITEMS).astype("int32")
+days = random.integers(NUM_DAYS, size=(20_480, 1), dtype="int32")
+labels = ((items.sum(axis=1, keepdims=True) + days) % 2).astype("float32")
+dataset = tf.data.Dataset.from_tensor_slices(
+    ({"items": items, "days": days}, labels)
+).batch(BATCH)
+
+inputs = {
+    "items": keras.Input((4,), dtype="int32", name="items"),
+    "days": keras.Input((1,), dtype="int32", name="days"),
+}
+of_items = ks.layers.ShardedEmbedding(NUM_ITEMS, DIM, name="of_items")
+of_days = ks.layers.ShardedEmbedding(NUM_DAYS, DIM, name="of_days")
+hidden = keras.layers.Concatenate(axis=1)(
+    [of_items(inputs["items"]), of_days(inputs["days"])]
+)
+hidden = keras.layers.Dense(64, activation="relu")(
+    keras.layers.Flatten()(hidden)
+)
+model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(hidden))
+with strategy.scope():
+    model.compile("adagrad", loss="binary_crossentropy")
+
+# --- Before training ------------------------------------------------------
+# Some batches go through the model and back; nothing is trained. Each column
+# of bytes is what the busiest machine would send and receive in a step.
+plan = ks.plan(model, dataset)
+
+# --- The same on eight machines -------------------------------------------
+# The equations alone, with the alpha just measured: here for the large table,
+# as alpha grows. Where the lines cross, a table is better off as a dense one.
+cluster = ks.planning.Cluster(num_machines=8)
+measured = plan.variables[0].sparsity
+alphas = np.geomspace(0.001, 1, 40)
+costs = {
+    architecture: [
+        ks.planning.transfer_bytes(
+            ks.planning.VariableSpec(measured.name, measured.shape, alpha),
+            architecture,
+            cluster,
+        ).busiest_bytes
+        for alpha in alphas
+    ]
+    for architecture in ("allreduce", "ps", "allgather")
+}
+if strategy.rank == 0:
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = matplotlib.figure.Figure(layout="constrained")
+    axes = figure.add_subplot()
+    for architecture, num_bytes in costs.items():
+        axes.loglog(alphas, np.divide(num_bytes, 1e6), label=architecture)
+    axes.axvline(measured.alpha, linestyle="--", color="gray")
+    axes.set_xlabel(f"alpha (measured for {measured.name}: dashed)")
+    axes.set_ylabel("MB per step at each of 8 machines")
+    axes.legend()
+    figure.savefig(folder / "bytes_by_alpha.png")
+
+# --- While it trains ------------------------------------------------------
+# The tables find their architecture; a line says why. TensorBoard gets the
+# plan with the bytes that were counted, and times of each path.
+logger = ks.callbacks.ArchitectureLogger(folder / "logs", every_steps=20)
+model.fit(dataset, epochs=2, callbacks=[logger], verbose=2)
+
+# How sparse was it? Popular rows are touched by all processes.
+for found in ks.sparsity.measured(model):
+    if strategy.rank == 0 and found.alpha is not None:
+        print(
+            f"{found.name}: alpha {found.alpha:.4f}; the busiest 1 % of its "
+            f"rows have {found.busiest_share:.0%} of all touches"
+        )
+if strategy.rank == 0:
+    for layer in (of_items, of_days):
+        print(f"{layer.name} travels by {layer.table.architecture}")
+    print(f"pictures: {folder / 'bytes_by_alpha.png'}")
+    print(f"keras-sparsity report {folder / 'logs'}")
