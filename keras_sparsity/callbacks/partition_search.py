@@ -141,15 +141,9 @@ class PartitionSearch(keras.callbacks.Callback):
         strategy = getattr(self.model, "distribute_strategy", None)
         self._collectives = getattr(strategy, "collectives", None)
         self._fit_start = time.monotonic()
-        tables = [t for t in saving.tables_of(self.model) if t.is_sharded]
-        if not tables:
+        self._next()
+        if not self._tables:
             self._say(f"nothing to search, {self._why_nothing()}.")
-            return
-        if tables != self._tables:
-            self._tables = tables
-            self._begin()
-        if self._groups:
-            self._next()
 
     def on_epoch_begin(self, epoch, logs=None):
         self._steps_of_epoch = 0
@@ -177,11 +171,12 @@ class PartitionSearch(keras.callbacks.Callback):
             return
         self._sample = None
         self._seconds_before = self._elapsed()
-        self._keep_best("training ended before the search did")
+        self._keep_best("training ended")
 
     # The search.
 
     def _begin(self):
+        """Sets a search up for the present tables."""
         self.result = {}
         self._seconds_before = 0.0
         # Of rank 0, whose local rank every machine has.
@@ -210,12 +205,19 @@ class PartitionSearch(keras.callbacks.Callback):
                 for table in group.tables
             },
         }
+        self._num_groups = len(self._groups)
         if self.path is not None and self._take_saved():
             self._groups = []
 
     def _next(self):
         """Begins the next sample, or keeps what is found."""
         self._sample = None
+        tables = [t for t in saving.tables_of(self.model) if t.is_sharded]
+        if tables != self._tables:
+            # Another model, or one of whose tables some have become dense.
+            self._tables, self._groups = tables, []
+            if tables:
+                self._begin()
         if not self._groups:
             return
         while self._groups:
@@ -225,7 +227,7 @@ class PartitionSearch(keras.callbacks.Callback):
             )
             left = self.max_seconds - elapsed
             if left <= 0:
-                self._keep_best(f"{self.max_seconds} seconds are over")
+                self._keep_best(f"{self.max_seconds} seconds ended")
                 self._groups = []
             elif count is None:
                 self._keep(group)
@@ -256,7 +258,7 @@ class PartitionSearch(keras.callbacks.Callback):
 
     def _keep_best(self, why):
         """Ends a search that is not complete."""
-        self._say(f"{why} before the search was; the best so far is kept.")
+        self._say(f"{why} before the search did; the best so far is kept.")
         for group in self._groups:
             if group.sampler.samples:
                 self._keep(group)
@@ -281,7 +283,8 @@ class PartitionSearch(keras.callbacks.Callback):
             os.makedirs(folder, exist_ok=True)
             if not os.access(folder, os.W_OK):
                 raise PermissionError(f"the folder {folder} is read-only")
-            return saved_partitions.load(self.path, self._conditions)
+            names = [group.name for group in self._groups]
+            return saved_partitions.load(self.path, self._conditions, names)
 
         choices, reason = storage.on_all_ranks(
             self._collectives, f"keep a choice in {self.path}", load
@@ -309,7 +312,9 @@ class PartitionSearch(keras.callbacks.Callback):
         return True
 
     def _save(self):
-        if self.path is None or self._collectives.rank != 0:
+        is_complete = len(self.result) == self._num_groups
+        is_writer = self.path is not None and self._collectives.rank == 0
+        if not (is_complete and is_writer):
             return
         try:
             saved_partitions.save(self.path, self._conditions, self.result)

@@ -35,12 +35,13 @@ def save(path, conditions, choices):
     os.replace(temporary, path)
 
 
-def load(path, conditions):
+def load(path, conditions, groups):
     """The choices of a file, if they were found for the same.
 
     Args:
         path: the file.
         conditions: as for `save`, those of now.
+        groups: names of the groups that a choice is wanted for.
 
     Returns:
         `(choices, reason)`: a dict from a group to its `PartitionChoice` and
@@ -67,6 +68,8 @@ def load(path, conditions):
             )
             for group, choice in document["choices"].items()
         }
+        if set(choices) != set(groups):
+            return None, f"it has choices for {sorted(choices)}"
     except FileNotFoundError:
         return None, "there is no such file yet"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
