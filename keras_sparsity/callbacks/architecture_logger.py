@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import time
 
 import keras
 import numpy as np
@@ -111,10 +112,10 @@ class ArchitectureLogger(keras.callbacks.Callback):
         self._shown = {}
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._start = tf.timestamp()
+        self._start = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
-        self._seconds += float(tf.timestamp() - self._start)
+        self._seconds += time.perf_counter() - self._start
         count = self.model.steps_per_execution
         self._steps += count
         self._steps_since += count
