@@ -292,8 +292,6 @@ def _sum_of_largest(histograms, num_largest):
         histograms: list of `(numbers, how often each occurs)`.
         num_largest: how many to add.
     """
-    numbers, counts = map(np.concatenate, zip(*histograms, strict=True))
-    order = np.argsort(-numbers)
-    numbers, counts = numbers[order].astype(np.int64), counts[order]
+    numbers, counts = (part[::-1] for part in _summed(histograms))
     before = np.cumsum(counts) - counts
     return int(numbers @ np.clip(num_largest - before, 0, counts))

@@ -1,11 +1,13 @@
 """Gives tables the architecture that is fastest, while a model trains."""
 
+import collections
 import time
 
 import keras
 import numpy as np
 
 from keras_sparsity import moves, planning, saving, sparsity
+from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives import speeds
 from keras_sparsity.model_plan import running_cluster
 from keras_sparsity.planning import transfer_cost
@@ -16,6 +18,7 @@ _FIRST_STEPS = 16
 # twice as many steps each time, and at the latest after so many.
 _DRIFT = 2.0
 _MOST_STEPS = 4_096
+_MOST_TIMES = 256
 # Another architecture must promise so much of the time that a table takes.
 _GAIN = 0.2
 # A step that has become slower by so much is no noise: back again.
@@ -76,14 +79,16 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._next = self._steps + _FIRST_STEPS if self._undo else interval
 
     def _forget_times(self):
-        self._seconds = []
+        # The last ones: a long training has many steps between decisions.
+        self._seconds = collections.deque(maxlen=_MOST_TIMES)
 
     def _step_seconds(self):
         """Of the steps since the last decision, by the slowest rank.
 
         Their lower quartile: other work on a machine makes steps longer only.
         """
-        seconds = self._seconds[2:] or self._seconds  # without the tracing
+        seconds = list(self._seconds)
+        seconds = seconds[2:] or seconds  # without the tracing
         of_ranks = self._collectives.gather_objects(
             float(np.quantile(seconds, 0.25)), name="auto_architecture/seconds"
         )
@@ -204,9 +209,7 @@ class AutoArchitecture(keras.callbacks.Callback):
 
     def _say(self, text):
         if self.params.get("verbose") and self._collectives.rank == 0:
-            has_bar = self.params.get("verbose") in (1, "auto")
-            start = "\n" if has_bar else ""
-            print(f"{start}Architecture: {text}", flush=True)
+            rank_zero.say(self, f"Architecture: {text}")
 
 
 def _place(table):

@@ -7,7 +7,7 @@ import time
 import keras
 
 from keras_sparsity import checks, moves, saving
-from keras_sparsity.callbacks import saved_partitions
+from keras_sparsity.callbacks import rank_zero, saved_partitions
 from keras_sparsity.callbacks.step_seconds import StepEnd, StepSeconds
 from keras_sparsity.callbacks.table_groups import TableMemory, groups_of
 from keras_sparsity.checkpoint import storage
@@ -355,10 +355,7 @@ class PartitionSearch(keras.callbacks.Callback):
     def _say(self, text):
         is_first = self._collectives is None or self._collectives.rank == 0
         if self.verbose and is_first:
-            # Not into the middle of Keras's progress bar.
-            has_bar = self.params.get("verbose") in (1, "auto")
-            start = "\n" if has_bar else ""
-            print(f"{start}PartitionSearch: {text}", flush=True)
+            rank_zero.say(self, f"PartitionSearch: {text}")
 
 
 def _describe(optimizer):

@@ -1,4 +1,4 @@
-"""Which of Keras's own callbacks run on which rank."""
+"""Which of Keras's own callbacks run on which rank, and what rank 0 says."""
 
 import keras
 
@@ -47,3 +47,15 @@ def on_rank(callbacks, rank):
     if rank == 0:
         return callbacks
     return [c for c in callbacks if not isinstance(c, _WRITE_ONCE)]
+
+
+def say(callback, text):
+    """Prints a line, not into the middle of Keras's progress bar.
+
+    Args:
+        callback: the callback that says it, in `fit`, on rank 0.
+        text: the line.
+    """
+    has_bar = callback.params.get("verbose") in (1, "auto")
+    start = "\n" if has_bar else ""
+    print(f"{start}{text}", flush=True)
