@@ -15,7 +15,7 @@ from keras_sparsity import checks, collectives, planning, sparsity, touches
 from keras_sparsity.aggregation import Aggregation, is_all_reduced
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.planning import transfer_cost
-from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.tables.table_variable import TableVariable, pieces_of
 
 # Of dense variables so many are listed one by one.
 _MOST_DENSE = 10
@@ -253,7 +253,7 @@ def running_cluster(communicator):
 def _look_at(model, dataset, cluster, communicator):
     """Has the gradients of some batches brought together, and thrown away."""
     variables = model.trainable_variables
-    aggregation = Aggregation(variables, [_pieces(v) for v in variables])
+    aggregation = Aggregation(variables, [pieces_of(v) for v in variables])
 
     def look(batch):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -282,12 +282,6 @@ def _look_at(model, dataset, cluster, communicator):
 
 def _call(function, args):
     return function(*args)
-
-
-def _pieces(variable):
-    if isinstance(variable, TableVariable) and variable.table.is_sharded:
-        return variable.table.partitions
-    return [variable]
 
 
 @contextlib.contextmanager
@@ -326,7 +320,7 @@ def of_running(model):
             variable, model.distribute_strategy
         )
         architecture = "allreduce" if is_dense else "allgather"
-        if _pieces(variable)[0] is not variable:
+        if pieces_of(variable)[0] is not variable:
             architecture = "ps"
             num_partitions = variable.table.layout.num_partitions
         spec = facts.spec(num_partitions)

@@ -16,7 +16,7 @@ from keras_sparsity.aggregation import Aggregation, Update, each_row_once
 from keras_sparsity.collectives import journal
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
-from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.tables.table_variable import TableVariable, pieces_of
 
 # In one process, finding the rows that occur twice costs more than updating all
 # of a table of so many elements: a step of a small model on 1,000 x 16 takes
@@ -204,11 +204,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         var_list = arguments.checked_variables(var_list)
         pieces = []
         for variable in var_list:
-            of_variable = [variable]
             if isinstance(variable, TableVariable):
                 row_update.check_applies_by_rows(self._rule)
-                of_variable = list(variable.table.pieces)
-            pieces.append(of_variable)
+            pieces.append(pieces_of(variable))
         self._aggregate(var_list, pieces)
         # First of all: some rules start their slots from the variables.
         whole = [v for v in var_list if not self._aggregation.is_spread(v)]

@@ -197,6 +197,13 @@ def anchor(table_variable, refuse):
     return scalar
 
 
+def pieces_of(variable):
+    """The variables that hold this rank's part of a model's variable."""
+    if isinstance(variable, TableVariable):
+        return list(variable.table.pieces)
+    return [variable]
+
+
 def to_numpy(value):
     """The array of a variable, tensor or array."""
     # NumPy warns when it is handed a variable itself.
