@@ -5,12 +5,19 @@ import collections
 import numpy as np
 import tensorflow as tf
 
-# The narrowest comes first.
-_DTYPES = (tf.uint16, tf.int32, tf.int64)
+from keras_sparsity.planning.transfer_cost import narrowest_index
+
+# By their number of bytes.
+_INTEGERS = {2: tf.uint16, 4: tf.int32, 8: tf.int64}
 
 # One of this rank's partitions with rows: the index of its table among all,
 # its place among the rank's partitions of it, its number, its first address.
 Piece = collections.namedtuple("Piece", "table slot partition start")
+
+
+def narrowest(num_rows):
+    """Dtype in which rows' numbers travel; its largest value is no row's."""
+    return _INTEGERS[narrowest_index(num_rows)]
 
 
 class Addresses:
@@ -55,7 +62,7 @@ class Addresses:
                         self.pieces.append(Piece(index, slot, partition, start))
                     start += num_rows
             largest = max(largest, start)
-        self.dtype = next(d for d in _DTYPES if largest < d.max)
+        self.dtype = narrowest(largest)
         self.row_dtype = tf.int32 if ends[-1] < tf.int32.max else tf.int64
 
     def locate(self, rows):
@@ -80,7 +87,9 @@ class Addresses:
     def no_address(self, numbers):
         """A message of two int64 numbers that `is_none` finds."""
         numbers = tf.reshape(tf.bitcast(numbers, self.dtype), [-1])
-        return tf.concat([[tf.constant(self.dtype.max, self.dtype)], numbers], 0)
+        return tf.concat(
+            [[tf.constant(self.dtype.max, self.dtype)], numbers], 0
+        )
 
     def is_none(self, received):
         """Of each element, whether such a message begins with it."""
