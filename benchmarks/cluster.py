@@ -46,7 +46,9 @@ _GRACE_SECONDS = 25
 # A namespace lives as long as its first process, which waits for the end of
 # its input, that is for the end of this program. The hosts file is mounted
 # from memory, for this namespace alone: Gloo asks it for the machine's own
-# address. IPv6 would send neighbours' greetings, which would be counted.
+# address. IPv6 would send neighbours' greetings, which would be counted. Reno
+# is there on every kernel, whatever the system itself uses: four machines that
+# all send to each other filled 98 % of 50 Mbit/s with it, 75 % with BBR.
 _HOLD = """
 set -e
 mount -t tmpfs none /mnt
@@ -59,6 +61,7 @@ echo "$NAME" > /proc/sys/kernel/hostname
 for file in /proc/sys/net/ipv6/conf/*/disable_ipv6; do
     if [ -e "$file" ]; then echo 1 > "$file"; fi
 done
+echo reno > /proc/sys/net/ipv4/tcp_congestion_control
 ip link set lo up
 echo ready
 exec cat
