@@ -10,8 +10,9 @@ and the bytes of the whole run.
     python benchmarks/cluster.py --machines 4 --rate 50 \\
         benchmarks/workloads/lm.py --steps 40
 
-Needs root. Nothing outlives it: the namespaces have no names, so they are gone
-with the last process inside, also when this one is killed.
+Needs root. Nothing outlives it, also when it is killed: the namespaces have no
+names, so they are gone with the last process inside, and one process of each
+does nothing but wait for the end of this one and end all others then.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import _timing
 
 _TOOLS = {
     "iproute2": ("ip", "tc"),
-    "util-linux": ("mount", "nsenter", "setpriv", "unshare"),
+    "util-linux": ("mount", "nsenter", "unshare"),
 }
 _WORKLOAD = os.path.join(os.path.dirname(__file__), "workloads", "lm.py")
 _MAX_MACHINES = 200
@@ -43,28 +44,47 @@ _QUEUE_SECONDS = 0.1
 _MIN_QUEUE_BYTES = 256 * 1024
 _GRACE_SECONDS = 25
 
-# A namespace lives as long as its first process, which waits for the end of
-# its input, that is for the end of this program. The hosts file is mounted
-# from memory, for this namespace alone: Gloo asks it for the machine's own
-# address. IPv6 would send neighbours' greetings, which would be counted. Reno
-# is there on every kernel, whatever the system itself uses: four machines that
-# all send to each other filled 98 % of 50 Mbit/s with it, 75 % with BBR.
+# The first process of a namespace. The hosts file is mounted from memory, for
+# this namespace alone: Gloo asks it for the machine's own address. IPv6 would
+# send neighbours' greetings, which would be counted. Reno is there on every
+# kernel, whatever the system itself uses: four machines that all send to each
+# other filled 98 % of 50 Mbit/s with it, 75 % with BBR.
 _HOLD = """
 set -e
 mount -t tmpfs none /mnt
-cat > /mnt/hosts <<END
-$HOSTS
-END
+echo "$HOSTS" > /mnt/hosts
 mount --bind /mnt/hosts /etc/hosts
 umount -l /mnt
 echo "$NAME" > /proc/sys/kernel/hostname
+echo reno > /proc/sys/net/ipv4/tcp_congestion_control
 for file in /proc/sys/net/ipv6/conf/*/disable_ipv6; do
     if [ -e "$file" ]; then echo 1 > "$file"; fi
 done
-echo reno > /proc/sys/net/ipv4/tcp_congestion_control
 ip link set lo up
 echo ready
-exec cat
+exec "$PYTHON" -I -S -c "$WATCH"
+"""
+# What it becomes: it waits for the end of its input, which is that of the
+# process that made it, and ends all others of its namespace.
+_WATCH = """
+import os, signal, sys
+def namespace(pid):
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+sys.stdin.read()
+own, found = namespace("self"), True
+while found:
+    found = [
+        int(pid) for pid in os.listdir("/proc")
+        if pid.isdecimal() and namespace(pid) == own and int(pid) != os.getpid()
+    ]
+    for pid in found:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 """
 
 
@@ -127,7 +147,8 @@ class Cluster:
             for holder in self._holders:
                 holder.stdin.close()
             for holder in self._holders:
-                holder.wait()
+                with holder:
+                    pass  # It closes the pipes and waits.
             self._holders = []
             self._signals.close()
 
@@ -234,7 +255,13 @@ class Cluster:
         """Makes a namespace, and a process that it lasts as long as."""
         holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "--uts", "sh", "-c", _HOLD],
-            env={**os.environ, "NAME": name, "HOSTS": hosts},
+            env={
+                **os.environ,
+                "NAME": name,
+                "HOSTS": hosts,
+                "PYTHON": sys.executable,
+                "WATCH": _WATCH,
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -262,7 +289,7 @@ class Cluster:
             if self.rate:
                 bytes_per_second = self.rate * 1e6 / 8
                 burst = max(
-                    bytes_per_second * _BURST_SECONDS, 2 * self.mtu + 28
+                    bytes_per_second * _BURST_SECONDS, 2 * (self.mtu + 14)
                 )
                 limit = max(bytes_per_second * _QUEUE_SECONDS, _MIN_QUEUE_BYTES)
                 lines.append(
@@ -289,9 +316,10 @@ class Cluster:
                 self.addresses, self._holders[1:], strict=True
             )
         )
+        # As behind a real one there is nothing of our environment.
         script = (
             f"case $0 in {cases}esac; exec nsenter --target $pid --net "
-            '--mount --uts sh -c "exec $1"'
+            '--mount --uts env -i HOME="$HOME" PATH="$PATH" sh -c "exec $1"'
         )
         return shlex.join(["sh", "-c", script])
 
@@ -304,8 +332,6 @@ class Cluster:
         command = [
             *["nsenter", "--target", str(holder.pid)],
             *["--net", "--mount", "--uts"],
-            # It ends with this process, whatever that dies of.
-            *["setpriv", "--pdeathsig", "TERM"],
             # Another mount namespace begins in its root.
             *["env", f"--chdir={os.getcwd()}", *arguments],
         ]
@@ -333,7 +359,7 @@ class Cluster:
         return next((code for code in codes if code), 0)
 
     def _end(self):
-        """Ends what was started, and what that has left behind."""
+        """Ends what was started."""
         try:
             running = [p for p in self._started if p.poll() is None]
             for process in running:
@@ -343,20 +369,11 @@ class Cluster:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0, deadline - time.monotonic()))
         finally:
-            self._kill_all_inside()
             for process in self._started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             self._started = []
-
-    def _kill_all_inside(self):
-        namespaces = {_namespace(holder.pid) for holder in self._holders}
-        ours = {holder.pid for holder in self._holders}
-        namespaces -= {None, _namespace("self")}
-        for name in os.listdir("/proc"):
-            if name.isdecimal() and int(name) not in ours:
-                if _namespace(name) in namespaces:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(name), signal.SIGKILL)
 
 
 class _Tail:
@@ -441,14 +458,6 @@ def _batch(tool, holder, lines):
             f"{tool} failed: {done.stderr.strip()}\nOf these lines:\n"
             + "\n".join(lines)
         )
-
-
-def _namespace(pid):
-    """Names a process's network namespace; None when the process is gone."""
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return None
 
 
 def _shared_processors(num_processes):
