@@ -10,17 +10,13 @@ and the bytes of the whole run.
     python benchmarks/cluster.py --machines 4 --rate 50 \\
         benchmarks/workloads/lm.py --steps 40
 
-Needs root. Nothing outlives it, also when it is killed: the namespaces have no
-names, so they are gone with the last process inside, and one process of each
-does nothing but wait for the end of this one and end all others then.
+Needs root. Nothing is left behind, also when it is killed (`_namespaces.py`).
 """
 
 import argparse
 import contextlib
 import json
 import os
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,71 +25,16 @@ import time
 
 import _network
 import _timing
+from _namespaces import ClusterError, Machines
 
-_TOOLS = {
-    "iproute2": ("ip", "tc"),
-    "util-linux": ("mount", "nsenter", "unshare"),
-}
 _WORKLOAD = os.path.join(os.path.dirname(__file__), "workloads", "lm.py")
 _MAX_MACHINES = 200
-# The longer a link may save up what it has not sent, the more of a step's
-# first bytes pass without a limit.
-_BURST_SECONDS = 0.001
-# What a switch's buffer holds, of one port.
-_QUEUE_SECONDS = 0.1
-_MIN_QUEUE_BYTES = 256 * 1024
+# The launcher gives its ranks less.
 _GRACE_SECONDS = 25
-
-# The first process of a namespace. The hosts file is mounted from memory, for
-# this namespace alone: Gloo asks it for the machine's own address. IPv6 would
-# send neighbours' greetings, which would be counted. Reno is there on every
-# kernel, whatever the system itself uses: four machines that all send to each
-# other filled 98 % of 50 Mbit/s with it, 75 % with BBR.
-_HOLD = """
-set -e
-mount -t tmpfs none /mnt
-echo "$HOSTS" > /mnt/hosts
-mount --bind /mnt/hosts /etc/hosts
-umount -l /mnt
-echo "$NAME" > /proc/sys/kernel/hostname
-echo reno > /proc/sys/net/ipv4/tcp_congestion_control
-for file in /proc/sys/net/ipv6/conf/*/disable_ipv6; do
-    if [ -e "$file" ]; then echo 1 > "$file"; fi
-done
-ip link set lo up
-echo ready
-exec "$PYTHON" -I -S -c "$WATCH"
-"""
-# What it becomes: it waits for the end of its input, which is that of the
-# process that made it, and ends all others of its namespace.
-_WATCH = """
-import os, signal, sys
-def namespace(pid):
-    try:
-        return os.readlink(f"/proc/{pid}/ns/net")
-    except OSError:
-        return None
-sys.stdin.read()
-own, found = namespace("self"), True
-while found:
-    found = [
-        int(pid) for pid in os.listdir("/proc")
-        if pid.isdecimal() and namespace(pid) == own and int(pid) != os.getpid()
-    ]
-    for pid in found:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-"""
-
-
-class ClusterError(RuntimeError):
-    """Raised when a cluster cannot be made."""
 
 
 class Cluster:
-    """Machines that exist inside of the `with` block.
+    """An emulated cluster, which exists inside of the `with` block.
 
     Args:
         machines: How many.
@@ -123,34 +64,28 @@ class Cluster:
                 raise ClusterError(
                     f"`{name}` must be from {low} to {high}. Received: {value}."
                 )
-        self.machines, self.processes = machines, processes
-        self.rate, self.delay, self.mtu = rate, delay, mtu
-        self.addresses = [f"10.0.0.{1 + index}" for index in range(machines)]
-        self._holders = []
+        self._description = {
+            "machines": machines,
+            "processes": processes,
+            "rate_mbit": rate,
+            "delay_ms": delay,
+            "mtu": mtu,
+        }
+        self._processes = processes
+        self._machines = Machines(machines, rate, delay, mtu)
+        self.addresses = self._machines.addresses
         self._started = []
 
     def __enter__(self):
-        _check_possible()
-        self._signals = contextlib.ExitStack()
-        self._signals.enter_context(_signals_raise())
-        try:
-            self._make()
-        except BaseException:
-            self.__exit__()
-            raise
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_signals_raise())
+            stack.enter_context(self._machines)
+            stack.callback(self._end)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception):
-        try:
-            self._end()
-        finally:
-            for holder in self._holders:
-                holder.stdin.close()
-            for holder in self._holders:
-                with holder:
-                    pass  # It closes the pipes and waits.
-            self._holders = []
-            self._signals.close()
+        self._stack.close()
 
     def run(self, script, arguments=(), engine=None, options=()):
         """Runs a script on all machines, by `keras-sparsity run`.
@@ -164,14 +99,13 @@ class Cluster:
         Returns:
             See `run_commands`.
         """
-        hosts = ",".join(f"{a}:{self.processes}" for a in self.addresses)
+        hosts = ",".join(f"{a}:{self._processes}" for a in self.addresses)
         command = [sys.executable, "-m", "keras_sparsity.launch", "run"]
         command += ["--hosts", hosts, "--env", _network.VARIABLE]
         command += ["--engine", engine] if engine else []
         command += [*options, script, *arguments]
-        environment = {"KERAS_SPARSITY_SSH": self._ssh_command()}
-        # It starts all from the switch, whose own link has no limit.
-        return self.run_commands([(None, command, environment)])
+        ssh = {"KERAS_SPARSITY_SSH": self._machines.ssh_command()}
+        return self.run_commands([(None, command, ssh)])
 
     def run_commands(self, commands):
         """Runs one command or more, each on a machine.
@@ -180,10 +114,10 @@ class Cluster:
         on, as servers do, are then ended.
 
         Args:
-            commands: List of `(machine, arguments, environment)`: the number
-                of the machine, or None for the switch; the command as a list;
-                a dict of what it needs in its environment. The first one's
-                output is shown.
+            commands: List of `(machine, arguments, environment)`: the index
+                of the machine, or None for the switch, whose own link has no
+                limit; the command as a list; a dict of what it needs in its
+                environment. The first one's output is shown.
 
         Returns:
             dict of what the cluster is; of what the first one's last line
@@ -192,154 +126,31 @@ class Cluster:
         """
         before = self._counters()
         begin = time.monotonic()
-        tail = _Tail()
-        for machine, arguments, environment in commands:
-            self._start(machine, arguments, environment, tail)
-        while not (code := self._exit_code()) and self._started[0].poll() != 0:
+        first, *_ = [self._start(*command) for command in commands]
+        shown = _Shown(first.stdout)
+        while first.poll() is None and not self._exit_code():
             time.sleep(0.02)
-        tail.wait()
+        code = self._exit_code()
         seconds = time.monotonic() - begin
         carried = _network.difference(self._counters(), before)
         self._end()
         return {
-            **self._description(),
-            **tail.json_object(),
+            **self._description,
+            **shown.json_object(),
             "whole_run": {"seconds": round(seconds, 3), "per_machine": carried},
             "exit_code": code,
         }
 
-    def _description(self):
-        return {
-            "machines": self.machines,
-            "processes": self.processes,
-            "rate_mbit": self.rate,
-            "delay_ms": self.delay,
-            "mtu": self.mtu,
-        }
-
     def _counters(self):
-        return [_network.counters(holder.pid) for holder in self._holders[1:]]
+        return [_network.counters(pid) for pid in self._machines.pids]
 
-    # How it is made.
-
-    def _make(self):
-        hosts = "127.0.0.1 localhost\n" + "".join(
-            f"{address} machine-{index}\n"
-            for index, address in enumerate(self.addresses)
-        )
-        names = [f"machine-{index}" for index in range(self.machines)]
-        for name in ["switch", *names]:
-            self._hold(name, hosts)
-        switch, *machines = self._holders
-        link = f"mtu {self.mtu} gso_max_segs 1"
-        lines = ["link add switch type bridge mcast_snooping 0"]
-        for index, machine in enumerate(machines):
-            lines += [
-                f"link add port{index} {link} type veth peer name "
-                f"{_network.INTERFACE} {link} netns {machine.pid}",
-                f"link set port{index} master switch up",
-            ]
-        lines += ["addr add 10.0.0.254/24 dev switch", "link set switch up"]
-        _batch("ip", switch, lines)
-        received = [f"port{index}" for index in range(self.machines)]
-        self._limit(switch, received)
-        for machine, address in zip(machines, self.addresses, strict=True):
-            lines = [
-                f"addr add {address}/24 dev {_network.INTERFACE}",
-                f"link set {_network.INTERFACE} up",
-            ]
-            _batch("ip", machine, lines)
-            self._limit(machine, [_network.INTERFACE], delay=self.delay)
-
-    def _hold(self, name, hosts):
-        """Makes a namespace, and a process that it lasts as long as."""
-        holder = subprocess.Popen(
-            ["unshare", "--net", "--mount", "--uts", "sh", "-c", _HOLD],
-            env={
-                **os.environ,
-                "NAME": name,
-                "HOSTS": hosts,
-                "PYTHON": sys.executable,
-                "WATCH": _WATCH,
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._holders.append(holder)
-        if holder.stdout.readline() != "ready\n":
-            raise ClusterError(
-                "This system lets us make no network namespace: "
-                f"{holder.stderr.read().strip()}. In a container, root needs "
-                "more than it usually has: docker run --privileged."
-            )
-
-    def _limit(self, holder, interfaces, delay=0):
-        lines = []
-        for interface in interfaces:
-            place = "root"
-            if delay:
-                lines.append(
-                    f"qdisc add dev {interface} root handle 1: netem "
-                    f"delay {delay}ms limit 1000000"
-                )
-                place = "parent 1:1"
-            if self.rate:
-                bytes_per_second = self.rate * 1e6 / 8
-                burst = max(
-                    bytes_per_second * _BURST_SECONDS, 2 * (self.mtu + 14)
-                )
-                limit = max(bytes_per_second * _QUEUE_SECONDS, _MIN_QUEUE_BYTES)
-                lines.append(
-                    f"qdisc add dev {interface} {place} tbf rate "
-                    f"{self.rate}mbit burst {burst:.0f} limit {limit:.0f}"
-                )
-        try:
-            _batch("tc", holder, lines)
-        except ClusterError as error:
-            if delay and "kind is unknown" in str(error):
-                raise ClusterError(
-                    "This kernel has no netem (the module sch_netem), which "
-                    f"delays packets: leave the delay at 0. Received: {delay}."
-                ) from None
-            raise
-
-    # How commands are run in it.
-
-    def _ssh_command(self):
-        """A stand-in for ssh: HOST COMMAND runs COMMAND on that machine."""
-        cases = "".join(
-            f"{address}) pid={machine.pid};; "
-            for address, machine in zip(
-                self.addresses, self._holders[1:], strict=True
-            )
-        )
-        # As behind a real one there is nothing of our environment.
-        script = (
-            f"case $0 in {cases}esac; exec nsenter --target $pid --net "
-            '--mount --uts env -i HOME="$HOME" PATH="$PATH" sh -c "exec $1"'
-        )
-        return shlex.join(["sh", "-c", script])
-
-    def _start(self, machine, arguments, environment, tail):
-        holder = self._holders[0 if machine is None else 1 + machine]
-        cluster = {
-            **self._description(),
-            "pids": [holder.pid for holder in self._holders[1:]],
-        }
-        command = [
-            *["nsenter", "--target", str(holder.pid)],
-            *["--net", "--mount", "--uts"],
-            # Another mount namespace begins in its root.
-            *["env", f"--chdir={os.getcwd()}", *arguments],
-        ]
+    def _start(self, machine, arguments, environment):
+        cluster = {**self._description, "pids": self._machines.pids}
         is_first = not self._started
         process = subprocess.Popen(
-            command,
+            self._machines.command(machine, arguments),
             env={
-                **_shared_processors(self.machines * self.processes),
+                **_shared_cores(len(self.addresses) * self._processes),
                 **os.environ,
                 **environment,
                 _network.VARIABLE: json.dumps(cluster),
@@ -347,11 +158,11 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if is_first else subprocess.DEVNULL,
             text=True,
+            # The terminal's Ctrl-C reaches this process alone.
             start_new_session=True,
         )
         self._started.append(process)
-        if is_first:
-            tail.follow(process.stdout)
+        return process
 
     def _exit_code(self):
         """That of the first that failed, else 0."""
@@ -376,25 +187,20 @@ class Cluster:
             self._started = []
 
 
-class _Tail:
+class _Shown:
     """Shows what a process prints, and keeps the last line."""
 
-    def __init__(self):
-        self._thread = None
+    def __init__(self, stream):
         self._last_line = ""
-
-    def follow(self, stream):
         self._thread = threading.Thread(
             target=self._copy, args=(stream,), daemon=True
         )
         self._thread.start()
 
-    def wait(self):
-        # Not for ever: what the process has left behind may hold its output.
-        self._thread.join(1)
-
     def json_object(self):
         """The last line's, empty where it is something else."""
+        # Not for ever: what the process has left behind may hold its output.
+        self._thread.join(1)
         try:
             found = json.loads(self._last_line)
         except ValueError:
@@ -409,22 +215,6 @@ class _Tail:
                     self._last_line = line
 
 
-def _check_possible():
-    if os.geteuid() != 0:
-        raise ClusterError(
-            "An emulated cluster is made of network namespaces, which root "
-            f"alone may make. This is user {os.geteuid()}: run it as root "
-            "(sudo), or in a container of your own."
-        )
-    for package, tools in _TOOLS.items():
-        missing = [tool for tool in tools if not shutil.which(tool)]
-        if missing:
-            raise ClusterError(
-                f"An emulated cluster needs {', '.join(missing)}: install "
-                f"{package} (apt-get install {package})."
-            )
-
-
 @contextlib.contextmanager
 def _signals_raise():
     """SIGTERM and SIGHUP end the `with` block, as Ctrl-C does."""
@@ -435,8 +225,12 @@ def _signals_raise():
     if threading.current_thread() is not threading.main_thread():
         yield  # Only the main thread may set handlers.
         return
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, end) for number in numbers}
+    before = {
+        number: signal.signal(number, end)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        # What a parent had us ignore (nohup) stays so.
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
         yield
     finally:
@@ -444,24 +238,8 @@ def _signals_raise():
             signal.signal(number, handler)
 
 
-def _batch(tool, holder, lines):
-    """Runs lines of `ip` or `tc` in a namespace."""
-    done = subprocess.run(
-        ["nsenter", "--target", str(holder.pid), "--net", tool, "-batch", "-"],
-        input="\n".join(lines) + "\n",
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode:
-        raise ClusterError(
-            f"{tool} failed: {done.stderr.strip()}\nOf these lines:\n"
-            + "\n".join(lines)
-        )
-
-
-def _shared_processors(num_processes):
-    """Each process's threads: the emulated machines have the same cores."""
+def _shared_cores(num_processes):
+    """Each process's threads: all emulated machines have the same cores."""
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -486,8 +264,28 @@ def main():
         sys.exit(f"cluster.py: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    show(figures)
     code = figures["exit_code"]
     _timing.finish(figures, [f"{args.script}: exit code {code}"] * bool(code))
+
+
+def show(figures):
+    """Says in words what a script has reported with `_network.Window`."""
+    if "per_machine" not in figures:
+        return
+    print(
+        f"{figures['steps_per_second']:,.2f} steps/s, "
+        f"{figures['words_per_second']:,.0f} words/s; the network explains "
+        f"{figures.get('network_share', 0):.0%} of the time, the processors "
+        f"were busy for {figures['processor_share']:.0%}"
+    )
+    for index, machine in enumerate(figures["per_machine"]):
+        ways = (
+            f"{way} {machine[f'{way}_bytes_per_step']:,} bytes a step "
+            f"({machine[f'{way}_payload_bytes_per_step']:,} without headers)"
+            for way in ("sent", "received")
+        )
+        print(f"machine {index}: {', '.join(ways)}")
 
 
 def parse_arguments():
