@@ -23,6 +23,8 @@ import sys
 import threading
 import time
 
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
 import _network
 import _timing
 from _namespaces import ClusterError, Machines
