@@ -31,6 +31,10 @@ from _namespaces import ClusterError, Machines
 
 _WORKLOAD = os.path.join(os.path.dirname(__file__), "workloads", "lm.py")
 _MAX_MACHINES = 200
+# Jumbo frames. With 1,500 bytes two cores have enough to do with the packets:
+# eight machines that all send to each other filled 60 % of 200 Mbit/s, with
+# 9,000 bytes 98 %.
+MTU = 9000
 # The launcher gives its ranks less.
 _GRACE_SECONDS = 25
 
@@ -54,7 +58,7 @@ class Cluster:
             figures = cluster.run("workloads/lm.py", ["--steps", "40"])
     """
 
-    def __init__(self, machines, processes=1, rate=0, delay=0, mtu=1500):
+    def __init__(self, machines, processes=1, rate=0, delay=0, mtu=MTU):
         for name, value, low, high in (
             ("machines", machines, 1, _MAX_MACHINES),
             ("processes", processes, 1, 1000),
@@ -305,7 +309,7 @@ def parse_arguments():
         help="Mbit/s of each machine, in each direction; 0: no limit",
     )
     add("--delay", type=float, default=0, help="ms from machine to machine")
-    add("--mtu", type=int, default=1500, help="bytes of a packet")
+    add("--mtu", type=int, default=MTU, help="bytes of a packet")
     add("--engine", help="native or horovod")
     add("--timeout", type=float, help="end everything after so many seconds")
     add("script", nargs="?", default=_WORKLOAD, help="by default workloads/lm")

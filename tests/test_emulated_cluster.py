@@ -146,7 +146,7 @@ def variables(monkeypatch):
 def test_links_have_their_rate_and_bytes_are_counted(
     nothing_is_left, variables, capfd
 ):
-    with emulated.Cluster(3, rate=_RATE) as cluster:
+    with emulated.Cluster(3, rate=_RATE, mtu=1500) as cluster:
         figures = cluster.run_commands(
             [
                 (index, [sys.executable, "-c", _TRANSFER, *others], {})
