@@ -53,7 +53,7 @@ def run(make, parser):
     add("--batch", type=int, default=64, help="examples of each process")
     add("--steps", type=int, default=40, help="that count")
     add("--warm-up", type=int, default=10, help="steps before them")
-    add("--architecture", default="ps", help="of the tables")
+    add("--architecture", default="hybrid", help="of the strategy")
     args = parser.parse_args()
     if args.warm_up < 1:
         parser.error(f"--warm-up must be 1 or more. Received: {args.warm_up}.")
