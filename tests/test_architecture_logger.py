@@ -21,7 +21,7 @@ def ids():
 
 
 def train(log_dir, searches):
-    strategy = ks.HybridStrategy()
+    strategy = ks.HybridStrategy(architecture="hybrid")
     words = keras.Input((4,), dtype="int64")
     sharded = ks.layers.ShardedEmbedding(ROWS, DIM, name="sharded")(words)
     stock = keras.layers.Embedding(ROWS, DIM, name="stock")(words)
@@ -176,7 +176,7 @@ def profile(log_dir):
             batch == 2 and tf.profiler.experimental.start(f"{log_dir}")
         )
     )
-    strategy = ks.HybridStrategy()
+    strategy = ks.HybridStrategy(architecture="hybrid")
     model = keras.Sequential(
         [
             keras.Input((4,), dtype="int64"),

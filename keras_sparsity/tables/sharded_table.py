@@ -330,7 +330,7 @@ class ShardedTable:
         if not self.is_sharded:
             return self._gather_here(ids)
         flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
-        rows = exchange.pull(self, flat)
+        (rows,) = exchange.pull([([self], flat)])
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.dim]], axis=0))
         rows.set_shape([*ids.shape, self.dim])
         return rows
@@ -366,12 +366,9 @@ class ShardedTable:
         limit = tf.constant(min(self.num_rows, ids.dtype.max + 1), unsigned)
         check = tf.raw_ops.Assert(
             condition=largest < limit,
-            data=[
-                f"'{self.owner_name}' received the id",
-                tf.bitcast(largest, ids.dtype),
-                f"but ids must lie in [0, {self.num_rows}). Stock Keras reads "
-                "the last row for -1; map such ids to a row of their own.",
-            ],
+            data=exchange.outside_message(
+                self.owner_name, tf.bitcast(largest, ids.dtype), self.num_rows
+            ),
         )
         return [] if check is None else [check]
 
