@@ -1,5 +1,7 @@
 """Brings the gradients of all ranks together: one for each row, clipped."""
 
+import functools
+
 import tensorflow as tf
 
 from keras_sparsity import architectures, collectives, servers, touches
@@ -7,6 +9,7 @@ from keras_sparsity.tables.addresses import narrowest
 from keras_sparsity.tables.exchange import split_gradient
 from keras_sparsity.tables.table_variable import TableVariable
 
+_DENSE = "optimizer/dense"
 _HOW_TO_CHANGE_ROWS = (
     " Change the values only: "
     "`tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)`."
@@ -126,10 +129,10 @@ class Aggregation:
         if dense and communicator.size > 1:
             # One call: fused into few messages.
             with tf.name_scope("all_reduce"):
-                reduced = communicator.all_reduce(
+                reduced = _all_reduce(
+                    communicator,
                     [update.gradient for update in dense]
                     + [is_touched for _, is_touched in touched],
-                    name="optimizer/dense",
                 )
             for update in dense:
                 update.gradient = reduced.pop(0)
@@ -282,6 +285,26 @@ class Aggregation:
         return squares
 
 
+def _all_reduce(communicator, gradients):
+    """The sums over the ranks, in the dtypes in which they are to travel."""
+    wires = [architectures.wire(gradient.dtype) for gradient in gradients]
+    is_narrow = [wire.dtype != wire.source for wire in wires]
+    ways = {
+        False: functools.partial(communicator.all_reduce, name=_DENSE),
+        # A ring would add up in the narrow dtype, servers in the wide one.
+        True: functools.partial(
+            servers.summed, communicator, role=f"{_DENSE}/"
+        ),
+    }
+    results = [None] * len(gradients)
+    for kind, reduce in ways.items():
+        indices = [i for i, narrow in enumerate(is_narrow) if narrow == kind]
+        reduced = reduce([gradients[i] for i in indices]) if indices else []
+        for index, value in zip(indices, reduced, strict=True):
+            results[index] = value
+    return results
+
+
 def _gather_slices(communicator, slices, variable, merges):
     """IndexedSlices of all ranks, one after the other.
 
@@ -299,7 +322,12 @@ def _gather_slices(communicator, slices, variable, merges):
         slices = _each_row_once(slices, variable)
     dtype = narrowest(variable.shape[0])
     mark = tf.constant([dtype.max], dtype)
-    values = communicator.all_gather(slices.values, name=f"{name}/values")
+    wire = architectures.wire(slices.values.dtype)
+    values = wire.decode(
+        communicator.all_gather(
+            wire.encode(slices.values), name=f"{name}/values"
+        )
+    )
     marked = communicator.all_gather(
         tf.concat([mark, tf.cast(slices.indices, dtype)], axis=0),
         name=f"{name}/ids",

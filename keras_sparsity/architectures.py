@@ -1,10 +1,11 @@
-"""What the architecture of a strategy means for each kind of variable."""
+"""How a strategy has each kind of variable travel."""
 
 import dataclasses
 
 import tensorflow as tf
 
 from keras_sparsity import checks
+from keras_sparsity.collectives.wire import Wire
 
 # Set on a Keras variable whose rows' way was found.
 _ATTRIBUTE = "_keras_sparsity_rows"
@@ -54,6 +55,16 @@ def of(strategy=None):
     strategy = strategy or tf.distribute.get_strategy()
     # Of another strategy, and of none: as nothing is trained there.
     return ARCHITECTURES[getattr(strategy, "architecture", "hybrid")]
+
+
+def wire(dtype, strategy=None):
+    """The `Wire` in which rows and gradients of a dtype travel."""
+    strategy = strategy or tf.distribute.get_strategy()
+    dtype = tf.as_dtype(dtype)
+    narrow = getattr(strategy, "wire_dtype", None)
+    if narrow is None or dtype.size <= tf.as_dtype(narrow).size:
+        narrow = dtype
+    return Wire(dtype, tf.as_dtype(narrow))
 
 
 def of_rows(variable, strategy=None):

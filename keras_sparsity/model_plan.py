@@ -235,8 +235,11 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     with touches.apart(variables):
         _look_at(model, dataset.take(num_batches), cluster, communicator)
         measured = sparsity.measured(model)
+    strategy = getattr(model, "distribute_strategy", None)
     chosen = planning.plan(
-        [facts.spec() for facts in measured], cluster, engine=engine
+        [as_sent(facts.spec(), strategy) for facts in measured],
+        cluster,
+        engine=engine,
     )
     found = ModelPlan(
         tuple(
@@ -312,6 +315,12 @@ def _left_as_it_was(model):
             variable.assign(value)
 
 
+def as_sent(spec, strategy):
+    """A `VariableSpec` in the dtype in which it travels."""
+    wire = architectures.wire(spec.dtype, strategy)
+    return dataclasses.replace(spec, dtype=wire.dtype.name)
+
+
 def of_running(model):
     """The plan that a model is trained by, with what was measured so far.
 
@@ -347,9 +356,10 @@ def of_running(model):
                 first_machine = machine % cluster.num_machines
                 num_served += 1
         spec = facts.spec(num_partitions)
+        sent = as_sent(spec, strategy)
         costs = {
             name: planning.engine_bytes(
-                spec,
+                sent,
                 name,
                 cluster,
                 communicator.engine,

@@ -2,14 +2,14 @@
 
 import tensorflow as tf
 
+from keras_sparsity import architectures
 from keras_sparsity.collectives.engine import Route
 
 # What the roles of its calls begin with.
 ROLE = "optimizer/servers/"
-PUSH, PULL = ROLE + "push", ROLE + "pull"
 
 
-def summed(communicator, gradients, in_one_message=True):
+def summed(communicator, gradients, in_one_message=True, role=ROLE):
     """The sum over the ranks of each gradient, by way of its servers.
 
     Each process is a server, too. What a parameter server and its workers
@@ -20,6 +20,7 @@ def summed(communicator, gradients, in_one_message=True):
     Args:
         communicator: `Collectives` of all ranks.
         gradients: list of dense tensors, of the same shapes on all ranks.
+        role: what the names of its messages begin with.
         in_one_message: those of one dtype travel together, in as many even
             partitions as there are servers. Else each travels by itself, to
             one server, which takes turns with the others. The native engine
@@ -42,7 +43,10 @@ def summed(communicator, gradients, in_one_message=True):
         messages = [([index], index) for index in range(len(gradients))]
     for indices, server in messages:
         flat = [tf.reshape(gradients[i], [-1]) for i in indices]
-        total = _summed(communicator, tf.concat(flat, axis=0), server)
+        of_message = role if server is None else f"{role}{server}/"
+        total = _summed(
+            communicator, tf.concat(flat, axis=0), server, of_message
+        )
         parts = tf.split(total, [tf.size(part) for part in flat])
         for index, part in zip(indices, parts, strict=True):
             shape = tf.shape(gradients[index])
@@ -52,8 +56,9 @@ def summed(communicator, gradients, in_one_message=True):
     return results
 
 
-def _summed(communicator, flat, server):
+def _summed(communicator, flat, server, role):
     """The sum of a flat tensor, at one server, or at all in even parts."""
+    wire = architectures.wire(flat.dtype)
     size = communicator.size
     count = tf.size(flat)
     if server is None:
@@ -64,11 +69,18 @@ def _summed(communicator, flat, server):
     # All ranks know it: nothing is asked.
     mine = splits[communicator.rank]
     route = Route(splits, tf.fill([size], mine), tf.reduce_max(splits))
-    number = "" if server is None else f"/{server}"
     with tf.name_scope("push"):
-        pushed = communicator.all_to_all_along(flat, route, name=PUSH + number)
+        pushed = wire.decode(
+            communicator.all_to_all_along(
+                wire.encode(flat), route, name=f"{role}push"
+            )
+        )
         total = tf.reduce_sum(tf.reshape(pushed, [size, mine]), axis=0)
     with tf.name_scope("pull"):
-        return communicator.all_to_all_back(
-            tf.tile(total, [size]), route, name=PULL + number
+        return wire.decode(
+            communicator.all_to_all_back(
+                tf.concat([wire.encode(total)] * size, axis=0),
+                route,
+                name=f"{role}pull",
+            )
         )

@@ -4,10 +4,17 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity import adoption, architectures, collectives, metrics
+from keras_sparsity import (
+    adoption,
+    architectures,
+    checks,
+    collectives,
+    metrics,
+)
 from keras_sparsity.data import distribution
 from keras_sparsity.optimizer_arguments import checked_options
 
+_WIRE_DTYPES = ("float32", "bfloat16", "float16")
 _REDUCE = {
     tf.distribute.ReduceOp.SUM: "sum",
     tf.distribute.ReduceOp.MEAN: "mean",
@@ -55,6 +62,10 @@ class HybridStrategy(tf.distribute.Strategy):
             `"naive_ps"`, the same with nothing merged: a message for each
             variable, which one server has, and each id of the batch for
             itself.
+        wire_dtype: `"bfloat16"` or `"float16"`: rows, their gradients and dense
+            gradients are sent in it, in half of the bytes; sums are those of
+            float32, at their owners. None: in their own dtype. `"float16"` is
+            finer, but what is above 65,504 becomes infinite.
         timeout: seconds for which a rank may keep the others waiting (because
             it is stopped, hangs, or computes alone) before all of them are
             ended with a message on what each was doing; at least 5, and the
@@ -90,10 +101,19 @@ class HybridStrategy(tf.distribute.Strategy):
         sparse_aggregation="mean",
         transform_gradients=None,
         architecture="auto",
+        wire_dtype=None,
         timeout=None,
     ):
         architectures.check("architecture", architecture)
         self.architecture = architecture
+        checks.check(
+            wire_dtype is None
+            or (isinstance(wire_dtype, str) and wire_dtype in _WIRE_DTYPES),
+            "wire_dtype",
+            wire_dtype,
+            f"None or one of {', '.join(map(repr, _WIRE_DTYPES))}",
+        )
+        self.wire_dtype = wire_dtype
         self.optimizer_options = checked_options(
             sparse_updates=sparse_updates,
             dense_aggregation=dense_aggregation,

@@ -385,6 +385,14 @@ BAD = [
     *(
         (
             "HybridStrategy",
+            {"wire_dtype": wrong},
+            f"None or one of 'float32', 'bfloat16'.*wire_dtype={wrong!r}",
+        )
+        for wrong in ("int8", 16)
+    ),
+    *(
+        (
+            "HybridStrategy",
             {"architecture": wrong},
             f"'auto', 'hybrid'.*architecture={wrong!r}",
         )

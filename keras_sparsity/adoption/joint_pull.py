@@ -5,7 +5,7 @@ import contextlib
 import keras
 
 from keras_sparsity import compat
-from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
+from keras_sparsity.layers.sharded_embedding import ShardedEmbedding, ids_of
 from keras_sparsity.tables.sharded_table import gather_together
 
 # Layers that give the same output for the same input, as operations do.
@@ -44,12 +44,7 @@ class JointPull:
         if not is_spread or compat.in_symbolic_scope():
             yield
             return
-        ids = [
-            layer.ids_of(tensor)
-            for layer, tensor in zip(
-                self._calls, self._ids(inputs), strict=True
-            )
-        ]
+        ids = [ids_of(tensor) for tensor in self._ids(inputs)]
         tables = [layer.table for layer in self._calls]
         rows = gather_together(list(zip(tables, ids, strict=True)))
         for layer in self._calls:

@@ -266,15 +266,17 @@ def _figures(of_ranks, steps):
 
 def path_of(role):
     """The path of a call's role."""
-    if role.startswith("table/"):
+    if role.startswith(("table/", "tables/")):
         for path in ("pull", "push"):
             if f"/{path}/" in role:
                 return path
     if role.startswith(_ROWS):
         return "allgather"
     if role.startswith(servers.ROLE):
-        return "pull" if role.startswith(servers.PULL) else "push"
-    return {_DENSE: "allreduce", _UPDATE: "update"}.get(role, "other")
+        return "pull" if role.endswith("pull") else "push"
+    if role.startswith(_DENSE):
+        return "allreduce"
+    return "update" if role == _UPDATE else "other"
 
 
 def _with_measured(plan, model_variables, of_ranks, steps):
@@ -289,7 +291,11 @@ def _with_measured(plan, model_variables, of_ranks, steps):
             plan.variables, model_variables, strict=True
         )
     ]
-    sizes = [v.sparsity.spec().num_bytes() for v in plan.variables]
+    sizes = [
+        v.sparsity.spec().num_bytes()
+        * (1.0 if v.architecture == "allreduce" else v.sparsity.alpha or 1.0)
+        for v in plan.variables
+    ]
     together = collections.Counter()
     for start, size in zip(starts, sizes, strict=True):
         together[start] += size
@@ -311,5 +317,5 @@ def _start_of_roles(planned, variable):
     if planned.architecture == "allgather":
         return f"{_ROWS}{variable.path}/"
     if isinstance(variable, TableVariable):
-        return f"{variable.table.role}/"
+        return f"{variable.table.messages}/"
     return servers.ROLE

@@ -9,7 +9,7 @@ import numpy as np
 from keras_sparsity import architectures, moves, planning, saving, sparsity
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives import speeds
-from keras_sparsity.model_plan import running_cluster
+from keras_sparsity.model_plan import as_sent, running_cluster
 from keras_sparsity.planning import transfer_cost
 from keras_sparsity.tables.table_variable import TableVariable
 
@@ -186,7 +186,10 @@ class AutoArchitecture(keras.callbacks.Callback):
 
     def _seconds_of(self, variable, spec, architecture, num_slots):
         cost = planning.engine_bytes(
-            spec, architecture, self._cluster, self._collectives.engine
+            as_sent(spec, self._strategy),
+            architecture,
+            self._cluster,
+            self._collectives.engine,
         )
         path = self._speeds[architecture]
         seconds = path.seconds(cost.busiest_bytes)

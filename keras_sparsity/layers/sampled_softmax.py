@@ -7,7 +7,10 @@ from keras_sparsity import checks, collectives, compat
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.layers.full_logits import full_logits
 from keras_sparsity.tables import initial_values
-from keras_sparsity.tables.sharded_table import ShardedTable
+from keras_sparsity.tables.sharded_table import (
+    ShardedTable,
+    gather_side_by_side,
+)
 
 # Keras hands labels to a loss as float32, exact up to here.
 _MAX_CLASSES = 2**24
@@ -230,14 +233,14 @@ class SampledSoftmax(keras.layers.Layer):
         """
         sampled, num_tries = self.sampler.sample()
         sizes = [tf.size(labels), self.num_sampled]
-        # One pull of each table brings both.
+        # One pull brings both, of both tables.
         ids = tf.concat([labels, sampled], axis=0)
-        rows = tf.cast(self.kernel_table.gather(ids), hidden.dtype)
+        rows, *biases = gather_side_by_side(self.tables, ids)
+        rows = tf.cast(rows, hidden.dtype)
         correction = -tf.math.log(self.sampler.expected_count(ids, num_tries))
         offsets = tf.cast(correction, hidden.dtype)
-        if self.use_bias:
-            bias = tf.cast(self.bias_table.gather(ids), hidden.dtype)
-            offsets += bias[:, 0]
+        for bias in biases:
+            offsets += tf.cast(bias[:, 0], hidden.dtype)
         label_rows, sampled_rows = tf.split(rows, sizes)
         label_offsets, sampled_offsets = tf.split(offsets, sizes)
 

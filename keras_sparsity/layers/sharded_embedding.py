@@ -157,20 +157,9 @@ class ShardedEmbedding(keras.layers.Embedding):
         return self._rows(inputs)
 
     def _rows(self, ids):
-        ids = self.ids_of(ids)
+        ids = ids_of(ids)
         rows = self.ahead.popleft() if self.ahead else self.table.gather(ids)
         return tf.cast(rows, self.compute_dtype)
-
-    def ids_of(self, inputs):
-        """The tensor of ids whose rows a call with these inputs gathers."""
-        if isinstance(inputs, tf.RaggedTensor):
-            inputs = inputs.flat_values
-        elif isinstance(inputs, tf.SparseTensor):
-            inputs = tf.sparse.to_dense(inputs)
-        ids = checks.tensor("inputs", inputs, "a tensor or array of ids")
-        if ids.dtype.is_floating or ids.dtype.is_bool:  # as stock Keras does
-            ids = tf.cast(ids, tf.int32)
-        return ids
 
     def enable_lora(self, *args, **kwargs):
         raise ValueError(
@@ -202,3 +191,15 @@ class ShardedEmbedding(keras.layers.Embedding):
         config["partition_group"] = self.partition_group
         config["architecture"] = self.architecture
         return config
+
+
+def ids_of(inputs):
+    """The tensor of ids whose rows a call with these inputs gathers."""
+    if isinstance(inputs, tf.RaggedTensor):
+        inputs = inputs.flat_values
+    elif isinstance(inputs, tf.SparseTensor):
+        inputs = tf.sparse.to_dense(inputs)
+    ids = checks.tensor("inputs", inputs, "a tensor or array of ids")
+    if ids.dtype.is_floating or ids.dtype.is_bool:  # as stock Keras does
+        ids = tf.cast(ids, tf.int32)
+    return ids

@@ -350,7 +350,8 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
 
 
 def _index_of_all(variable):
-    return narrowest_index(variable.shape[0]) if variable.is_sparse else 0
+    is_sparse = getattr(variable, "is_sparse", False)
+    return narrowest_index(variable.shape[0]) if is_sparse else 0
 
 
 def _all_reduce(w, cluster, local_aggregation):

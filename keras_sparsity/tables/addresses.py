@@ -96,9 +96,9 @@ class Addresses:
         return tf.equal(tf.cast(received, tf.int64), self.dtype.max)
 
     def told(self, received, is_none):
-        """The two numbers of the first such message."""
+        """The two numbers of the first such message: int64 `(2,)`."""
         start = tf.argmax(tf.cast(is_none, tf.int32)) + 1
         width = tf.int64.size // self.dtype.size
         numbers = tf.slice(received, [start], [2 * width])
         shape = [2] if width == 1 else [2, width]
-        return tf.unstack(tf.bitcast(tf.reshape(numbers, shape), tf.int64))
+        return tf.bitcast(tf.reshape(numbers, shape), tf.int64)

@@ -1,5 +1,6 @@
 """Rows between those that need them and those that own them."""
 
+import functools
 import hashlib
 
 import tensorflow as tf
@@ -37,7 +38,10 @@ def _pull(requests):
     tables = [table for group in groups for table in group]
     communicator = tables[0].collectives
     addresses = Addresses([group[0] for group in groups])
-    role = role_of(tables)
+    wire = architectures.wire(tables[0].variable.dtype)
+    role = _role_of(tables)
+    for table in tables:
+        table.messages = role
     request = _Request(requests, groups, addresses)
     sent, positions, splits = request.by_owner(communicator.size)
     received, route = communicator.all_to_all(
@@ -45,8 +49,12 @@ def _pull(requests):
     )
     received = _checked(received, [g[0] for g in groups], addresses)
     owned = _Owned(groups, addresses, received)
-    rows = communicator.all_to_all_back(
-        tf.stop_gradient(owned.rows()), route, name=f"{role}/pull/rows"
+    rows = wire.decode(
+        communicator.all_to_all_back(
+            wire.encode(tf.stop_gradient(owned.rows())),
+            route,
+            name=f"{role}/pull/rows",
+        )
     )
     num_sent = tf.shape(sent)[0]
     # Where the row of each id arrives.
@@ -65,8 +73,10 @@ def _pull(requests):
                 summed = tf.math.unsorted_segment_sum(
                     _joined(gradients), _joined(arrivals), num_sent
                 )
-                at_owner = communicator.all_to_all_along(
-                    summed, route, name=f"{role}/push/rows"
+                at_owner = wire.decode(
+                    communicator.all_to_all_along(
+                        wire.encode(summed), route, name=f"{role}/push/rows"
+                    )
                 )
                 slices = owned.gradients(at_owner)
                 owned.note_touches(route)
@@ -80,7 +90,7 @@ def _pull(requests):
     return [results] if len(requests) == 1 else list(results)
 
 
-def role_of(tables):
+def _role_of(tables):
     """What the names of the messages of some tables begin with."""
     roles = [table.role for table in tables]
     if len(roles) == 1:
@@ -175,21 +185,22 @@ def _checked(received, tables, addresses):
     """The addresses as numbers to compute with, if each is one."""
     is_none = addresses.is_none(received)
 
-    def fail():
-        which, offending = addresses.told(received, is_none)
-        names = tf.constant([table.owner_name for table in tables])
-        limits = tf.constant([table.num_rows for table in tables], tf.int64)
-        told = outside_message(
+    told = tf.cond(
+        tf.reduce_any(is_none),
+        lambda: addresses.told(received, is_none),
+        lambda: tf.zeros([2], tf.int64),
+    )
+    which, offending = tf.unstack(told)
+    names = tf.constant([table.owner_name for table in tables])
+    limits = tf.constant([table.num_rows for table in tables], tf.int64)
+    check = tf.raw_ops.Assert(
+        condition=tf.logical_not(tf.reduce_any(is_none)),
+        data=outside_message(
             tf.gather(names, which), offending, tf.gather(limits, which)
-        )
-        with tf.control_dependencies(
-            [tf.raw_ops.Assert(condition=False, data=told)]
-        ):
-            return tf.constant(0)
-
-    check = tf.cond(tf.reduce_any(is_none), fail, lambda: 0)
+        ),
+    )
     with tf.control_dependencies([check]):
-        return tf.cast(received, addresses.row_dtype)
+        return tf.identity(tf.cast(received, addresses.row_dtype))
 
 
 def outside_message(owner_name, offending, num_rows):
@@ -287,21 +298,29 @@ class _Owned:
         return list(zip(*parts, strict=True))
 
     def note_touches(self, route):
-        ids, size = self._ids(), self._groups[0][0].collectives.size
+        ids = self._ids()
+
+        def of_group(index):
+            if len(self._groups) == 1:
+                return ids, route.received_splits, route.largest
+            size = self._groups[0][0].collectives.size
+            ranks = tf.repeat(tf.range(size), route.received_splits)
+            is_of_group = self._group_of_each() == index
+            counts = tf.math.bincount(
+                tf.boolean_mask(ranks, is_of_group),
+                minlength=size,
+                maxlength=size,
+            )
+            of_group = tf.boolean_mask(ids, is_of_group)
+            # Its share of what all of them together are padded to.
+            largest = tf.cast(route.largest, tf.int64)
+            largest *= tf.size(of_group, tf.int64)
+            largest //= tf.maximum(tf.size(ids, tf.int64), 1)
+            return of_group, counts, largest
+
         for index, group in enumerate(self._groups):
-
-            def of_group(index=index):
-                ranks = tf.repeat(tf.range(size), route.received_splits)
-                is_of_group = self._group_of_each() == index
-                counts = tf.math.bincount(
-                    tf.boolean_mask(ranks, is_of_group),
-                    minlength=size,
-                    maxlength=size,
-                )
-                return tf.boolean_mask(ids, is_of_group), counts
-
             for table in group:
-                touches.note(table.variable, of_group, route.largest)
+                touches.note(table.variable, functools.partial(of_group, index))
 
 
 def _read(group, slot, local):

@@ -1,0 +1,199 @@
+"""Rows of several tables in one exchange, and what of them travels."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity.collectives import journal
+from keras_sparsity.tables.sharded_table import gather_together
+from tests.conftest import engines, engines_and_sizes
+
+# Rows, row length and partitions: all addresses fit into 16 bits, but for the
+# larger table's; the last one has a row length, and so an exchange, of its own.
+TABLES = [(1_000, 4, 3), (30, 4, 5), (3, 4, None), (900, 4, 1)]
+LARGER, OF_SIX = (140_000, 4, 1), (50, 6, None)
+# Which tables are asked, in turn, and for which ids outside of the second.
+CASES = (
+    (TABLES, (0, 1, 2, 3, 0), (-1, 30, 2**40, -(2**40))),
+    ([*TABLES, LARGER], (4, 1, 2, 4), (-1, 30, 2**40, -(2**40))),
+    ([*TABLES, LARGER, OF_SIX], (5, 1, 4, 5, 3), ()),
+)
+
+
+def pull_together(shapes, asked, outside):
+    """Rows and gradients against dense NumPy, and errors, on this rank."""
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    ranks = strategy.collectives
+    tables = [
+        ks.ShardedTable(n, dim, num_partitions=count, name=f"table_{i}")
+        for i, (n, dim, count) in enumerate(shapes)
+    ]
+    whole = [table.read() for table in tables]
+    random = np.random.default_rng(strategy.rank)
+    ids = [random.integers(shapes[i][0], size=(2, 3 + i)) for i in asked]
+    ids[0] = ids[0][:0]  # nothing of the first request
+
+    @tf.function
+    def gather(*ids):
+        with tf.GradientTape() as tape:
+            rows = gather_together(
+                [(tables[i], of) for i, of in zip(asked, ids, strict=True)]
+            )
+            loss = tf.add_n(
+                [tf.reduce_sum(x) * (k + 1.0) for k, x in enumerate(rows)]
+            )
+        return rows, tape.gradient(loss, [t.variable for t in tables])
+
+    rows, gradients = strategy.run(gather, args=tuple(map(tf.constant, ids)))
+    for index, of_request, of_table in zip(ids, rows, asked, strict=True):
+        np.testing.assert_array_equal(of_request, whole[of_table][index])
+    expected = [np.zeros_like(values) for values in whole]
+    for of_rank in ranks.gather_objects(ids):
+        for k, (i, index) in enumerate(zip(asked, of_rank, strict=True)):
+            np.add.at(expected[i], index, k + 1.0)
+    for i, (gradient, values) in enumerate(
+        zip(gradients, expected, strict=True)
+    ):
+        assert (gradient is None) == (i not in asked)
+        if gradient is None:
+            continue
+        mine = np.zeros_like(values)
+        np.add.at(mine, gradient.indices.numpy(), gradient.values.numpy())
+        np.testing.assert_allclose(
+            sum(ranks.gather_objects(mine)), values, rtol=1e-6
+        )
+    messages = []
+    for wrong in outside:
+        bad = list(ids)
+        if strategy.rank == 1:
+            bad[1] = np.array([[0, wrong]])
+        with pytest.raises(tf.errors.InvalidArgumentError) as error:
+            strategy.run(gather, args=tuple(map(tf.constant, bad)))
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.parametrize(("engine", "size"), engines_and_sizes())
+def test_several_tables_as_dense_numpy(engine, size, cluster):
+    processes = cluster(engine, size)
+    for case in CASES:
+        for messages in processes.run(pull_together, *case):
+            for message, wrong in zip(messages, case[-1], strict=True):
+                assert "table_1" in message
+                assert f"[{wrong}]" in message
+                assert "[0, 30)" in message
+
+
+def roles_of_a_step(num_tables, steps):
+    """Calls of each role in a step; losses and predictions."""
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((num_tables, 2), dtype="int32")
+    layers = [
+        ks.layers.ShardedEmbedding(20 + i, 4, name=f"table_{i}")
+        for i in range(num_tables)
+    ]
+    rows = [layer(inputs[:, i]) for i, layer in enumerate(layers)]
+    rows.append(layers[0](inputs[:, 0] // 2))  # called twice
+    # This one's ids are known only when the model runs.
+    late = ks.layers.ShardedEmbedding(9, 4, name="late")
+    hidden = keras.layers.Dense(1, "sigmoid", trainable=False)(
+        keras.ops.cast(inputs[:, 0], "float32")
+    )
+    rows.append(late(keras.ops.cast(8 * hidden, "int32")))
+    flat = [keras.layers.Flatten()(x) for x in rows]
+    out = keras.layers.Dense(1)(keras.layers.Concatenate()(flat))
+    model = keras.Model(inputs, out)
+    with strategy.scope():
+        model.compile(keras.optimizers.Adagrad(0.1), "mse")
+    x = np.random.default_rng(0).integers(20, size=(8 * steps, num_tables, 2))
+    y = x.sum(axis=(1, 2)) / num_tables
+    journal.current().measures = True
+    history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    calls = collections.Counter()
+    for (role, *_), totals in journal.current().totals().items():
+        calls[role] += totals.calls
+    journal.current().measures = False
+    calls = {role: count / steps for role, count in calls.items()}
+    return calls, history.history["loss"], model.predict(x[:8], verbose=0)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_the_number_of_messages_is_that_of_one_table(engine, cluster):
+    processes = cluster(engine, 2)
+    one, *_ = processes.run(roles_of_a_step, 1, 3)[0]
+    many, losses, predictions = processes.run(roles_of_a_step, 9, 3)[1]
+    late = {f"table/late/{m}" for m in ("pull/ids", "pull/rows", "push/rows")}
+    assert late < set(one)
+    for calls in (one, many):
+        assert set(calls.values()) <= {0, 1}
+    assert sum(one.values()) == sum(many.values()) >= 8
+    _, expected, outputs = roles_of_a_step(9, 3)  # in this process alone
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(predictions, outputs, rtol=1e-4, atol=1e-5)
+
+
+# What travels.
+
+
+def send_in(wire_dtype):
+    """Bytes by role and the values that one step of SGD leads to."""
+    strategy = ks.HybridStrategy(architecture="hybrid", wire_dtype=wire_dtype)
+    words = keras.Input((1,), dtype="int32")
+    sharded = ks.layers.ShardedEmbedding(4, 8, "zeros", name="sharded")
+    stock = keras.layers.Embedding(4, 8, "zeros", name="stock")
+    scale = Scale()
+    outputs = scale(keras.layers.Add()([sharded(words), stock(words)]))
+    model = keras.Model(words, outputs)
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(1.0), lambda y, x: 16 * y * x)
+    journal.current().measures = True
+    # The ranks' gradients are 256 and 1, for all of the rows and the kernel.
+    model.fit(np.full((2, 1), 3), np.array([[256.0], [1.0]]), verbose=0)
+    sent = collections.Counter()
+    for (role, *_), totals in journal.current().totals().items():
+        sent[role] += totals.sent_bytes
+    journal.current().measures = False
+    (stock_rows,) = stock.get_weights()
+    return sent, sharded.table.read()[3], stock_rows[3], scale.kernel.numpy()
+
+
+class Scale(keras.layers.Layer):
+    def build(self, input_shape):
+        self.kernel = self.add_weight(
+            shape=input_shape[-1:], initializer="zeros", name="kernel"
+        )
+
+    def call(self, inputs):
+        return inputs + self.kernel
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_sums_are_wide_and_messages_narrow(engine, cluster):
+    """257 is no number of bfloat16: the sum of 256 and 1 would be 256."""
+    processes = cluster(engine, 2)
+    sent = {}
+    for wire_dtype in (None, "float32", "float16", "bfloat16"):
+        sent[wire_dtype] = collections.Counter()
+        for of_rank, row, stock, kernel in processes.run(send_in, wire_dtype):
+            sent[wire_dtype].update(of_rank)
+            np.testing.assert_array_equal(row, -257)
+            np.testing.assert_array_equal(stock, -257)
+            # This sum is sent, too.
+            error = 1 if wire_dtype == "bfloat16" else 0
+            np.testing.assert_allclose(kernel, -257, atol=error)
+    wide = sent[None]
+    assert sent["float32"] == wide
+    rows = [r for r in wide if r.endswith(("/rows", "/values"))]
+    assert len(rows) == 3
+    for narrow in (sent["float16"], sent["bfloat16"]):
+        for role in rows:
+            # The native engine tells how many there are, besides.
+            told = 8 if engine == "native" and "values" in role else 0
+            assert 2 * (narrow[role] - told) == wide[role] - told > 0
+        dense = sum(n for r, n in narrow.items() if "optimizer/dense" in r)
+        assert dense < wide["optimizer/dense"] or engine == "native"
