@@ -4,11 +4,10 @@ Several shapes of tables, on several processes of this machine. For each,
 `ks.callbacks.PartitionSearch` searches inside of `fit`, as a user's would: its
 time is that from the start of `fit` to the choice, with every move of the
 tables and every new trace in it. Then the same model is built with each number
-of partitions of a grid over the range that the search has sampled (all up to
-8, then four to each octave, and what was sampled or chosen), and all of them
-run in turn, round by round; those that are near the best go on to the next
-stage, until one is left. That one and the choice run in turn until the median
-of the rounds' ratios is known to 1 %, or for long enough.
+of partitions of a grid over the range that the search has sampled, and all of
+them run in turn, round by round; those that are near the best go on to the
+next stage, until one is left. That one and the choice run in turn until the
+median of the rounds' ratios is known to 1 %, or for long enough.
 
 Asked of each shape: the steps/s with the choice are at least 0.97 of those
 with the best of the grid, at most 7 samples, in 90 s, and a worst number in
@@ -28,6 +27,7 @@ import _timing
 import keras
 import numpy as np
 import tensorflow as tf
+from _steps import Steps, in_turn
 
 import keras_sparsity as ks
 from keras_sparsity.callbacks.step_seconds import median_and_error
@@ -53,7 +53,7 @@ SHAPES = {
         "num_processes": 2,
     },
     "several": {
-        "tables": [(50_000, 64)] * 3,
+        "tables": [(50_000, 64)] * 2,
         "optimizer": "adam",
         "num_processes": 2,
     },
@@ -68,7 +68,7 @@ SHAPES = {
 STAGES = [(4, 1.15), (6, 1.05), (12, 1.0)]
 # Rounds of the last two: until the error is so small, or at most.
 LEAST_ROUNDS, MOST_ROUNDS, ERROR = 20, 100, 0.01
-# Of which the first two are left out.
+# Of a round.
 STEPS = 8
 
 
@@ -80,7 +80,7 @@ def main():
             measure,
             SHAPES[name]["num_processes"],
             engine=args.engine,
-            args=(name,),
+            args=(name, args.per_octave),
         )[0]
         shapes[name] = figures
         misses += [f"{name}: {miss}" for miss in missed(figures)]
@@ -119,23 +119,24 @@ def missed(figures):
 # On each rank.
 
 
-def measure(name):
+def measure(name, per_octave):
     """Searches, then tries all; returns the figures."""
     shape = SHAPES[name]
-    strategy = ks.HybridStrategy()
+    strategy = ks.HybridStrategy(architecture="hybrid")
     dataset = make_dataset(strategy, shape)
     choice, search_seconds = search(strategy, shape, dataset)
     say(strategy, f"{name}: {choice.explained()}; {search_seconds:.0f} s")
     sampled = [sample.num_partitions for sample in choice.samples]
-    counts = grid(min(sampled), max(sampled))
+    counts = grid(min(sampled), max(sampled), per_octave)
     counts = sorted({*counts, *sampled, choice.num_partitions})
     steps = {}
     for count in counts:
-        steps[count] = Steps(strategy, shape, dataset, count)
-        steps[count].milliseconds()  # traced and warm
+        model = make_model(strategy, shape, count)
+        steps[count] = Steps(model, dataset, STEPS)
+        steps[count]()  # traced and warm
     first = None
     for num_rounds, share in STAGES:
-        rounds = run_in_turn(steps, num_rounds)
+        rounds = in_turn(steps, num_rounds)
         medians = {c: statistics.median(r) for c, r in rounds.items()}
         first = first or medians
         say(strategy, f"  {num_rounds} rounds, ms: {rounded(medians)}")
@@ -173,7 +174,7 @@ def compare(steps, best, chosen):
         return 1.0, 0.0, 0
     shares = []
     while True:
-        rounds = run_in_turn(steps, LEAST_ROUNDS)
+        rounds = in_turn(steps, LEAST_ROUNDS)
         shares += map(operator.truediv, rounds[best], rounds[chosen])
         share, error = median_and_error(shares)
         if error <= ERROR or len(shares) >= MOST_ROUNDS:
@@ -207,54 +208,14 @@ class StopWhenFound(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-def grid(low, high):
-    """All numbers up to 8, then four to each octave."""
+def grid(low, high, per_octave):
+    """Numbers from `low` to `high`, so many between one and its double."""
     counts = []
     count = low
     while count <= high:
         counts.append(count)
-        count += max(1, 2 ** (count.bit_length() - 3))
+        count += max(1, 2 ** (count.bit_length() - 1) // per_octave)
     return counts
-
-
-class Steps:
-    """Some training steps of a model with a fixed number of partitions."""
-
-    def __init__(self, strategy, shape, dataset, num_partitions):
-        self._collectives = strategy.collectives
-        self._dataset = dataset
-        self._model = make_model(strategy, shape, num_partitions)
-        self._clock = StepSeconds()
-
-    def milliseconds(self):
-        """Median of a step, as long as its slowest rank's."""
-        self._clock.seconds = []
-        self._model.fit(
-            self._dataset,
-            steps_per_epoch=STEPS,
-            verbose=0,
-            callbacks=[self._clock],
-        )
-        ranks = self._collectives.gather_objects(
-            self._clock.seconds[2:], name="benchmark/seconds"
-        )
-        return 1e3 * statistics.median(map(max, zip(*ranks, strict=True)))
-
-
-class StepSeconds(keras.callbacks.Callback):
-    def on_train_batch_begin(self, batch, logs=None):
-        self._start = time.perf_counter()
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.seconds.append(time.perf_counter() - self._start)
-
-
-def run_in_turn(steps, num_rounds):
-    rounds = {count: [] for count in steps}
-    for index in range(num_rounds):
-        for count in list(steps)[:: -1 if index % 2 else 1]:
-            rounds[count].append(steps[count].milliseconds())
-    return rounds
 
 
 def make_model(strategy, shape, num_partitions):
@@ -325,6 +286,14 @@ def parse_arguments():
         choices=list(SHAPES),
         default=list(SHAPES),
         help="of tables, by default all",
+    )
+    add(
+        "--per-octave",
+        type=int,
+        choices=[1, 2, 4, 8],
+        default=2,
+        help="numbers of partitions to try between one and its double, beside "
+        "those that were sampled",
     )
     add("--engine", choices=["native", "horovod"], default="native")
     return parser.parse_args()

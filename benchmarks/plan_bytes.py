@@ -20,7 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import _timing
 import keras
-import numpy as np
+from _models import MODELS
 
 import keras_sparsity as ks
 from keras_sparsity import model_plan
@@ -80,11 +80,11 @@ def in_namespace(args, name):
 
 
 def inside(args):
-    strategy = ks.HybridStrategy()
-    model, x, y, loss = MODELS[args.inside](strategy.size)
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    warm_up = min(WARM_UP, args.steps)
+    model, x, y, loss = MODELS[args.inside](strategy.size, warm_up + args.steps)
     with strategy.scope():
         model.compile(keras.optimizers.Adagrad(0.01), loss)
-    warm_up = min(WARM_UP, args.steps)
     counter = Counter(warm_up, args.steps, strategy.collectives)
     batch = len(x) // (warm_up + args.steps)
     model.fit(x, y, batch, callbacks=[counter], shuffle=False, verbose=0)
@@ -132,61 +132,6 @@ def sent_bytes():
     with open("/proc/net/dev") as file:
         (line,) = (x for x in file if x.strip().startswith("lo:"))
     return int(line.split()[9])
-
-
-# The models: of a global batch of so many examples for each process.
-
-
-def zipf(shape, num_rows):
-    return np.random.default_rng(1).zipf(1.2, size=shape) % num_rows
-
-
-def language_model(num_processes):
-    words, length, count = 30_000, 16, 160 * num_processes * 60
-    softmax = ks.layers.SampledSoftmax(words, num_sampled=256)
-    model = keras.Sequential(
-        [
-            keras.Input((length,), dtype="int64"),
-            ks.layers.ShardedEmbedding(words, 64),
-            keras.layers.LSTM(64, return_sequences=True),
-            softmax,
-        ]
-    )
-    text = zipf((count, length + 1), words)
-    return model, text[:, :-1], text[:, 1:], softmax.loss()
-
-
-def recommender(num_processes):
-    rows = (100_000, 30_000, 5_000, 300, 20)
-    count = 2_048 * num_processes * 60
-    inputs = keras.Input((len(rows),), dtype="int64")
-    vectors = [
-        ks.layers.ShardedEmbedding(n, 64, name=f"table_{i}")(inputs[:, i])
-        for i, n in enumerate(rows)
-    ]
-    hidden = keras.layers.Concatenate()(vectors)
-    hidden = keras.layers.Dense(128, activation="relu")(hidden)
-    model = keras.Model(inputs, keras.layers.Dense(1, "sigmoid")(hidden))
-    x = np.stack([zipf(count, n) for n in rows], axis=1)
-    y = (x.sum(axis=1, keepdims=True) % 2).astype("float32")
-    return model, x, y, "binary_crossentropy"
-
-
-def resnet50(num_processes):
-    model = keras.applications.ResNet50(
-        weights=None, input_shape=(32, 32, 3), classes=10
-    )
-    count = 2 * num_processes * 60
-    x = np.random.default_rng(1).random((count, 32, 32, 3), "float32")
-    y = np.arange(count) % 10
-    return model, x, y, "sparse_categorical_crossentropy"
-
-
-MODELS = {
-    "lm": language_model,
-    "recommender": recommender,
-    "resnet50": resnet50,
-}
 
 
 def parse_arguments():

@@ -132,7 +132,7 @@ def make_model(args):
     x = keras.layers.Dense(256, activation="relu")(x)
     x = keras.layers.Dense(10, activation="softmax")(x)
     model = keras.Model(words, x)
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile("sgd", loss="sparse_categorical_crossentropy")
     return model
 

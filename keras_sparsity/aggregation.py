@@ -2,9 +2,8 @@
 
 import tensorflow as tf
 
-from keras_sparsity import collectives, touches
+from keras_sparsity import architectures, collectives, servers, touches
 from keras_sparsity.tables.exchange import split_gradient
-from keras_sparsity.tables.sharded_table import strategy_architecture
 from keras_sparsity.tables.table_variable import TableVariable
 
 _HOW_TO_CHANGE_ROWS = (
@@ -87,8 +86,10 @@ class Aggregation:
             List of `Update`. Rows may occur twice.
         """
         communicator = collectives.current()
+        architecture = architectures.of()
         updates = []
         dense = []
+        served = []
         touched = []
         rows = set()
         for gradient, variable in zip(grads, variables, strict=True):
@@ -109,13 +110,18 @@ class Aggregation:
                 if communicator.size > 1:
                     with tf.name_scope("all_gather"):
                         gradient, counts = _gather_slices(
-                            communicator, gradient, variable
+                            communicator,
+                            gradient,
+                            variable,
+                            architecture.merges,
                         )
                 touches.end_step(variable, gradient.indices, counts)
             update = Update(variable, gradient, variable)
             updates.append(update)
-            if not is_slices:
-                dense.append(update)
+            if is_slices:
+                continue
+            by_servers = architecture.dense == "ps" and id(variable) not in rows
+            (served if by_servers else dense).append(update)
         if dense and communicator.size > 1:
             # One call: fused into few messages.
             with tf.name_scope("all_reduce"):
@@ -130,6 +136,14 @@ class Aggregation:
                 updates[place].gradient = _rows_of(
                     updates[place].gradient, is_touched
                 )
+        if served and communicator.size > 1:
+            summed = servers.summed(
+                communicator,
+                [update.gradient for update in served],
+                in_one_message=architecture.merges,
+            )
+            for update, gradient in zip(served, summed, strict=True):
+                update.gradient = gradient
         for update in updates if communicator.size > 1 else ():
             is_of_rows = id(update.variable) in rows
             if self._scales_sparse if is_of_rows else self._scales_dense:
@@ -267,10 +281,10 @@ class Aggregation:
         return squares
 
 
-def _gather_slices(communicator, slices, variable):
+def _gather_slices(communicator, slices, variable, merges):
     """IndexedSlices of all ranks, one after the other.
 
-    Each row of a rank once, whatever its part of the batch repeats. Before
+    If it `merges`, each row of a rank once, whatever its batch repeats. Before
     the indices of each rank goes one that none has, so that what counts
     touches knows whose they are. In every step: a message of its own, in the
     steps that are sampled, would have ranks wait for each other that do not
@@ -280,7 +294,8 @@ def _gather_slices(communicator, slices, variable):
         The slices, and a function that gives their number of each rank.
     """
     name = f"optimizer/rows/{variable.path}"
-    slices = _each_row_once(slices, variable)
+    if merges:
+        slices = _each_row_once(slices, variable)
     mark = tf.constant(slices.indices.dtype.min, slices.indices.dtype)
     values = communicator.all_gather(slices.values, name=f"{name}/values")
     marked = communicator.all_gather(
@@ -309,7 +324,7 @@ def is_all_reduced(variable, strategy=None):
         return False
     if isinstance(variable, TableVariable):
         return variable.table.architecture == "allreduce"
-    return strategy_architecture(strategy) == "allreduce"
+    return architectures.of_rows(variable, strategy) == "allreduce"
 
 
 def _touched(slices):

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
+import operator
 
 import keras
 import rich.box
@@ -11,7 +13,14 @@ import rich.text
 import tensorflow as tf
 from rich import filesize
 
-from keras_sparsity import checks, collectives, planning, sparsity, touches
+from keras_sparsity import (
+    architectures,
+    checks,
+    collectives,
+    planning,
+    sparsity,
+    touches,
+)
 from keras_sparsity.aggregation import Aggregation, is_all_reduced
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.planning import transfer_cost
@@ -73,11 +82,14 @@ class ModelPlan:
 
     def bytes_of(self, architecture):
         """Bytes that the busiest machine moves by one architecture's path."""
-        return sum(
-            v.costs[architecture].busiest_bytes
+        costs = [
+            v.costs[architecture]
             for v in self.variables
             if v.architecture == architecture
-        )
+        ]
+        if not costs:
+            return 0
+        return functools.reduce(operator.add, costs).busiest_bytes
 
     def markdown(self):
         """The plan as a Markdown table, with a line about the whole model.
@@ -310,19 +322,30 @@ def of_running(model):
     """
     communicator = collectives.current()
     cluster = running_cluster(communicator)
+    strategy = model.distribute_strategy
+    of_dense = architectures.of(strategy)
     variables = []
+    num_served = 0
     measured = sparsity.measured(model)
     for variable, facts in zip(
         model.trainable_variables, measured, strict=True
     ):
-        num_partitions = 1
-        is_dense = facts.alpha is None or is_all_reduced(
-            variable, model.distribute_strategy
-        )
-        architecture = "allreduce" if is_dense else "allgather"
+        num_partitions, first_machine = 1, 0
         if pieces_of(variable)[0] is not variable:
             architecture = "ps"
             num_partitions = variable.table.layout.num_partitions
+        elif is_all_reduced(variable, strategy):
+            architecture = "allreduce"
+        elif facts.alpha is not None:
+            architecture = "allgather"
+        else:
+            architecture = of_dense.dense
+            if of_dense.merges:
+                num_partitions = communicator.size
+            else:
+                machine = num_served % communicator.size
+                first_machine = machine % cluster.num_machines
+                num_served += 1
         spec = facts.spec(num_partitions)
         costs = {
             name: planning.engine_bytes(
@@ -331,6 +354,7 @@ def of_running(model):
                 cluster,
                 communicator.engine,
                 facts.largest_rows,
+                first_machine,
             )
             for name in transfer_cost.ARCHITECTURES
             if spec.is_sparse or name != "allgather"

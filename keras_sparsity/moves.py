@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from keras_sparsity import checks, collectives, touches
+from keras_sparsity import architectures, checks, collectives, touches
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.saving import tables_of
 from keras_sparsity.tables.relocation import relocate
@@ -79,13 +79,26 @@ def move(model, moves):
     _move(model, {t: _checked_target(t, moves[t]) for t in tables})
 
 
-def move_for_now(model, moves):
-    """As `move`, of tables whose architecture is still to be found."""
+def move_for_now(model, of_tables, of_rows):
+    """As `move`, where the architecture is still to be found.
+
+    Args:
+        model: the model.
+        of_tables: as `moves` of `move`.
+        of_rows: list of `(variable, architecture)`: an ordinary variable and
+            how its gradient of rows is to travel, `"allgather"` or
+            `"allreduce"`.
+    """
     _move(
         model,
-        {t: _checked_target(t, target) for t, target in moves.items()},
+        {t: _checked_target(t, target) for t, target in of_tables.items()},
         is_asked_for=False,
     )
+    for variable, architecture in of_rows:
+        architectures.found_for_rows(variable, architecture)
+        touches.discard(variable)
+    if of_rows:
+        _trace_anew(model)
 
 
 def settle(model, strategy):
@@ -93,7 +106,8 @@ def settle(model, strategy):
 
     Those that were made outside of a strategy's scope did not know it.
     """
-    communicator, architecture = strategy.collectives, strategy.architecture
+    communicator = strategy.collectives
+    architecture = architectures.of(strategy).tables
     tables = [t for t in tables_of(model) if t.variable.is_built]
     for table in tables:
         table.shard(communicator, architecture)

@@ -4,7 +4,7 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity import adoption, checks, collectives, metrics
+from keras_sparsity import adoption, architectures, collectives, metrics
 from keras_sparsity.data import distribution
 from keras_sparsity.optimizer_arguments import checked_options
 
@@ -37,11 +37,24 @@ class HybridStrategy(tf.distribute.Strategy):
             `ks.HybridOptimizer`. One that is wrapped already keeps its own
             options; it is given `transform_gradients` if it has none. A
             custom loop gives them to `ks.HybridOptimizer` itself.
-        architecture: how tables are held, see `ks.ShardedTable`: those that
-            do not say it themselves, and are made or compiled inside of the
-            scope. `"allreduce"` also holds for the gradients of
-            ordinary `Embedding` layers: they are made dense and summed with
-            all others; else their rows are gathered from all ranks.
+        architecture: how the variables of models that are compiled inside of
+            the scope travel. A table that says it itself keeps that, see
+            `ks.ShardedTable`.
+            `"auto"`: dense gradients are all-reduced, and of each sharded
+            table and each ordinary `Embedding` the way is found that takes
+            the least time, in the first steps of `fit` and when its alpha
+            drifts. Until then, and in a custom loop, it is `"hybrid"`.
+            `"hybrid"`: dense gradients are all-reduced, sharded tables are on
+            parameter servers, the rows of an ordinary `Embedding` are
+            gathered from all ranks. Nothing is timed, so a run repeats
+            another to the bit.
+            And what these are compared with: `"allreduce"`, all gradients
+            made dense and all-reduced; `"allgather"`, each rank has the
+            whole tables, and gets the rows of all others; `"ps"`, dense
+            gradients too go by way of servers, in one message;
+            `"naive_ps"`, the same with nothing merged: a message for each
+            variable, which one server has, and each id of the batch for
+            itself.
         timeout: seconds for which a rank may keep the others waiting (because
             it is stopped, hangs, or computes alone) before all of them are
             ended with a message on what each was doing; at least 5, and the
@@ -65,7 +78,8 @@ class HybridStrategy(tf.distribute.Strategy):
     1
 
     References:
-        EuroSys 3.1 (hybrid architecture), 4.3 (placement).
+        EuroSys 3.1 (hybrid architecture), 4.3 (placement), Table 4 (the
+        architectures that it is compared with).
     """
 
     def __init__(
@@ -75,10 +89,10 @@ class HybridStrategy(tf.distribute.Strategy):
         dense_aggregation="mean",
         sparse_aggregation="mean",
         transform_gradients=None,
-        architecture="ps",
+        architecture="auto",
         timeout=None,
     ):
-        checks.requested_architecture("architecture", architecture)
+        architectures.check("architecture", architecture)
         self.architecture = architecture
         self.optimizer_options = checked_options(
             sparse_updates=sparse_updates,

@@ -14,6 +14,7 @@ from keras_sparsity import (
     compat,
     empty_parts,
     losses,
+    servers,
 )
 from keras_sparsity.optimizer import HybridOptimizer
 
@@ -51,6 +52,12 @@ def rows_of_one_rank():
 
 def dense_not_reduced():
     return _without_reducing("optimizer/dense")
+
+
+def dense_not_served():
+    return mock.patch.object(
+        servers, "summed", lambda ranks, gradients, in_one_message: gradients
+    )
 
 
 def norms_of_own_rows():
@@ -138,6 +145,7 @@ BREAKS = {
     for function in (
         rows_of_one_rank,
         dense_not_reduced,
+        dense_not_served,
         norms_of_own_rows,
         clipped_before_aggregation,
         last_of_equal_ids,

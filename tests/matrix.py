@@ -98,7 +98,7 @@ class Cell:
     steps_per_execution: int = 1
     plateau: bool = False
     frozen: str | None = None
-    architecture: str = "ps"
+    architecture: str = "hybrid"
     moves: dict = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -227,7 +227,7 @@ def reference(cell, size=1):
     number of processes, `size`.
     """
     is_normalized = cell.model.startswith("normalized")
-    cell = dataclasses.replace(cell, architecture="ps", moves={})
+    cell = dataclasses.replace(cell, architecture="hybrid", moves={})
     return _reference(cell.to_json(), size if is_normalized else 1)
 
 

@@ -376,14 +376,20 @@ BAD = [
     *(
         (name, {"architecture": wrong}, f"'ps', 'allgather'.*={wrong!r}")
         for name in (
-            "HybridStrategy",
             "ShardedTable",
             "layers.ShardedEmbedding",
             "layers.SampledSoftmax",
         )
         for wrong in ("PS", 3)
     ),
-    ("HybridStrategy", {"architecture": None}, "'auto'. Received: .*None"),
+    *(
+        (
+            "HybridStrategy",
+            {"architecture": wrong},
+            f"'auto', 'hybrid'.*architecture={wrong!r}",
+        )
+        for wrong in ("PS", 3, None)
+    ),
     (
         "callbacks.ArchitectureLogger",
         {"log_dir": 3},
@@ -839,10 +845,11 @@ BAD = [
     ),
     *(
         (
-            "planning.transfer_bytes",
-            {"first_machine": wrong},
+            f"planning.{name}",
+            {"first_machine": wrong, "variable": dense_spec()},
             "machine's number, 0 to 1. Received: first_machine=",
         )
+        for name in ("transfer_bytes", "engine_bytes")
         for wrong in (2, -1, "a", 0.0, None, True)
     ),
     *(

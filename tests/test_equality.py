@@ -372,6 +372,29 @@ CELLS = {
         ),
         broken="dense_not_reduced",
     ),
+    "auto": Case(
+        Cell(architecture="auto", optimizer="Adagrad", ordinary=True),
+        broken="rows_of_one_rank",
+    ),
+    "servers, clipped": Case(
+        Cell(
+            architecture="ps",
+            optimizer="Adam",
+            arguments=CLIP,
+            partitions=(2, 5),
+            ordinary=True,
+        ),
+        broken="dense_not_served",
+    ),
+    "naive servers": Case(
+        Cell(
+            architecture="naive_ps",
+            arguments=MOMENTUM,
+            model="two inputs",
+            ordinary=True,
+        ),
+        broken="dense_not_served",
+    ),
     "allreduce, lazy": Case(
         Cell(
             architecture="allreduce",

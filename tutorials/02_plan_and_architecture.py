@@ -26,10 +26,10 @@ parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 parser.add_argument("--folder", default="plan", help="for the pictures")
 folder = pathlib.Path(parser.parse_args().folder)
 
-# `architecture="auto"`: each table begins on the parameter server; after the
-# first steps it gets what is fastest here. One that is said by name, for the
-# strategy or for one layer, stays as it is.
-strategy = ks.HybridStrategy(architecture="auto")
+# By default, as with `architecture="auto"`, each table begins on the parameter
+# server; after the first steps it gets what is fastest here. One that is said
+# by name, for the strategy or for one layer, stays as it is.
+strategy = ks.HybridStrategy()
 
 # What people bought, and on which day of the week: a large table of which a
 # batch touches a little, and a small one of which it touches every row.

@@ -24,7 +24,8 @@ parser.add_argument("--log-dir", default="logs", help="for TensorBoard")
 parser.add_argument("--steps", type=int, default=300, help="of training")
 args = parser.parse_args()
 log_dir = pathlib.Path(args.log_dir)
-strategy = ks.HybridStrategy()
+# Tables stay on their owners: what is not spread has no partitions.
+strategy = ks.HybridStrategy(architecture="hybrid")
 
 # Words as in a text: few of them occur often. With Adam, as Keras defines it,
 # each step updates all rows of the table (their moments decay), so that it

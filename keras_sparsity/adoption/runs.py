@@ -21,6 +21,7 @@ class Runs(Binding):
 
     def __init__(self, model, first_step):
         self._first_step = first_step
+        self._auto = None  # from one `fit` to the next
         names = ["fit", "evaluate", "predict"]
         batches = ["train_on_batch", "test_on_batch", "predict_on_batch"]
         super().__init__(model, names + batches)
@@ -90,26 +91,25 @@ class Runs(Binding):
         )
 
     def _add_auto_architecture(self, callbacks):
-        """Has `fit` find the architecture of tables that ask for it."""
-        tables = auto_architecture.tables_of(
+        """Has `fit` find the architectures that are to be found."""
+        if self._collectives.size == 1 or not auto_architecture.is_asked_for(
             self._model, self._model.distribute_strategy
-        )
-        if self._collectives.size == 1 or not tables:
+        ):
             return
+        if self._auto is None:
+            self._auto = auto_architecture.AutoArchitecture(
+                self._model.distribute_strategy
+            )
         listed = getattr(callbacks, "callbacks", callbacks)
         searches = [
             c for c in listed if isinstance(c, partition_search.PartitionSearch)
         ]
-        auto = auto_architecture.AutoArchitecture(
-            tables,
-            self._collectives,
-            lambda: not any(s.is_searching for s in searches),
-        )
+        self._auto.is_ready = lambda: not any(s.is_searching for s in searches)
         if listed is not callbacks:  # a `CallbackList` of the user's
-            auto.set_params(callbacks.params)
-            auto.set_model(self._model)
+            self._auto.set_params(callbacks.params)
+            self._auto.set_model(self._model)
         # First: it is to time the step, and nothing else.
-        listed.insert(0, auto)
+        listed.insert(0, self._auto)
 
     # Single batches: global ones, too.
 

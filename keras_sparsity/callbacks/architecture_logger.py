@@ -10,11 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks, model_plan, sparsity
+from keras_sparsity import checks, model_plan, servers, sparsity
 from keras_sparsity.callbacks import search_plot
 from keras_sparsity.callbacks.partition_search import PartitionSearch
 from keras_sparsity.collectives import journal
 from keras_sparsity.collectives.meter import Totals
+from keras_sparsity.tables.table_variable import TableVariable
 
 # The run's name in TensorBoard, beside Keras's "train" and "validation".
 RUN = "architecture"
@@ -34,8 +35,9 @@ class ArchitectureLogger(keras.callbacks.Callback):
       architecture or partitions of a variable change, and at the end.
     - `alpha/...` (scalars): of each sparse variable, and of the model.
     - `bytes/...`: sent and received in a step for each path: `pull` and `push`
-      of sharded tables, `allreduce` of dense gradients, `allgather` of those of
-      ordinary embeddings, and `other` messages; the mean over the processes.
+      of what is on servers, `allreduce` of dense gradients, `allgather` of
+      those of ordinary embeddings, and `other` messages; the mean over the
+      processes.
     - `seconds/...`: of a step: `step` as a whole, `update`, and each path's,
       from when its inputs are there at the last process. What the others have
       waited until then is `stall`. Messages of several tables overlap.
@@ -270,6 +272,8 @@ def path_of(role):
                 return path
     if role.startswith(_ROWS):
         return "allgather"
+    if role.startswith(servers.ROLE):
+        return "pull" if role.startswith(servers.PULL) else "push"
     return {_DENSE: "allreduce", _UPDATE: "update"}.get(role, "other")
 
 
@@ -279,22 +283,33 @@ def _with_measured(plan, model_variables, of_ranks, steps):
     for totals, _ in of_ranks:
         for role, (_, _, sent, received) in totals.items():
             counted[role] += (sent + received) / len(of_ranks) / steps
-    dense = sum(
-        v.sparsity.spec().num_bytes()
-        for v in plan.variables
-        if v.architecture == "allreduce"
-    )
+    starts = [
+        _start_of_roles(planned, variable)
+        for planned, variable in zip(
+            plan.variables, model_variables, strict=True
+        )
+    ]
+    sizes = [v.sparsity.spec().num_bytes() for v in plan.variables]
+    together = collections.Counter()
+    for start, size in zip(starts, sizes, strict=True):
+        together[start] += size
     measured = []
-    for planned, variable in zip(plan.variables, model_variables, strict=True):
-        if planned.architecture == "allreduce":  # all in one message
-            share = planned.sparsity.spec().num_bytes() / dense
-            num_bytes = counted[_DENSE] * share
-        else:
-            start = f"{_ROWS}{variable.path}/"
-            if planned.architecture == "ps":
-                start = f"{variable.table.role}/"
-            num_bytes = sum(
-                n for role, n in counted.items() if role.startswith(start)
-            )
+    for planned, start, size in zip(plan.variables, starts, sizes, strict=True):
+        num_bytes = sum(
+            n for role, n in counted.items() if role.startswith(start)
+        )
+        # Of those in one message each has its share.
+        num_bytes *= size / together[start]
         measured.append(dataclasses.replace(planned, measured_bytes=num_bytes))
     return dataclasses.replace(plan, variables=tuple(measured))
+
+
+def _start_of_roles(planned, variable):
+    """What the roles of the calls of a variable begin with."""
+    if planned.architecture == "allreduce":
+        return _DENSE
+    if planned.architecture == "allgather":
+        return f"{_ROWS}{variable.path}/"
+    if isinstance(variable, TableVariable):
+        return f"{variable.table.role}/"
+    return servers.ROLE

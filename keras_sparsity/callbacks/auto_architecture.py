@@ -1,4 +1,4 @@
-"""Gives tables the architecture that is fastest, while a model trains."""
+"""Gives sparse variables the fastest architecture, while a model trains."""
 
 import collections
 import time
@@ -6,20 +6,21 @@ import time
 import keras
 import numpy as np
 
-from keras_sparsity import moves, planning, saving, sparsity
+from keras_sparsity import architectures, moves, planning, saving, sparsity
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives import speeds
 from keras_sparsity.model_plan import running_cluster
 from keras_sparsity.planning import transfer_cost
+from keras_sparsity.tables.table_variable import TableVariable
 
 # The first decision: by then the first steps, all of them sampled, are over.
 _FIRST_STEPS = 16
-# Decided anew, if a table's alpha has drifted by such a factor since, after
+# Decided anew, if a variable's alpha has drifted by such a factor since, after
 # twice as many steps each time, and at the latest after so many.
 _DRIFT = 2.0
 _MOST_STEPS = 4_096
 _MOST_TIMES = 256
-# Another architecture must promise so much of the time that a table takes.
+# Another architecture must promise so much of the time that one takes.
 _GAIN = 0.2
 # A step that has become slower by so much is no noise: back again.
 _LOSS = 0.2
@@ -28,17 +29,20 @@ _MOST_BYTES = 256 * 2**20
 
 
 class AutoArchitecture(keras.callbacks.Callback):
-    """Part of every `fit` with tables of `architecture="auto"`.
+    """Part of every `fit` of a model, where an architecture is to be found.
 
-    After some steps, whose alpha is measured, each such table gets the
+    After some steps, whose alpha is measured, each table of `"auto"` gets the
     architecture that takes the least time by the bytes that it moves, the
-    speeds of each path on this cluster, and what it has to update. Then the
+    speeds of each path on this cluster, and what it has to update; and so do
+    the gradients of ordinary embeddings, if that is the strategy's. Then the
     steps' times are compared with those before: if they have become longer,
-    the tables go back. Decided again when alpha drifts.
+    all go back. Decided again when alpha drifts, also in the `fit`s that
+    follow.
 
     Args:
-        tables: list of those tables.
-        communicator: `Collectives` of all ranks.
+        strategy: the `HybridStrategy`.
+
+    Attributes:
         is_ready: function that tells whether a decision may be made now; the
             same on all ranks.
 
@@ -46,14 +50,14 @@ class AutoArchitecture(keras.callbacks.Callback):
         EuroSys 3.1 (the hybrid architecture).
     """
 
-    def __init__(self, tables, communicator, is_ready):
+    def __init__(self, strategy):
         super().__init__()
-        self._tables = tables
-        self._collectives = communicator
-        self._is_ready = is_ready
-        self._cluster = running_cluster(communicator)
+        self.is_ready = lambda: True
+        self._strategy = strategy
+        self._collectives = strategy.collectives
+        self._cluster = running_cluster(strategy.collectives)
         self._speeds = None
-        self._alphas = {}  # of each table, at its last decision
+        self._alphas = {}  # by the variables' paths, at the last decision
         self._fixed = set()
         self._undo = None
 
@@ -69,7 +73,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         count = self.model.steps_per_execution
         self._seconds.append((time.perf_counter() - self._start) / count)
         self._steps += count
-        if self._steps < self._next or not self._is_ready():
+        if self._steps < self._next or not self.is_ready():
             return
         if self._undo:
             self._compare()
@@ -97,71 +101,90 @@ class AutoArchitecture(keras.callbacks.Callback):
     # Deciding.
 
     def _decide(self):
-        tables = [t for t in self._tables if t not in self._fixed]
-        measured = sparsity.measured([t.variable for t in tables])
-        drifted = [
-            (table, facts)
-            for table, facts in zip(tables, measured, strict=True)
-            if facts.alpha is not None and self._has_drifted(table, facts.alpha)
+        found = [
+            (place, facts)
+            for place, facts in self._places()
+            if place.path not in self._fixed
+            and facts.alpha is not None
+            and self._has_drifted(place.path, facts.alpha)
         ]
-        if not drifted:
+        if not found:
             return
         if self._speeds is None:
             self._speeds = speeds.measure(
                 self._collectives, self._bytes_of_probe
             )
         chosen = {}
-        for table, facts in drifted:
-            self._alphas[table] = facts.alpha
-            architecture = self._best(table, facts)
-            if architecture != table.architecture:
-                chosen[table] = architecture
+        for place, facts in found:
+            self._alphas[place.path] = facts.alpha
+            architecture = self._best(place, facts)
+            if architecture != place.architecture:
+                chosen[place.path] = architecture
         # Rank 0's arithmetic: a rounding error is not to divide the ranks.
-        names = {t.owner_name: a for t, a in chosen.items()}
-        names = self._collectives.gather_objects(
-            names, name="auto_architecture/decision"
+        chosen = self._collectives.gather_objects(
+            chosen, name="auto_architecture/decision"
         )[0]
-        chosen = {
-            table: names[table.owner_name]
-            for table, _ in drifted
-            if table.owner_name in names
-        }
-        if not chosen:
+        places = [place for place, _ in found if place.path in chosen]
+        if not places:
             return
         self._before = self._step_seconds()
-        self._undo = {t: _place(t) for t in chosen}
-        moves.move_for_now(self.model, chosen)
+        self._undo = [(place, place.target) for place in places]
+        self._move([(place, chosen[place.path]) for place in places])
+
+    def _places(self):
+        """`(_Place, VariableSparsity)` of what may get another one."""
+        variables = self.model.trainable_variables
+        is_auto = architectures.of(self._strategy)
+        tables = _tables_of(self.model, self._strategy)
+        for variable, facts in zip(
+            variables, sparsity.measured(variables), strict=True
+        ):
+            if not isinstance(variable, TableVariable):
+                if is_auto.rows == "auto":
+                    yield _Rows(variable, self._strategy), facts
+            elif any(variable.table is table for table in tables):
+                yield _Table(variable), facts
+
+    def _move(self, targets):
+        moves.move_for_now(
+            self.model,
+            {
+                p.variable.table: to
+                for p, to in targets
+                if isinstance(p, _Table)
+            },
+            [(p.variable, to) for p, to in targets if isinstance(p, _Rows)],
+        )
         self._forget_times()
 
-    def _has_drifted(self, table, alpha):
-        before = self._alphas.get(table)
+    def _has_drifted(self, path, alpha):
+        before = self._alphas.get(path)
         if before is None:
             return True
         low, high = sorted((max(alpha, 1e-12), max(before, 1e-12)))
         return high > _DRIFT * low
 
-    def _best(self, table, facts):
-        spec = facts.spec(table.requested_partitions)
-        slots = self._num_slots(table)
+    def _best(self, place, facts):
+        spec = facts.spec(place.num_partitions)
+        slots = len(self.model.optimizer.slots_of(place.variable))
+        fits = spec.num_bytes() * (1 + slots) <= _MOST_BYTES
+        now = place.architecture
         seconds = {
-            name: self._seconds_of(table, spec, name, slots)
-            for name in transfer_cost.ARCHITECTURES
-            if name == "ps" or spec.num_bytes() * (1 + slots) <= _MOST_BYTES
+            name: self._seconds_of(place.variable, spec, name, slots)
+            for name in place.architectures
+            if fits or name in ("ps", now)
         }
         best = min(seconds, key=seconds.get)
-        now = table.architecture
-        if now in seconds and seconds[best] > (1 - _GAIN) * seconds[now]:
+        if seconds[best] > (1 - _GAIN) * seconds[now]:
             best = now
         costs = ", ".join(
             f"{name} {1e3 * value:.3g} ms" for name, value in seconds.items()
         )
         change = f"stays {now}" if best == now else f"goes from {now} to {best}"
-        self._say(
-            f"'{table.owner_name}' {change}: alpha {facts.alpha:.3g}; {costs}."
-        )
+        self._say(f"'{place.name}' {change}: alpha {facts.alpha:.3g}; {costs}.")
         return best
 
-    def _seconds_of(self, table, spec, architecture, num_slots):
+    def _seconds_of(self, variable, spec, architecture, num_slots):
         cost = planning.engine_bytes(
             spec, architecture, self._cluster, self._collectives.engine
         )
@@ -172,7 +195,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         whole = spec.num_bytes()
         # By one process: its part of a spread table, or all of it.
         updated = whole / self._collectives.size
-        if self.model.optimizer.updates_rows_of(table.variable):
+        if self.model.optimizer.updates_rows_of(variable):
             updated = spec.alpha * whole
         if architecture != "ps":
             updated = min(whole, updated * self._collectives.size)
@@ -180,9 +203,6 @@ class AutoArchitecture(keras.callbacks.Callback):
         if architecture == "allreduce":  # the gradient is made dense
             updated += 2 * whole
         return seconds + self._speeds["update"].seconds_per_byte * updated
-
-    def _num_slots(self, table):
-        return len(self.model.optimizer.slots_of(table.variable))
 
     def _bytes_of_probe(self, path, num_rows):
         rows = num_rows * (self._collectives.size if path == "ps" else 1)
@@ -194,34 +214,62 @@ class AutoArchitecture(keras.callbacks.Callback):
     # Looking back.
 
     def _compare(self):
-        """Takes a move back that has made the steps slower."""
+        """Takes moves back that have made the steps slower."""
         after, undo, self._undo = self._step_seconds(), self._undo, None
         if after <= (1 + _LOSS) * self._before:
             return
-        names = ", ".join(f"'{table.owner_name}'" for table in undo)
+        names = ", ".join(f"'{place.name}'" for place, _ in undo)
         self._say(
             f"{names} back: {1e3 * after:.3g} ms a step in place of "
             f"{1e3 * self._before:.3g} ms."
         )
-        self._fixed.update(undo)
-        moves.move_for_now(self.model, undo)
-        self._forget_times()
+        self._fixed.update(place.path for place, _ in undo)
+        self._move(undo)
 
     def _say(self, text):
         if self.params.get("verbose") and self._collectives.rank == 0:
             rank_zero.say(self, f"Architecture: {text}")
 
 
-def _place(table):
-    if table.architecture == "ps":
-        return "ps", table.layout.num_partitions
-    return table.architecture
+class _Table:
+    """A sharded table's variable, as it is held now."""
+
+    architectures = transfer_cost.ARCHITECTURES
+
+    def __init__(self, variable):
+        table = variable.table
+        self.variable, self.path = variable, variable.path
+        self.name = table.owner_name
+        self.num_partitions = table.requested_partitions
+        self.architecture = self.target = table.architecture
+        if table.is_sharded:
+            self.target = ("ps", table.layout.num_partitions)
 
 
-def tables_of(model, strategy):
-    """Those of a model's tables whose architecture is to be found."""
+class _Rows:
+    """A variable that each rank has, with a gradient of rows."""
+
+    architectures = ("allreduce", "allgather")
+    num_partitions = None
+
+    def __init__(self, variable, strategy):
+        self.variable, self.path = variable, variable.path
+        self.name = variable.path
+        self.architecture = self.target = architectures.of_rows(
+            variable, strategy
+        )
+
+
+def is_asked_for(model, strategy):
+    """Whether there may be an architecture to find."""
+    is_for_rows = architectures.of(strategy).rows == "auto"
+    return is_for_rows or bool(_tables_of(model, strategy))
+
+
+def _tables_of(model, strategy):
+    of_tables = architectures.of(strategy).tables
     return [
         table
         for table in saving.tables_of(model)
-        if (table.requested_architecture or strategy.architecture) == "auto"
+        if (table.requested_architecture or of_tables) == "auto"
     ]

@@ -186,7 +186,14 @@ def transfer_bytes(
     )
 
 
-def engine_bytes(variable, architecture, cluster, engine, largest_rows=None):
+def engine_bytes(
+    variable,
+    architecture,
+    cluster,
+    engine,
+    largest_rows=None,
+    first_machine=0,
+):
     """Bytes that this library moves for one variable, by machine.
 
     As `transfer_bytes` of unique rows with indices of 8 bytes, but "ps" of a
@@ -199,6 +206,7 @@ def engine_bytes(variable, architecture, cluster, engine, largest_rows=None):
         cluster: `Cluster`.
         engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
         largest_rows: as for `sharded_table_bytes`.
+        first_machine: as for `transfer_bytes`, of a dense variable.
 
     Returns:
         `TransferBytes`.
@@ -223,7 +231,11 @@ def engine_bytes(variable, architecture, cluster, engine, largest_rows=None):
         )
     else:
         cost = transfer_bytes(
-            variable, architecture, cluster, index_bytes=_ID_BYTES
+            variable,
+            architecture,
+            cluster,
+            index_bytes=_ID_BYTES,
+            first_machine=first_machine,
         )
     if engine == "local":
         return _on_each(cluster, 0)

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity import touches
+from keras_sparsity import architectures, touches
 
 
 def pull(table, ids):
@@ -28,7 +28,10 @@ def pull(table, ids):
 def _pull(table, ids):
     role = table.role
     communicator = table.collectives
-    unique, inverse = tf.unique(ids)
+    if architectures.of().merges:
+        unique, inverse = tf.unique(ids)
+    else:
+        unique, inverse = ids, tf.range(tf.size(ids))
     sorted_ids, positions, splits = _by_owner(table, unique)
     received_ids, route = communicator.all_to_all(
         sorted_ids, splits, name=f"{role}/pull/ids"

@@ -5,7 +5,13 @@ import contextlib
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks, collectives, compat, touches
+from keras_sparsity import (
+    architectures,
+    checks,
+    collectives,
+    compat,
+    touches,
+)
 from keras_sparsity.collectives.base import raise_if_different
 from keras_sparsity.tables import exchange, initial_values, row_wise
 from keras_sparsity.tables.layout import Layout, default_owners
@@ -151,7 +157,7 @@ class ShardedTable:
         """Creates the storage; returns the value of the table's variable."""
         self.variable = variable
         communicator = collectives.current()
-        architecture = strategy_architecture()
+        architecture = architectures.of().tables
         # Out of any function that is being traced: values are real.
         with tf.init_scope():
             if communicator.size > 1:
@@ -169,7 +175,7 @@ class ShardedTable:
 
         Args:
             communicator: `Collectives` of all processes.
-            architecture: the strategy's.
+            architecture: what the strategy gives tables.
         """
         is_done = self.collectives is not None or not self.variable.is_built
         if is_done or communicator.size == 1:
@@ -514,12 +520,6 @@ def _announce(pieces):
 def under_strategy():
     """Whether a `HybridStrategy` is entered."""
     return hasattr(tf.distribute.get_strategy(), "collectives")
-
-
-def strategy_architecture(strategy=None):
-    """The architecture that a strategy, by default the one entered, gives."""
-    strategy = strategy or tf.distribute.get_strategy()
-    return getattr(strategy, "architecture", "ps")
 
 
 def _check_is_float(dtype):

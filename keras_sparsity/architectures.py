@@ -1,0 +1,73 @@
+"""What the architecture of a strategy means for each kind of variable."""
+
+import dataclasses
+
+import tensorflow as tf
+
+from keras_sparsity import checks
+
+# Set on a Keras variable whose rows' way was found.
+_ATTRIBUTE = "_keras_sparsity_rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How gradients travel under one architecture of a strategy.
+
+    Attributes:
+        tables: that of `ks.ShardedTable`s that do not say it themselves.
+        rows: that of gradients of rows of a variable which every rank has
+            whole, such as an ordinary `Embedding`'s.
+        dense: that of dense gradients: `"allreduce"`, or `"ps"`, by way of
+            servers.
+        merges: whether a rank sends each row once, and the dense gradients
+            of a step in one message.
+    """
+
+    tables: str
+    rows: str
+    dense: str = "allreduce"
+    merges: bool = True
+
+
+ARCHITECTURES = {
+    "auto": Architecture("auto", "auto"),
+    "hybrid": Architecture("ps", "allgather"),
+    "allreduce": Architecture("allreduce", "allreduce"),
+    "allgather": Architecture("allgather", "allgather"),
+    "ps": Architecture("ps", "allgather", "ps"),
+    "naive_ps": Architecture("ps", "allgather", "ps", merges=False),
+}
+
+
+def check(name, value):
+    checks.check(
+        isinstance(value, str) and value in ARCHITECTURES,
+        name,
+        value,
+        f"one of {', '.join(map(repr, ARCHITECTURES))}",
+    )
+
+
+def of(strategy=None):
+    """`Architecture` of a strategy, by default of the one entered."""
+    strategy = strategy or tf.distribute.get_strategy()
+    # Of another strategy, and of none: as nothing is trained there.
+    return ARCHITECTURES[getattr(strategy, "architecture", "hybrid")]
+
+
+def of_rows(variable, strategy=None):
+    """How the rows of a variable that every rank has whole travel.
+
+    Returns:
+        `"allgather"` or `"allreduce"`.
+    """
+    architecture = of(strategy).rows
+    if architecture == "auto":
+        architecture = getattr(variable, _ATTRIBUTE, "allgather")
+    return architecture
+
+
+def found_for_rows(variable, architecture):
+    """Keeps what was found, for strategies that have it found."""
+    setattr(variable, _ATTRIBUTE, architecture)

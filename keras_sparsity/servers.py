@@ -1,0 +1,74 @@
+"""Dense gradients by way of servers, as in the paper's baselines."""
+
+import tensorflow as tf
+
+from keras_sparsity.collectives.engine import Route
+
+# What the roles of its calls begin with.
+ROLE = "optimizer/servers/"
+PUSH, PULL = ROLE + "push", ROLE + "pull"
+
+
+def summed(communicator, gradients, in_one_message=True):
+    """The sum over the ranks of each gradient, by way of its servers.
+
+    Each process is a server, too. What a parameter server and its workers
+    send each other in a step are the gradient, and the variable that it has
+    updated. Here the server sends the sum back, which is as long, and each
+    rank updates its own copy: nothing else in the step depends on who does.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+        gradients: list of dense tensors, of the same shapes on all ranks.
+        in_one_message: those of one dtype travel together, in as many even
+            partitions as there are servers. Else each travels by itself, to
+            one server, which takes turns with the others. The native engine
+            pads this to `size` times the gradient.
+
+    Returns:
+        List of tensors.
+
+    References:
+        EuroSys 3.1 (parameter server, of dense variables), Table 4 (naive
+        and optimized PS).
+    """
+    results = [None] * len(gradients)
+    if in_one_message:
+        of_dtypes = {}
+        for index, gradient in enumerate(gradients):
+            of_dtypes.setdefault(gradient.dtype, []).append(index)
+        messages = [(indices, None) for indices in of_dtypes.values()]
+    else:
+        messages = [([index], index) for index in range(len(gradients))]
+    for indices, server in messages:
+        flat = [tf.reshape(gradients[i], [-1]) for i in indices]
+        total = _summed(communicator, tf.concat(flat, axis=0), server)
+        parts = tf.split(total, [tf.size(part) for part in flat])
+        for index, part in zip(indices, parts, strict=True):
+            shape = tf.shape(gradients[index])
+            results[index] = tf.ensure_shape(
+                tf.reshape(part, shape), gradients[index].shape
+            )
+    return results
+
+
+def _summed(communicator, flat, server):
+    """The sum of a flat tensor, at one server, or at all in even parts."""
+    size = communicator.size
+    count = tf.size(flat)
+    if server is None:
+        ends = count * tf.range(1, size + 1) // size
+        splits = ends - tf.concat([[0], ends[:-1]], axis=0)
+    else:
+        splits = count * tf.one_hot(server % size, size, dtype=tf.int32)
+    # All ranks know it: nothing is asked.
+    mine = splits[communicator.rank]
+    route = Route(splits, tf.fill([size], mine), tf.reduce_max(splits))
+    number = "" if server is None else f"/{server}"
+    with tf.name_scope("push"):
+        pushed = communicator.all_to_all_along(flat, route, name=PUSH + number)
+        total = tf.reduce_sum(tf.reshape(pushed, [size, mine]), axis=0)
+    with tf.name_scope("pull"):
+        return communicator.all_to_all_back(
+            tf.tile(total, [size]), route, name=PULL + number
+        )

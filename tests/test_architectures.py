@@ -1,0 +1,114 @@
+"""The architectures of a strategy, by the messages of a step."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+
+import keras_sparsity as ks
+from keras_sparsity import architectures, model_plan
+from keras_sparsity.callbacks import architecture_logger
+from keras_sparsity.collectives import journal
+from tests.conftest import engines
+
+ROWS, DIM, BATCH, STEPS = 600, 16, 16, 18
+HIDDEN = (40, 24)
+
+
+def ids():
+    random = np.random.default_rng(4)
+    return random.integers(ROWS // 30, size=(STEPS * BATCH, 8)) * 30
+
+
+def train(architecture):
+    """The plan, and what was counted for each kind of call in a step."""
+    strategy = ks.HybridStrategy(architecture=architecture)
+    words = keras.Input((8,), dtype="int64")
+    sharded = ks.layers.ShardedEmbedding(ROWS, DIM, name="sharded")(words)
+    stock = keras.layers.Embedding(ROWS, DIM, name="stock")(words)
+    hidden = keras.layers.Concatenate()([sharded, stock])
+    hidden = keras.layers.GlobalAveragePooling1D()(hidden)
+    for units in HIDDEN:
+        hidden = keras.layers.Dense(units, use_bias=False)(hidden)
+    model = keras.Model(words, hidden)
+    with strategy.scope():
+        model.compile("adagrad", "mse")
+    x, y = ids(), np.ones((len(ids()), HIDDEN[-1]), "float32")
+    journal.current().measures = True
+    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    totals = collections.Counter()
+    for (role, *_), found in journal.current().totals().items():
+        if role.startswith(("table/", "optimizer/")):
+            totals[role] += found.sent_bytes + found.received_bytes
+    journal.current().measures = False
+    plan = {
+        v.sparsity.name.split("/")[0]: (
+            v.architecture,
+            v.costs[v.architecture].total_bytes[strategy.rank],
+        )
+        for v in model_plan.of_running(model).variables
+    }
+    return plan, {role: total / STEPS for role, total in totals.items()}
+
+
+PULLED = "table/sharded/pull/rows"
+DENSE = 4 * (2 * DIM * HIDDEN[0] + HIDDEN[0] * HIDDEN[1])
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_each_travels_as_the_strategy_says(engine, cluster):
+    processes = cluster(engine, 2)
+    rows = {}
+    of_tables = {"hybrid": "ps", "ps": "ps", "naive_ps": "ps"}
+    for name in ("hybrid", "ps", "naive_ps", "allgather", "allreduce"):
+        results = processes.run(train, name)
+        of_rows = "allreduce" if name == "allreduce" else "allgather"
+        of_dense = "ps" if name in ("ps", "naive_ps") else "allreduce"
+        counted = collections.Counter()
+        for plan, totals in results:
+            found = {key: way for key, (way, _) in plan.items()}
+            assert found.pop("sharded") == of_tables.get(name, name)
+            assert found.pop("stock") == of_rows
+            assert set(found.values()) == {of_dense}
+            for role, num_bytes in totals.items():
+                path = architecture_logger.path_of(role)
+                counted[path] += num_bytes
+                counted[f"{path} of dense"] += (
+                    num_bytes if role.startswith("optimizer/servers/") else 0
+                )
+            served = [r for r in totals if r.startswith("optimizer/servers/")]
+            num_messages = {"ps": 2, "naive_ps": 2 * len(HIDDEN)}
+            assert len(served) == num_messages.get(name, 0)
+            assert ("optimizer/dense" in totals) == (of_dense == "allreduce")
+        if of_dense == "ps":
+            # Half of each gradient there, and half of each sum back: sent by
+            # one, received by the other. One server pads to the whole.
+            once = DENSE * 2
+            if name == "naive_ps" and engine == "native":
+                once *= 2
+            for path in ("push of dense", "pull of dense"):
+                assert once <= counted[path] <= once * 1.125
+            if engine == "horovod":
+                planned = sum(
+                    cost
+                    for plan, _ in results
+                    for key, (_, cost) in plan.items()
+                    if key not in ("sharded", "stock")
+                )
+                assert counted["push of dense"] * 2 == pytest.approx(planned)
+        rows[name] = sum(t.get(PULLED, 0) for _, t in results)
+    # Each id for itself, or each row once.
+    repeated = ids().reshape(STEPS, 2, -1)
+    unique = np.mean([[len(np.unique(p)) for p in step] for step in repeated])
+    assert rows["ps"] == rows["hybrid"] > 0 == rows["allgather"]
+    assert rows["naive_ps"] / rows["ps"] == pytest.approx(
+        repeated.shape[-1] / unique, rel=0.3 if engine == "native" else 0.05
+    )
+
+
+def test_unknown_ones_are_refused():
+    with pytest.raises(ValueError, match="one of 'auto', 'hybrid'.*'servers'"):
+        ks.HybridStrategy(architecture="servers")
+    assert ks.HybridStrategy().architecture == "auto"
+    assert architectures.of().tables == "ps"  # outside of any strategy
