@@ -2,20 +2,19 @@
 
 import contextlib
 import dataclasses
-import io
 import os
 import pathlib
 import subprocess
 
-import matplotlib.image
 import numpy as np
 import pytest
+import tensorflow as tf
 
 INSTALL = pathlib.Path(__file__).parents[1] / "scripts" / "install_browser.sh"
 # High, for what is scrolled out of sight is not drawn.
-_WIDTH, _HEIGHT = 1600, 3600
+_WIDTH, _HEIGHT = 2400, 4500
 # By so much the channels of a colour differ; black is less than dark.
-_COLOURED, _DARK = 60, 128
+_COLOURED, _DARK = 25, 128
 _FEWEST_PIXELS = 20
 
 _SCRIPT = """
@@ -32,8 +31,9 @@ const shown = (root, selector) => [...below(root)].filter(
 // What can be read in a node, from its first word to its last.
 function words(node) {
   if (node.nodeType === Node.TEXT_NODE) return node.data.trim();
-  if (!node.checkVisibility?.()) return "";
-  const parts = node.localName === "slot"
+  const isSlot = node.localName === "slot";  // which has no box of its own
+  if (!isSlot && !node.checkVisibility?.()) return "";
+  const parts = isSlot
     ? node.assignedNodes() : (node.shadowRoot ?? node).childNodes;
   return [...parts].map(words).filter(Boolean).join(" ");
 }
@@ -45,17 +45,17 @@ found.forEach((element) => element.click());
 return found.length;
 """
 _CARDS = """
-const [card, heading, figure] = arguments;
+const [card, heading, selector] = arguments;
 return shown(document.body, card).map((element) => {
-  const figures = shown(element, figure);
-  const last = figures[figures.length - 1];
+  const figure = shown(element, selector)[0];
   const table = shown(element, "table")[0];
-  const {x, y, width, height} = last?.getBoundingClientRect() ?? {};
+  const {x, y, width, height} = figure?.getBoundingClientRect() ?? {};
   return {
-    name: shown(element, heading).map(words)[0] ?? "",
+    name: shown(element, heading)[0]?.textContent.trim() ?? "",
     words: words(element),
-    box: last ? [x, y, width, height].map(Math.round) : null,
-    pixels: last?.complete ? [last.naturalWidth, last.naturalHeight] : null,
+    box: figure ? [x, y, width, height].map(Math.round) : null,
+    pixels: figure?.complete
+      ? [figure.naturalWidth, figure.naturalHeight] : null,
     rows: [...(table?.rows ?? [])].map((row) => [...row.cells].map(words)),
   };
 });
@@ -88,9 +88,11 @@ class Browser:
         self._driver = driver
 
     def open(self, url):
-        # Else another part of the same page is no new page.
-        self._driver.get("about:blank")
+        """Goes to a page, or to another part of the page where it is."""
         self._driver.get(url)
+
+    def reload(self):
+        self._driver.refresh()
 
     def words(self):
         return self._run(_WORDS)
@@ -106,8 +108,7 @@ class Browser:
     def screenshot(self):
         """The window: `(bytes of a PNG, array (height, width, 3))`."""
         png = self._driver.get_screenshot_as_png()
-        pixels = matplotlib.image.imread(io.BytesIO(png), format="png")
-        return png, np.uint8(pixels[..., :3] * 255)
+        return png, tf.io.decode_png(png, channels=3).numpy()
 
     def _run(self, script, *arguments):
         return self._driver.execute_script(_SCRIPT + script, *arguments)
@@ -167,6 +168,8 @@ def browsing(folder):
         "--no-sandbox",  # which root's Chromium asks for
         "--disable-dev-shm-usage",  # small in containers
         "--no-first-run",
+        # Curves as SVG: without a graphics card WebGL leaves them out.
+        "--disable-3d-apis",
         # Nothing leaves the machine.
         "--disable-background-networking",
         "--disable-component-update",
