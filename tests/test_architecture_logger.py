@@ -11,51 +11,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.callbacks import architecture_logger
 from tests.conftest import engines
-
-ROWS, DIM, BATCH, STEPS = 3_000, 16, 32, 24
-
-
-def ids():
-    random = np.random.default_rng(2)
-    return random.zipf(1.3, size=(STEPS * BATCH, 4)) % ROWS
-
-
-def train(log_dir, searches):
-    # Not "auto": what is fastest here is not to decide what is there to show.
-    strategy = ks.HybridStrategy(architecture="hybrid")
-    words = keras.Input((4,), dtype="int64")
-    sharded = ks.layers.ShardedEmbedding(ROWS, DIM, name="sharded")(words)
-    stock = keras.layers.Embedding(ROWS, DIM, name="stock")(words)
-    hidden = keras.layers.Concatenate()([sharded, stock])
-    out = keras.layers.Dense(1, name="out")(keras.layers.Flatten()(hidden))
-    model = keras.Model(words, out)
-    with strategy.scope():
-        model.compile("adagrad", "mse")
-    callbacks = [ks.callbacks.ArchitectureLogger(log_dir, every_steps=8)]
-    if searches:
-        callbacks.append(
-            ks.callbacks.PartitionSearch(num_steps=3, num_warm_up_steps=0)
-        )
-    model.fit(
-        ids(),
-        np.ones((len(ids()), 1)),
-        batch_size=BATCH,
-        epochs=2 if searches else 1,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-    )
-    choice = callbacks[1].result["tables"] if searches else None
-    return {
-        "alpha": [v.alpha for v in ks.sparsity.measured(model)[:2]],
-        "choice": choice and (choice.num_partitions, choice.sampled_seconds),
-        "partitions": sharded_partitions(model),
-    }
-
-
-def sharded_partitions(model):
-    layout = model.get_layer("sharded").table.layout
-    return layout.num_partitions if layout else 1
+from tests.logger_functions import BATCH, DIM, ROWS, STEPS, ids, train
 
 
 def events(log_dir):
@@ -125,9 +81,9 @@ def command(arguments, capsys):
 
 
 @pytest.mark.parametrize("engine", engines())
-def test_everything_on_two_processes(engine, cluster, tmp_path):
-    results = cluster(engine, 2).run(train, tmp_path, True)
-    found = events(tmp_path)
+def test_everything_on_two_processes(engine, logged):
+    log_dir, results = logged(engine)
+    found = events(log_dir)
     tags = found.Tags()["tensors"]
     last = 2 * STEPS
     assert {t.partition("/")[0] for t in tags} == {
