@@ -1,26 +1,24 @@
 """Does the plan say what the network carries?
 
-Three models train on some processes in a network namespace of their own, whose
-interface counts the bytes: a language model with sampled softmax, a recommender
-with tables of several sizes, and ResNet-50 at small images. Less what an idle
-run of the same length sends, they must be within 5 % of what the plan's
-formulas say with the alpha that was measured meanwhile. ResNet-50 must be
-AllReduce alone. Needs root, for the namespace, and the command `ip`.
+Three models train on the machines of an emulated cluster, whose interfaces
+count the bytes: a language model with sampled softmax, a recommender with
+tables of several sizes, and ResNet-50 at small images. Less the packets'
+headers and what an idle run of the same length sends, they must be within 5 %
+of what the plan's formulas say with the alpha that was measured meanwhile.
+ResNet-50 must be AllReduce alone. Needs root, as `cluster.py` does.
 """
 
 import argparse
-import json
 import os
-import shutil
-import subprocess
 import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import _timing
 import keras
 from _models import MODELS
+from cluster import Cluster, ClusterError
+from workloads._training import Timed
 
 import keras_sparsity as ks
 from keras_sparsity import model_plan
@@ -34,14 +32,9 @@ def main():
     if args.inside:
         inside(args)
         return
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        sys.exit(
-            "plan_bytes.py counts at the interface of a network namespace of "
-            "its own: run it as root, where `ip` (iproute2) is installed."
-        )
     figures, misses = {"limit": LIMIT}, []
     for name in args.models:
-        found = in_namespace(args, name)
+        found = on_cluster(args, name)
         counted, planned = found["counted_bytes"], found["planned_bytes"]
         error = planned / counted - 1
         figures[name] = {**found, "error": round(error, 4)}
@@ -59,24 +52,24 @@ def main():
     _timing.finish(figures, misses)
 
 
-def in_namespace(args, name):
-    """What `inside` prints, run in a namespace that is gone afterwards."""
-    namespace = f"keras-sparsity-{os.getpid()}"
-    run = ["ip", "netns", "exec", namespace, sys.executable]
-    run += ["-m", "keras_sparsity.launch", "run", "-n", str(args.processes)]
-    run += ["--engine", args.engine, __file__, "--inside", name]
-    run += ["--steps", str(args.steps), "--engine", args.engine]
-    subprocess.run(["ip", "netns", "add", namespace], check=True)
+def on_cluster(args, name):
+    """What `inside` reports, of all machines."""
+    arguments = ["--inside", name, "--steps", str(args.steps)]
     try:
-        subprocess.run(
-            ["ip", "-n", namespace, "link", "set", "lo", "up"], check=True
-        )
-        result = subprocess.run(run, capture_output=True, text=True)
-    finally:
-        subprocess.run(["ip", "netns", "del", namespace], check=True)
-    if result.returncode:
-        sys.exit(result.stdout + result.stderr)
-    return json.loads(result.stdout.splitlines()[-1])
+        with Cluster(args.machines) as cluster:
+            found = cluster.run(__file__, arguments, args.engine)
+    except ClusterError as error:
+        sys.exit(f"plan_bytes.py: {error}")
+    if found["exit_code"]:
+        sys.exit(f"{name}: exit code {found['exit_code']}")
+    counted = sum(
+        machine["sent_payload_bytes_per_step"]
+        for machine in found["per_machine"]
+    )
+    return {
+        "counted_bytes": counted,
+        **{k: found[k] for k in ("planned_bytes", "alpha", "paths")},
+    }
 
 
 def inside(args):
@@ -85,59 +78,26 @@ def inside(args):
     model, x, y, loss = MODELS[args.inside](strategy.size, warm_up + args.steps)
     with strategy.scope():
         model.compile(keras.optimizers.Adagrad(0.01), loss)
-    counter = Counter(warm_up, args.steps, strategy.collectives)
+    timed = Timed(warm_up, args.steps, strategy.collectives)
     batch = len(x) // (warm_up + args.steps)
-    model.fit(x, y, batch, callbacks=[counter], shuffle=False, verbose=0)
+    model.fit(x, y, batch, callbacks=[timed], shuffle=False, verbose=0)
     plan = model_plan.of_running(model)
     if strategy.rank == 0:
         chosen = [v.costs[v.architecture] for v in plan.variables]
         paths = {a: plan.bytes_of(a) for a in ("allreduce", "ps", "allgather")}
-        found = {
-            "counted_bytes": counter.bytes_per_step,
-            "planned_bytes": sum(sum(cost.sent_bytes) for cost in chosen),
-            "alpha": plan.alpha_model,
-            "paths": {name: b for name, b in paths.items() if b},
-        }
-        print(json.dumps(found))
-
-
-class Counter(keras.callbacks.Callback):
-    """Bytes of the steps after some, less those of an idle time as long."""
-
-    def __init__(self, warm_up, steps, ranks):
-        super().__init__()
-        self.warm_up, self.steps, self.ranks = warm_up, steps, ranks
-
-    def on_train_batch_end(self, batch, logs=None):
-        if batch + 1 == self.warm_up:
-            self.ranks.barrier("begin")
-            self.start = sent_bytes(), time.monotonic()
-        if batch + 1 == self.warm_up + self.steps:
-            self.ranks.barrier("end")
-            sent, seconds = (
-                now - then
-                for now, then in zip(
-                    (sent_bytes(), time.monotonic()), self.start, strict=True
-                )
-            )
-            before = sent_bytes()
-            time.sleep(seconds)
-            idle = sent_bytes() - before
-            self.ranks.barrier("idle")
-            self.bytes_per_step = (sent - idle) / self.steps
-
-
-def sent_bytes():
-    """Bytes that the interface has sent since it is up."""
-    with open("/proc/net/dev") as file:
-        (line,) = (x for x in file if x.strip().startswith("lo:"))
-    return int(line.split()[9])
+        timed.window.report(
+            args.steps,
+            batch,
+            planned_bytes=sum(sum(cost.sent_bytes) for cost in chosen),
+            alpha=plan.alpha_model,
+            paths={name: b for name, b in paths.items() if b},
+        )
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--machines", type=int, default=3)
     parser.add_argument("--engine", default="native")
     parser.add_argument("--steps", type=int, default=40, help="counted")
     parser.add_argument("--inside", help=argparse.SUPPRESS)

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity import architectures, collectives, servers, touches
+from keras_sparsity.tables.addresses import narrowest
 from keras_sparsity.tables.exchange import split_gradient
 from keras_sparsity.tables.table_variable import TableVariable
 
@@ -296,13 +297,15 @@ def _gather_slices(communicator, slices, variable, merges):
     name = f"optimizer/rows/{variable.path}"
     if merges:
         slices = _each_row_once(slices, variable)
-    mark = tf.constant(slices.indices.dtype.min, slices.indices.dtype)
+    dtype = narrowest(variable.shape[0])
+    mark = tf.constant([dtype.max], dtype)
     values = communicator.all_gather(slices.values, name=f"{name}/values")
     marked = communicator.all_gather(
-        tf.concat([tf.fill([1], mark), slices.indices], axis=0),
+        tf.concat([mark, tf.cast(slices.indices, dtype)], axis=0),
         name=f"{name}/ids",
     )
-    is_index = tf.not_equal(marked, mark)
+    marked = tf.cast(marked, slices.indices.dtype)
+    is_index = tf.not_equal(marked, dtype.max)
     indices = tf.boolean_mask(marked, is_index)
 
     def counts():

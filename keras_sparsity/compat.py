@@ -194,6 +194,30 @@ def all_layers(model):
     return list(model._flatten_layers(include_self=False))
 
 
+def functional_calls(model):
+    """The calls that a functional model makes, in their order.
+
+    Not of a subclass, which may do something else.
+
+    `Functional` and `_nodes_by_depth`: Keras 3.5 to 3.15.
+
+    Returns:
+        List of `(operation, inputs, outputs)`, of symbolic tensors; None of a
+        model of another kind.
+    """
+    from keras.src.models import functional
+
+    if type(model) is not functional.Functional:
+        return None
+    nodes = model._nodes_by_depth
+    return [
+        (node.operation, list(node.input_tensors), list(node.outputs))
+        for depth in sorted(nodes, reverse=True)
+        for node in nodes[depth]
+        if node.operation is not None and not node.is_input
+    ]
+
+
 def losses_are_scaled():
     """Whether this Keras divides a loss by the number of replicas.
 

@@ -84,12 +84,13 @@ class Touches:
         # Touches of this step that came already, each as one number.
         self._arrived = OwnVariable([], tf.int64, [None])
 
-    def note(self, ids, counts, largest):
+    def note(self, asked, largest):
         """Notes what an owner receives before the step ends.
 
         Args:
-            ids: int64 tensor of row ids, first those of rank 0.
-            counts: `(size,)`, how many of each rank.
+            asked: function without arguments that gives an int64 tensor of row
+                ids, first those of rank 0, and how many of each rank they are,
+                `(size,)`. Called where a step is sampled.
             largest: how many any rank receives of any other at most, where
                 the engine knows it; else 0.
         """
@@ -97,6 +98,7 @@ class Touches:
         def keep():
             noted = [0, 0, 0, 0, 1, tf.cast(largest, tf.int64)]
             self._state.add(tf.stack(noted))
+            ids, counts = asked()
             touched = self._touched(ids, lambda: counts)
             touched = tf.concat([self._arrived.read(), touched], axis=0)
             # Each once, so that it stays small where gradients are taken and
@@ -230,10 +232,10 @@ def apart(variables):
                 setattr(variable, _ATTRIBUTE, counts)
 
 
-def note(variable, ids, counts, largest):
+def note(variable, asked, largest):
     """`Touches.note`, unless it is left out."""
     if not _left_out:
-        of(variable).note(ids, counts, largest)
+        of(variable).note(asked, largest)
 
 
 def end_step(variable, ids=None, counts=None):

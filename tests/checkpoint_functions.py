@@ -110,7 +110,7 @@ def build(partitions=(1, 3), dropout=0.3, optimizer="adam", **arguments):
         hidden = keras.layers.BatchNormalization()(hidden)
         hidden = keras.layers.Dropout(dropout)(hidden)
     model = keras.Model(inputs, keras.layers.Dense(3)(hidden))
-    strategy = ks.HybridStrategy()
+    strategy = ks.HybridStrategy(architecture="hybrid")
     with strategy.scope():
         model.compile(
             keras.optimizers.get(optimizer),
@@ -194,7 +194,7 @@ def load(directory, kind):
         model = build(partitions=(4, 2), dropout=0.0)
         ks.callbacks.ShardedCheckpoint(directory).restore(model)
         return _next_step(model)
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         path = os.path.join(directory, "model.keras")
         return _next_step(keras.models.load_model(path))
 
@@ -237,7 +237,7 @@ def peak_memory(directory, num_rows, dim):
         num_rows, dim, embeddings_initializer="zeros"
     )
     model = keras.Model(inputs, keras.layers.Flatten()(table(inputs)))
-    strategy = ks.HybridStrategy()
+    strategy = ks.HybridStrategy(architecture="hybrid")
     with strategy.scope():
         model.compile("sgd", "mse")
     x = np.arange(32).reshape(8, 4)

@@ -68,7 +68,7 @@ def use_after_moves(directory):
 
     path = os.path.join(directory, "model.keras")
     model.save(path)
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         loaded = keras.models.load_model(path)
     assert_same(everything(loaded), before[0])
     plain = ks.export(model)
@@ -110,7 +110,7 @@ def peak_memory(num_rows, dim):
         num_rows, dim, embeddings_initializer="zeros"
     )
     model = keras.Sequential([keras.Input((4,), dtype="int32"), layer])
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile(keras.optimizers.SGD(momentum=0.9), "mse")
     model.optimizer.build(model.trainable_variables)
     layer.table.assign(np.ones((num_rows, dim), "float32"))
@@ -169,7 +169,7 @@ def move_a_softmax():
         model = keras.Sequential(
             [keras.Input((3,)), keras.layers.Dense(4), softmax]
         )
-        with ks.HybridStrategy().scope():
+        with ks.HybridStrategy(architecture="hybrid").scope():
             model.compile("adam", softmax.loss(), run_eagerly=True)
         rng = np.random.default_rng(1)
         x = rng.normal(size=(24, 3)).astype("float32")
@@ -249,7 +249,7 @@ def ask_for_different_moves():
     rank = ks.collectives.current().rank
     layer = ks.layers.ShardedEmbedding(9, 2)
     model = keras.Sequential([keras.Input((2,)), layer])
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"rank 1: .*3") as error:
         ks.moves.repartition(model, {layer.table: 2 + rank})

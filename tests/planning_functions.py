@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.tables.addresses import narrowest
 
 NUM_PROCESSES = 3
 STEPS = 8
@@ -50,7 +51,7 @@ def count_bytes():
 
     def all_gather():
         values = tf.random.normal([GATHERED_ROWS, DIM])
-        rows = tf.range(GATHERED_ROWS, dtype=tf.int64)
+        rows = tf.cast(tf.range(GATHERED_ROWS), narrowest(NUM_ROWS))
         return [
             ranks.all_gather(values, name="test/rows"),
             ranks.all_gather(rows, name="test/ids"),

@@ -134,7 +134,7 @@ def profile(log_dir):
             batch == 2 and tf.profiler.experimental.start(f"{log_dir}")
         )
     )
-    strategy = ks.HybridStrategy()
+    strategy = ks.HybridStrategy(architecture="hybrid")
     model = keras.Sequential(
         [
             keras.Input((4,), dtype="int64"),

@@ -318,7 +318,7 @@ def built(seconds=None, groups=(None,), optimizer="adam", **compile_options):
     if seconds is not None:
         x = TakesTime(layers[0], seconds)(x)
     model = keras.Model(inputs, keras.layers.Dense(1)(x))
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile(optimizer, loss="mse", **compile_options)
     return model
 
@@ -647,7 +647,7 @@ def search_nothing():
         model, callback = built(groups=(None,)), search()
         if ks.collectives.current().size > 1:
             model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-            with ks.HybridStrategy().scope():
+            with ks.HybridStrategy(architecture="hybrid").scope():
                 model.compile("sgd", loss="mse")
         trained(model, callback, epochs=1)
     return lines, callback.result

@@ -194,7 +194,7 @@ def test_every_architecture_as_simulated(
         compare(cost, values, ids)
     if variable.is_sparse:
         cost = planning.sharded_table_bytes(variable, cluster)
-        compare(cost, *simulated("sharded", variable, cluster, "none", 8))
+        compare(cost, *simulated("sharded", variable, cluster, "none", 2))
 
 
 def compare(cost, values, ids):
@@ -369,7 +369,7 @@ def test_what_each_engine_moves():
         on_ring, of_rows = (choice.costs for choice in plan.choices)
         assert set(on_ring) == {"allreduce", "ps"}
         assert of_rows["allgather"].sent_bytes == pytest.approx(
-            (3 * (rows * 8 + elements * 4),) * 4
+            (3 * (rows * 2 + elements * 4),) * 4
         )
         assert of_rows["ps"] == planning.sharded_table_bytes(
             table, cluster, padded=engine == "native"
@@ -387,14 +387,14 @@ def test_padding_is_that_of_the_native_engine():
         cost = planning.sharded_table_bytes(
             table, Cluster(2), padded=True, largest_rows=length
         )
-        assert cost.sent_bytes == (capacity * (8 + 2 * 4),) * 2
+        assert cost.sent_bytes == (capacity * (4 + 2 * 4),) * 2
 
 
 def test_rounding_errors_are_not_padded():
     """0.28 times 1,600 comes to a little more than 448."""
     table = VariableSpec("table", (1_600, 1), 0.28)
     cost = planning.sharded_table_bytes(table, Cluster(2), padded=True)
-    assert cost.sent_bytes == (224 * (8 + 2 * 4),) * 2
+    assert cost.sent_bytes == (224 * (2 + 2 * 4),) * 2
 
 
 def test_padding_is_to_the_owner_with_most_rows():
@@ -403,11 +403,11 @@ def test_padding_is_to_the_owner_with_most_rows():
     # Of 120 rows, 80 for rank 0; 80 and 400 elements have capacities.
     rows, elements = 80, 416
     cost = planning.sharded_table_bytes(table, Cluster(2), padded=True)
-    assert cost.sent_bytes == (rows * 8 + 2 * elements * 4,) * 2
+    assert cost.sent_bytes == (rows * 2 + 2 * elements * 4,) * 2
     # Of four processes each sends to the two on the other machine.
     cost = planning.sharded_table_bytes(table, Cluster(2, 2), padded=True)
     rows, elements = 40, 208
-    assert cost.sent_bytes == (4 * (rows * 8 + 2 * elements * 4),) * 2
+    assert cost.sent_bytes == (4 * (rows * 2 + 2 * elements * 4),) * 2
 
 
 @pytest.fixture

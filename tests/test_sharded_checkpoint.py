@@ -91,7 +91,7 @@ def test_unseeded_arrays_go_on_in_their_order(tmp_path):
 
         tf.random.set_seed(87654321)  # as good as none
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        with ks.HybridStrategy().scope():
+        with ks.HybridStrategy(architecture="hybrid").scope():
             model.compile("sgd", "mse", metrics=[Sum()])
         x = 2.0 ** np.arange(12)[:, None]
         checkpoint = ks.callbacks.ShardedCheckpoint(tmp_path, every_steps=1)
@@ -443,7 +443,7 @@ def test_only_in_a_scope_only_one_and_only_where_there_is_none(checkpoints):
     data = np.ones((4, 1))
     with pytest.raises(ValueError, match=r"strategy\.scope\(\)"):
         model.fit(data, data, verbose=0, callbacks=[checkpoint])
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="one ShardedCheckpoint"):
         model.fit(data, data, callbacks=[checkpoint, checkpoint])

@@ -149,7 +149,7 @@ class Reader(keras.callbacks.Callback):
 
 def fit_all(steps_per_execution=1, machines=None):
     """What is measured of each variable, by name; the model."""
-    strategy = ks.HybridStrategy()
+    strategy = ks.HybridStrategy(architecture="hybrid")
     if machines is not None:
         assert strategy.collectives.machines == tuple(machines)
     # Of a table that is spread, it touches no row of others.
@@ -298,7 +298,7 @@ def loop_ids(rank, step):
 
 def own_loop():
     """Two optimizers, with options of their own, in a function in another."""
-    strategy = ks.HybridStrategy()
+    strategy = ks.HybridStrategy(architecture="hybrid")
     table = ks.ShardedTable(LOOP_ROWS, DIM, owner_name="own")
     ordinary = keras.Variable(np.ones((LOOP_ROWS, DIM)), name="ordinary")
     scaled = ks.HybridOptimizer(
@@ -355,7 +355,7 @@ def eager_softmax():
     """What is measured of kernel and bias, and the ids of each step."""
     layer = ks.layers.SampledSoftmax(LOOP_ROWS, num_sampled=5, seed=3)
     model = keras.Sequential([keras.Input((DIM,)), layer])
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile("sgd", layer.loss(), run_eagerly=True)
     gather, seen = layer.kernel_table.gather, []
 
@@ -390,7 +390,7 @@ def test_sampled_softmax(cluster, engine):
 def weights(steps):
     keras.utils.set_random_seed(5)
     model = make_model()
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile("adagrad", "mse", jit_compile=True)
     ids = zipf_ids()[: steps * BATCH]
     model.fit(ids, np.ones((len(ids), 1)), BATCH, shuffle=False, verbose=0)
@@ -410,7 +410,7 @@ def test_left_out_and_under_xla():
 
 def test_a_gradient_that_is_dense_is_told_so():
     model = make_model("l2")
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile("sgd", "mse", run_eagerly=True)
     model.fit(zipf_ids()[:BATCH], np.zeros((BATCH, 1)), verbose=0)
     found = ks.sparsity.measured(model)

@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from keras_sparsity import compat, empty_parts, metrics
 from keras_sparsity.adoption.binding import Binding
+from keras_sparsity.adoption.joint_pull import JointPull
 
 
 class Steps(Binding):
@@ -13,6 +14,7 @@ class Steps(Binding):
     def __init__(self, model):
         self._is_in_step = False
         self._is_in_keras_loss = False
+        self._joint_pull = JointPull(model)
         names = ["call", "train_step", "test_step", "predict_step"]
         names.append("get_metrics_result")
         private = {}
@@ -24,10 +26,15 @@ class Steps(Binding):
         super().__init__(model, names, private)
 
     def call(self, *args, **kwargs):
-        stock = self._stock["call"]
-        if self._is_in_step and args and self._collectives.size > 1:
-            return empty_parts.call(stock, *args, **kwargs)
-        return stock(*args, **kwargs)
+        if not args or self._collectives.size == 1:
+            return self._stock["call"](*args, **kwargs)
+        if self._is_in_step:
+            return empty_parts.call(self._call, *args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, inputs, *args, **kwargs):
+        with self._joint_pull.entered(inputs):
+            return self._stock["call"](inputs, *args, **kwargs)
 
     def compute_step_loss(self, *args, **kwargs):
         """What Keras's own steps call."""

@@ -1,5 +1,7 @@
 """`keras.layers.Embedding` over a sharded table."""
 
+import collections
+
 import keras
 import tensorflow as tf
 
@@ -113,6 +115,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         self.partition_group = partition_group
         self.architecture = architecture
         self.table = None
+        # Rows of the next calls, where they were gathered with other tables'.
+        self.ahead = collections.deque()
         if weights is not None:
             self.build()
             if isinstance(weights, list) and len(weights) == 1:
@@ -150,15 +154,23 @@ class ShardedEmbedding(keras.layers.Embedding):
             self.table.check_under_strategy()
         if isinstance(inputs, tf.RaggedTensor):
             return tf.ragged.map_flat_values(self._rows, inputs)
-        if isinstance(inputs, tf.SparseTensor):
-            inputs = tf.sparse.to_dense(inputs)
         return self._rows(inputs)
 
     def _rows(self, ids):
-        ids = checks.tensor("inputs", ids, "a tensor or array of ids")
+        ids = self.ids_of(ids)
+        rows = self.ahead.popleft() if self.ahead else self.table.gather(ids)
+        return tf.cast(rows, self.compute_dtype)
+
+    def ids_of(self, inputs):
+        """The tensor of ids whose rows a call with these inputs gathers."""
+        if isinstance(inputs, tf.RaggedTensor):
+            inputs = inputs.flat_values
+        elif isinstance(inputs, tf.SparseTensor):
+            inputs = tf.sparse.to_dense(inputs)
+        ids = checks.tensor("inputs", inputs, "a tensor or array of ids")
         if ids.dtype.is_floating or ids.dtype.is_bool:  # as stock Keras does
             ids = tf.cast(ids, tf.int32)
-        return tf.cast(self.table.gather(ids), self.compute_dtype)
+        return ids
 
     def enable_lora(self, *args, **kwargs):
         raise ValueError(

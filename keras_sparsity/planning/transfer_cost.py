@@ -19,8 +19,9 @@ ARCHITECTURES = ("allreduce", "ps", "allgather")
 ENGINES = ("local", "native", "horovod")
 LOCAL_AGGREGATIONS = ("none", "push", "both")
 
-# Those of a `ShardedTable`: int64.
-_ID_BYTES = 8
+# Of uint16, int32 and int64.
+_LARGEST = {2: 2**16 - 1, 4: 2**31 - 1, 8: 2**63 - 1}
+
 # Parts of 0 to 8 elements are padded to this many, and there are as many
 # steps to an octave.
 _SMALLEST_CAPACITY = 8
@@ -186,6 +187,19 @@ def transfer_bytes(
     )
 
 
+def narrowest_index(num_rows):
+    """Bytes of the narrowest integer in which this library sends rows' numbers.
+
+    Of 0 to `num_rows - 1`, and one value that is no row's.
+
+    Example:
+
+    >>> [narrowest_index(n) for n in (50_000, 800_000, 3_000_000_000)]
+    [2, 4, 8]
+    """
+    return next(n for n in (2, 4, 8) if num_rows < _LARGEST[n])
+
+
 def engine_bytes(
     variable,
     architecture,
@@ -196,9 +210,9 @@ def engine_bytes(
 ):
     """Bytes that this library moves for one variable, by machine.
 
-    As `transfer_bytes` of unique rows with indices of 8 bytes, but "ps" of a
-    sparse variable is a `sharded_table_bytes`, and what the native engine
-    exchanges by rows is padded.
+    As `transfer_bytes` of unique rows, with indices in the narrowest integer
+    that holds them, but "ps" of a sparse variable is a `sharded_table_bytes`,
+    and what the native engine exchanges by rows is padded.
 
     Args:
         variable: `VariableSpec`.
@@ -218,8 +232,8 @@ def engine_bytes(
     ...     cost = engine_bytes(table, "allgather", Cluster(4), engine)
     ...     print(engine, round(cost.busiest_bytes))
     local 0
-    native 31680
-    horovod 31680
+    native 30960
+    horovod 30960
 
     References:
         EuroSys 3.1.
@@ -234,7 +248,7 @@ def engine_bytes(
             variable,
             architecture,
             cluster,
-            index_bytes=_ID_BYTES,
+            index_bytes=_index_of_all(variable),
             first_machine=first_machine,
         )
     if engine == "local":
@@ -248,12 +262,13 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
     """Bytes that a `ShardedTable` of this library costs, by machine.
 
     It is a parameter server whose servers are the workers. Each process sends
-    the ids (int64) of the unique rows that it needs to their owners, and the
-    rows come back. Their gradients, one for each row, follow the ids' way,
+    the addresses of the unique rows that it needs to their owners, in the
+    narrowest integer that holds those of an owner (i bytes), and the rows come
+    back. Their gradients, one for each row, follow the ids' way,
     and need no ids of their own. In the words of `transfer_bytes`, "ps" with
 
         pull = L alpha w
-        push = L alpha w + 8 L alpha num_rows
+        push = L alpha w + i L alpha num_rows
 
     The native engine's operations know even sizes only. What a process sends
     to another one is padded to the largest part that any has for any, and
@@ -262,7 +277,7 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
     d their number of elements, and b the bytes of one, a machine sends, and
     receives,
 
-        L (S-L) (8 c(n) + 2 b c(n d))
+        L (S-L) (i c(n) + 2 b c(n d))
 
     Args:
         variable: `VariableSpec` of a sparse variable, which travels in its
@@ -282,10 +297,10 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
     >>> table = VariableSpec("table", (1000, 64), alpha=0.02)
     >>> cost = sharded_table_bytes(table, Cluster(num_machines=4))
     >>> round(cost.busiest_bytes), round(max(cost.index_bytes))
-    (15600, 240)
+    (15420, 60)
     >>> cost = sharded_table_bytes(table, Cluster(4), padded=True)
     >>> round(cost.busiest_bytes)
-    15744
+    15456
 
     References:
         EuroSys 3.1 (pull and push), 4.3 (servers beside workers).
@@ -307,6 +322,8 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
         "None or a number of rows",
     )
     w = variable.num_bytes()
+    most = _shares(variable, cluster, cluster.size).max() * variable.shape[0]
+    id_bytes = narrowest_index(math.ceil(most - 1e-9))
     if not padded:
         return _parameter_server(
             variable,
@@ -314,7 +331,7 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
             cluster,
             _shares(variable, cluster, cluster.num_machines),
             "none",
-            pull_index_bytes=_ID_BYTES,
+            pull_index_bytes=id_bytes,
             push_index_bytes=0,
         )
     num_rows = variable.shape[0]
@@ -326,10 +343,14 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
     dim = math.prod(variable.shape[1:])
     local_size = cluster.processes_per_machine
     pairs = local_size * (cluster.size - local_size)
-    ids = pairs * _capacity(largest_rows) * _ID_BYTES
+    ids = pairs * _capacity(largest_rows) * id_bytes
     element_bytes = dtype_bytes("dtype", variable.dtype)
     rows = pairs * _capacity(largest_rows * dim) * element_bytes
     return _on_each(cluster, ids + 2 * rows, index_bytes=2 * ids)
+
+
+def _index_of_all(variable):
+    return narrowest_index(variable.shape[0]) if variable.is_sparse else 0
 
 
 def _all_reduce(w, cluster, local_aggregation):
@@ -351,7 +372,7 @@ def _padded_all_gather(variable, cluster):
     num_values = num_rows * math.prod(variable.shape[1:])
     element_bytes = dtype_bytes("dtype", variable.dtype)
     hops = cluster.size - 1
-    ids = hops * _capacity(num_rows) * _ID_BYTES
+    ids = hops * _capacity(num_rows) * _index_of_all(variable)
     values = hops * _capacity(num_values) * element_bytes
     return _on_each(cluster, ids + values, 2 * ids)
 

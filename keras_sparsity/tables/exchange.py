@@ -1,79 +1,92 @@
 """Rows between those that need them and those that own them."""
 
+import hashlib
+
 import tensorflow as tf
 
 from keras_sparsity import architectures, touches
+from keras_sparsity.tables.addresses import Addresses
 
 
-def pull(table, ids):
-    """Rows of a spread table, from their owners.
+def pull(requests):
+    """Rows of spread tables, from their owners, in one exchange.
 
-    Unique ids go to their owners and the rows come back; the gradient's rows,
-    summed over this rank's ids, travel the ids' route once more.
+    Unique addresses go to their owners and the rows come back; the gradient's
+    rows, summed over this rank's ids, travel the addresses' route once more.
+    However many tables there are, these are three messages.
 
     Args:
-        table: the `ShardedTable`.
-        ids: int64 tensor `(n,)`.
+        requests: list of `(tables, ids)`, ids an integer tensor `(n,)`: each
+            of the `ShardedTable`s, which have one `Layout`, is asked for the
+            same rows. All of a request together have as many columns as those
+            of every other, and all tables have one dtype.
 
     Returns:
-        Tensor `(n, dim)`.
+        List of tensors `(n, columns)`, one for each request: the rows of its
+        tables side by side.
 
     References:
         EuroSys 3.1 (pull and push), 4.3 (one gradient for each row).
     """
     with tf.name_scope("pull"):  # as a profiler's trace is to call it
-        return _pull(table, ids)
+        return _pull(requests)
 
 
-def _pull(table, ids):
-    role = table.role
-    communicator = table.collectives
-    if architectures.of().merges:
-        unique, inverse = tf.unique(ids)
-    else:
-        unique, inverse = ids, tf.range(tf.size(ids))
-    sorted_ids, positions, splits = _by_owner(table, unique)
-    received_ids, route = communicator.all_to_all(
-        sorted_ids, splits, name=f"{role}/pull/ids"
+def _pull(requests):
+    groups = list(dict.fromkeys(tuple(tables) for tables, _ in requests))
+    tables = [table for group in groups for table in group]
+    communicator = tables[0].collectives
+    addresses = Addresses([group[0] for group in groups])
+    role = role_of(tables)
+    request = _Request(requests, groups, addresses)
+    sent, positions, splits = request.by_owner(communicator.size)
+    received, route = communicator.all_to_all(
+        sent, splits, name=f"{role}/pull/ids"
     )
-    with tf.control_dependencies(table.assert_inside(received_ids)):
-        received_ids = tf.identity(received_ids)
-    # Where the row of each id arrives.
-    arrival = tf.gather(positions, inverse)
-
+    received = _checked(received, [g[0] for g in groups], addresses)
+    owned = _Owned(groups, addresses, received)
     rows = communicator.all_to_all_back(
-        tf.stop_gradient(_read_rows(table, received_ids)),
-        route,
-        name=f"{role}/pull/rows",
+        tf.stop_gradient(owned.rows()), route, name=f"{role}/pull/rows"
     )
-    num_sent = tf.shape(sorted_ids)[0]
+    num_sent = tf.shape(sent)[0]
+    # Where the row of each id arrives.
+    arrivals = [tf.gather(positions, index) for index in request.indices]
 
     @tf.custom_gradient
-    def expand(anchor, rows):
-        del anchor
+    def expand(*anchors_and_rows):
+        *anchors, rows = anchors_and_rows
 
-        def push(gradient):
-            table.check_under_strategy()
+        def push(*gradients):
+            for table in tables:
+                table.check_under_strategy()
             with tf.name_scope("push"):
                 # Summed per row here, then along the ids' own route: each
                 # owner already knows which rows these are.
                 summed = tf.math.unsorted_segment_sum(
-                    gradient, arrival, num_sent
+                    _joined(gradients), _joined(arrivals), num_sent
                 )
                 at_owner = communicator.all_to_all_along(
                     summed, route, name=f"{role}/push/rows"
                 )
-                touches.note(
-                    table.variable,
-                    received_ids,
-                    route.received_splits,
-                    route.largest,
-                )
-            return row_gradient(table, at_owner, received_ids), None
+                slices = owned.gradients(at_owner)
+                owned.note_touches(route)
+            return *slices, None
 
-        return tf.gather(rows, arrival), push
+        results = [tf.gather(rows, arrival) for arrival in arrivals]
+        return (results[0] if len(results) == 1 else results), push
 
-    return expand(tf.convert_to_tensor(table.variable.value), rows)
+    anchors = [tf.convert_to_tensor(t.variable.value) for t in tables]
+    results = expand(*anchors, rows)
+    return [results] if len(requests) == 1 else list(results)
+
+
+def role_of(tables):
+    """What the names of the messages of some tables begin with."""
+    roles = [table.role for table in tables]
+    if len(roles) == 1:
+        return roles[0]
+    digest = hashlib.blake2b("+".join(roles).encode(), digest_size=4)
+    return f"tables/{len(roles)} from {roles[0]}/{digest.hexdigest()}"
 
 
 def row_gradient(table, values, ids):
@@ -81,49 +94,219 @@ def row_gradient(table, values, ids):
     return tf.IndexedSlices(values, ids, shape)
 
 
-def _by_owner(table, unique):
-    """Unique ids sorted by owner, the position of each, and the splits.
+def _joined(tensors):
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis=0)
 
-    If an id lies outside the table it is sent to every owner in place of
-    all others, so that the check that each owner makes fails on all.
+
+class _Request:
+    """What this rank asks for: each row once.
+
+    Attributes:
+        indices: for each request, the place of each id's row among them.
     """
-    size = table.collectives.size
-    outside = (unique < 0) | (unique >= table.num_rows)
-    valid = tf.logical_not(tf.reduce_any(outside))
-    count = tf.size(unique)
-    owner = table.layout.owner(tf.where(outside, tf.zeros_like(unique), unique))
-    order = tf.concat(
-        tf.dynamic_partition(tf.range(count), owner, size), axis=0
-    )
 
-    def send_valid():
-        return (
-            tf.gather(unique, order),
-            tf.math.bincount(owner, minlength=size, maxlength=size),
+    def __init__(self, requests, groups, addresses):
+        self._addresses = addresses
+        self._tables = [tables[0] for tables, _ in requests]
+        self._groups = [groups.index(tuple(tables)) for tables, _ in requests]
+        self._largest = [_largest(ids) for _, ids in requests]
+        numbers = [
+            tf.cast(ids, addresses.row_dtype)
+            + tf.constant(addresses.first_rows[group], addresses.row_dtype)
+            for (_, ids), group in zip(requests, self._groups, strict=True)
+        ]
+        sizes = [tf.size(ids) for ids in numbers]
+        numbers = _joined(numbers)
+        if architectures.of().merges:
+            self._unique, index = tf.unique(numbers)
+        else:
+            self._unique, index = numbers, tf.range(tf.size(numbers))
+        self.indices = tf.split(index, sizes) if len(sizes) > 1 else [index]
+
+    def by_owner(self, size):
+        """Addresses sorted by owner, the position of each, and the splits.
+
+        If an id lies outside its table, then in place of all addresses every
+        owner is sent which one: so that the check that each owner makes fails
+        on all.
+        """
+        is_inside = [
+            largest < tf.constant(table.num_rows, tf.uint64)
+            for largest, table in zip(self._largest, self._tables, strict=True)
+        ]
+
+        def valid():
+            owner, address = self._addresses.locate(self._unique)
+            order = tf.concat(
+                tf.dynamic_partition(tf.range(tf.size(owner)), owner, size),
+                axis=0,
+            )
+            return (
+                tf.gather(address, order),
+                tf.math.invert_permutation(order),
+                tf.math.bincount(owner, minlength=size, maxlength=size),
+            )
+
+        def offending():
+            which = tf.argmin(tf.cast(is_inside, tf.int32))
+            told = tf.stack(
+                [
+                    tf.gather(tf.constant(self._groups, tf.int64), which),
+                    tf.bitcast(tf.stack(self._largest), tf.int64)[which],
+                ]
+            )
+            message = self._addresses.no_address(told)
+            return (
+                tf.concat([message] * size, axis=0),
+                tf.zeros_like(self._unique, tf.int32),  # of no use
+                tf.fill([size], tf.size(message)),
+            )
+
+        return tf.cond(tf.reduce_all(is_inside), valid, offending)
+
+
+def _largest(ids):
+    """The largest id, where negative ones are larger than all others."""
+    ids = tf.cast(ids, tf.int64)
+    return tf.reduce_max(tf.bitcast(ids, tf.uint64))
+
+
+def _checked(received, tables, addresses):
+    """The addresses as numbers to compute with, if each is one."""
+    is_none = addresses.is_none(received)
+
+    def fail():
+        which, offending = addresses.told(received, is_none)
+        names = tf.constant([table.owner_name for table in tables])
+        limits = tf.constant([table.num_rows for table in tables], tf.int64)
+        told = outside_message(
+            tf.gather(names, which), offending, tf.gather(limits, which)
         )
+        with tf.control_dependencies(
+            [tf.raw_ops.Assert(condition=False, data=told)]
+        ):
+            return tf.constant(0)
 
-    def send_offending():
-        offending = tf.boolean_mask(unique, outside)[0]
-        return tf.fill([size], offending), tf.ones([size], tf.int32)
-
-    sorted_ids, splits = tf.cond(valid, send_valid, send_offending)
-    return sorted_ids, tf.math.invert_permutation(order), splits
+    check = tf.cond(tf.reduce_any(is_none), fail, lambda: 0)
+    with tf.control_dependencies([check]):
+        return tf.cast(received, addresses.row_dtype)
 
 
-def _read_rows(table, ids):
-    """Rows of ids that this rank owns, each partition by itself."""
-    local_rows = table.layout.local_row(ids)
-    if len(table.partitions) == 1:
-        return tf.gather(table.partitions[0].value, local_rows)
-    slots = table.layout.slot(ids)
-    count = len(table.partitions)
-    positions = tf.dynamic_partition(tf.range(tf.size(ids)), slots, count)
-    wanted = tf.dynamic_partition(local_rows, slots, count)
-    rows = [
-        tf.gather(partition.value, local)
-        for partition, local in zip(table.partitions, wanted, strict=True)
+def outside_message(owner_name, offending, num_rows):
+    """What to say of an id outside of a table: data of an Assert."""
+    # In pieces, for a name and a number may be tensors.
+    return [
+        tf.strings.join(["'", owner_name, "' received the id"]),
+        offending,
+        tf.strings.join(
+            [
+                "but ids must lie in [0, ",
+                tf.as_string(num_rows),
+                "). Stock Keras reads the last row for -1; map such ids to a "
+                "row of their own.",
+            ]
+        ),
     ]
-    return tf.dynamic_stitch(positions, rows)
+
+
+class _Owned:
+    """Rows of this rank that others have asked for, by their addresses."""
+
+    def __init__(self, groups, addresses, received):
+        self._groups = groups
+        self._addresses = addresses
+        self._received = received
+        self._pieces = addresses.pieces
+        if len(self._pieces) > 1:
+            starts = self._constant(p.start for p in self._pieces)
+            self._piece = tf.searchsorted(starts, received, side="right") - 1
+            self._local = received - tf.gather(starts, self._piece)
+        else:
+            self._piece, self._local = None, received
+
+    def _constant(self, values):
+        return tf.constant(list(values), self._received.dtype)
+
+    def rows(self):
+        if self._piece is None:
+            group, slot = 0, 0  # a rank without rows is asked for none
+            if self._pieces:
+                group, slot = self._pieces[0].table, self._pieces[0].slot
+            return _read(self._groups[group], slot, self._local)
+        count = len(self._pieces)
+        places = tf.range(tf.size(self._received))
+        places = tf.dynamic_partition(places, self._piece, count)
+        locals_ = tf.dynamic_partition(self._local, self._piece, count)
+        rows = [
+            _read(self._groups[piece.table], piece.slot, local)
+            for piece, local in zip(self._pieces, locals_, strict=True)
+        ]
+        return tf.dynamic_stitch(places, rows)
+
+    def gradients(self, at_owner):
+        """The `tf.IndexedSlices` of each table of each group, in order."""
+        of_groups = self._by_group(at_owner, self._ids())
+        slices = []
+        for group, (values, ids) in zip(self._groups, of_groups, strict=True):
+            columns = [values]
+            if len(group) > 1:
+                columns = tf.split(values, [t.dim for t in group], axis=1)
+            slices += [
+                row_gradient(table, of_table, ids)
+                for table, of_table in zip(group, columns, strict=True)
+            ]
+        return slices
+
+    def _ids(self):
+        """The rows' ids in their tables."""
+        if not self._pieces:
+            return tf.cast(self._received, tf.int64)
+        counts = self._constant(
+            self._groups[p.table][0].layout.num_partitions for p in self._pieces
+        )
+        partitions = self._constant(p.partition for p in self._pieces)
+        if self._piece is None:
+            count, partition = counts[0], partitions[0]
+        else:
+            count = tf.gather(counts, self._piece)
+            partition = tf.gather(partitions, self._piece)
+        return tf.cast(self._local * count + partition, tf.int64)
+
+    def _group_of_each(self):
+        groups = tf.constant([p.table for p in self._pieces] or [0])
+        if self._piece is None:
+            return tf.fill([tf.size(self._received)], groups[0])
+        return tf.gather(groups, self._piece)
+
+    def _by_group(self, *tensors):
+        count = len(self._groups)
+        if count == 1:
+            return [tensors]
+        group = self._group_of_each()
+        parts = [tf.dynamic_partition(t, group, count) for t in tensors]
+        return list(zip(*parts, strict=True))
+
+    def note_touches(self, route):
+        ids, size = self._ids(), self._groups[0][0].collectives.size
+        for index, group in enumerate(self._groups):
+
+            def of_group(index=index):
+                ranks = tf.repeat(tf.range(size), route.received_splits)
+                is_of_group = self._group_of_each() == index
+                counts = tf.math.bincount(
+                    tf.boolean_mask(ranks, is_of_group),
+                    minlength=size,
+                    maxlength=size,
+                )
+                return tf.boolean_mask(ids, is_of_group), counts
+
+            for table in group:
+                touches.note(table.variable, of_group, route.largest)
+
+
+def _read(group, slot, local):
+    rows = [tf.gather(t.partitions[slot].value, local) for t in group]
+    return rows[0] if len(rows) == 1 else tf.concat(rows, axis=1)
 
 
 def split_gradient(table, gradient):

@@ -324,13 +324,14 @@ class ShardedTable:
             )
         if not self.variable.is_built or compat.in_symbolic_scope():
             shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
-            rows = tf.zeros(shape, self.variable.dtype)
-            rows.set_shape([*ids.shape, self.dim])
-            return rows
+            return self._shaped(tf.zeros(shape, self.variable.dtype), ids)
         if not self.is_sharded:
             return self._gather_here(ids)
-        flat = tf.cast(tf.reshape(ids, [-1]), tf.int64)
-        rows = exchange.pull(self, flat)
+        (rows,) = exchange.pull([([self], tf.reshape(ids, [-1]))])
+        return self._shaped(rows, ids)
+
+    def _shaped(self, rows, ids):
+        """Rows of flat ids, in the shape of the ids."""
         rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.dim]], axis=0))
         rows.set_shape([*ids.shape, self.dim])
         return rows
@@ -366,12 +367,9 @@ class ShardedTable:
         limit = tf.constant(min(self.num_rows, ids.dtype.max + 1), unsigned)
         check = tf.raw_ops.Assert(
             condition=largest < limit,
-            data=[
-                f"'{self.owner_name}' received the id",
-                tf.bitcast(largest, ids.dtype),
-                f"but ids must lie in [0, {self.num_rows}). Stock Keras reads "
-                "the last row for -1; map such ids to a row of their own.",
-            ],
+            data=exchange.outside_message(
+                self.owner_name, tf.bitcast(largest, ids.dtype), self.num_rows
+            ),
         )
         return [] if check is None else [check]
 
@@ -493,6 +491,39 @@ class ShardedTable:
             rows = layout.rows_of(partition)
             if len(rows):
                 piece.assign(whole[rows])
+
+
+def gather_together(requests):
+    """Rows of several tables, in as few messages as one table's.
+
+    Of spread tables those with rows of the same length and dtype travel
+    together; rows that are asked for several times travel once.
+
+    Args:
+        requests: list of `(table, ids)`, as for `ShardedTable.gather`.
+
+    Returns:
+        List of tensors `(..., dim)`.
+    """
+    results = [None] * len(requests)
+    together = {}
+    for index, (table, ids) in enumerate(requests):
+        if table.is_sharded:
+            kind = (table.dim, table.variable.dtype)
+            together.setdefault(kind, []).append(index)
+        else:
+            results[index] = table.gather(ids)
+    for indices in together.values():
+        pulled = exchange.pull(
+            [
+                ([requests[i][0]], tf.reshape(requests[i][1], [-1]))
+                for i in indices
+            ]
+        )
+        for index, rows in zip(indices, pulled, strict=True):
+            table, ids = requests[index]
+            results[index] = table._shaped(rows, ids)
+    return results
 
 
 _announcers = []

@@ -1,0 +1,266 @@
+"""Machines that are network namespaces of this one, on one switch.
+
+Nothing of them outlives the process that made them, whatever that dies of: the
+namespaces have no names, so they are gone with the last process inside, and one
+process of each does nothing but wait for the end of this one and end all others
+then. Nothing is written to a disk, and nothing is changed outside: the switch
+has a namespace of its own, too, so that each cluster has all addresses.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+
+import _network
+
+_TOOLS = {
+    "iproute2": ("ip", "tc"),
+    "util-linux": ("mount", "nsenter", "unshare"),
+}
+_SWITCH_ADDRESS = "10.0.0.254"
+# The longer a link may save up what it has not sent, the more of a step's
+# first bytes pass without a limit.
+_BURST_SECONDS = 0.001
+# What a switch's buffer holds, of one port.
+_QUEUE_SECONDS = 0.1
+_MIN_QUEUE_BYTES = 256 * 1024
+
+# The first process of a namespace. The hosts file is mounted from memory, for
+# this namespace alone: Gloo asks it for the machine's own address. IPv6 would
+# send neighbours' greetings, which would be counted. Reno is there on every
+# kernel, whatever the system itself uses: four machines that all send to each
+# other filled 98 % of 50 Mbit/s with it, 75 % with BBR.
+_HOLD = """
+set -e
+mount -t tmpfs none /mnt
+echo "$HOSTS" > /mnt/hosts
+mount --bind /mnt/hosts /etc/hosts
+umount -l /mnt
+echo "$NAME" > /proc/sys/kernel/hostname
+echo reno > /proc/sys/net/ipv4/tcp_congestion_control
+for file in /proc/sys/net/ipv6/conf/*/disable_ipv6; do
+    if [ -e "$file" ]; then echo 1 > "$file"; fi
+done
+ip link set lo up
+echo ready
+exec "$PYTHON" -I -S -c "$WATCH"
+"""
+# What it becomes: it waits for the end of its input, which is that of the
+# process that made it, and ends all others of its namespace.
+_WATCH = """
+import os, signal, sys
+def namespace(pid):
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
+sys.stdin.read()
+own, found = namespace("self"), True
+while found:
+    found = [
+        int(pid) for pid in os.listdir("/proc")
+        if pid.isdecimal() and namespace(pid) == own and int(pid) != os.getpid()
+    ]
+    for pid in found:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+"""
+
+
+class ClusterError(RuntimeError):
+    """Raised when there can be no such machines here."""
+
+
+class Machines:
+    """They exist inside of the `with` block.
+
+    Args:
+        number: How many.
+        rate: Mbit/s of each machine's link, in each direction; 0: no limit.
+        delay: Milliseconds from each machine to another.
+        mtu: Bytes of a packet, its Ethernet header aside.
+
+    Attributes:
+        addresses: List of their addresses.
+        pids: List of a process id in each one's namespace.
+    """
+
+    def __init__(self, number, rate, delay, mtu):
+        self._rate, self._delay, self._mtu = rate, delay, mtu
+        self.addresses = [f"10.0.0.{1 + index}" for index in range(number)]
+        self._holders = []
+
+    @property
+    def pids(self):
+        return [holder.pid for holder in self._holders[1:]]
+
+    def __enter__(self):
+        _check_possible()
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception):
+        for holder in self._holders:
+            holder.stdin.close()
+        for holder in self._holders:
+            with holder:
+                pass  # It closes the pipes and waits.
+        self._holders = []
+
+    def command(self, machine, arguments):
+        """What runs a command on a machine, in the folder where we are.
+
+        Args:
+            machine: The machine's index, None for the switch, whose own link
+                has no limit.
+            arguments: The command, a list.
+        """
+        holder = self._holders[0 if machine is None else 1 + machine]
+        # Another mount namespace begins in its root.
+        folder = f"--chdir={os.getcwd()}"
+        return [*_enter(holder.pid), "env", folder, *arguments]
+
+    def ssh_command(self):
+        """A stand-in for ssh: HOST COMMAND runs COMMAND on that machine."""
+        cases = "".join(
+            f"{address}) pid={pid};; "
+            for address, pid in zip(self.addresses, self.pids, strict=True)
+        )
+        # As behind a real one there is nothing of our environment.
+        script = (
+            f"case $0 in {cases}esac; exec {' '.join(_enter('$pid'))} "
+            'env -i HOME="$HOME" PATH="$PATH" sh -c "exec $1"'
+        )
+        return shlex.join(["sh", "-c", script])
+
+    def _make(self):
+        names = [f"machine-{index}" for index in range(len(self.addresses))]
+        pairs = zip(self.addresses, names, strict=True)
+        hosts = "\n".join(
+            ["127.0.0.1 localhost", *(" ".join(pair) for pair in pairs)]
+        )
+        for name in ["switch", *names]:
+            self._hold(name, hosts)
+        switch, *machines = (holder.pid for holder in self._holders)
+        link = f"mtu {self._mtu} gso_max_segs 1"
+        lines = ["link add switch type bridge mcast_snooping 0"]
+        for index, machine in enumerate(machines):
+            lines += [
+                f"link add port{index} {link} type veth peer name "
+                f"{_network.INTERFACE} {link} netns {machine}",
+                f"link set port{index} master switch up",
+            ]
+        lines += [
+            f"addr add {_SWITCH_ADDRESS}/24 dev switch",
+            "link set switch up",
+        ]
+        _batch("ip", switch, lines)
+        # The delay comes behind the sender's limit, where TCP keeps short
+        # queues only as long as nothing takes its packets from it at once.
+        ports = [f"port{index}" for index in range(len(machines))]
+        self._limit(switch, ports, self._delay)
+        for machine, address in zip(machines, self.addresses, strict=True):
+            lines = [
+                f"addr add {address}/24 dev {_network.INTERFACE}",
+                f"link set {_network.INTERFACE} up",
+            ]
+            _batch("ip", machine, lines)
+            self._limit(machine, [_network.INTERFACE])
+
+    def _hold(self, name, hosts):
+        """Makes a namespace, and a process that it lasts as long as."""
+        holder = subprocess.Popen(
+            ["unshare", "--net", "--mount", "--uts", "sh", "-c", _HOLD],
+            env={
+                **os.environ,
+                "NAME": name,
+                "HOSTS": hosts,
+                "PYTHON": sys.executable,
+                "WATCH": _WATCH,
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._holders.append(holder)
+        if holder.stdout.readline() != "ready\n":
+            raise ClusterError(
+                "This system lets us make no network namespace: "
+                f"{holder.stderr.read().strip()}. In a container, root needs "
+                "more than it usually has: docker run --privileged."
+            )
+
+    def _limit(self, pid, interfaces, delay=0):
+        lines = []
+        for interface in interfaces:
+            place = "root"
+            if delay:
+                lines.append(
+                    f"qdisc add dev {interface} root handle 1: netem "
+                    f"delay {delay}ms limit 1000000"
+                )
+                place = "parent 1:1"
+            if self._rate:
+                bytes_per_second = self._rate * 1e6 / 8
+                packet = self._mtu + 14
+                burst = max(bytes_per_second * _BURST_SECONDS, 2 * packet)
+                limit = max(bytes_per_second * _QUEUE_SECONDS, _MIN_QUEUE_BYTES)
+                lines.append(
+                    f"qdisc add dev {interface} {place} tbf rate "
+                    f"{self._rate}mbit burst {burst:.0f} limit {limit:.0f}"
+                )
+        try:
+            _batch("tc", pid, lines)
+        except ClusterError as error:
+            if delay and "kind is unknown" in str(error):
+                raise ClusterError(
+                    "This kernel has no netem (the module sch_netem), which "
+                    f"delays packets: leave the delay at 0. Received: {delay}."
+                ) from None
+            raise
+
+
+def _check_possible():
+    if os.geteuid() != 0:
+        raise ClusterError(
+            "An emulated cluster is made of network namespaces, which root "
+            f"alone may make. This is user {os.geteuid()}: run it as root "
+            "(sudo), or in a container of your own."
+        )
+    for package, tools in _TOOLS.items():
+        missing = [tool for tool in tools if not shutil.which(tool)]
+        if missing:
+            raise ClusterError(
+                f"An emulated cluster needs {', '.join(missing)}: install "
+                f"{package} (apt-get install {package})."
+            )
+
+
+def _enter(pid):
+    return ["nsenter", "--target", str(pid), "--net", "--mount", "--uts"]
+
+
+def _batch(tool, pid, lines):
+    """Runs lines of `ip` or `tc` in a process's namespace."""
+    done = subprocess.run(
+        [*_enter(pid), tool, "-batch", "-"],
+        input="\n".join(lines) + "\n",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        raise ClusterError(
+            f"{tool} failed: {done.stderr.strip()}\nOf these lines:\n"
+            + "\n".join(lines)
+        )

@@ -1,0 +1,321 @@
+"""A cluster on one machine, to measure what a network does to a training.
+
+Each of its machines is a network namespace with an address of its own and a
+link of a given rate, in each direction, and delay to a switch. A script is
+started on them as on real machines, by `keras-sparsity run --hosts ...`; what
+crosses each machine's interface is counted by the kernel. The last line is one
+JSON object: that of the script, if its last line is one (see `_network.py`),
+and the bytes of the whole run.
+
+    python benchmarks/cluster.py --machines 4 --rate 50 \\
+        benchmarks/workloads/lm.py --steps 40
+
+Needs root. Nothing is left behind, also when it is killed (`_namespaces.py`).
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import _network
+import _timing
+from _namespaces import ClusterError, Machines
+
+_WORKLOAD = os.path.join(os.path.dirname(__file__), "workloads", "lm.py")
+_MAX_MACHINES = 200
+# Jumbo frames. With 1,500 bytes two cores have enough to do with the packets:
+# eight machines that all send to each other filled 60 % of 200 Mbit/s, with
+# 9,000 bytes 98 %.
+MTU = 9000
+# The launcher gives its ranks less.
+_GRACE_SECONDS = 25
+
+
+class Cluster:
+    """An emulated cluster, which exists inside of the `with` block.
+
+    Args:
+        machines: How many.
+        processes: How many on each; what `run` starts.
+        rate: Mbit/s of each machine's link, in each direction; 0: no limit.
+        delay: Milliseconds from each machine to another.
+        mtu: Bytes of a packet, its Ethernet header aside.
+
+    Attributes:
+        addresses: List of the machines' addresses.
+
+    Example:
+
+        with Cluster(machines=4, rate=50) as cluster:
+            figures = cluster.run("workloads/lm.py", ["--steps", "40"])
+    """
+
+    def __init__(self, machines, processes=1, rate=0, delay=0, mtu=MTU):
+        for name, value, low, high in (
+            ("machines", machines, 1, _MAX_MACHINES),
+            ("processes", processes, 1, 1000),
+            ("rate", rate, 0, 100_000),
+            ("delay", delay, 0, 10_000),
+            ("mtu", mtu, 576, 65_535),
+        ):
+            if not low <= value <= high:
+                raise ClusterError(
+                    f"`{name}` must be from {low} to {high}. Received: {value}."
+                )
+        self._description = {
+            "machines": machines,
+            "processes": processes,
+            "rate_mbit": rate,
+            "delay_ms": delay,
+            "mtu": mtu,
+        }
+        self._processes = processes
+        self._machines = Machines(machines, rate, delay, mtu)
+        self.addresses = self._machines.addresses
+        self._started = []
+
+    def __enter__(self):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_signals_raise())
+            stack.enter_context(self._machines)
+            stack.callback(self._end)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exception):
+        self._stack.close()
+
+    def run(self, script, arguments=(), engine=None, options=()):
+        """Runs a script on all machines, by `keras-sparsity run`.
+
+        Args:
+            script: Its path.
+            arguments: List of its arguments.
+            engine: `"native"`, `"horovod"` or None to choose.
+            options: List of further options of `keras-sparsity run`.
+
+        Returns:
+            See `run_commands`.
+        """
+        hosts = ",".join(f"{a}:{self._processes}" for a in self.addresses)
+        command = [sys.executable, "-m", "keras_sparsity.launch", "run"]
+        command += ["--hosts", hosts, "--env", _network.VARIABLE]
+        command += ["--engine", engine] if engine else []
+        command += [*options, script, *arguments]
+        ssh = {"KERAS_SPARSITY_SSH": self._machines.ssh_command()}
+        return self.run_commands([(None, command, ssh)])
+
+    def run_commands(self, commands):
+        """Runs one command or more, each on a machine.
+
+        Ends when the first one has ended or any has failed; others that run
+        on, as servers do, are then ended.
+
+        Args:
+            commands: List of `(machine, arguments, environment)`: the index
+                of the machine, or None for the switch, whose own link has no
+                limit; the command as a list; a dict of what it needs in its
+                environment. The first one's output is shown.
+
+        Returns:
+            dict of what the cluster is; of what the first one's last line
+            says, if that is a JSON object; of `whole_run`, what each
+            machine's interface has carried; and of `exit_code`.
+        """
+        before = self._counters()
+        begin = time.monotonic()
+        first, *_ = [self._start(*command) for command in commands]
+        shown = _Shown(first.stdout)
+        while first.poll() is None and not self._exit_code():
+            time.sleep(0.02)
+        code = self._exit_code()
+        seconds = time.monotonic() - begin
+        carried = _network.difference(self._counters(), before)
+        self._end()
+        return {
+            **self._description,
+            **shown.json_object(),
+            "whole_run": {"seconds": round(seconds, 3), "per_machine": carried},
+            "exit_code": code,
+        }
+
+    def _counters(self):
+        return [_network.counters(pid) for pid in self._machines.pids]
+
+    def _start(self, machine, arguments, environment):
+        cluster = {**self._description, "pids": self._machines.pids}
+        is_first = not self._started
+        process = subprocess.Popen(
+            self._machines.command(machine, arguments),
+            env={
+                **_shared_cores(len(self.addresses) * self._processes),
+                **os.environ,
+                **environment,
+                _network.VARIABLE: json.dumps(cluster),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE if is_first else subprocess.DEVNULL,
+            text=True,
+            # The terminal's Ctrl-C reaches this process alone.
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def _exit_code(self):
+        """That of the first that failed, else 0."""
+        codes = [process.poll() for process in self._started]
+        return next((code for code in codes if code), 0)
+
+    def _end(self):
+        """Ends what was started."""
+        try:
+            running = [p for p in self._started if p.poll() is None]
+            for process in running:
+                process.terminate()
+            deadline = time.monotonic() + _GRACE_SECONDS
+            for process in running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0, deadline - time.monotonic()))
+        finally:
+            for process in self._started:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            self._started = []
+
+
+class _Shown:
+    """Shows what a process prints, and keeps the last line."""
+
+    def __init__(self, stream):
+        self._last_line = ""
+        self._thread = threading.Thread(
+            target=self._copy, args=(stream,), daemon=True
+        )
+        self._thread.start()
+
+    def json_object(self):
+        """The last line's, empty where it is something else."""
+        # Not for ever: what the process has left behind may hold its output.
+        self._thread.join(1)
+        try:
+            found = json.loads(self._last_line)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _copy(self, stream):
+        with stream:
+            for line in stream:
+                print(line, end="", flush=True)
+                if line.strip():
+                    self._last_line = line
+
+
+@contextlib.contextmanager
+def _signals_raise():
+    """SIGTERM and SIGHUP end the `with` block, as Ctrl-C does."""
+
+    def end(number, _):
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Only the main thread may set handlers.
+        return
+    before = {
+        number: signal.signal(number, end)
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        # What a parent had us ignore (nohup) stays so.
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _shared_cores(num_processes):
+    """Each process's threads: all emulated machines have the same cores."""
+    threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TF_NUM_INTRAOP_THREADS": str(threads),
+        "TF_NUM_INTEROP_THREADS": str(max(2, threads)),
+    }
+
+
+def main():
+    args = parse_arguments()
+    options = []
+    if args.timeout is not None:
+        options = ["--timeout", str(args.timeout)]
+    try:
+        with Cluster(
+            args.machines, args.processes, args.rate, args.delay, args.mtu
+        ) as cluster:
+            figures = cluster.run(
+                args.script, args.arguments, args.engine, options
+            )
+    except ClusterError as error:
+        sys.exit(f"cluster.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    show(figures)
+    code = figures["exit_code"]
+    _timing.finish(figures, [f"{args.script}: exit code {code}"] * bool(code))
+
+
+def show(figures):
+    """Says in words what a script has reported with `_network.Window`."""
+    if "per_machine" not in figures:
+        return
+    print(
+        f"{figures['steps_per_second']:,.2f} steps/s, "
+        f"{figures['words_per_second']:,.0f} words/s; the network explains "
+        f"{figures.get('network_share', 0):.0%} of the time, the processors "
+        f"were busy for {figures['processor_share']:.0%}"
+    )
+    for index, machine in enumerate(figures["per_machine"]):
+        ways = (
+            f"{way} {machine[f'{way}_bytes_per_step']:,} bytes a step "
+            f"({machine[f'{way}_payload_bytes_per_step']:,} without headers)"
+            for way in ("sent", "received")
+        )
+        print(f"machine {index}: {', '.join(ways)}")
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--machines", type=int, default=2)
+    add("--processes", type=int, default=1, help="on each machine")
+    add(
+        "--rate",
+        type=float,
+        default=50,
+        help="Mbit/s of each machine, in each direction; 0: no limit",
+    )
+    add("--delay", type=float, default=0, help="ms from machine to machine")
+    add("--mtu", type=int, default=MTU, help="bytes of a packet")
+    add("--engine", help="native or horovod")
+    add("--timeout", type=float, help="end everything after so many seconds")
+    add("script", nargs="?", default=_WORKLOAD, help="by default workloads/lm")
+    add("arguments", nargs=argparse.REMAINDER, help="the script's")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

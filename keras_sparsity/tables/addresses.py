@@ -1,0 +1,104 @@
+"""Where the rows of several tables are, at their owners."""
+
+import collections
+
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity.planning.transfer_cost import narrowest_index
+
+# By their number of bytes.
+_INTEGERS = {2: tf.uint16, 4: tf.int32, 8: tf.int64}
+
+# One of this rank's partitions with rows: the index of its table among all,
+# its place among the rank's partitions of it, its number, its first address.
+Piece = collections.namedtuple("Piece", "table slot partition start")
+
+
+def narrowest(num_rows):
+    """Dtype in which rows' numbers travel; its largest value is no row's."""
+    return _INTEGERS[narrowest_index(num_rows)]
+
+
+class Addresses:
+    """One space of addresses at each owner, over the rows of several tables.
+
+    So that the rows of several tables travel together, each row has one
+    number among those of all tables, and an address among those of its owner:
+    in the narrowest integer that holds them, as one travels for each row that
+    is asked for. The largest value of that integer is no address.
+
+    Args:
+        tables: list of spread `ShardedTable`s of the same processes.
+
+    Attributes:
+        dtype: of addresses.
+        row_dtype: of the rows' numbers.
+        first_rows: the number of each table's first row.
+        pieces: list of this rank's `Piece`s, by their first address.
+    """
+
+    def __init__(self, tables):
+        ranks = tables[0].collectives
+        counts = [table.layout.num_partitions for table in tables]
+        ends = np.cumsum([table.num_rows for table in tables])
+        self.first_rows = [0, *ends[:-1].tolist()]
+        self._ends = ends
+        self._counts = np.array(counts)
+        self._first_partitions = np.cumsum([0, *counts])[:-1]
+        self._owners = np.zeros(sum(counts), np.int64)
+        self._starts = np.zeros(sum(counts), np.int64)
+        self.pieces = []
+        largest = 0
+        for rank in range(ranks.size):
+            start = 0
+            for index, table in enumerate(tables):
+                owned = table.layout.owned_partitions(rank)
+                for slot, partition in enumerate(owned):
+                    place = self._first_partitions[index] + partition
+                    self._owners[place], self._starts[place] = rank, start
+                    num_rows = table.layout.num_rows_of(partition)
+                    if rank == ranks.rank and num_rows:
+                        self.pieces.append(Piece(index, slot, partition, start))
+                    start += num_rows
+            largest = max(largest, start)
+        self.dtype = narrowest(largest)
+        self.row_dtype = tf.int32 if ends[-1] < tf.int32.max else tf.int64
+
+    def locate(self, rows):
+        """Owner (int32) and address of each row, given by its number."""
+
+        def of(array, index):
+            return tf.gather(tf.constant(array, rows.dtype), index)
+
+        table = 0
+        if len(self._ends) > 1:
+            ends = tf.constant(self._ends, rows.dtype)
+            table = tf.searchsorted(ends, rows, side="right")
+            rows -= of(self.first_rows, table)
+        count = of(self._counts, table)
+        partition = of(self._first_partitions, table) + rows % count
+        owner = tf.cast(of(self._owners, partition), tf.int32)
+        address = of(self._starts, partition) + rows // count
+        return owner, tf.cast(address, self.dtype)
+
+    # What is sent in place of addresses.
+
+    def no_address(self, numbers):
+        """A message of two int64 numbers that `is_none` finds."""
+        numbers = tf.reshape(tf.bitcast(numbers, self.dtype), [-1])
+        return tf.concat(
+            [[tf.constant(self.dtype.max, self.dtype)], numbers], 0
+        )
+
+    def is_none(self, received):
+        """Of each element, whether such a message begins with it."""
+        return tf.equal(tf.cast(received, tf.int64), self.dtype.max)
+
+    def told(self, received, is_none):
+        """The two numbers of the first such message."""
+        start = tf.argmax(tf.cast(is_none, tf.int32)) + 1
+        width = tf.int64.size // self.dtype.size
+        numbers = tf.slice(received, [start], [2 * width])
+        shape = [2] if width == 1 else [2, width]
+        return tf.unstack(tf.bitcast(tf.reshape(numbers, shape), tf.int64))

@@ -1,0 +1,308 @@
+"""The emulated cluster of `benchmarks/cluster.py`."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import _network
+import cluster as emulated
+import pytest
+
+from tests.conftest import engines
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_BENCHMARKS = os.path.join(_ROOT, "benchmarks")
+_RATE = 40  # Mbit/s
+_PIECE_BYTES = 500_000
+
+# Machine 0 sends a piece to each of the others at once, then each to it.
+_TRANSFER = f"""\
+import socket, sys, threading
+import _network
+
+PIECE = {_PIECE_BYTES}
+
+def receive(channel):
+    left = PIECE
+    while left:
+        left -= len(channel.recv(left))
+    channel.sendall(b"k")
+
+def send(channel):
+    channel.sendall(bytes(PIECE))
+    channel.recv(1)
+
+def on_all(function, channels):
+    threads = [threading.Thread(target=function, args=[c]) for c in channels]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+
+def connect():
+    while True:
+        try:
+            return socket.create_connection(("machine-0", 5000))
+        except ConnectionRefusedError:
+            pass
+
+if sys.argv[1] == "0":
+    server = socket.create_server(("", 5000))
+    channels = [server.accept()[0] for _ in sys.argv[2:]]
+    window = _network.Window()
+    for way in [send, receive] * 3:
+        window.begin()
+        for channel in channels: channel.sendall(b"g")
+        on_all(way, channels)
+        window.end()
+        window.idle()
+        window.report(1, 0)
+else:
+    channel = connect()
+    for way in [receive, send] * 3:
+        channel.recv(1)
+        way(channel)
+"""
+
+# Sums a known number of bytes over all ranks.
+_ALL_REDUCE = """\
+import tensorflow as tf
+import _network
+from keras_sparsity import collectives
+
+ranks = collectives.current()
+numbers = [tf.ones(250_000)]
+window = _network.Window()
+for step in range(7):
+    if step == 2:
+        ranks.barrier("begin")
+        window.begin()
+    (total,) = ranks.all_reduce(numbers, "sum", "numbers")
+    if total[0] != ranks.size:
+        raise ValueError(total)
+ranks.barrier("end")
+window.end()
+window.idle()
+ranks.barrier("idle")
+if ranks.rank == 0:
+    print("a line before")
+    window.report(5, 100, engine=ranks.engine, machine_of=ranks.machines)
+"""
+
+_FOR_EVER = """\
+from cluster import Cluster
+
+with Cluster(2) as cluster:
+    # What it leaves in the background is of another session.
+    leaves = "setsid sleep 600 & echo up; sleep 600"
+    sleeps = (1, ["sleep", "600"], {})
+    cluster.run_commands([(0, ["sh", "-c", leaves], {}), sleeps])
+"""
+
+
+@pytest.fixture(scope="module")
+def possible():
+    try:
+        with emulated.Cluster(1):
+            pass
+    except emulated.ClusterError as error:
+        pytest.skip(f"no emulated cluster here: {error}")
+
+
+@pytest.fixture
+def nothing_is_left(possible):
+    before = _what_the_system_has()
+    yield
+    deadline = time.monotonic() + 10
+    while _what_the_system_has() != before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert _what_the_system_has() == before
+
+
+def _what_the_system_has():
+    """Network namespaces, their names and files, links, hosts and mounts."""
+    namespaces = set()
+    for name in os.listdir("/proc"):
+        with contextlib.suppress(OSError):  # It has ended, or is no process.
+            namespaces.add(os.readlink(f"/proc/{name}/ns/net"))
+    found = [namespaces, sorted(os.listdir("/sys/class/net"))]
+    for name in ("/run/netns", "/etc/netns"):
+        found.append(os.path.exists(name) and os.listdir(name))
+    for name in ("/proc/self/mounts", "/etc/hosts"):
+        with open(name) as file:
+            found.append(file.read())
+    return found
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """What scripts find the benchmarks' modules by."""
+    paths = [_BENCHMARKS, _ROOT, os.environ.get("PYTHONPATH")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+
+
+def test_links_have_their_rate_and_bytes_are_counted(
+    nothing_is_left, variables, capfd
+):
+    with emulated.Cluster(3, rate=_RATE, mtu=1500) as cluster:
+        figures = cluster.run_commands(
+            [
+                (index, [sys.executable, "-c", _TRANSFER, *others], {})
+                for index, others in enumerate(["012", "1", "2"])
+            ]
+        )
+    assert figures["exit_code"] == 0
+    lines = capfd.readouterr().out.splitlines()
+    found = [json.loads(line) for line in lines]
+    assert len(found) == 6
+    # What one machine sends to two is limited where it leaves, what two send
+    # to one where it arrives; each of the two could do so in half the time.
+    for own, other, windows in (
+        ("sent", "received", found[0::2]),
+        ("received", "sent", found[1::2]),
+    ):
+        for window in windows:
+            machines = window["per_machine"]
+            payload = machines[0][f"{own}_payload_bytes_per_step"]
+            # Some packets may be sent twice.
+            assert payload == pytest.approx(2 * _PIECE_BYTES, rel=0.05)
+            for machine in machines[1:]:
+                assert machine[
+                    f"{other}_payload_bytes_per_step"
+                ] == pytest.approx(_PIECE_BYTES, rel=0.05)
+            headers = machines[0][f"{own}_bytes"] / payload - 1
+            assert 0.04 < headers < 0.06  # 66 of 1514 bytes, and answers
+            assert window["network_share"] < 1.03
+        # Other work on the machine makes some slower.
+        assert max(window["network_share"] for window in windows) > 0.87
+    in_all = figures["whole_run"]["per_machine"][0]
+    assert in_all["sent_bytes"] > 3 * 2 * _PIECE_BYTES
+
+
+def test_a_delay_is_kept_or_refused(nothing_is_left, variables):
+    script = (
+        "import json, socket, time\n"
+        "begin = time.monotonic()\n"
+        "try: socket.create_connection(('machine-1', 5000))\n"
+        "except ConnectionRefusedError: pass\n"
+        "print(json.dumps({'answer_ms': 1000 * (time.monotonic() - begin)}))"
+    )
+    try:
+        with emulated.Cluster(2, rate=_RATE, delay=40) as cluster:
+            figures = cluster.run_commands(
+                [(0, [sys.executable, "-c", script], {})]
+            )
+    except emulated.ClusterError as error:  # in the middle of being made
+        assert "This kernel has no netem" in str(error)
+        assert subprocess.run(
+            ["tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "0"],
+            stderr=subprocess.DEVNULL,
+        ).returncode, "It has."
+    else:
+        # There and back, and at first for the other's hardware address.
+        assert 80 <= figures["answer_ms"] < 300
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_a_script_on_machines(
+    engine, nothing_is_left, variables, tmp_path, capfd
+):
+    script = tmp_path / "script.py"
+    script.write_text(_ALL_REDUCE)
+    processes = {"native": 2, "horovod": 1}[engine]
+    with emulated.Cluster(2, processes, rate=100) as cluster:
+        figures = cluster.run(
+            str(script), engine=engine, options=["--timeout", "60"]
+        )
+    assert figures["exit_code"] == 0
+    assert "a line before" in capfd.readouterr().out
+    assert figures["engine"] == engine
+    assert figures["machine_of"] == [0] * processes + [1] * processes
+    assert figures["rate_mbit"] == 100
+    # In a ring each of R ranks sends 2 (R - 1) / R of the tensor to the next.
+    ranks = 2 * processes
+    expected = 1_000_000 * 2 * (ranks - 1) / ranks
+    for machine in figures["per_machine"]:
+        for way in ("sent", "received"):
+            payload = machine[f"{way}_payload_bytes_per_step"]
+            assert payload == pytest.approx(expected, rel=0.05)
+    seconds = figures["seconds"]
+    assert 5 / seconds == pytest.approx(figures["steps_per_second"], rel=0.01)
+    assert 500 / seconds == pytest.approx(figures["words_per_second"], rel=0.01)
+    assert 5 * expected * 8 / 100e6 < seconds
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+)
+def test_nothing_outlives_it(number, nothing_is_left, variables):
+    run = subprocess.Popen(
+        [sys.executable, "-c", _FOR_EVER],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with run:
+        assert run.stdout.readline() == "up\n"
+        run.send_signal(number)
+        code = run.wait(10)
+    assert code == (128 + number if number == signal.SIGTERM else -number)
+
+
+def test_a_command_that_fails(nothing_is_left, capfd):
+    with emulated.Cluster(2) as cluster:
+        figures = cluster.run_commands(
+            [(0, ["sleep", "600"], {}), (1, ["sh", "-c", "exit 7"], {})]
+        )
+    assert figures["exit_code"] == 7
+
+
+def test_two_at_once(nothing_is_left):
+    with emulated.Cluster(2) as one, emulated.Cluster(2) as other:
+        assert one.addresses == other.addresses
+        for cluster in (one, other):
+            figures = cluster.run_commands([(0, ["cat", "/etc/hosts"], {})])
+            assert figures["exit_code"] == 0
+
+
+def test_it_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cluster.py"])
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(SystemExit, match="which root alone may make.*sudo"):
+        emulated.main()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(SystemExit, match="apt-get install iproute2"):
+        emulated.main()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("machines", 0),
+        ("processes", 0),
+        ("rate", -1),
+        ("delay", -1),
+        ("mtu", 100),
+    ],
+)
+def test_bad_input(name, value):
+    arguments = {"machines": 2, name: value}
+    with pytest.raises(emulated.ClusterError, match=f"`{name}` must be"):
+        emulated.Cluster(**arguments)
+
+
+def test_outside_of_a_cluster_the_time_alone_is_reported(monkeypatch, capsys):
+    monkeypatch.delenv(_network.VARIABLE, raising=False)
+    window = _network.Window()
+    window.begin()
+    time.sleep(0.1)
+    window.end()
+    window.idle()
+    window.report(2, 10)
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["seconds"] == pytest.approx(0.1, rel=0.2)
+    assert figures["words_per_second"] == pytest.approx(200, rel=0.2)
+    assert "per_machine" not in figures
