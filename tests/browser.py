@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -141,11 +142,14 @@ def find():
     found = subprocess.run(
         [INSTALL, "--find"], capture_output=True, text=True, timeout=20
     )
-    if found.returncode == 0:
+    missing = found.stderr
+    if importlib.util.find_spec("selenium") is None:
+        missing += "selenium is not installed. Fix: pip install selenium"
+    if not missing:
         return found.stdout.split()
     if os.environ.get("KERAS_SPARSITY_REQUIRE_BROWSER"):
-        pytest.fail(found.stderr)
-    pytest.skip(found.stderr)
+        pytest.fail(missing)
+    pytest.skip(missing)
 
 
 @contextlib.contextmanager
@@ -155,9 +159,9 @@ def browsing(folder):
     Args:
         folder: for what it writes.
     """
+    browser, driver = find()
     from selenium import webdriver
 
-    browser, driver = find()
     options = webdriver.ChromeOptions()
     options.binary_location = browser
     for argument in (
