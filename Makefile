@@ -23,7 +23,7 @@ SOURCES := setup.py pyproject.toml README.md \
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check \
 	--only-binary :all:
 
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all browser lint format bench clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -41,6 +41,11 @@ test: $(HOROVOD)/.installed $(NEW)/.dev  ## All tests on all engines
 test-all: $(HOROVOD)/.installed $(NEW)/.dev  ## And the whole matrix: hours
 	$(HOROVOD)/bin/python -m pytest -m "all_cells or not all_cells" \
 		$(PYTEST_ARGS)
+
+# Where it cannot be installed, what needs it is skipped; the script says why.
+test test-all: browser
+browser:
+	@scripts/install_browser.sh || true
 
 lint: $(NEW)/.dev  ## Ruff's checks and format
 	$(NEW)/bin/ruff check .

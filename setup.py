@@ -44,6 +44,7 @@ setup(
             "pytest>=8",
             "pytest-timeout",
             "ruff==0.17.5",
+            "selenium",
             "setuptools<81",  # 81 drops what Horovod's build imports
             "tensorboard",
             "wheel",

@@ -1,5 +1,6 @@
 """Fixtures and options of all tests."""
 
+import functools
 import importlib.util
 import signal
 
@@ -71,6 +72,22 @@ def cluster():
     clusters = Clusters()
     yield clusters
     clusters.stop()
+
+
+@pytest.fixture(scope="session")
+def logged(cluster, tmp_path_factory):
+    """`logged(engine)` gives what ArchitectureLogger wrote of two processes.
+
+    The folder, and each rank's result of `logger_functions.train`.
+    """
+    from tests.logger_functions import train  # imports Keras
+
+    @functools.cache
+    def logged(engine):
+        log_dir = tmp_path_factory.mktemp(f"logs_{engine}")
+        return log_dir, cluster(engine, 2).run(train, log_dir, True)
+
+    return logged
 
 
 def pytest_collection_modifyitems(items):

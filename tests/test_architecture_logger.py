@@ -11,50 +11,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.callbacks import architecture_logger
 from tests.conftest import engines
-
-ROWS, DIM, BATCH, STEPS = 3_000, 16, 32, 24
-
-
-def ids():
-    random = np.random.default_rng(2)
-    return random.zipf(1.3, size=(STEPS * BATCH, 4)) % ROWS
-
-
-def train(log_dir, searches):
-    strategy = ks.HybridStrategy(architecture="hybrid")
-    words = keras.Input((4,), dtype="int64")
-    sharded = ks.layers.ShardedEmbedding(ROWS, DIM, name="sharded")(words)
-    stock = keras.layers.Embedding(ROWS, DIM, name="stock")(words)
-    hidden = keras.layers.Concatenate()([sharded, stock])
-    out = keras.layers.Dense(1, name="out")(keras.layers.Flatten()(hidden))
-    model = keras.Model(words, out)
-    with strategy.scope():
-        model.compile("adagrad", "mse")
-    callbacks = [ks.callbacks.ArchitectureLogger(log_dir, every_steps=8)]
-    if searches:
-        callbacks.append(
-            ks.callbacks.PartitionSearch(num_steps=3, num_warm_up_steps=0)
-        )
-    model.fit(
-        ids(),
-        np.ones((len(ids()), 1)),
-        batch_size=BATCH,
-        epochs=2 if searches else 1,
-        shuffle=False,
-        verbose=0,
-        callbacks=callbacks,
-    )
-    choice = callbacks[1].result["tables"] if searches else None
-    return {
-        "alpha": [v.alpha for v in ks.sparsity.measured(model)[:2]],
-        "choice": choice and (choice.num_partitions, choice.sampled_seconds),
-        "partitions": sharded_partitions(model),
-    }
-
-
-def sharded_partitions(model):
-    layout = model.get_layer("sharded").table.layout
-    return layout.num_partitions if layout else 1
+from tests.logger_functions import BATCH, DIM, ROWS, STEPS, ids, train
 
 
 def events(log_dir):
@@ -92,8 +49,8 @@ def test_everything_on_one_process(tmp_path):
         assert scalars(found, f"alpha/{name}/embeddings")[24] == pytest.approx(
             alpha
         )
-        rows = found.Tensors(f"rows/{name}/embeddings")
-        assert [event.step for event in rows] == [24]
+        rows = found.Tensors(f"rows/{name}/embeddings/log2 of touches")
+        assert [event.step for event in rows] == [8, 24]
     assert not [tag for tag in found.Tags()["tensors"] if "bytes" in tag]
 
 
@@ -124,9 +81,9 @@ def command(arguments, capsys):
 
 
 @pytest.mark.parametrize("engine", engines())
-def test_everything_on_two_processes(engine, cluster, tmp_path):
-    results = cluster(engine, 2).run(train, tmp_path, True)
-    found = events(tmp_path)
+def test_everything_on_two_processes(engine, logged):
+    log_dir, results = logged(engine)
+    found = events(log_dir)
     tags = found.Tags()["tensors"]
     last = 2 * STEPS
     assert {t.partition("/")[0] for t in tags} == {
@@ -157,7 +114,8 @@ def test_everything_on_two_processes(engine, cluster, tmp_path):
     dense = 8 * DIM + 1
     for way in ("sent", "received"):
         allreduce = scalars(found, f"bytes/allreduce/{way}")
-        assert allreduce[last] == pytest.approx(4 * dense)
+        # Also while the search traces steps anew.
+        assert list(allreduce.values()) == pytest.approx([4 * dense] * 6)
     parts = ("pull", "push", "allreduce", "allgather", "other", "stall")
     parts = [scalars(found, f"seconds/{part}")[last] for part in parts]
     assert 0 < sum(parts)

@@ -41,8 +41,9 @@ class ArchitectureLogger(keras.callbacks.Callback):
     - `seconds/...`: of a step: `step` as a whole, `update`, and each path's,
       from when its inputs are there at the last process. What the others have
       waited until then is `stall`. Messages of several tables overlap.
-    - `rows/...` (histograms, after each epoch): how often each row was
-      touched, in the steps that were sampled; `owners/...`: what share of the
+    - `rows/...` (histograms, with each new plan and after each epoch): how
+      often the rows were touched in the steps that were sampled, as powers of
+      two, those left out that never were; `owners/...`: what share of the
       touches each owner served.
     - `search/...`: the samples of a `ks.callbacks.PartitionSearch`, as scalars
       over the number of partitions, and as a plot with the fitted curve and
@@ -111,6 +112,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
         self._steps = self._steps_since = 0
         self._seconds = 0.0
         self._plan = self._decisions = None
+        self._popularity_step = None
         self._shown = {}
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -162,15 +164,16 @@ class ArchitectureLogger(keras.callbacks.Callback):
         of_ranks = self._collectives.gather_objects(
             (mine, self._seconds), name="architecture_logger/totals"
         )
+        is_new = self._is_new(plan)
         if self._writer is not None:
-            steps = _num_measured_steps(of_ranks) or self._steps_since
+            totals = _of_a_step([t for t, _ in of_ranks], self._steps_since)
             seconds = max(seconds for _, seconds in of_ranks)
             figures = {
                 "seconds/step": seconds / self._steps_since,
-                **_figures(of_ranks, steps),
+                **_figures(totals),
             }
-            plan = _with_measured(
-                plan, self.model.trainable_variables, of_ranks, steps
+            self._plan = plan = _with_measured(
+                plan, self.model.trainable_variables, totals
             )
             with self._writing():
                 for name, value in figures.items():
@@ -180,8 +183,12 @@ class ArchitectureLogger(keras.callbacks.Callback):
                     if facts.alpha is not None:
                         tf.summary.scalar(f"alpha/{facts.name}", facts.alpha)
                 tf.summary.scalar("alpha/of the model", plan.alpha_model)
-                self._log_plan(plan)
+                if is_new:
+                    tf.summary.text(PLAN, plan.markdown())
                 self._log_searches()
+        if is_new:
+            self._log_popularity()
+        if self._writer is not None:
             self._writer.flush()
         self._steps_since, self._seconds = 0, 0.0
 
@@ -190,15 +197,16 @@ class ArchitectureLogger(keras.callbacks.Callback):
         with self._writer.as_default(step=self._steps):
             yield
 
-    def _log_plan(self, plan):
-        self._plan = plan
-        decisions = [
-            (v.architecture, v.num_partitions, v.sparsity.alpha is None)
-            for v in plan.variables
-        ]
-        if decisions != self._decisions:
-            self._decisions = decisions
-            tf.summary.text(PLAN, plan.markdown())
+    def _is_new(self, plan):
+        """Whether it has other decisions than the last; alike on all ranks."""
+        before, self._decisions = (
+            self._decisions,
+            [
+                (v.architecture, v.num_partitions, v.sparsity.alpha is None)
+                for v in plan.variables
+            ],
+        )
+        return self._decisions != before
 
     def _log_searches(self):
         for search in self.searches:
@@ -219,40 +227,59 @@ class ArchitectureLogger(keras.callbacks.Callback):
                 tf.summary.text(f"search/{name}/choice", choice.explained())
 
     def _log_popularity(self):
+        if self._popularity_step == self._steps:
+            return
+        self._popularity_step = self._steps
         popularity = sparsity.popularity(self.model)
         measured = sparsity.measured(self.model)
         if self._writer is None:
             return
         with self._writing():
             for name, (touches, num_rows) in popularity.items():
+                # Most rows are never touched, and a few are all the time: as
+                # they are, all that is seen is a line at zero.
+                is_touched = touches > 0
+                touches, num_rows = touches[is_touched], num_rows[is_touched]
                 # Of a large table a part of the rows: the shape is the same.
-                share = min(1.0, _MOST_ROWS / num_rows.sum())
+                share = min(1.0, _MOST_ROWS / max(1, num_rows.sum()))
                 num_rows = np.ceil(num_rows * share).astype(np.int64)
                 tf.summary.histogram(
-                    f"rows/{name}", np.repeat(touches, num_rows)
+                    f"rows/{name}/log2 of touches",
+                    np.repeat(np.log2(touches), num_rows),
                 )
             for facts in measured:
                 if facts.owner_shares:
                     tf.summary.histogram(
-                        f"owners/{facts.name}", facts.owner_shares
+                        f"owners/{facts.name}/share of touches",
+                        facts.owner_shares,
                     )
 
 
-def _num_measured_steps(of_ranks):
-    """Steps of functions that still exist: a search traces new ones."""
-    return max(totals.get(_UPDATE, [0])[0] for totals, _ in of_ranks)
+def _of_a_step(of_ranks, num_steps):
+    """What ranks counted in steps, of one: list of dicts from roles to arrays.
+
+    A function that was traced anew, for a search or a move, takes what it has
+    counted with it as soon as Python forgets it: each rank has counts of steps
+    of its own number.
+    """
+    known = [(totals, totals.get(_UPDATE, [0])[0]) for totals in of_ranks]
+    known = [(totals, steps) for totals, steps in known if steps]
+    return [
+        {role: np.array(total) / steps for role, total in totals.items()}
+        for totals, steps in known
+        or [(totals, num_steps) for totals in of_ranks]
+    ]
 
 
-def _figures(of_ranks, steps):
+def _figures(of_ranks):
     """The scalars: dict from their names to values, of one step."""
-    roles = {role for totals, _ in of_ranks for role in totals}
+    roles = {role for totals in of_ranks for role in totals}
     figures = collections.defaultdict(float)
     for role in roles:
         path = path_of(role)
-        totals = np.array(
-            [totals.get(role, [0.0] * 4) for totals, _ in of_ranks]
+        _, seconds, sent, received = np.transpose(
+            [totals.get(role, np.zeros(4)) for totals in of_ranks]
         )
-        _, seconds, sent, received = totals.T / steps
         if path == "update":
             figures["seconds/update"] += seconds.mean()
             continue
@@ -279,12 +306,12 @@ def path_of(role):
     return "update" if role == _UPDATE else "other"
 
 
-def _with_measured(plan, model_variables, of_ranks, steps):
+def _with_measured(plan, model_variables, of_ranks):
     """The plan, with the bytes that were counted for each variable."""
     counted = collections.Counter()
-    for totals, _ in of_ranks:
+    for totals in of_ranks:
         for role, (_, _, sent, received) in totals.items():
-            counted[role] += (sent + received) / len(of_ranks) / steps
+            counted[role] += (sent + received) / len(of_ranks)
     starts = [
         _start_of_roles(planned, variable)
         for planned, variable in zip(

@@ -6,7 +6,9 @@ import io
 import tensorflow as tf
 
 _NEEDED = ("tensorboard", "matplotlib")
-_DOTS_PER_INCH = 100
+# Small in inches, so that letters are large: TensorBoard shows it reduced to
+# 330 pixels, or as large as it is.
+_INCHES, _DOTS_PER_INCH = (4.5, 3), 150
 
 
 def check_installed():
@@ -36,7 +38,7 @@ def image(name, choice):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6, 4), dpi=_DOTS_PER_INCH, layout="constrained")
+    figure = Figure(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     sampled = choice.sampled_seconds
@@ -56,10 +58,11 @@ def image(name, choice):
         label=f"choice: {choice.num_partitions}",
     )
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("partitions")
     axes.set_ylabel("ms per step")
     axes.set_title(f"Partition search: {name}")
-    axes.legend()
+    figure.legend(loc="outside lower center", ncols=3)
     picture = io.BytesIO()
     canvas.print_png(picture)
     return tf.io.decode_png(picture.getvalue(), channels=4)[tf.newaxis]
