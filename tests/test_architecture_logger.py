@@ -129,12 +129,15 @@ def test_everything_on_two_processes(engine, logged):
 
 def profile(log_dir):
     """Trains a little, the last steps under TensorFlow's profiler."""
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    is_first = strategy.rank == 0
     start = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: (
-            batch == 2 and tf.profiler.experimental.start(f"{log_dir}")
+            is_first
+            and batch == 2
+            and tf.profiler.experimental.start(f"{log_dir}")
         )
     )
-    strategy = ks.HybridStrategy(architecture="hybrid")
     model = keras.Sequential(
         [
             keras.Input((4,), dtype="int64"),
@@ -147,15 +150,18 @@ def profile(log_dir):
         model.compile("adagrad", "mse")
     x = ids()[: 5 * BATCH]
     model.fit(x, np.ones((len(x), 1)), BATCH, callbacks=[start], verbose=0)
-    tf.profiler.experimental.stop()
+    if is_first:
+        tf.profiler.experimental.stop()
 
 
-def test_a_profilers_trace_names_the_paths(cluster, tmp_path):
-    cluster("native", 2).run(profile, tmp_path)
-    traces = [path.read_bytes() for path in tmp_path.rglob("*.xplane.pb")]
-    assert traces
+def test_a_profilers_trace_names_the_paths(tmp_path):
+    # Processes of its own: in those that have run other tests, TensorFlow
+    # 2.18's profiler was seen to abort when it is stopped.
+    ks.launch.run(profile, 2, engine="native", args=(tmp_path,))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    trace = path.read_bytes()
     for name in (b"/pull/", b"/push/", b"/all_reduce/", b"/update/"):
-        assert all(name in trace for trace in traces), name
+        assert name in trace, name
 
 
 def test_paths_by_role():
