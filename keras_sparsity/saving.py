@@ -182,6 +182,8 @@ def _to_stock(config):
         inner.pop("partition_group", None)
         inner.pop("architecture", None)
         return _stock_layer(config, "Embedding", inner)
+    if kind == "ShardedEmbeddingBag":
+        return _stock_bag(config, inner)
     if kind == "SampledSoftmax":
         return _stock_layer(config, "Dense", _dense_config(inner))
     if kind == "HybridOptimizer":
@@ -196,6 +198,37 @@ def _to_stock(config):
         f"{kind} has no counterpart in stock Keras, so the model cannot be "
         "exported."
     )
+
+
+def _stock_bag(config, inner):
+    """A small model of stock layers, for bags in a dense tensor."""
+    calls = config.get("inbound_nodes", ())
+    if any(
+        len(call["args"]) > 1 or call["kwargs"].get("weights") is not None
+        for call in calls
+    ):
+        raise ValueError(
+            f"The layer '{inner['name']}' is called with weights, and has no "
+            "counterpart in stock Keras then, so the model cannot be exported."
+        )
+    for name in ("num_partitions", "partition_group", "architecture"):
+        inner.pop(name, None)
+    combiner, name = inner.pop("combiner"), inner.pop("name")
+    is_masked = inner.pop("mask_zero")
+    embedding = keras.layers.Embedding.from_config({**inner, "name": name})
+    ids = keras.Input((None,), dtype="int32", name=f"{name}_ids")
+    rows = embedding(ids)
+    weights = keras.ops.cast(
+        (ids != 0) if is_masked else keras.ops.ones_like(ids), rows.dtype
+    )
+    vectors = keras.ops.sum(rows * weights[..., None], axis=-2)
+    counts = keras.ops.sum(weights, axis=-1, keepdims=True)
+    if combiner == "sqrtn":
+        counts = keras.ops.sqrt(counts)
+    if combiner != "sum":
+        vectors = keras.ops.divide_no_nan(vectors, counts)
+    bag = keras.Model(ids, vectors, name=name)
+    return {**config, **keras.saving.serialize_keras_object(bag)}
 
 
 def _dense_config(config):

@@ -241,6 +241,14 @@ VALID = {
         ks.layers.ShardedEmbedding,
         {"input_dim": ROWS, "output_dim": DIM},
     ),
+    "layers.ShardedEmbeddingBag": lambda: (
+        ks.layers.ShardedEmbeddingBag,
+        {"input_dim": ROWS, "output_dim": DIM},
+    ),
+    "layers.ShardedEmbeddingBag.call": lambda: (
+        ks.layers.ShardedEmbeddingBag(ROWS, DIM),
+        {"inputs": np.array([1])},
+    ),
     "layers.ShardedEmbedding.call": lambda: (
         ks.layers.ShardedEmbedding(ROWS, DIM),
         {"inputs": np.array([1])},
@@ -484,10 +492,11 @@ BAD = [
     # Layers.
     *(
         (
-            "layers.ShardedEmbedding",
+            f"layers.{layer}",
             {name: wrong},
             f"`{name}` {INTEGER}{name}={wrong!r}",
         )
+        for layer in ("ShardedEmbedding", "ShardedEmbeddingBag")
         for name in ("input_dim", "output_dim", "num_partitions")
         for wrong in (0, "a", 1.5, True)
     ),
@@ -506,6 +515,19 @@ BAD = [
             ({"other": 2}, "Unrecognized keyword arguments.*other"),
             ({"dtype": "flot"}, KERAS_DTYPE),
         ]
+    ),
+    *(
+        (
+            "layers.ShardedEmbeddingBag",
+            {"combiner": wrong},
+            f"one of 'sum', 'mean', 'sqrtn'.*combiner={wrong!r}",
+        )
+        for wrong in ("max", None)
+    ),
+    (
+        "layers.ShardedEmbeddingBag.call",
+        {"inputs": tf.ragged.constant([[1]]), "weights": np.ones((1, 1))},
+        "tf.RaggedTensor, as the ids are. Received: weights=",
     ),
     ("layers.ShardedEmbedding.call", {"inputs": "a"}, "integers.*string"),
     ("layers.ShardedEmbedding.call", {"inputs": None}, "ids. Received.*=None"),

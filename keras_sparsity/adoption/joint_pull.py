@@ -5,9 +5,11 @@ import contextlib
 import keras
 
 from keras_sparsity import compat
-from keras_sparsity.layers.sharded_embedding import ShardedEmbedding, ids_of
+from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
+from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
 from keras_sparsity.tables.sharded_table import gather_together
 
+_LAYERS = (ShardedEmbedding, ShardedEmbeddingBag)
 # Layers that give the same output for the same input, as operations do.
 _PLAIN = (
     keras.layers.Concatenate,
@@ -44,7 +46,12 @@ class JointPull:
         if not is_spread or compat.in_symbolic_scope():
             yield
             return
-        ids = [ids_of(tensor) for tensor in self._ids(inputs)]
+        ids = [
+            layer._asked(tensor)
+            for layer, tensor in zip(
+                self._calls, self._ids(inputs), strict=True
+            )
+        ]
         tables = [layer.table for layer in self._calls]
         rows = gather_together(list(zip(tables, ids, strict=True)))
         for layer in self._calls:
@@ -67,8 +74,8 @@ class JointPull:
         others = set()
         for operation, inputs, outputs in made:
             is_known = all(id(tensor) in known for tensor in inputs)
-            if type(operation) is ShardedEmbedding:
-                if is_known and len(inputs) == 1:
+            if type(operation) in _LAYERS:
+                if id(inputs[0]) in known:
                     calls.append(operation)
                     ids.append(inputs[0])
                 else:

@@ -2,5 +2,6 @@
 
 from keras_sparsity.layers.sampled_softmax import SampledSoftmax
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
+from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
 
-__all__ = ["SampledSoftmax", "ShardedEmbedding"]
+__all__ = ["SampledSoftmax", "ShardedEmbedding", "ShardedEmbeddingBag"]

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_sparsity import checks
 from keras_sparsity.tables import initial_values
-from keras_sparsity.tables.sharded_table import ShardedTable
+from keras_sparsity.tables.sharded_table import ShardedTable, shaped
 
 
 @keras.saving.register_keras_serializable(package="keras_sparsity")
@@ -156,9 +156,16 @@ class ShardedEmbedding(keras.layers.Embedding):
             return tf.ragged.map_flat_values(self._rows, inputs)
         return self._rows(inputs)
 
+    def _asked(self, inputs):
+        """The tensor of ids whose rows a call with these inputs gathers."""
+        return ids_of(inputs)
+
     def _rows(self, ids):
         ids = ids_of(ids)
-        rows = self.ahead.popleft() if self.ahead else self.table.gather(ids)
+        if self.ahead:
+            rows = shaped(self.ahead.popleft(), ids)
+        else:
+            rows = self.table.gather(ids)
         return tf.cast(rows, self.compute_dtype)
 
     def enable_lora(self, *args, **kwargs):
@@ -194,7 +201,7 @@ class ShardedEmbedding(keras.layers.Embedding):
 
 
 def ids_of(inputs):
-    """The tensor of ids whose rows a call with these inputs gathers."""
+    """The flat or dense ids of a layer's inputs, as integers."""
     if isinstance(inputs, tf.RaggedTensor):
         inputs = inputs.flat_values
     elif isinstance(inputs, tf.SparseTensor):

@@ -326,17 +326,11 @@ class ShardedTable:
             )
         if not self.variable.is_built or compat.in_symbolic_scope():
             shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
-            return self._shaped(tf.zeros(shape, self.variable.dtype), ids)
+            return shaped(tf.zeros(shape, self.variable.dtype), ids)
         if not self.is_sharded:
             return self._gather_here(ids)
         (rows,) = exchange.pull([([self], tf.reshape(ids, [-1]))])
-        return self._shaped(rows, ids)
-
-    def _shaped(self, rows, ids):
-        """Rows of flat ids, in the shape of the ids."""
-        rows = tf.reshape(rows, tf.concat([tf.shape(ids), [self.dim]], axis=0))
-        rows.set_shape([*ids.shape, self.dim])
-        return rows
+        return shaped(rows, ids)
 
     def check_under_strategy(self):
         """Raises where training would go on without any aggregation."""
@@ -495,6 +489,14 @@ class ShardedTable:
                 piece.assign(whole[rows])
 
 
+def shaped(rows, ids):
+    """Rows `(n, dim)` as `(..., dim)`, for n ids of shape `(...)`."""
+    dim = rows.shape[-1]
+    rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], axis=0))
+    rows.set_shape([*ids.shape, dim])
+    return rows
+
+
 def gather_together(requests):
     """Rows of several tables, in as few messages as one table's.
 
@@ -524,7 +526,7 @@ def gather_together(requests):
         )
         for index, rows in zip(indices, pulled, strict=True):
             table, ids = requests[index]
-            results[index] = table._shaped(rows, ids)
+            results[index] = shaped(rows, ids)
     return results
 
 
@@ -544,7 +546,7 @@ def gather_side_by_side(tables, ids):
     (rows,) = exchange.pull([(tables, tf.reshape(ids, [-1]))])
     columns = tf.split(rows, [table.dim for table in tables], axis=1)
     return [
-        table._shaped(of_table, ids)
+        shaped(of_table, ids)
         for table, of_table in zip(tables, columns, strict=True)
     ]
 
