@@ -386,3 +386,23 @@ def test_abort_collectives():
     from tensorflow.python.eager import context
 
     assert callable(context.context().abort_collective_ops)
+
+
+def test_calls_of_a_functional_model_in_their_order():
+    first, second = keras.Input((2,)), keras.Input((2,))
+    layer = keras.layers.Dense(2)
+    hidden = layer(first + second)
+    outputs = layer(hidden)
+    model = keras.Model([first, second], outputs)
+    (add, one, two) = compat.functional_calls(model)
+    assert not isinstance(add[0], keras.Layer)
+    assert [id(x) for x in add[1]] == [id(first), id(second)]
+    assert one[0] is two[0] is layer
+    assert one[2][0] is hidden and two[1][0] is hidden
+    assert two[2][0] is outputs
+
+    class Own(keras.Model):
+        pass
+
+    assert compat.functional_calls(Own(first, hidden)) is None
+    assert compat.functional_calls(keras.Sequential([layer])) is None
