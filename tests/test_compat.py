@@ -404,5 +404,5 @@ def test_calls_of_a_functional_model_in_their_order():
     class Own(keras.Model):
         pass
 
-    assert compat.functional_calls(Own(first, hidden)) is None
+    assert compat.functional_calls(Own([first, second], hidden)) is None
     assert compat.functional_calls(keras.Sequential([layer])) is None
