@@ -54,10 +54,13 @@ def run(make, parser):
     add("--steps", type=int, default=40, help="that count")
     add("--warm-up", type=int, default=10, help="steps before them")
     add("--architecture", default="hybrid", help="of the strategy")
+    add("--wire-dtype", help="of the strategy")
     args = parser.parse_args()
     if args.warm_up < 1:
         parser.error(f"--warm-up must be 1 or more. Received: {args.warm_up}.")
-    strategy = ks.HybridStrategy(architecture=args.architecture)
+    strategy = ks.HybridStrategy(
+        architecture=args.architecture, wire_dtype=args.wire_dtype
+    )
     batch = args.batch * strategy.size
     model, x, y, loss, optimizer, words = make(
         args, batch * (args.warm_up + args.steps), np.random.default_rng(1)
