@@ -105,6 +105,8 @@ def roles_of_a_step(num_tables, steps):
         keras.ops.cast(inputs[:, 0], "float32")
     )
     rows.append(late(keras.ops.cast(8 * hidden, "int32")))
+    frozen = ks.layers.ShardedEmbedding(20, 4, name="frozen", trainable=False)
+    rows.append(frozen(inputs[:, 0]))
     flat = [keras.layers.Flatten()(x) for x in rows]
     out = keras.layers.Dense(1)(keras.layers.Concatenate()(flat))
     model = keras.Model(inputs, out)
@@ -127,11 +129,13 @@ def test_the_number_of_messages_is_that_of_one_table(engine, cluster):
     processes = cluster(engine, 2)
     one, *_ = processes.run(roles_of_a_step, 1, 3)[0]
     many, losses, predictions = processes.run(roles_of_a_step, 9, 3)[1]
-    late = {f"table/late/{m}" for m in ("pull/ids", "pull/rows", "push/rows")}
-    assert late < set(one)
+    for name in ("late", "frozen"):
+        pulled = {f"table/{name}/pull/ids", f"table/{name}/pull/rows"}
+        assert pulled < set(one)
+        assert (f"table/{name}/push/rows" in one) == (name == "late")
     for calls in (one, many):
         assert set(calls.values()) <= {0, 1}
-    assert sum(one.values()) == sum(many.values()) >= 8
+    assert sum(one.values()) == sum(many.values()) >= 11
     _, expected, outputs = roles_of_a_step(9, 3)  # in this process alone
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(predictions, outputs, rtol=1e-4, atol=1e-5)

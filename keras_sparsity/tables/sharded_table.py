@@ -501,7 +501,8 @@ def gather_together(requests):
     """Rows of several tables, in as few messages as one table's.
 
     Of spread tables those with rows of the same length and dtype travel
-    together; rows that are asked for several times travel once.
+    together, frozen ones, of which no gradient is sent, by themselves; rows
+    that are asked for several times travel once.
 
     Args:
         requests: list of `(table, ids)`, as for `ShardedTable.gather`.
@@ -513,7 +514,8 @@ def gather_together(requests):
     together = {}
     for index, (table, ids) in enumerate(requests):
         if table.is_sharded:
-            kind = (table.dim, table.variable.dtype)
+            variable = table.variable
+            kind = (table.dim, variable.dtype, variable.trainable)
             together.setdefault(kind, []).append(index)
         else:
             results[index] = table.gather(ids)
