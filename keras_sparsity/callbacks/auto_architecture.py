@@ -193,7 +193,9 @@ class AutoArchitecture(keras.callbacks.Callback):
         )
         path = self._speeds[architecture]
         seconds = path.seconds(cost.busiest_bytes)
-        if architecture == "allreduce":  # in one message with dense ones
+        if architecture == "allreduce" or (
+            architecture == "ps" and variable.table.shares_messages
+        ):  # with dense ones, or with other tables
             seconds -= path.latency_seconds
         whole = spec.num_bytes()
         # By one process: its part of a spread table, or all of it.

@@ -153,6 +153,11 @@ class ShardedTable:
         """The variables that hold this rank's rows."""
         return self.partitions if self.is_sharded else [self.variable]
 
+    @property
+    def shares_messages(self):
+        """Whether its rows were last pulled with those of other tables."""
+        return self.messages != self.role
+
     # Storage.
 
     def create(self, variable):
