@@ -57,11 +57,6 @@ SHAPES = {
         "optimizer": "adam",
         "num_processes": 2,
     },
-    "four processes": {
-        "tables": [(100_000, 128)],
-        "optimizer": "rmsprop",
-        "num_processes": 4,
-    },
 }
 # Rounds of each stage, and which numbers of partitions stay: those within this
 # share of the best.
