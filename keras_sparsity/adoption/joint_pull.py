@@ -80,12 +80,12 @@ class JointPull:
                     ids.append(inputs[0])
                 else:
                     others.add(operation)
-            elif not isinstance(operation, keras.Layer):
-                known.update(id(t) for t in outputs if is_known)
-            elif isinstance(operation, _PLAIN):
-                known.update(id(t) for t in outputs if is_known)
-            else:  # which may call a table's layer itself
+            elif isinstance(operation, keras.Layer) and not isinstance(
+                operation, _PLAIN
+            ):  # which may call a table's layer itself
                 others.update(compat.all_layers(operation))
+            elif is_known:
+                known.update(id(tensor) for tensor in outputs)
         # One that is also called with other ids would be given these rows.
         found = [
             (layer, tensor)

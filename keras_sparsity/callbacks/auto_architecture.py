@@ -132,18 +132,17 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._move([(place, chosen[place.path]) for place in places])
 
     def _places(self):
-        """`(_Place, VariableSparsity)` of what may get another one."""
+        """Each `_Table` and `_Rows` that may change, and its sparsity."""
         variables = self.model.trainable_variables
-        is_auto = architectures.of(self._strategy)
-        tables = _tables_of(self.model, self._strategy)
+        architecture = architectures.of(self._strategy)
         for variable, facts in zip(
             variables, sparsity.measured(variables), strict=True
         ):
-            if not isinstance(variable, TableVariable):
-                if is_auto.rows == "auto":
-                    yield _Rows(variable, self._strategy), facts
-            elif any(variable.table is table for table in tables):
-                yield _Table(variable), facts
+            if isinstance(variable, TableVariable):
+                if _is_found(variable.table, architecture):
+                    yield _Table(variable), facts
+            elif architecture.rows == "auto":
+                yield _Rows(variable, self._strategy), facts
 
     def _move(self, targets):
         moves.move_for_now(
@@ -267,14 +266,12 @@ class _Rows:
 
 def is_asked_for(model, strategy):
     """Whether there may be an architecture to find."""
-    is_for_rows = architectures.of(strategy).rows == "auto"
-    return is_for_rows or bool(_tables_of(model, strategy))
+    architecture = architectures.of(strategy)
+    return architecture.rows == "auto" or any(
+        _is_found(table, architecture) for table in saving.tables_of(model)
+    )
 
 
-def _tables_of(model, strategy):
-    of_tables = architectures.of(strategy).tables
-    return [
-        table
-        for table in saving.tables_of(model)
-        if (table.requested_architecture or of_tables) == "auto"
-    ]
+def _is_found(table, architecture):
+    """Whether a table's own architecture is to be found."""
+    return (table.requested_architecture or architecture.tables) == "auto"
