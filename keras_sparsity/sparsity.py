@@ -21,7 +21,9 @@ class VariableSparsity:
 
     A touch is one rank needing one row in one step of training. A row that
     occurs several times in a rank's part of the batch, or that is gathered
-    twice in the step, is touched once.
+    twice in the step, is touched once. Where the ranks of a machine pull
+    together, popularity and balance count the touches of machines, and alpha
+    what each rank asks for in each gather.
 
     Attributes:
         name: the variable's path.
@@ -274,9 +276,11 @@ def _sparsity(variable, readings, machines):
             owner_shares = tuple(
                 reading.num_touches / num_touches for reading in told
             )
+    # Of each rank alone, where touches are those of a machine's together.
+    num_asked = sum(reading.num_asked for reading in told) or num_touches
     return dataclasses.replace(
         sparsity,
-        alpha=num_touches / (len(machines) * num_elements),
+        alpha=num_asked / (len(machines) * num_elements),
         alpha_machine=alpha_machine,
         num_steps=num_steps,
         busiest_share=busiest_share,

@@ -47,6 +47,8 @@ class Reading:
             had each number of touches.
         largest_rows: of the rows that any rank asks of any other, the largest
             number, on average; 0 where the engine does not know it.
+        num_asked: the rows that this rank has asked for, where a machine's
+            ranks ask together, and touches are theirs; else 0.
     """
 
     num_steps: int
@@ -55,6 +57,7 @@ class Reading:
     is_of_rank: bool
     busiest: tuple
     largest_rows: float
+    num_asked: int
 
 
 class Touches:
@@ -77,9 +80,9 @@ class Touches:
         self._position = position
         self._is_of_rank = False
         # In one variable: steps to go until the next sample, sampled steps,
-        # touches, touches of machines; notes, and the rows of their largest
-        # parts.
-        self._state = OwnVariable([0] * 6, tf.int64)
+        # touches, touches of machines; notes, the rows of their largest parts,
+        # and what this rank has asked for.
+        self._state = OwnVariable([0] * 7, tf.int64)
         self._of_rows = OwnVariable(np.zeros(num_counted), tf.int32)
         # Touches of this step that came already, each as one number.
         self._arrived = OwnVariable([], tf.int64, [None])
@@ -89,17 +92,19 @@ class Touches:
 
         Args:
             asked: function without arguments that gives an int64 tensor of row
-                ids, first those of rank 0; how many of each rank they are,
-                `(size,)`; and how many any rank receives of any other at
-                most, where the engine knows it, else 0. Called where a step is
-                sampled.
+                ids; the rank that each comes from, or one that stands for its
+                machine, if that asks for its ranks together; how many any rank
+                receives of any other at most, where the engine knows it, else
+                0; and how many rows this rank has asked for itself, if it is
+                the machines' ranks that are told, else 0. Called where a step
+                is sampled.
         """
 
         def keep():
-            ids, counts, largest = asked()
-            noted = [0, 0, 0, 0, 1, tf.cast(largest, tf.int64)]
-            self._state.add(tf.stack(noted))
-            touched = self._touched(ids, lambda: counts)
+            ids, ranks, largest, num_asked = asked()
+            noted = [0, 0, 0, 0, 1, largest, num_asked]
+            self._state.add(tf.stack([tf.cast(n, tf.int64) for n in noted]))
+            touched = self._touched(ids, lambda: ranks)
             touched = tf.concat([self._arrived.read(), touched], axis=0)
             # Each once, so that it stays small where gradients are taken and
             # never applied.
@@ -129,27 +134,34 @@ class Touches:
                 touched = self._arrived.read()
                 self._arrived.assign(tf.zeros([0], tf.int64))
             else:
-                touched = self._touched(ids, counts)
+                touched = self._touched(
+                    ids,
+                    counts
+                    and (
+                        lambda: tf.repeat(
+                            tf.range(len(self._machines)), counts()
+                        )
+                    ),
+                )
             # Of the variable itself TensorFlow would take the size, though
             # not the values, after it is empty again.
             self._count(tf.unique(touched)[0], state[1] + 1)
             return 0
 
         def skip():
-            self._state.add([-1, 0, 0, 0, 0, 0])
+            self._state.add([-1, 0, 0, 0, 0, 0, 0])
             return 0
 
         with tf.device("CPU:0"):
             state = self._state.read()
             tf.cond(tf.equal(state[0], 0), sample, skip)
 
-    def _touched(self, ids, counts):
+    def _touched(self, ids, ranks):
         """Each touch as one number: row id + number of rows * rank."""
         ids = tf.cast(ids, tf.int64)
         is_inside = (ids >= 0) & (ids < self._num_rows)
-        if counts is not None:
-            ranks = tf.repeat(tf.range(len(self._machines)), counts())
-            ids += tf.cast(ranks, tf.int64) * self._num_rows
+        if ranks is not None:
+            ids += tf.cast(ranks(), tf.int64) * self._num_rows
         # An id outside fails elsewhere, or is ignored there.
         return tf.boolean_mask(ids, is_inside)
 
@@ -163,14 +175,14 @@ class Touches:
         self._of_rows.add_at(self._position(ids), 1)
         to_go = tf.where(num_steps < _FIRST, 0, _EVERY - 1)
         sizes = [tf.size(x, tf.int64) for x in (touched, together)]
-        counted = [tf.cast(to_go, tf.int64), 1, *sizes, 0, 0]
+        counted = [tf.cast(to_go, tf.int64), 1, *sizes, 0, 0, 0]
         self._state.add(tf.stack(counted))
 
     # Outside of the step.
 
     def read(self, num_busiest):
         """What was counted so far: `Reading`, with so many busiest rows."""
-        _, num_steps, num_touches, num_together, num_notes, largest = (
+        _, num_steps, num_touches, num_together, num_notes, largest, asked = (
             self._state.numpy().tolist()
         )
         of_rows = self._of_rows.numpy()
@@ -184,11 +196,12 @@ class Touches:
             self._is_of_rank,
             busiest,
             largest / num_notes if num_notes else 0.0,
+            asked,
         )
 
     def reset(self):
         """Begins anew, with the first steps' samples."""
-        self._state.assign(tf.zeros([6], tf.int64))
+        self._state.assign(tf.zeros([7], tf.int64))
         self._of_rows.assign(tf.zeros([self._num_counted], tf.int32))
         self._arrived.assign(tf.zeros([0], tf.int64))
 

@@ -32,6 +32,7 @@ class Addresses:
         tables: list of spread `ShardedTable`s of the same processes.
 
     Attributes:
+        largest: no address is as large.
         dtype: of addresses.
         row_dtype: of the rows' numbers.
         first_rows: the number of each table's first row.
@@ -62,11 +63,12 @@ class Addresses:
                         self.pieces.append(Piece(index, slot, partition, start))
                     start += num_rows
             largest = max(largest, start)
+        self.largest = largest
         self.dtype = narrowest(largest)
         self.row_dtype = tf.int32 if ends[-1] < tf.int32.max else tf.int64
 
     def locate(self, rows):
-        """Owner (int32) and address of each row, given by its number."""
+        """Owner and address of each row, given by its number: its dtype."""
 
         def of(array, index):
             return tf.gather(tf.constant(array, rows.dtype), index)
@@ -78,27 +80,33 @@ class Addresses:
             rows -= of(self.first_rows, table)
         count = of(self._counts, table)
         partition = of(self._first_partitions, table) + rows % count
-        owner = tf.cast(of(self._owners, partition), tf.int32)
         address = of(self._starts, partition) + rows // count
-        return owner, tf.cast(address, self.dtype)
+        return of(self._owners, partition), address
 
-    # What is sent in place of addresses.
 
-    def no_address(self, numbers):
-        """A message of two int64 numbers that `is_none` finds."""
-        numbers = tf.reshape(tf.bitcast(numbers, self.dtype), [-1])
-        return tf.concat(
-            [[tf.constant(self.dtype.max, self.dtype)], numbers], 0
-        )
+# What is sent in place of addresses: two int64 numbers behind a mark.
 
-    def is_none(self, received):
-        """Of each element, whether such a message begins with it."""
-        return tf.equal(tf.cast(received, tf.int64), self.dtype.max)
 
-    def told(self, received, is_none):
-        """The two numbers of the first such message: int64 `(2,)`."""
-        start = tf.argmax(tf.cast(is_none, tf.int32)) + 1
-        width = tf.int64.size // self.dtype.size
+def mark(numbers, dtype):
+    """A message that `is_marked` finds among addresses of a dtype."""
+    numbers = tf.reshape(tf.bitcast(numbers, dtype), [-1])
+    return tf.concat([tf.constant([dtype.max], dtype), numbers], axis=0)
+
+
+def is_marked(received):
+    """Of each element, whether such a message begins with it."""
+    return tf.equal(tf.cast(received, tf.int64), received.dtype.max)
+
+
+def marked(received):
+    """The numbers of the first such message, int64 `(2,)`; or zeros."""
+    marks = is_marked(received)
+
+    def read():
+        start = tf.argmax(tf.cast(marks, tf.int32)) + 1
+        width = tf.int64.size // received.dtype.size
         numbers = tf.slice(received, [start], [2 * width])
         shape = [2] if width == 1 else [2, width]
         return tf.bitcast(tf.reshape(numbers, shape), tf.int64)
+
+    return tf.cond(tf.reduce_any(marks), read, lambda: tf.zeros([2], tf.int64))

@@ -6,7 +6,8 @@ import hashlib
 import tensorflow as tf
 
 from keras_sparsity import architectures, touches
-from keras_sparsity.tables.addresses import Addresses
+from keras_sparsity.tables.addresses import Addresses, is_marked, marked
+from keras_sparsity.tables.ways import Direct, ThroughMachines
 
 
 def pull(requests):
@@ -43,22 +44,15 @@ def _pull(requests):
     for table in tables:
         table.messages = role
     request = _Request(requests, groups, addresses)
-    sent, positions, splits = request.by_owner(communicator.size)
-    received, route = communicator.all_to_all(
-        sent, splits, name=f"{role}/pull/ids"
-    )
-    received = _checked(received, [g[0] for g in groups], addresses)
+    kind = Direct
+    if architectures.of().merges and ThroughMachines.is_possible(communicator):
+        kind = ThroughMachines
+    way = kind(communicator, request, addresses, role, wire)
+    received = _checked(way.received, [g[0] for g in groups], addresses)
     owned = _Owned(groups, addresses, received)
-    rows = wire.decode(
-        communicator.all_to_all_back(
-            wire.encode(tf.stop_gradient(owned.rows())),
-            route,
-            name=f"{role}/pull/rows",
-        )
-    )
-    num_sent = tf.shape(sent)[0]
+    rows = way.pull(tf.stop_gradient(owned.rows()))
     # Where the row of each id arrives.
-    arrivals = [tf.gather(positions, index) for index in request.indices]
+    arrivals = [tf.gather(way.positions, index) for index in request.indices]
 
     @tf.custom_gradient
     def expand(*anchors_and_rows):
@@ -71,15 +65,10 @@ def _pull(requests):
                 # Summed per row here, then along the ids' own route: each
                 # owner already knows which rows these are.
                 summed = tf.math.unsorted_segment_sum(
-                    _joined(gradients), _joined(arrivals), num_sent
+                    _joined(gradients), _joined(arrivals), way.num_sent
                 )
-                at_owner = wire.decode(
-                    communicator.all_to_all_along(
-                        wire.encode(summed), route, name=f"{role}/push/rows"
-                    )
-                )
-                slices = owned.gradients(at_owner)
-                owned.note_touches(route)
+                slices = owned.gradients(way.push(summed))
+                owned.note_touches(way, request)
             return *slices, None
 
         results = [tf.gather(rows, arrival) for arrival in arrivals]
@@ -133,46 +122,46 @@ class _Request:
             self._unique, index = numbers, tf.range(tf.size(numbers))
         self.indices = tf.split(index, sizes) if len(sizes) > 1 else [index]
 
-    def by_owner(self, size):
-        """Addresses sorted by owner, the position of each, and the splits.
+    @property
+    def num_rows(self):
+        return tf.size(self._unique)
 
-        If an id lies outside its table, then in place of all addresses every
-        owner is sent which one: so that the check that each owner makes fails
-        on all.
-        """
-        is_inside = [
+    def num_of_group(self, index):
+        """How many of its rows are of one group of tables."""
+        first, *after = self._addresses.first_rows[index:]
+        is_of_group = self._unique >= first
+        if after:
+            is_of_group &= self._unique < after[0]
+        return tf.math.count_nonzero(is_of_group)
+
+    @property
+    def dtype(self):
+        return self._addresses.row_dtype
+
+    @property
+    def owner_and_address(self):
+        return self._addresses.locate(self._unique)
+
+    @property
+    def is_inside(self):
+        return tf.reduce_all(self._are_inside())
+
+    def _are_inside(self):
+        return [
             largest < tf.constant(table.num_rows, tf.uint64)
             for largest, table in zip(self._largest, self._tables, strict=True)
         ]
 
-        def valid():
-            owner, address = self._addresses.locate(self._unique)
-            order = tf.concat(
-                tf.dynamic_partition(tf.range(tf.size(owner)), owner, size),
-                axis=0,
-            )
-            return (
-                tf.gather(address, order),
-                tf.math.invert_permutation(order),
-                tf.math.bincount(owner, minlength=size, maxlength=size),
-            )
-
-        def offending():
-            which = tf.argmin(tf.cast(is_inside, tf.int32))
-            told = tf.stack(
-                [
-                    tf.gather(tf.constant(self._groups, tf.int64), which),
-                    tf.bitcast(tf.stack(self._largest), tf.int64)[which],
-                ]
-            )
-            message = self._addresses.no_address(told)
-            return (
-                tf.concat([message] * size, axis=0),
-                tf.zeros_like(self._unique, tf.int32),  # of no use
-                tf.fill([size], tf.size(message)),
-            )
-
-        return tf.cond(tf.reduce_all(is_inside), valid, offending)
+    @property
+    def outside(self):
+        """Which group was asked for an id outside, and the id: int64 `(2,)`."""
+        which = tf.argmin(tf.cast(self._are_inside(), tf.int32))
+        return tf.stack(
+            [
+                tf.gather(tf.constant(self._groups, tf.int64), which),
+                tf.bitcast(tf.stack(self._largest), tf.int64)[which],
+            ]
+        )
 
 
 def _largest(ids):
@@ -183,18 +172,12 @@ def _largest(ids):
 
 def _checked(received, tables, addresses):
     """The addresses as numbers to compute with, if each is one."""
-    is_none = addresses.is_none(received)
-
-    told = tf.cond(
-        tf.reduce_any(is_none),
-        lambda: addresses.told(received, is_none),
-        lambda: tf.zeros([2], tf.int64),
-    )
+    told = marked(received)
     which, offending = tf.unstack(told)
     names = tf.constant([table.owner_name for table in tables])
     limits = tf.constant([table.num_rows for table in tables], tf.int64)
     check = tf.raw_ops.Assert(
-        condition=tf.logical_not(tf.reduce_any(is_none)),
+        condition=tf.logical_not(tf.reduce_any(is_marked(received))),
         data=outside_message(
             tf.gather(names, which), offending, tf.gather(limits, which)
         ),
@@ -297,26 +280,21 @@ class _Owned:
         parts = [tf.dynamic_partition(t, group, count) for t in tensors]
         return list(zip(*parts, strict=True))
 
-    def note_touches(self, route):
+    def note_touches(self, way, request):
         ids = self._ids()
 
         def of_group(index):
-            if len(self._groups) == 1:
-                return ids, route.received_splits, route.largest
-            size = self._groups[0][0].collectives.size
-            ranks = tf.repeat(tf.range(size), route.received_splits)
-            is_of_group = self._group_of_each() == index
-            counts = tf.math.bincount(
-                tf.boolean_mask(ranks, is_of_group),
-                minlength=size,
-                maxlength=size,
-            )
-            of_group = tf.boolean_mask(ids, is_of_group)
+            ranks, of_group = way.ranks, ids
+            if len(self._groups) > 1:
+                is_of_group = self._group_of_each() == index
+                ranks = tf.boolean_mask(ranks, is_of_group)
+                of_group = tf.boolean_mask(ids, is_of_group)
             # Its share of what all of them together are padded to.
-            largest = tf.cast(route.largest, tf.int64)
+            largest = tf.cast(way.route.largest, tf.int64)
             largest *= tf.size(of_group, tf.int64)
             largest //= tf.maximum(tf.size(ids, tf.int64), 1)
-            return of_group, counts, largest
+            num_asked = request.num_of_group(index) if way.is_together else 0
+            return of_group, ranks, largest, num_asked
 
         for index, group in enumerate(self._groups):
             for table in group:

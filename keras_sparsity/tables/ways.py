@@ -1,0 +1,219 @@
+"""The ways of rows between ranks: straight, or by way of their machines."""
+
+import tensorflow as tf
+
+from keras_sparsity.tables.addresses import is_marked, mark, marked, narrowest
+
+
+class Direct:
+    """From each rank to each owner.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+        request: what this rank asks for, see `exchange`.
+        addresses: `Addresses`.
+        role: what the names of the messages begin with.
+        wire: `Wire` of rows and their gradients.
+
+    Attributes:
+        positions: of the rows that were asked for, their places among those
+            that come.
+        num_sent: how many these are.
+        received: addresses that this rank was asked for.
+        route: their way, for what is noted of it.
+        is_together: whether it is machines that ask.
+    """
+
+    is_together = False
+
+    def __init__(self, communicator, request, addresses, role, wire):
+        self._ranks, self._role, self._wire = communicator, role, wire
+        size = communicator.size
+
+        def valid():
+            owner, address = request.owner_and_address
+            return _sorted(address, owner, size, addresses.dtype)
+
+        def offending():
+            return _to_all(
+                request.outside, size, addresses.dtype, request.num_rows
+            )
+
+        sent, self.positions, splits = tf.cond(
+            request.is_inside, valid, offending
+        )
+        self.num_sent = tf.size(sent)
+        self.received, self.route = communicator.all_to_all(
+            sent, splits, name=f"{role}/pull/ids"
+        )
+
+    @property
+    def ranks(self):
+        """The rank that has asked for each address."""
+        return tf.repeat(tf.range(self._ranks.size), self.route.received_splits)
+
+    def pull(self, rows):
+        """From the owner: rows `(num_sent, columns)` in their places."""
+        return self._wire.decode(
+            self._ranks.all_to_all_back(
+                self._wire.encode(rows),
+                self.route,
+                name=f"{self._role}/pull/rows",
+            )
+        )
+
+    def push(self, gradients):
+        """To the owner: the gradients of what `received` lists."""
+        return self._wire.decode(
+            self._ranks.all_to_all_along(
+                self._wire.encode(gradients),
+                self.route,
+                name=f"{self._role}/push/rows",
+            )
+        )
+
+
+class ThroughMachines:
+    """First inside of each machine, then between machines.
+
+    Of a machine's processes each takes part for the owners with its own local
+    rank: what the others need of these it asks for once, and the gradients
+    that they have of them it adds up, so that a row crosses the network once
+    for each machine. Arguments and attributes are those of `Direct`.
+
+    References:
+        EuroSys 4.3 (local aggregation, of gradients).
+    """
+
+    is_together = True
+
+    def __init__(self, communicator, request, addresses, role, wire):
+        self._machine = communicator.group("machine")
+        self._across = communicator.group("across")
+        self._role, self._wire = role, wire
+        machines = tf.constant(communicator.machines)
+        local_ranks = tf.constant(_local_ranks(communicator.machines))
+        num_machines = self._across.size
+        self._first = [
+            communicator.machines.index(machine)
+            for machine in range(num_machines)
+        ]
+        # Which machine's owner, and the address there, as one number.
+        dtype = narrowest(num_machines * addresses.largest)
+        compute = request.dtype
+        if num_machines * addresses.largest >= compute.max:
+            compute = tf.int64
+
+        def valid():
+            owner, address = request.owner_and_address
+            machine = tf.cast(tf.gather(machines, owner), compute)
+            code = machine * addresses.largest + tf.cast(address, compute)
+            local_rank = tf.gather(local_ranks, owner)
+            return _sorted(code, local_rank, self._machine.size, dtype)
+
+        def offending():
+            return _to_all(
+                request.outside, self._machine.size, dtype, request.num_rows
+            )
+
+        sent, self.positions, splits = tf.cond(
+            request.is_inside, valid, offending
+        )
+        self.num_sent = tf.size(sent)
+        asked, self._inside = self._machine.all_to_all(
+            sent, splits, name=f"{role}/pull/machine/ids"
+        )
+        unique, index = tf.unique(tf.cast(asked, compute))
+
+        def ask():
+            machine = unique // addresses.largest
+            address = unique % addresses.largest
+            return _sorted(address, machine, num_machines, addresses.dtype)
+
+        def tell():
+            return _to_all(
+                marked(asked), num_machines, addresses.dtype, tf.size(unique)
+            )
+
+        sent, positions, splits = tf.cond(
+            tf.reduce_any(is_marked(asked)), tell, ask
+        )
+        self._num_asked = tf.size(sent)
+        self._arrival = tf.gather(positions, index)
+        self.received, self.route = self._across.all_to_all(
+            sent, splits, name=f"{role}/pull/ids"
+        )
+
+    @property
+    def ranks(self):
+        """A rank of the machine that has asked for each address."""
+        return tf.gather(
+            self._first,
+            tf.repeat(tf.range(self._across.size), self.route.received_splits),
+        )
+
+    @staticmethod
+    def is_possible(communicator):
+        """Whether there are machines, with several processes on each."""
+        machines = communicator.machines
+        counts = [machines.count(machine) for machine in machines]
+        return min(counts) == max(counts) and 1 < min(counts) < len(machines)
+
+    def pull(self, rows):
+        rows = self._wire.decode(
+            self._across.all_to_all_back(
+                self._wire.encode(rows),
+                self.route,
+                name=f"{self._role}/pull/rows",
+            )
+        )
+        return self._machine.all_to_all_back(
+            tf.gather(rows, self._arrival),
+            self._inside,
+            name=f"{self._role}/pull/machine/rows",
+        )
+
+    def push(self, gradients):
+        gradients = self._machine.all_to_all_along(
+            gradients, self._inside, name=f"{self._role}/push/machine/rows"
+        )
+        summed = tf.math.unsorted_segment_sum(
+            gradients, self._arrival, self._num_asked
+        )
+        return self._wire.decode(
+            self._across.all_to_all_along(
+                self._wire.encode(summed),
+                self.route,
+                name=f"{self._role}/push/rows",
+            )
+        )
+
+
+def _local_ranks(machines):
+    return [
+        machines[:rank].count(machine) for rank, machine in enumerate(machines)
+    ]
+
+
+def _sorted(values, destination, size, dtype):
+    """Values by destination, the position of each, and the splits."""
+    destination = tf.cast(destination, tf.int32)
+    order = tf.concat(
+        tf.dynamic_partition(tf.range(tf.size(values)), destination, size),
+        axis=0,
+    )
+    return (
+        tf.gather(tf.cast(values, dtype), order),
+        tf.math.invert_permutation(order),
+        tf.math.bincount(destination, minlength=size, maxlength=size),
+    )
+
+
+def _to_all(numbers, size, dtype, num_rows):
+    """The same, of a message to all in place of what was to be sent."""
+    message = mark(numbers, dtype)
+    return (
+        tf.concat([message] * size, axis=0),
+        tf.zeros([num_rows], tf.int32),  # of no use
+        tf.fill([size], tf.size(message)),
+    )
