@@ -67,6 +67,12 @@ def wire(dtype, strategy=None):
     return Wire(dtype, tf.as_dtype(narrow))
 
 
+def aggregates_locally(strategy=None):
+    """Whether the ranks of a machine pull and push together."""
+    strategy = strategy or tf.distribute.get_strategy()
+    return of(strategy).merges and getattr(strategy, "local_aggregation", True)
+
+
 def of_rows(variable, strategy=None):
     """How the rows of a variable that every rank has whole travel.
 

@@ -365,6 +365,7 @@ def of_running(model):
                 communicator.engine,
                 facts.largest_rows,
                 first_machine,
+                architectures.aggregates_locally(strategy),
             )
             for name in transfer_cost.ARCHITECTURES
             if spec.is_sparse or name != "allgather"

@@ -66,6 +66,10 @@ class HybridStrategy(tf.distribute.Strategy):
             gradients are sent in it, in half of the bytes; sums are those of
             float32, at their owners. None: in their own dtype. `"float16"` is
             finer, but what is above 65,504 becomes infinite.
+        local_aggregation: whether the processes of a machine pull rows of
+            sharded tables together, each row once, and add up its gradients
+            before they push, where all of several machines have as many
+            processes. False to compare.
         timeout: seconds for which a rank may keep the others waiting (because
             it is stopped, hangs, or computes alone) before all of them are
             ended with a message on what each was doing; at least 5, and the
@@ -102,6 +106,7 @@ class HybridStrategy(tf.distribute.Strategy):
         transform_gradients=None,
         architecture="auto",
         wire_dtype=None,
+        local_aggregation=True,
         timeout=None,
     ):
         architectures.check("architecture", architecture)
@@ -114,6 +119,8 @@ class HybridStrategy(tf.distribute.Strategy):
             f"None or one of {', '.join(map(repr, _WIRE_DTYPES))}",
         )
         self.wire_dtype = wire_dtype
+        checks.boolean("local_aggregation", local_aggregation)
+        self.local_aggregation = bool(local_aggregation)
         self.optimizer_options = checked_options(
             sparse_updates=sparse_updates,
             dense_aggregation=dense_aggregation,

@@ -391,6 +391,14 @@ BAD = [
         for wrong in ("PS", 3)
     ),
     *(
+        (name, {"local_aggregation": 2}, "True or False.*aggregation=2")
+        for name in (
+            "HybridStrategy",
+            "planning.engine_bytes",
+            "planning.sharded_table_bytes",
+        )
+    ),
+    *(
         (
             "HybridStrategy",
             {"wire_dtype": wrong},

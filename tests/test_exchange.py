@@ -10,12 +10,24 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.collectives import journal
 from keras_sparsity.tables.sharded_table import gather_together
-from tests.conftest import engines, engines_and_sizes
+from tests.conftest import engines
 
 # Rows, row length and partitions: all addresses fit into 16 bits, but for the
 # larger table's; the last one has a row length, and so an exchange, of its own.
 TABLES = [(1_000, 4, 3), (30, 4, 5), (3, 4, None), (900, 4, 1)]
 LARGER, OF_SIX = (140_000, 4, 1), (50, 6, None)
+
+
+def engines_sizes_and_machines():
+    (horovod,) = engines("horovod")
+    return [
+        ("native", 4, 1),
+        ("native", 4, 2),
+        pytest.param("horovod", 2, 1, marks=horovod.marks),
+        pytest.param("horovod", 4, 2, marks=horovod.marks),
+    ]
+
+
 # Which tables are asked, in turn, and for which ids outside of the second.
 CASES = (
     (TABLES, (0, 1, 2, 3, 0), (-1, 30, 2**40, -(2**40))),
@@ -77,9 +89,11 @@ def pull_together(shapes, asked, outside):
     return messages
 
 
-@pytest.mark.parametrize(("engine", "size"), engines_and_sizes())
-def test_several_tables_as_dense_numpy(engine, size, cluster):
-    processes = cluster(engine, size)
+@pytest.mark.parametrize(
+    ("engine", "size", "machines"), engines_sizes_and_machines()
+)
+def test_several_tables_as_dense_numpy(engine, size, machines, cluster):
+    processes = cluster(engine, size, machines)
     for case in CASES:
         for messages in processes.run(pull_together, *case):
             for message, wrong in zip(messages, case[-1], strict=True):
@@ -201,3 +215,58 @@ def test_sums_are_wide_and_messages_narrow(engine, cluster):
             assert 2 * (narrow[role] - told) == wide[role] - told > 0
         dense = sum(n for r, n in narrow.items() if "optimizer/dense" in r)
         assert dense < wide["optimizer/dense"] or engine == "native"
+
+
+# By way of machines.
+
+MANY, WIDE = 60, 8
+
+
+def pull_by_machine(together):
+    """Ids, and bytes of the pulled and pushed rows that left this machine."""
+    strategy = ks.HybridStrategy(
+        architecture="hybrid", local_aggregation=together
+    )
+    table = ks.ShardedTable(MANY, WIDE, name="table")
+    random = np.random.default_rng(strategy.rank)
+    ids = tf.constant(random.integers(MANY, size=40))
+
+    @tf.function
+    def step(ids):
+        with tf.GradientTape() as tape:
+            rows = table.gather(ids)
+            loss = tf.reduce_sum(rows * tf.stop_gradient(rows))
+        return tape.gradient(loss, table.variable).values
+
+    journal.current().measures = True
+    strategy.run(step, args=(ids,))
+    totals = {
+        role.removeprefix("across/"): found.sent_bytes
+        for (role, *_), found in journal.current().totals().items()
+    }
+    journal.current().measures = False
+    roles = ("table/table/pull/rows", "table/table/push/rows")
+    return ids.numpy(), [totals[role] for role in roles]
+
+
+@pytest.mark.parametrize("engine", engines("horovod"))
+def test_a_row_crosses_the_network_once_for_each_machine(engine, cluster):
+    """Of four processes on two machines; Horovod's messages are not padded."""
+    processes = cluster(engine, 4, 2)
+    machine_of_owner = np.array([0, 1, 0, 1])  # of each partition's
+    for together in (True, False):
+        results = processes.run(pull_by_machine, together)
+        num_rows = 0
+        for rank in range(4):
+            parts = [results[rank][0]]
+            if together:  # the machine's first rank asks for both
+                parts = [results[rank][0], results[rank ^ 1][0]][: 2 - rank % 2]
+            rows = np.unique(np.concatenate(parts))
+            if not (together and rank % 2):
+                owner = machine_of_owner[rows % 4]
+                num_rows += np.sum(owner != rank // 2)
+        for sent in zip(*(sent for _, sent in results), strict=True):
+            if together:
+                assert sum(sent) == num_rows * WIDE * 4
+            else:  # and what goes to the other process of the machine
+                assert sum(sent) > num_rows * WIDE * 4

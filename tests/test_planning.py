@@ -193,8 +193,14 @@ def test_every_architecture_as_simulated(
         )
         compare(cost, values, ids)
     if variable.is_sparse:
-        cost = planning.sharded_table_bytes(variable, cluster)
-        compare(cost, *simulated("sharded", variable, cluster, "none", 2))
+        for together in (False, True):
+            cost = planning.sharded_table_bytes(
+                variable, cluster, local_aggregation=together
+            )
+            aggregation = "both" if together else "none"
+            compare(
+                cost, *simulated("sharded", variable, cluster, aggregation, 2)
+            )
 
 
 def compare(cost, values, ids):
@@ -405,7 +411,9 @@ def test_padding_is_to_the_owner_with_most_rows():
     cost = planning.sharded_table_bytes(table, Cluster(2), padded=True)
     assert cost.sent_bytes == (rows * 2 + 2 * elements * 4,) * 2
     # Of four processes each sends to the two on the other machine.
-    cost = planning.sharded_table_bytes(table, Cluster(2, 2), padded=True)
+    cost = planning.sharded_table_bytes(
+        table, Cluster(2, 2), padded=True, local_aggregation=False
+    )
     rows, elements = 40, 208
     assert cost.sent_bytes == (4 * (rows * 2 + 2 * elements * 4),) * 2
 

@@ -77,6 +77,7 @@ class FirstStep(Binding):
                 **agreement.of_model(self._model),
                 "strategy.architecture": strategy.architecture,
                 "strategy.wire_dtype": strategy.wire_dtype,
+                "strategy.local_aggregation": strategy.local_aggregation,
             },
             "The model and its optimizer",
             "Build the same model on every rank.",

@@ -36,8 +36,8 @@ class ArchitectureLogger(keras.callbacks.Callback):
     - `alpha/...` (scalars): of each sparse variable, and of the model.
     - `bytes/...`: sent and received in a step for each path: `pull` and `push`
       of what is on servers, `allreduce` of dense gradients, `allgather` of
-      those of ordinary embeddings, and `other` messages; the mean over the
-      processes.
+      those of ordinary embeddings, `machine` between the processes of one
+      machine, and `other` messages; the mean over the processes.
     - `seconds/...`: of a step: `step` as a whole, `update`, and each path's,
       from when its inputs are there at the last process. What the others have
       waited until then is `stall`. Messages of several tables overlap.
@@ -152,7 +152,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
         """dict from a call's role to this rank's `Totals` since the last."""
         since = collections.defaultdict(Totals)
         for key, totals in journal.current().totals().items():
-            since[key[0]] += totals - self._before[key]
+            since[key[0].removeprefix("across/")] += totals - self._before[key]
             self._before[key] = totals
         return dict(since)
 
@@ -297,6 +297,8 @@ def path_of(role):
         for path in ("pull", "push"):
             if f"/{path}/" in role:
                 return path
+    if role.startswith("machine/"):
+        return "machine"
     if role.startswith(_ROWS):
         return "allgather"
     if role.startswith(servers.ROLE):

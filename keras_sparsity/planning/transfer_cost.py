@@ -207,6 +207,7 @@ def engine_bytes(
     engine,
     largest_rows=None,
     first_machine=0,
+    local_aggregation=True,
 ):
     """Bytes that this library moves for one variable, by machine.
 
@@ -221,6 +222,7 @@ def engine_bytes(
         engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
         largest_rows: as for `sharded_table_bytes`.
         first_machine: as for `transfer_bytes`, of a dense variable.
+        local_aggregation: as for `sharded_table_bytes`.
 
     Returns:
         `TransferBytes`.
@@ -241,7 +243,11 @@ def engine_bytes(
     _check_one_of("engine", engine, ENGINES)
     if architecture == "ps" and getattr(variable, "is_sparse", False):
         cost = sharded_table_bytes(
-            variable, cluster, engine == "native", largest_rows
+            variable,
+            cluster,
+            engine == "native",
+            largest_rows,
+            local_aggregation,
         )
     else:
         cost = transfer_bytes(
@@ -258,7 +264,9 @@ def engine_bytes(
     return cost
 
 
-def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
+def sharded_table_bytes(
+    variable, cluster, padded=False, largest_rows=None, local_aggregation=True
+):
     """Bytes that a `ShardedTable` of this library costs, by machine.
 
     It is a parameter server whose servers are the workers. Each process sends
@@ -270,6 +278,9 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
         pull = L alpha w
         push = L alpha w + i L alpha num_rows
 
+    With local aggregation, where a machine's processes ask together and add
+    their gradients up, alpha_machine takes the place of L alpha.
+
     The native engine's operations know even sizes only. What a process sends
     to another one is padded to the largest part that any has for any, and
     this to the next capacity: there are 8 to an octave, so at most 12.5 %
@@ -278,6 +289,9 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
     receives,
 
         L (S-L) (i c(n) + 2 b c(n d))
+
+    and with local aggregation, in which each process exchanges with one of
+    each other machine, L (N-1) times what is in the last brackets.
 
     Args:
         variable: `VariableSpec` of a sparse variable, which travels in its
@@ -288,6 +302,8 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
         largest_rows: the largest number of rows that one process asks of one
             owner, if measured; only what is padded depends on it. By default
             that of rows that are touched evenly, and real ids come to more.
+        local_aggregation: whether the processes of a machine pull and push
+            together, as those of a strategy do by default.
 
     Returns:
         `TransferBytes`.
@@ -314,6 +330,7 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
     )
     check_is(cluster, Cluster, "cluster")
     checks.boolean("padded", padded)
+    checks.boolean("local_aggregation", local_aggregation)
     checks.check(
         largest_rows is None
         or (is_number(largest_rows) and 0 <= largest_rows < math.inf),
@@ -330,19 +347,20 @@ def sharded_table_bytes(variable, cluster, padded=False, largest_rows=None):
             w,
             cluster,
             _shares(variable, cluster, cluster.num_machines),
-            "none",
+            "both" if local_aggregation else "none",
             pull_index_bytes=id_bytes,
             push_index_bytes=0,
         )
-    num_rows = variable.shape[0]
+    local_size = cluster.processes_per_machine
+    alpha, others = variable.alpha, cluster.size - local_size
+    if local_aggregation:
+        alpha, others = _merged(variable, cluster), cluster.num_machines - 1
     if largest_rows is None:
-        share = _shares(variable, cluster, cluster.size).max()
         # Not above the next whole number by a rounding error alone.
-        largest_rows = variable.alpha * num_rows * share - 1e-9
+        largest_rows = alpha * most - 1e-9
     largest_rows = math.ceil(largest_rows)
     dim = math.prod(variable.shape[1:])
-    local_size = cluster.processes_per_machine
-    pairs = local_size * (cluster.size - local_size)
+    pairs = local_size * others
     ids = pairs * _capacity(largest_rows) * id_bytes
     element_bytes = dtype_bytes("dtype", variable.dtype)
     rows = pairs * _capacity(largest_rows * dim) * element_bytes

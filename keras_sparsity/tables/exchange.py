@@ -45,7 +45,9 @@ def _pull(requests):
         table.messages = role
     request = _Request(requests, groups, addresses)
     kind = Direct
-    if architectures.of().merges and ThroughMachines.is_possible(communicator):
+    if architectures.aggregates_locally() and (
+        ThroughMachines.is_possible(communicator)
+    ):
         kind = ThroughMachines
     way = kind(communicator, request, addresses, role, wire)
     received = _checked(way.received, [g[0] for g in groups], addresses)
