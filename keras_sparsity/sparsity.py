@@ -22,8 +22,7 @@ class VariableSparsity:
     A touch is one rank needing one row in one step of training. A row that
     occurs several times in a rank's part of the batch, or that is gathered
     twice in the step, is touched once. Where the ranks of a machine pull
-    together, popularity and balance count the touches of machines, and alpha
-    what each rank asks for in each gather.
+    together, popularity and balance count the touches of machines.
 
     Attributes:
         name: the variable's path.

@@ -95,17 +95,18 @@ class Touches:
                 ids; the rank that each comes from, or one that stands for its
                 machine, if that asks for its ranks together; how many any rank
                 receives of any other at most, where the engine knows it, else
-                0; and how many rows this rank has asked for itself, if it is
-                the machines' ranks that are told, else 0. Called where a step
-                is sampled.
+                0; and the ids that this rank has asked for itself, if it is
+                machines that ask, else None. Called where a step is sampled.
         """
 
         def keep():
-            ids, ranks, largest, num_asked = asked()
-            noted = [0, 0, 0, 0, 1, largest, num_asked]
-            self._state.add(tf.stack([tf.cast(n, tf.int64) for n in noted]))
-            touched = self._touched(ids, lambda: ranks)
-            touched = tf.concat([self._arrived.read(), touched], axis=0)
+            ids, ranks, largest, own_ids = asked()
+            noted = [0, 0, 0, 0, 1, tf.cast(largest, tf.int64), 0]
+            self._state.add(tf.stack(noted))
+            touched = [self._arrived.read(), self._touched(ids, lambda: ranks)]
+            if own_ids is not None:
+                touched.append(self._touched(own_ids, self._nobody))
+            touched = tf.concat(touched, axis=0)
             # Each once, so that it stays small where gradients are taken and
             # never applied.
             self._arrived.assign(tf.unique(touched)[0])
@@ -165,7 +166,14 @@ class Touches:
         # An id outside fails elsewhere, or is ignored there.
         return tf.boolean_mask(ids, is_inside)
 
+    def _nobody(self):
+        """Stands for a rank, of the rows that this one has asked for."""
+        return len(self._machines)
+
     def _count(self, touched, num_steps):
+        is_own = touched // self._num_rows >= self._nobody()
+        num_asked = tf.math.count_nonzero(is_own)
+        touched = tf.boolean_mask(touched, tf.logical_not(is_own))
         ids = touched % self._num_rows
         together = touched
         if len(set(self._machines)) < len(self._machines):
@@ -175,7 +183,7 @@ class Touches:
         self._of_rows.add_at(self._position(ids), 1)
         to_go = tf.where(num_steps < _FIRST, 0, _EVERY - 1)
         sizes = [tf.size(x, tf.int64) for x in (touched, together)]
-        counted = [tf.cast(to_go, tf.int64), 1, *sizes, 0, 0, 0]
+        counted = [tf.cast(to_go, tf.int64), 1, *sizes, 0, 0, num_asked]
         self._state.add(tf.stack(counted))
 
     # Outside of the step.

@@ -198,9 +198,45 @@ def expected_of_all(size, machines=None):
         "twice": (both, size),
         "ordinary": (ids, None),
     }
+    found = _expected(of_name, size, machines, owners)
+    if 1 < machines.count(0) < size:  # the spread ones' popularity, by machine
+        merged = {
+            name: (read, num_partitions)
+            for name, (read, num_partitions) in of_name.items()
+            if num_partitions
+        }
+        for name, other in _expected(
+            merged, size, machines, owners, together=True
+        ).items():
+            found[name] = dataclasses.replace(
+                found[name],
+                busiest_share=other.busiest_share,
+                owner_shares=other.owner_shares,
+            )
+    return found
+
+
+def _expected(of_name, size, machines, owners, together=False):
+    def steps(read):
+        found = steps_of(read, size)
+        if not together:
+            return found
+        # What the machines touch, as if each were a rank; others none.
+        return [
+            [
+                np.concatenate(
+                    [p for p, m in zip(step, machines, strict=True) if m == k]
+                )
+                if machines.index(k) == rank
+                else step[0][:0]
+                for rank, k in enumerate(machines)
+            ]
+            for step in found
+        ]
+
     return {
         name: count(
-            steps_of(read, size),
+            steps(read),
             machines,
             num_partitions if size > 1 else None,
             owners,

@@ -128,13 +128,13 @@ class _Request:
     def num_rows(self):
         return tf.size(self._unique)
 
-    def num_of_group(self, index):
-        """How many of its rows are of one group of tables."""
+    def ids_of_group(self, index):
+        """The ids that one group of tables is asked for."""
         first, *after = self._addresses.first_rows[index:]
         is_of_group = self._unique >= first
         if after:
             is_of_group &= self._unique < after[0]
-        return tf.math.count_nonzero(is_of_group)
+        return tf.boolean_mask(self._unique, is_of_group) - first
 
     @property
     def dtype(self):
@@ -295,8 +295,8 @@ class _Owned:
             largest = tf.cast(way.route.largest, tf.int64)
             largest *= tf.size(of_group, tf.int64)
             largest //= tf.maximum(tf.size(ids, tf.int64), 1)
-            num_asked = request.num_of_group(index) if way.is_together else 0
-            return of_group, ranks, largest, num_asked
+            own_ids = request.ids_of_group(index) if way.is_together else None
+            return of_group, ranks, largest, own_ids
 
         for index, group in enumerate(self._groups):
             for table in group:
