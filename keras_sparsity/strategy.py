@@ -70,6 +70,8 @@ class HybridStrategy(tf.distribute.Strategy):
             sharded tables together, each row once, and add up its gradients
             before they push, where all of several machines have as many
             processes. False to compare.
+        prefetch: whether `fit` asks for the rows of the next batch while it
+            computes on this one, see below. False to compare.
         timeout: seconds for which a rank may keep the others waiting (because
             it is stopped, hangs, or computes alone) before all of them are
             ended with a message on what each was doing; at least 5, and the
@@ -107,6 +109,7 @@ class HybridStrategy(tf.distribute.Strategy):
         architecture="auto",
         wire_dtype=None,
         local_aggregation=True,
+        prefetch=True,
         timeout=None,
     ):
         architectures.check("architecture", architecture)
@@ -121,6 +124,8 @@ class HybridStrategy(tf.distribute.Strategy):
         self.wire_dtype = wire_dtype
         checks.boolean("local_aggregation", local_aggregation)
         self.local_aggregation = bool(local_aggregation)
+        checks.boolean("prefetch", prefetch)
+        self.prefetch = bool(prefetch)
         self.optimizer_options = checked_options(
             sparse_updates=sparse_updates,
             dense_aggregation=dense_aggregation,
