@@ -101,11 +101,11 @@ class JointPull:
                 layer.ahead.clear()
 
     def _asked(self, inputs):
+        # Keras gives a list of one output as that output.
+        ids = keras.tree.flatten(self._ids(inputs))
         return [
-            layer._asked(tensor)
-            for layer, tensor in zip(
-                self._calls, self._ids(inputs), strict=True
-            )
+            layer._asked(of_call)
+            for layer, of_call in zip(self._calls, ids, strict=True)
         ]
 
     def _may_come_early(self, table):
