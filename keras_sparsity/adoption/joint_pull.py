@@ -113,7 +113,9 @@ class JointPull:
         if not table.variable.trainable:
             return True
         optimizer = self._model.optimizer
-        return all(optimizer.updates_rows_of(p) for p in table.partitions)
+        return optimizer is not None and all(
+            optimizer.updates_rows_of(piece) for piece in table.partitions
+        )
 
     def _ahead_of(self, tables):
         if not all(self._may_come_early(table) for table in tables):

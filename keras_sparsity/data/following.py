@@ -51,6 +51,12 @@ def with_following(dataset):
     def step(before, *element):
         element = element if len(element) > 1 else element[0]
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(element)
-        return element, Followed(before, inputs)
+        before = tf.nest.pack_sequence_as(element, before, True)
+        return _flat(element), Followed(before, inputs)
 
-    return dataset.concatenate(end).scan(nothing, step).skip(1)
+    return dataset.concatenate(end).scan(_flat(nothing), step).skip(1)
+
+
+def _flat(batch):
+    """Its tensors: a scan keeps no ragged or sparse ones."""
+    return tuple(tf.nest.flatten(batch, expand_composites=True))
