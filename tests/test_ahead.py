@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.collectives import journal
+from keras_sparsity.data import following
 from tests.conftest import engines
 
 NUM_ROWS, DIM, BATCH = 80, 4, 8
@@ -79,29 +80,34 @@ SGD, ADAGRAD, ADAM = (
 # What is trained, how, and how often all rows are pulled when needed: in an
 # epoch's first step, and where rows did not stay what they had been.
 CASES = {
-    "sgd": dict(rule=SGD, pulls=1),
     "adagrad": dict(epochs=3, shuffle=True, validates=True, pulls=3 + 3 * 6),
     "lazy": dict(rule=ADAM, sparse_updates="lazy", pulls=1),
     "exact": dict(rule=ADAM, pulls=6),
     "one": dict(
-        make=one, steps_per_execution=4, num_examples=5 * BATCH + 1, pulls=1
+        make=one,
+        rule=SGD,
+        steps_per_execution=4,
+        num_examples=5 * BATCH + 1,
+        pulls=1,
     ),
     "narrow": dict(
         wire_dtype="bfloat16", steps_per_execution=2, repeat=2, pulls=1
     ),
     "assigned": dict(callback=assign_rows, pulls=1 + 2),
     "moved": dict(callback=repartition),
-    "elsewhere": dict(elsewhere=True, pulls=6),
+    "elsewhere": dict(elsewhere=True, pulls=6 + 6),
     "eager": dict(run_eagerly=True),
 }
+ON_HOROVOD = ("one", "narrow", "moved")
 
 
-def train(prefetch, case):
+def train(prefetch, case, together=False):
     """Losses, all state and the calls of each role, of one case."""
-    case = dict(CASES[case])
+    case = CASES[case]
     strategy = ks.HybridStrategy(
         architecture="hybrid",
         prefetch=prefetch,
+        local_aggregation=together,
         wire_dtype=case.get("wire_dtype"),
         sparse_updates=case.get("sparse_updates", "exact"),
     )
@@ -146,23 +152,62 @@ def train(prefetch, case):
     return history, state + model.optimizer.state(), calls
 
 
-def train_all(names):
-    return {
-        name: [train(prefetch, name) for prefetch in (False, True)]
-        for name in names
-    }
+def train_all(pulls, together=False):
+    """Each case without and with rows that come ahead."""
+    for name, num_pulls in pulls.items():
+        losses, state, calls = train(False, name, together)
+        found = train(True, name, together)
+        assert found[0] == losses, name
+        for mine, expected in zip(found[1], state, strict=True):
+            np.testing.assert_array_equal(mine, expected, name)
+        assert not calls["next/ids"], name
+        # Not of what was traced anew.
+        assert num_pulls in (None, found[2]["ids"]), (name, found[2])
 
 
 @pytest.mark.parametrize("engine", engines())
 def test_the_same_to_the_bit(engine, cluster):
-    for of_rank in cluster(engine, 2).run(train_all, list(CASES), timeout=300):
-        for name, ((losses, state, calls), found) in of_rank.items():
-            assert found[0] == losses, name
-            for mine, expected in zip(found[1], state, strict=True):
-                np.testing.assert_array_equal(mine, expected, name)
-            assert not calls["next/ids"], name
-            pulls = CASES[name].get("pulls")  # not of what was traced anew
-            assert pulls is None or found[2]["ids"] == pulls, name
+    names = ON_HOROVOD if engine == "horovod" else CASES
+    pulls = {name: CASES[name].get("pulls") for name in names}
+    cluster(engine, 2).run(train_all, pulls, timeout=200)
+
+
+def test_machines_pull_together_or_ahead(cluster):
+    processes = cluster("native", 4, 2)
+    processes.run(train_all, {"one": 1})
+    processes.run(train_all, {"one": 6}, True)
+
+
+def test_the_pipeline_runs_once_one_batch_ahead():
+    """Also of tensors that are ragged, sparse, and of unknown width."""
+    num_read = tf.Variable(0)
+    ids = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
+    sparse = tf.sparse.from_dense(np.eye(5))
+    x = {"ids": ids, "sparse": sparse, "row": tf.range(5)}
+    data = tf.data.Dataset.from_tensor_slices((x, tf.range(5))).batch(2)
+    data = data.map(lambda x, y: (num_read.assign_add(1), (x, y))[1])
+    followed = following.with_following(data)
+    assert followed.cardinality() == data.cardinality() == 3
+    for epoch in range(2):
+        found = [tf.nest.map_structure(_values, each) for each in followed]
+        assert num_read == 3 * (epoch + 1)
+        batches = [each.batch for each in found]
+        inputs = [each.following for each in found]
+        assert [x for x, _ in batches[1:]] == inputs[:-1]
+        assert [y for _, y in batches] == [[0, 1], [2, 3], [4]]
+        assert inputs[-1] == {"ids": [], "sparse": [], "row": []}
+    missing = tf.data.Dataset.from_tensors((0, None))
+    assert following.with_following(missing) is None
+
+
+def _values(tensor):
+    if isinstance(tensor, tf.SparseTensor):
+        tensor = tf.sparse.to_dense(tensor)
+    return (
+        tensor.to_list()
+        if hasattr(tensor, "to_list")
+        else tensor.numpy().tolist()
+    )
 
 
 # What comes early.
