@@ -119,15 +119,16 @@ class Ahead:
         """What has come early, with what comes late, and if all is right."""
         size = exchange.communicator.size
         goes_late = self._goes_late.read()
-        now = exchange.owned_rows(
-            tf.boolean_mask(received, tf.logical_not(goes_late))
+        owned = exchange.owned_rows(received)
+        late, now = (
+            tf.boolean_mask(owned, which)
+            for which in (goes_late, tf.logical_not(goes_late))
         )
         is_right = _is_same(request.numbers, self._numbers.read()) & _is_same(
             _bits(now), _bits(self._sent.read())
         )
         asker = _repeated(route.received_splits, size)
         verdicts = tf.fill([size, self._columns], tf.cast(is_right, now.dtype))
-        late = exchange.owned_rows(tf.boolean_mask(received, goes_late))
         destination = tf.concat(
             [tf.range(size), tf.boolean_mask(asker, goes_late)], axis=0
         )

@@ -64,6 +64,7 @@ def _pull(requests, ahead, following):
         return tf.stop_gradient(_Owned(groups, addresses, received).rows())
 
     def ask():
+        request.merge()
         way.ask(request, addresses)
         way.received = _checked(
             way.received, [group[0] for group in groups], addresses
@@ -78,6 +79,7 @@ def _pull(requests, ahead, following):
         with tf.control_dependencies([rows]):  # which are waited for: first
             following = [(of, tf.identity(ids)) for of, ids in following]
         following = _Request(following, groups, addresses)
+        following.merge()
         ahead.ask(exchange, following, way.received)
     owned = _Owned(groups, addresses, way.received)
     arrivals = request.split(way.arrivals)
@@ -145,6 +147,9 @@ class _Request:
         ]
         self._sizes = [tf.size(ids) for ids in numbers]
         self.numbers = _joined(numbers)
+
+    def merge(self):
+        """Finds its rows; where nothing is asked for, that can be left out."""
         if architectures.of().merges:
             self._unique, self.index = tf.unique(self.numbers)
         else:
