@@ -73,14 +73,15 @@ class HybridStrategy(tf.distribute.Strategy):
         prefetch: whether `fit` pulls rows of the next batch while it computes
             on this one. Those that this step may change come when the next
             one begins, the others before, each once; the result is the same
-            to the bit, whatever changes rows in between. It is done for
+            to the bit, whatever changes rows in between. It pays where steps
+            wait for the network; where they wait for the processors they
+            take longer. It is done for
             tables whose ids are a functional or sequential model's inputs or
             made of them by operations, if the optimizer updates touched rows
             only (see `sparse_updates`). Otherwise, and in custom loops, on
             single batches, with input that Python makes (generators), with
             "naive_ps" and where machines pull together (see
-            `local_aggregation`), rows are pulled when they are needed. False
-            to compare.
+            `local_aggregation`), rows are pulled when they are needed.
         timeout: seconds for which a rank may keep the others waiting (because
             it is stopped, hangs, or computes alone) before all of them are
             ended with a message on what each was doing; at least 5, and the
@@ -118,7 +119,7 @@ class HybridStrategy(tf.distribute.Strategy):
         architecture="auto",
         wire_dtype=None,
         local_aggregation=True,
-        prefetch=True,
+        prefetch=False,
         timeout=None,
     ):
         architectures.check("architecture", architecture)

@@ -172,6 +172,36 @@ def test_the_same_to_the_bit(engine, cluster):
     cluster(engine, 2).run(train_all, pulls, timeout=200)
 
 
+def fit_outside():
+    """The error of an id outside in the third batch, and the steps before."""
+    strategy = ks.HybridStrategy(architecture="hybrid", prefetch=True)
+    words = np.zeros((4 * BATCH, 3), "int32")
+    words[3 * BATCH - 1] = NUM_ROWS + 7  # in the last rank's part
+    model, _ = one()
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    steps = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.append(batch)
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        model.fit(
+            *(words, words[:, :1], BATCH),
+            callbacks=[count],
+            shuffle=False,
+            verbose=0,
+        )
+    return str(raised.value), steps
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_an_id_outside_is_told_in_its_own_step(engine, cluster):
+    for message, steps in cluster(engine, 2).run(fit_outside):
+        assert steps == [0, 1]
+        assert "'words_table' received the id" in message
+        assert f"[{NUM_ROWS + 7}]" in message
+
+
 def test_machines_pull_together_or_ahead(cluster):
     processes = cluster("native", 4, 2)
     processes.run(train_all, {"one": 1})
