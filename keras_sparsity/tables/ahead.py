@@ -53,8 +53,8 @@ class Ahead:
     anew. What is trained on is thus what an ordinary pull would give, always.
 
     Beside the rows travel two bytes for each, which tell whether it is late,
-    and a row for each two ranks, the verdict; and there are three messages
-    more in a step, none of which the step waits for.
+    and a row for each two ranks, the verdict; and there are up to three
+    messages more in a step, none of which the step waits for.
 
     Args:
         communicator: `Collectives` of all ranks.
@@ -210,11 +210,12 @@ class Ahead:
             tf.boolean_mask(owner, tf.logical_not(comes_late)), size
         )
         largest = [tf.reduce_max(counts), 1 + tf.reduce_max(late_counts)]
-        (largest,) = communicator.all_reduce(
-            [tf.stack(largest)],
-            op="max",
-            name=f"{exchange.role}/pull/next/largest",
-        )
+        if communicator.pads:
+            (largest,) = communicator.all_reduce(
+                [tf.stack(largest)],
+                op="max",
+                name=f"{exchange.role}/pull/next/largest",
+            )
         rows = exchange.owned_rows(tf.boolean_mask(received, goes_early))
         early = exchange.wire.decode(
             communicator.all_to_all_along(
