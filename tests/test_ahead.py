@@ -81,7 +81,6 @@ SGD, ADAGRAD, ADAM = (
 # epoch's first step, and where rows did not stay what they had been.
 CASES = {
     "adagrad": dict(epochs=3, shuffle=True, validates=True, pulls=3 + 3 * 6),
-    "lazy": dict(rule=ADAM, sparse_updates="lazy", pulls=1),
     "exact": dict(rule=ADAM, pulls=6),
     "one": dict(
         make=one,
@@ -94,7 +93,7 @@ CASES = {
         wire_dtype="bfloat16", steps_per_execution=2, repeat=2, pulls=1
     ),
     "assigned": dict(callback=assign_rows, pulls=1 + 2),
-    "moved": dict(callback=repartition),
+    "moved": dict(callback=repartition, rule=ADAM, sparse_updates="lazy"),
     "elsewhere": dict(elsewhere=True, pulls=6 + 6),
     "eager": dict(run_eagerly=True),
 }
@@ -167,8 +166,8 @@ def train_all(pulls, together=False):
 
 @pytest.mark.parametrize("engine", engines())
 def test_the_same_to_the_bit(engine, cluster):
-    names = ON_HOROVOD if engine == "horovod" else CASES
-    pulls = {name: CASES[name].get("pulls") for name in names}
+    names = ON_HOROVOD if engine == "horovod" else set(CASES) - {"narrow"}
+    pulls = {name: CASES[name].get("pulls") for name in sorted(names)}
     cluster(engine, 2).run(train_all, pulls, timeout=200)
 
 
