@@ -55,11 +55,14 @@ def run(make, parser):
     add("--warm-up", type=int, default=10, help="steps before them")
     add("--architecture", default="hybrid", help="of the strategy")
     add("--wire-dtype", help="of the strategy")
+    add("--prefetch", action="store_true", help="the next batch's rows")
     args = parser.parse_args()
     if args.warm_up < 1:
         parser.error(f"--warm-up must be 1 or more. Received: {args.warm_up}.")
     strategy = ks.HybridStrategy(
-        architecture=args.architecture, wire_dtype=args.wire_dtype
+        architecture=args.architecture,
+        wire_dtype=args.wire_dtype,
+        prefetch=args.prefetch,
     )
     batch = args.batch * strategy.size
     model, x, y, loss, optimizer, words = make(
