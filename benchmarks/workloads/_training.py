@@ -7,6 +7,7 @@ import sys
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import _facts
 import _network
 import keras
 import numpy as np
@@ -55,11 +56,20 @@ def run(make, parser):
     add("--warm-up", type=int, default=10, help="steps before them")
     add("--architecture", default="hybrid", help="of the strategy")
     add("--wire-dtype", help="of the strategy")
+    add(
+        "--no-local-aggregation",
+        dest="local_aggregation",
+        action="store_false",
+        help="of the strategy",
+    )
+    add("--alone", action="store_true", help="time it without exchange, too")
     args = parser.parse_args()
     if args.warm_up < 1:
         parser.error(f"--warm-up must be 1 or more. Received: {args.warm_up}.")
     strategy = ks.HybridStrategy(
-        architecture=args.architecture, wire_dtype=args.wire_dtype
+        architecture=args.architecture,
+        wire_dtype=args.wire_dtype,
+        local_aggregation=args.local_aggregation,
     )
     batch = args.batch * strategy.size
     model, x, y, loss, optimizer, words = make(
@@ -71,6 +81,14 @@ def run(make, parser):
     losses = model.fit(
         x, y, batch, callbacks=[timed], shuffle=False, verbose=0
     ).history["loss"]
+    facts = {"variables": _facts.of_variables(model, x, batch, strategy)}
+    if args.alone:
+        facts["seconds_alone"] = _facts.seconds_alone(
+            lambda: _alone(make, args, strategy.rank),
+            args.warm_up,
+            args.steps,
+            strategy.collectives,
+        )
     if strategy.rank == 0:
         timed.window.report(
             args.steps,
@@ -78,7 +96,23 @@ def run(make, parser):
             engine=strategy.collectives.engine,
             workload=vars(args),
             loss=losses[-1],
+            **facts,
         )
+
+
+def _alone(make, args, rank):
+    """Makes what a process trains alone, see `_facts.seconds_alone`."""
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    model, x, y, loss, optimizer, _ = make(
+        args,
+        args.batch * (args.warm_up + args.steps),
+        np.random.default_rng(1 + rank),
+    )
+    with strategy.scope():
+        model.compile(optimizer, loss)
+    return lambda callbacks: model.fit(
+        x, y, args.batch, callbacks=callbacks, shuffle=False, verbose=0
+    )
 
 
 def options(description):
