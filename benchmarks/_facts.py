@@ -73,13 +73,12 @@ def _ids_of_tables(model, inputs, batch):
     layers = [layer for layer in model.layers if isinstance(layer, _LAYERS)]
     if not layers:
         return {}
-    count = len(keras.tree.flatten(inputs)[0])
-    count = min(_MOST_STEPS, count // batch) * batch
-    if isinstance(inputs, tuple):
-        inputs = list(inputs)
-    first = keras.tree.map_structure(lambda x: x[:count], inputs)
+    inputs = keras.tree.flatten(inputs)
+    count = min(_MOST_STEPS, len(inputs[0]) // batch) * batch
     # What the layers are given, and nothing of what they do with it.
-    given = keras.Model(model.input, [layer.input for layer in layers])(first)
+    given = keras.Model(model.inputs, [layer.input for layer in layers])(
+        [x[:count] for x in inputs]
+    )
     return {
         id(layer.trainable_variables[0]): np.asarray(ids)
         for layer, ids in zip(layers, keras.tree.flatten(given), strict=True)

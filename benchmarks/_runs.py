@@ -146,6 +146,8 @@ class RunError(RuntimeError):
 def execute(run, timeout):
     """The figures of one training: what its script reports.
 
+    And `busy_before`, the share of the processors that others have had.
+
     Args:
         run: `Run`.
         timeout: seconds after which it is ended.
@@ -166,6 +168,7 @@ def execute(run, timeout):
     options = ["--timeout", str(timeout)]
     if run.cycle is not None:
         options += ["--env", f"HOROVOD_CYCLE_TIME={run.cycle}"]
+    busy = _network.busy_share()
     shown = io.StringIO()
     with (
         Cluster(run.machines, run.processes, run.rate) as cluster,
@@ -175,7 +178,7 @@ def execute(run, timeout):
     if figures["exit_code"] or "words_per_second" not in figures:
         last = "\n".join(shown.getvalue().splitlines()[-_SHOWN_LINES:])
         raise RunError(f"exit code {figures['exit_code']}\n{last}".rstrip())
-    return figures
+    return {**figures, "busy_before": busy}
 
 
 class Results:
@@ -232,7 +235,6 @@ class Results:
             self._run(run, timeout)
 
     def _run(self, run, timeout):
-        busy = _network.busy_share()
         begin = time.monotonic()
         try:
             figures = self._execute(run, timeout)
@@ -248,7 +250,7 @@ class Results:
             f"  {figures['words_per_second']:,.0f} "
             f"{WORKLOADS[run.workload][0]}/s; {seconds:.0f} s"
         )
-        figures = {**figures, "busy_before": busy, "run_seconds": seconds}
+        figures = {**figures, "run_seconds": seconds}
         self._found[run] = figures
         if self._path:
             self._write(run, figures)
