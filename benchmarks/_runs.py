@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -23,11 +24,13 @@ class Way:
 
     Attributes:
         arguments: of the script.
-        peer: that of `peers/`, None for this library.
+        peer: the script in `peers/`, None for this library.
+        makes_cluster: whether that one makes the cluster itself.
     """
 
     arguments: tuple = ()
     peer: str | None = None
+    makes_cluster: bool = False
 
 
 WAYS = {
@@ -46,6 +49,7 @@ WAYS = {
     "horovod": Way(peer="horovod.py"),
     "horovod fp16": Way(("--fp16",), "horovod.py"),
     "horovod dense": Way(("--dense",), "horovod.py"),
+    "tensorflow ps": Way((), "parameter_server.py", makes_cluster=True),
 }
 
 # What is counted, and megabytes: of the dense variables, of the rows that a
@@ -155,11 +159,21 @@ def execute(run, timeout):
     Raises:
         RunError: If there are none.
     """
+    busy = _network.busy_share()
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        start = _program if WAYS[run.way].makes_cluster else _script
+        figures = start(run, timeout)
+    if figures.get("exit_code") or "words_per_second" not in figures:
+        last = "\n".join(shown.getvalue().splitlines()[-_SHOWN_LINES:])
+        raise RunError(f"exit code {figures.get('exit_code')}\n{last}".rstrip())
+    return {**figures, "busy_before": busy}
+
+
+def _script(run, timeout):
+    """Starts a script on a cluster."""
     way = WAYS[run.way]
-    arguments = [*way.arguments, *run.arguments]
-    if run.size:
-        arguments += ["--size", run.size]
-    arguments += ["--steps", str(run.steps), "--warm-up", str(run.warm_up)]
+    arguments = _common_arguments(run)
     script = os.path.join(_FOLDER, "workloads", f"{run.workload}.py")
     engine = run.engine if run.num_ranks > 1 else None
     if way.peer:
@@ -168,17 +182,38 @@ def execute(run, timeout):
     options = ["--timeout", str(timeout)]
     if run.cycle is not None:
         options += ["--env", f"HOROVOD_CYCLE_TIME={run.cycle}"]
-    busy = _network.busy_share()
-    shown = io.StringIO()
-    with (
-        Cluster(run.machines, run.processes, run.rate) as cluster,
-        contextlib.redirect_stdout(shown),
-    ):
-        figures = cluster.run(script, arguments, engine, options)
-    if figures["exit_code"] or "words_per_second" not in figures:
-        last = "\n".join(shown.getvalue().splitlines()[-_SHOWN_LINES:])
-        raise RunError(f"exit code {figures['exit_code']}\n{last}".rstrip())
-    return {**figures, "busy_before": busy}
+    with Cluster(run.machines, run.processes, run.rate) as cluster:
+        return cluster.run(script, arguments, engine, options)
+
+
+def _program(run, timeout):
+    """Starts a program that makes the cluster itself."""
+    way = WAYS[run.way]
+    command = [sys.executable, os.path.join(_FOLDER, "peers", way.peer)]
+    command += [run.workload, *_common_arguments(run)]
+    for name in ("machines", "processes", "rate"):
+        command += [f"--{name}", str(getattr(run, name))]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        finally:  # it ends what it has started
+            process.terminate()
+    print(output)
+    last = (output.strip().splitlines() or [""])[-1]
+    figures = json.loads(last) if last.startswith("{") else {}
+    return {**figures, "exit_code": process.returncode}
+
+
+def _common_arguments(run):
+    arguments = [*WAYS[run.way].arguments, *run.arguments]
+    if run.size:
+        arguments += ["--size", run.size]
+    return [
+        *arguments,
+        *("--steps", str(run.steps), "--warm-up", str(run.warm_up)),
+    ]
 
 
 class Results:

@@ -17,6 +17,7 @@ how the bound of `--set bound` is derived.
 import argparse
 import importlib.util
 import os
+import signal
 import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -34,6 +35,8 @@ _TARGETS = ("lm=7", "nmt=4")
 
 def main():
     options = parse_arguments()
+    # A run that is ended has much to put away.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     names = list(SETS) if "all" in options.set else options.set
     plots = _report.Plots(options.plots)
     results = Results(options.results)
