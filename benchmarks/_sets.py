@@ -211,11 +211,16 @@ def _in_pairs(runs):
 # Against what people would use instead.
 
 
+# TensorFlow's own servers, asynchronous: for comparison, and not judged.
+_OF_SERVERS = ("lm", "nmt", "recommender")
+
+
 def _speed_ways(workload):
     ways = ["hybrid", "horovod"]
     if ASKED_SPEED.get(workload, (None, None))[1]:
         ways += ["hybrid bfloat16", "horovod fp16"]
-    return ways + ["naive ps"] * (workload == "lm")
+    ways += ["naive ps"] * (workload == "lm")
+    return ways + ["tensorflow ps"] * (workload in _OF_SERVERS)
 
 
 def _speed_runs(options):
@@ -256,7 +261,8 @@ def _speed(options, figures_of, plots):
                         _ratio(found[ours], found["naive ps"]),
                         least=least if rate == SLOW else None,
                     )
-            columns = [*(way for pair in pairs for way in pair), "naive ps"]
+            columns = [way for pair in pairs for way in pair]
+            columns += ["naive ps", "tensorflow ps"]
             rows.append(
                 [
                     f"{workload}, {WORKLOADS[workload][0]}/s, {_at(rate)}",

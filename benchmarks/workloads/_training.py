@@ -77,5 +77,5 @@ def _alone(module, args):
         workload.x, workload.y, args.batch, args.warm_up + args.steps
     )
     return lambda callbacks: workload.model.fit(
-        batches, callbacks=callbacks, verbose=0
+        batches, callbacks=callbacks, shuffle=False, verbose=0
     )
