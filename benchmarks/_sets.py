@@ -5,6 +5,7 @@ A set is a function of the options that names its runs, and one that makes a
 command line, or else the set's own.
 """
 
+import argparse
 import dataclasses
 from collections.abc import Callable
 
@@ -691,6 +692,8 @@ def _target_runs(options):
 
 
 def _target_run(options, workload, way, rate):
+    # The small one learns within minutes.
+    options = argparse.Namespace(**{**vars(options), "size": "small"})
     script = ("--target", str(options.targets[workload]), *options.arguments)
     return _run(options, workload, way, rate, arguments=script)
 

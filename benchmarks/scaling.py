@@ -44,6 +44,7 @@ def main():
     if options.estimate:
         for name, of_set in runs.items():
             print(f"{name}: {results.left_to_do(of_set)}")
+        print(f"together: {results.left_to_do(sum(runs.values(), []))}")
         return
     if not options.report:
         check_possible()
