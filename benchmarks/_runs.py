@@ -62,7 +62,9 @@ WORKLOADS = {
     "resnet50": ("images", 94, 0, 0),
     "inception_v3": ("images", 87, 0, 0),
 }
-_WINDOW_SECONDS = 60
+# Of these, with `--size small`.
+_SMALL = 0.3
+_WINDOW_SECONDS = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +110,10 @@ class Run:
         return self.machines * self.processes
 
     def expected_step_seconds(self):
-        """Roughly, on two cores and for `--size large`."""
+        """Roughly, on two cores."""
         megabits = 8 * _megabytes_sent(self)
+        if self.size == "small":
+            megabits *= _SMALL
         return megabits / self.rate + 0.05 * self.num_ranks
 
     def expected_seconds(self):
@@ -119,11 +123,11 @@ class Run:
         return 15 + 10 * self.num_ranks + warm_up + window + min(10, window)
 
     def sized(self):
-        """The same with as many steps as fit into a window of a minute."""
+        """The same with as many steps as fit into the window."""
         steps = round(_WINDOW_SECONDS / self.expected_step_seconds())
         steps = max(4, min(40, steps))
         return dataclasses.replace(
-            self, steps=steps, warm_up=max(2, min(10, steps // 2))
+            self, steps=steps, warm_up=max(3, min(10, steps // 2))
         )
 
 

@@ -29,9 +29,6 @@ from _runs import WORKLOADS, Results
 from _sets import SETS
 from cluster import Cluster
 
-# Held-out losses, in nats a word, that `--set target` trains to.
-_TARGETS = ("lm=7", "nmt=4")
-
 
 def main():
     options = parse_arguments()
@@ -88,14 +85,6 @@ def check_possible():
         sys.exit(f"scaling.py: {error}")
 
 
-def targets(entries):
-    """dict of `WORKLOAD=LOSS`."""
-    return {
-        name: float(loss)
-        for name, _, loss in (entry.partition("=") for entry in entries)
-    }
-
-
 def parse_arguments():
     sets = "\n".join(f"  {name:12} {of.help}" for name, of in SETS.items())
     parser = argparse.ArgumentParser(
@@ -119,19 +108,16 @@ def parse_arguments():
     add("--workloads", nargs="+", choices=list(WORKLOADS))
     add("--engine", default="horovod", help="this library's")
     add("--size", default="large", help="of the workloads")
-    add("--steps", type=int, help="that count; by default for a minute")
+    add("--steps", type=int, help="that count; by default 4 to 40")
     add("--warm-up", type=int, help="steps before them")
     add("--timeout", type=float, default=3600, help="seconds of a run")
-    add("--targets", nargs="+", metavar="WORKLOAD=LOSS", default=_TARGETS)
     add(
         "--arguments",
         nargs=argparse.REMAINDER,
         default=[],
         help="all that follow are the workload's own",
     )
-    options = parser.parse_args()
-    options.targets = targets([*_TARGETS, *options.targets])
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -97,6 +97,8 @@ def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0):
         ],
         "to_target": {
             "is_reached": True,
+            "target": 1.5,
+            "least_loss": 0.5,
             "steps": 100,
             "seconds": 50.0,
             "loss": 1.0,
@@ -206,7 +208,6 @@ def _options(**others):
             "steps": None,
             "warm_up": None,
             "arguments": [],
-            "targets": {"lm": 7, "nmt": 4},
             **others,
         }
     )
