@@ -239,8 +239,11 @@ class Results:
         self._path, self._execute = path, execute
         self._found = {}
         self.failures = {}
-        if path and os.path.exists(path):
-            self._read()
+        if path:
+            # Whether it can be written to shows before hours of runs.
+            with open(path, "a+") as file:
+                file.seek(0)
+                self._read(file.read())
 
     def get(self, run):
         """Its figures, or None."""
@@ -294,9 +297,7 @@ class Results:
         if self._path:
             self._write(run, figures)
 
-    def _read(self):
-        with open(self._path) as file:
-            text = file.read()
+    def _read(self, text):
         for number, line in enumerate(text.splitlines(), 1):
             try:
                 found = json.loads(line)

@@ -45,7 +45,10 @@ def main():
         return
     if not options.report:
         check_possible()
-        results.run_all(sum(runs.values(), []), options.timeout)
+        try:
+            results.run_all(sum(runs.values(), []), options.timeout)
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
     figures, misses = report(names, options, results, plots)
     _timing.finish(figures, misses)
 
