@@ -728,7 +728,7 @@ def _target(options, figures_of, plots):
                 slowest = slowest or seconds
                 report.check(f"{where}, {way}: seconds", seconds)
                 rows.append([way, str(found["steps"]), seconds])
-                rows[-1] += [slowest / seconds, found["loss"]]
+                rows[-1] += [slowest / seconds, found["curve"][-1]["loss"]]
                 lines[way] = [(p["seconds"], p["loss"]) for p in found["curve"]]
             report.table(
                 f"{where}, {max(options.machines)} machines: until a held-out "

@@ -101,7 +101,6 @@ def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0):
             "least_loss": 0.5,
             "steps": 100,
             "seconds": 50.0,
-            "loss": 1.0,
             "curve": [{"steps": 100, "seconds": 50.0, "loss": 1.0}],
         },
     }
