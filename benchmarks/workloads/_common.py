@@ -68,13 +68,13 @@ class Workload(NamedTuple):
     least_loss: Any = None
 
     def split(self, num_examples):
-        """The last examples, and a workload of those before."""
+        """The first examples, and a workload of the others."""
 
         def of(part):
             return tf.nest.map_structure(lambda a: a[part], (self.x, self.y))
 
-        x, y = of(slice(-num_examples))
-        return of(slice(-num_examples, None)), self._replace(x=x, y=y)
+        x, y = of(slice(num_examples, None))
+        return of(slice(num_examples)), self._replace(x=x, y=y)
 
     def num_parameters(self):
         return sum(
