@@ -212,6 +212,7 @@ def test_sizes_are_defaults():
     for wrong in (
         "--warm-up 0",
         "--target 1 --every 1",
+        "--target 1 --every 9 --most-steps 8",
         "--target 1 --held-out 65",
     ):
         with pytest.raises(SystemExit):
