@@ -1,7 +1,6 @@
 """The workloads built of stock layers, for those who train them otherwise."""
 
 import argparse
-import functools
 import sys
 
 import keras
@@ -64,16 +63,28 @@ class SampledSoftmax(keras.layers.Layer):
         return tf.reshape(losses, tf.shape(labels))
 
 
-def bag(embedding, num_rows, dim, name):
-    """The sum of the rows of several ids, of an embedding of a `Kit`."""
-    layer = embedding(num_rows, dim, name=name)
-    return lambda ids: keras.ops.sum(layer(ids), axis=-2)
+class Bag(keras.layers.Layer):
+    """The sum of the rows of several ids.
+
+    Args:
+        embedding: The layer of the rows.
+    """
+
+    def __init__(self, embedding):
+        super().__init__(name=f"{embedding.name}_bag")
+        self.embedding = embedding
+
+    def call(self, ids):
+        return keras.ops.sum(self.embedding(ids), axis=-2)
+
+    @classmethod
+    def of(cls, embedding):
+        """The `bag` of a `Kit` whose embeddings are these."""
+        return lambda *args, **kwargs: cls(embedding(*args, **kwargs))
 
 
 KIT = _common.Kit(
-    keras.layers.Embedding,
-    functools.partial(bag, keras.layers.Embedding),
-    SampledSoftmax,
+    keras.layers.Embedding, Bag.of(keras.layers.Embedding), SampledSoftmax
 )
 
 

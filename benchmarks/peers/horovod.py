@@ -91,24 +91,27 @@ class Trainer:
 
     def held_out_loss(self, x, y):
         """That of all examples, of which each process takes a part."""
-        part = _common.HELD_OUT_BATCH // hvd.size()
-        starts = range(hvd.rank() * part, len(y), part * hvd.size())
-        losses = [
-            self._test(*_common.examples(x, y, start, part)) for start in starts
-        ]
-        return _mean(losses, "held_out")
+        own = slice(hvd.rank(), None, hvd.size())
+        x, y = tf.nest.map_structure(lambda array: array[own], (x, y))
+        number = max(1, _common.HELD_OUT_BATCH // hvd.size())
+        total = 0.0
+        for start in range(0, len(y), number):
+            count = min(number, len(y) - start)
+            total += count * float(
+                self._test(*_common.examples(x, y, start, count))
+            )
+        sums = tf.constant([total, float(len(y))])
+        total, count = hvd.allreduce(sums, name="held_out")
+        return float(total / count)
 
     def mean_loss(self):
         """That of all steps and processes."""
-        return _mean(self._losses, "losses")
+        mean = tf.reduce_mean(self._losses)
+        return float(hvd.allreduce(mean, name="mean_loss"))
 
     def _loss(self, x, y, training=False):
         outputs = self._workload.model(x, training=training)
         return tf.reduce_mean(self._loss_of(y, outputs))
-
-
-def _mean(losses, name):
-    return float(hvd.allreduce(tf.reduce_mean(losses), name=name))
 
 
 def _meet():

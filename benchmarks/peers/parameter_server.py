@@ -46,23 +46,57 @@ CHIEF_PORT, SERVER_PORT, WORKER_PORT = 2000, 2100, 2200
 WORKLOADS = ("lm", "nmt", "recommender")
 
 
+class Servers:
+    """Makes variables on the parameter servers.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        variables: List of those made so far, of their pieces where the
+            strategy has cut them.
+    """
+
+    def __init__(self, strategy):
+        self._strategy = strategy
+        self.variables = []
+
+    def make(self, value):
+        with self._strategy.scope():
+            variable = tf.Variable(value)
+        self.variables += pieces(variable)
+        return variable
+
+    def make_table(self, initializer, shape):
+        return self.make(keras.initializers.get(initializer)(shape))
+
+    def kit(self):
+        embedding = functools.partial(Embedding, self)
+        return _common.Kit(
+            embedding,
+            _stock.Bag.of(embedding),
+            functools.partial(SampledSoftmax, self),
+        )
+
+
+def pieces(variable):
+    """What the strategy has cut a variable into."""
+    return list(getattr(variable, "variables", [variable]))
+
+
 class Embedding(keras.layers.Layer):
     """Looks rows up on the servers.
 
     Args:
-        strategy: The strategy.
+        servers: `Servers`.
         num_rows, dim: Of the table.
         name: Of the layer.
     """
 
-    def __init__(self, strategy, num_rows, dim, name):
+    def __init__(self, servers, num_rows, dim, name):
         super().__init__(name=name)
         self._dim = dim
-        self._table = on_servers(strategy, "uniform", (num_rows, dim))
-
-    @property
-    def tables(self):
-        return [self._table]
+        self._table = servers.make_table("uniform", (num_rows, dim))
 
     def call(self, ids):
         return tf.nn.embedding_lookup(self._table, ids)
@@ -72,45 +106,28 @@ class Embedding(keras.layers.Layer):
 
 
 class SampledSoftmax(_stock.SampledSoftmax):
-    """The same with the rows on the servers; in training alone."""
+    """The same with the rows on the servers; in training alone.
 
-    def __init__(self, strategy, num_classes, num_sampled):
+    Args:
+        servers: `Servers`.
+        num_classes, num_sampled: Of all and of a sample.
+    """
+
+    def __init__(self, servers, num_classes, num_sampled):
         super().__init__(num_classes, num_sampled)
-        self._strategy = strategy
+        self._servers = servers
 
     def build(self, input_shape):
-        kernel, bias = (self.num_classes, input_shape[-1]), (self.num_classes,)
-        self.tables = [
-            on_servers(self._strategy, "glorot_uniform", kernel),
-            on_servers(self._strategy, "zeros", bias),
-        ]
+        classes, dim = self.num_classes, input_shape[-1]
+        make = self._servers.make_table
+        self._kernel = make("glorot_uniform", (classes, dim))
+        self._bias = make("zeros", (classes,))
 
     def compute_output_spec(self, hidden, training=None):
         return keras.KerasTensor(hidden.shape, hidden.dtype)
 
     def weights_and_biases(self):
-        return [pieces(table) for table in self.tables]
-
-
-def kit(strategy):
-    embedding = functools.partial(Embedding, strategy)
-    return _common.Kit(
-        embedding,
-        functools.partial(_stock.bag, embedding),
-        functools.partial(SampledSoftmax, strategy),
-    )
-
-
-def on_servers(strategy, initializer, shape):
-    """A variable, cut into pieces where it is large."""
-    value = keras.initializers.get(initializer)(shape)
-    with strategy.scope():
-        return tf.Variable(value)
-
-
-def pieces(variable):
-    """What the strategy has cut a variable into."""
-    return list(getattr(variable, "variables", [variable]))
+        return pieces(self._kernel), pieces(self._bias)
 
 
 class Adagrad:
@@ -179,20 +196,14 @@ class Coordinator:
             strategy
         )
         self._num_workers = num_workers
-        workload, _ = _common.made(module, kit(strategy), args, num_workers)
+        servers = Servers(strategy)
+        workload, _ = _common.made(module, servers.kit(), args, num_workers)
         self.workload, model = workload, workload.model
         loss_of = keras.losses.get(workload.loss)
-        dense = [
-            on_servers(strategy, lambda shape, v=v: v.numpy(), v.shape)
-            for v in model.trainable_variables
-        ]
+        dense = [servers.make(v.numpy()) for v in model.trainable_variables]
         # Seeds, which nothing draws from.
         others = [v.numpy() for v in model.non_trainable_variables]
-        self._variables = [
-            piece
-            for table in dense + tables_of(model)
-            for piece in pieces(table)
-        ]
+        self._variables = servers.variables
         with strategy.scope():
             optimizer = Adagrad(strategy, self._variables, workload.optimizer)
 
@@ -235,11 +246,6 @@ class Coordinator:
 
     def num_parameters(self):
         return sum(v.shape.num_elements() for v in self._variables)
-
-
-def tables_of(model):
-    """What its layers have on the servers."""
-    return [t for layer in model.layers for t in getattr(layer, "tables", [])]
 
 
 def coordinate(module, args, cluster_spec):

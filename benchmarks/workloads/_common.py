@@ -68,13 +68,13 @@ class Workload(NamedTuple):
     least_loss: Any = None
 
     def split(self, num_examples):
-        """The last examples, and a workload of those before."""
+        """The first examples, and a workload of the others."""
 
         def of(part):
             return tf.nest.map_structure(lambda a: a[part], (self.x, self.y))
 
-        x, y = of(slice(-num_examples))
-        return of(slice(-num_examples, None)), self._replace(x=x, y=y)
+        x, y = of(slice(num_examples, None))
+        return of(slice(num_examples)), self._replace(x=x, y=y)
 
     def num_parameters(self):
         return sum(
@@ -120,8 +120,11 @@ def parse(module, parser, arguments=None):
     if args.warm_up < 1:
         parser.error(f"--warm-up must be 1 or more. Received: {args.warm_up}.")
     if args.target is not None:
-        if args.every < 2:
-            parser.error(f"--every must be 2 or more. Received: {args.every}.")
+        if not 2 <= args.every <= args.most_steps:
+            parser.error(
+                "--every must be from 2 to --most-steps. Received: "
+                f"{args.every} of {args.most_steps}."
+            )
         if args.held_out < 1 or args.held_out % HELD_OUT_BATCH:
             parser.error(
                 f"--held-out must be a multiple of {HELD_OUT_BATCH}. "

@@ -92,9 +92,11 @@ class Source:
 
     def text(self, shape, generator):
         """Ids `(examples, time)`."""
-        text = _common.zipf(shape, self._vocabulary, generator)
-        which = generator.choice(len(SHARES), shape, p=SHARES)
-        follows = generator.random(shape) < self._follows
+        # A generator each: the first examples do not depend on their number.
+        words, followers, structure = generator.spawn(3)
+        text = _common.zipf(shape, self._vocabulary, words)
+        which = followers.choice(len(SHARES), shape, p=SHARES)
+        follows = structure.random(shape) < self._follows
         for time in range(1, shape[1]):
             followers = self._followers[text[:, time - 1], which[:, time]]
             text[:, time] = np.where(follows[:, time], followers, text[:, time])

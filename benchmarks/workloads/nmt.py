@@ -21,7 +21,7 @@ SIZES = {
     "large": {
         "vocabulary": 4_000,
         "dim": 512,
-        "units": 448,
+        "units": 512,
         "sampled": 512,
         "batch": 64,
     },
