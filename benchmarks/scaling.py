@@ -26,8 +26,8 @@ import _report
 import _timing
 from _namespaces import ClusterError
 from _runs import WORKLOADS, Results
-from _sets import SETS
 from cluster import Cluster
+from sets import SETS
 
 
 def main():

@@ -6,12 +6,12 @@ import json
 
 import _report
 import _rows
-import _sets
 import _traffic
 import numpy as np
 import pytest
 import scaling
 from _runs import WAYS, WORKLOADS, Results, Run, RunError
+from sets import SETS
 
 RUN = Run("lm", "hybrid", machines=4, rate=50)
 
@@ -213,7 +213,7 @@ def _options(**others):
 
 
 def test_every_run_can_be_started():
-    for of in _sets.SETS.values():
+    for of in SETS.values():
         runs = of.runs(_options())
         assert len(runs) == len(set(runs))
         for run in runs:
@@ -237,7 +237,7 @@ def _good(run):
     return {"words": words.get(run.way, 1000)}
 
 
-@pytest.mark.parametrize("name", list(_sets.SETS))
+@pytest.mark.parametrize("name", list(SETS))
 def test_a_set_passes_or_misses(name, tmp_path):
     pytest.importorskip("matplotlib")
     options = _options()
@@ -250,7 +250,7 @@ def test_a_set_passes_or_misses(name, tmp_path):
             return _figures(run, **{**_good(run), **worse.get(run.way, {})})
 
         results = Results(execute=execute)
-        results.run_all(_sets.SETS[name].runs(options), 60)
+        results.run_all(SETS[name].runs(options), 60)
         return scaling.report([name], options, results, plots)
 
     figures, misses = report({})
