@@ -57,7 +57,7 @@ WAYS = {
 # `--size large`, roughly: only how long a run takes is guessed from them.
 WORKLOADS = {
     "lm": ("words", 0.6, 1.9, 205),
-    "nmt": ("words", 16, 7.3, 25),
+    "nmt": ("words", 16, 15, 25),
     "recommender": ("samples", 0.5, 14, 370),
     "resnet50": ("images", 94, 0, 0),
     "inception_v3": ("images", 87, 0, 0),

@@ -22,7 +22,7 @@ TARGETS = {
     "nmt": (
         4,
         ("--learning-rate", "1", "--vocabulary", "1000", "--time", "6")
-        + ("--units", "128", "--sampled", "256"),
+        + ("--units", "128", "--sampled", "256", "--batch", "64"),
     ),
 }
 _TARGET_WAYS = (*BOTH, "horovod")
