@@ -100,17 +100,12 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """Groups the tests by engine, so that each engine's start only once."""
 
+    order = {"native": 1, "horovod": 2}
+
     def engine_of(item):
         call = getattr(item, "callspec", None)
-        engine = call.params.get("engine") if call else None
-        return (
-            ("native", "horovod").index(engine) + 1
-            if engine
-            in (
-                "native",
-                "horovod",
-            )
-            else 0
-        )
+        params = call.params if call else {}
+        engine, *_ = params.get("ranks") or [params.get("engine")]
+        return order.get(engine, 0)
 
     items.sort(key=engine_of)
