@@ -127,7 +127,6 @@ class Aggregation:
             by_servers = architecture.dense == "ps" and id(variable) not in rows
             (served if by_servers else dense).append(update)
         if dense and communicator.size > 1:
-            # One call: fused into few messages.
             with tf.name_scope("all_reduce"):
                 reduced = _all_reduce(
                     communicator,
@@ -286,23 +285,33 @@ class Aggregation:
 
 
 def _all_reduce(communicator, gradients):
-    """The sums over the ranks, in the dtypes in which they are to travel."""
-    wires = [architectures.wire(gradient.dtype) for gradient in gradients]
-    is_narrow = [wire.dtype != wire.source for wire in wires]
-    ways = {
-        False: functools.partial(communicator.all_reduce, name=_DENSE),
-        # A ring would add up in the narrow dtype, servers in the wide one.
-        True: functools.partial(
-            servers.summed, communicator, role=f"{_DENSE}/"
-        ),
-    }
+    """The sums over the ranks, in the dtypes in which they are to travel.
+
+    In several messages, none of which waits for the gradients of the others.
+    """
+    of_dtypes = {}
+    for place, gradient in enumerate(gradients):
+        of_dtypes.setdefault(gradient.dtype, []).append(place)
     results = [None] * len(gradients)
-    for kind, reduce in ways.items():
-        indices = [i for i, narrow in enumerate(is_narrow) if narrow == kind]
-        reduced = reduce([gradients[i] for i in indices]) if indices else []
-        for index, value in zip(indices, reduced, strict=True):
-            results[index] = value
+    for dtype, places in of_dtypes.items():
+        wire = architectures.wire(dtype)
+        reduce = communicator.all_reduce
+        if wire.dtype != wire.source:
+            # A ring would add up in the narrow dtype, servers in the wide one.
+            reduce = functools.partial(_by_servers, communicator)
+        of_dtype = [gradients[place] for place in places]
+        for number, bucket in enumerate(architectures.buckets(of_dtype)):
+            reduced = reduce(
+                [of_dtype[i] for i in bucket],
+                name=f"{_DENSE}/{dtype.name}/{number}",
+            )
+            for i, value in zip(bucket, reduced, strict=True):
+                results[places[i]] = value
     return results
+
+
+def _by_servers(communicator, gradients, name):
+    return servers.summed(communicator, gradients, role=f"{name}/")
 
 
 def _gather_slices(communicator, slices, variable, merges):

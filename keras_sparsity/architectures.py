@@ -1,6 +1,7 @@
 """How a strategy has each kind of variable travel."""
 
 import dataclasses
+import math
 
 import tensorflow as tf
 
@@ -22,7 +23,7 @@ class Architecture:
         dense: that of dense gradients: `"allreduce"`, or `"ps"`, by way of
             servers.
         merges: whether a rank sends each row once, and the dense gradients
-            of a step in one message.
+            of a step in few messages.
     """
 
     tables: str
@@ -71,6 +72,26 @@ def aggregates_locally(strategy=None):
     """Whether the ranks of a machine pull and push together."""
     strategy = strategy or tf.distribute.get_strategy()
     return of(strategy).merges and getattr(strategy, "local_aggregation", True)
+
+
+def buckets(tensors, strategy=None):
+    """Lists of places of dense gradients whose message is one.
+
+    Those of the last variables come first: the backward pass ends with the
+    first layers.
+    """
+    strategy = strategy or tf.distribute.get_strategy()
+    limit = getattr(strategy, "bucket_bytes", None) or math.inf
+    found, room = [], 0
+    for place in reversed(range(len(tensors))):
+        tensor = tensors[place]
+        size = tensor.dtype.size * (tensor.shape.num_elements() or 0)
+        if not found or size > room:
+            found.append([])
+            room = limit
+        found[-1].append(place)
+        room -= size
+    return found
 
 
 def of_rows(variable, strategy=None):

@@ -70,6 +70,9 @@ class HybridStrategy(tf.distribute.Strategy):
             sharded tables together, each row once, and add up its gradients
             before they push, where all of several machines have as many
             processes. False to compare.
+        bucket_bytes: dense gradients are all-reduced in messages of about so
+            many bytes each, the last layers' first, so that they travel while
+            those of the layers before are still computed. None: in one.
         timeout: seconds for which a rank may keep the others waiting (because
             it is stopped, hangs, or computes alone) before all of them are
             ended with a message on what each was doing; at least 5, and the
@@ -107,6 +110,7 @@ class HybridStrategy(tf.distribute.Strategy):
         architecture="auto",
         wire_dtype=None,
         local_aggregation=True,
+        bucket_bytes=8 * 2**20,
         timeout=None,
     ):
         architectures.check("architecture", architecture)
@@ -121,6 +125,11 @@ class HybridStrategy(tf.distribute.Strategy):
         self.wire_dtype = wire_dtype
         checks.boolean("local_aggregation", local_aggregation)
         self.local_aggregation = bool(local_aggregation)
+        if bucket_bytes is not None:
+            checks.positive_integer(
+                "bucket_bytes", bucket_bytes, ", or None for one message"
+            )
+        self.bucket_bytes = bucket_bytes
         self.optimizer_options = checked_options(
             sparse_updates=sparse_updates,
             dense_aggregation=dense_aggregation,

@@ -1,6 +1,7 @@
 """Fixtures and options of all tests."""
 
 import functools
+import gc
 import importlib.util
 import signal
 
@@ -88,6 +89,12 @@ def logged(cluster, tmp_path_factory):
         return log_dir, cluster(engine, 2).run(train, log_dir, True)
 
     return logged
+
+
+def pytest_collection_finish():
+    # As in the workers, see `cluster.serve`.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -21,9 +21,11 @@ def ids():
     return random.integers(ROWS // 30, size=(STEPS * BATCH, 8)) * 30
 
 
-def train(architecture):
-    """The plan, and what was counted for each kind of call in a step."""
-    strategy = ks.HybridStrategy(architecture=architecture)
+def train(architecture, bucket_bytes=None):
+    """The plan, what was counted for each kind of call in a step, the loss."""
+    strategy = ks.HybridStrategy(
+        architecture=architecture, bucket_bytes=bucket_bytes
+    )
     words = keras.Input((8,), dtype="int64")
     sharded = ks.layers.ShardedEmbedding(ROWS, DIM, name="sharded")(words)
     stock = keras.layers.Embedding(ROWS, DIM, name="stock")(words)
@@ -36,7 +38,7 @@ def train(architecture):
         model.compile("adagrad", "mse")
     x, y = ids(), np.ones((len(ids()), HIDDEN[-1]), "float32")
     journal.current().measures = True
-    model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    losses = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
     totals = collections.Counter()
     for (role, *_), found in journal.current().totals().items():
         if role.startswith(("table/", "optimizer/")):
@@ -49,7 +51,8 @@ def train(architecture):
         )
         for v in model_plan.of_running(model).variables
     }
-    return plan, {role: total / STEPS for role, total in totals.items()}
+    in_step = {role: total / STEPS for role, total in totals.items()}
+    return plan, in_step, losses["loss"]
 
 
 PULLED = "table/sharded/pull/rows"
@@ -59,10 +62,11 @@ DENSE = 4 * (2 * DIM * HIDDEN[0] + HIDDEN[0] * HIDDEN[1])
 @pytest.mark.parametrize("engine", engines())
 def test_each_travels_as_the_strategy_says(engine, cluster):
     processes = cluster(engine, 2)
-    rows = {}
+    rows, losses = {}, {}
     of_tables = {"hybrid": "ps", "ps": "ps", "naive_ps": "ps"}
     for name in ("hybrid", "ps", "naive_ps", "allgather", "allreduce"):
-        results = processes.run(train, name)
+        *results, losses[name] = zip(*processes.run(train, name), strict=True)
+        results = list(zip(*results, strict=True))
         of_rows = "allreduce" if name == "allreduce" else "allgather"
         of_dense = "ps" if name in ("ps", "naive_ps") else "allreduce"
         counted = collections.Counter()
@@ -80,7 +84,8 @@ def test_each_travels_as_the_strategy_says(engine, cluster):
             served = [r for r in totals if r.startswith("optimizer/servers/")]
             num_messages = {"ps": 2, "naive_ps": 2 * len(HIDDEN)}
             assert len(served) == num_messages.get(name, 0)
-            assert ("optimizer/dense" in totals) == (of_dense == "allreduce")
+            reduced = [r for r in totals if r.startswith("optimizer/dense/")]
+            assert len(reduced) == (of_dense == "allreduce")
         if of_dense == "ps":
             # Half of each gradient there, and half of each sum back: sent by
             # one, received by the other. One server pads to the whole.
@@ -98,6 +103,7 @@ def test_each_travels_as_the_strategy_says(engine, cluster):
                 )
                 assert counted["push of dense"] * 2 == pytest.approx(planned)
         rows[name] = sum(t.get(PULLED, 0) for _, t in results)
+        np.testing.assert_allclose(losses[name], losses["hybrid"], rtol=1e-5)
     # Each id for itself, or each row once.
     repeated = ids().reshape(STEPS, 2, -1)
     unique = np.mean([[len(np.unique(p)) for p in step] for step in repeated])
@@ -105,6 +111,21 @@ def test_each_travels_as_the_strategy_says(engine, cluster):
     assert rows["naive_ps"] / rows["ps"] == pytest.approx(
         repeated.shape[-1] / unique, rel=0.3 if engine == "native" else 0.05
     )
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_dense_gradients_go_in_buckets(engine, cluster):
+    processes = cluster(engine, 2)
+    one, several = (
+        processes.run(train, "hybrid", limit)[0]
+        for limit in (None, 4 * HIDDEN[0] * HIDDEN[1])
+    )
+    reduced = [r for r in several[1] if r.startswith("optimizer/dense/")]
+    assert len(reduced) == len(HIDDEN)
+    assert sum(several[1][r] for r in reduced) == pytest.approx(
+        one[1]["optimizer/dense/float32/0"], rel=0.01
+    )
+    assert several[2] == one[2]
 
 
 def test_unknown_ones_are_refused():

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 
 import keras_sparsity as ks
+from keras_sparsity import touches
 from keras_sparsity.callbacks import auto_architecture
 from keras_sparsity.collectives import speeds
 from tests.conftest import engines
 
 LARGE, SMALL, DIM, BATCH, STEPS = 4_000, 8, 2, 32, 40
+# Seconds for each byte: those of AllReduce are least.
+COSTS = {"allreduce": 1e-6, "ps": 2e-6, "allgather": 3e-6, "update": 0}
 
 
 def data():
@@ -47,10 +50,8 @@ def train(fixed, is_slower, steps_per_execution):
     measure, compare = speeds.measure, auto_architecture._LOSS
     told = []
     if not fixed:  # only bytes count, and those of AllReduce least
-        paths = {"allreduce": 1e-6, "ps": 2e-6, "allgather": 3e-6, "update": 0}
         speeds.measure = lambda *_: {
-            path: speeds.Speed(0.0, per_byte)
-            for path, per_byte in paths.items()
+            path: speeds.Speed(0.0, cost) for path, cost in COSTS.items()
         }
     auto_architecture._LOSS = -1.0 if is_slower else 1e9
     try:
@@ -95,6 +96,46 @@ def test_tables_move_and_training_goes_on(engine, cluster):
             for one, other in zip(found, expected, strict=True):
                 moved = np.linalg.norm(other)
                 assert np.linalg.norm(one - other) < 1e-3 * moved
+
+
+def drift():
+    """What a table is under after each step, where its alpha jumps."""
+    rows, constant = 64, auto_architecture._FIRST_STEPS + 4
+    measure, every = speeds.measure, touches._EVERY
+    costs = COSTS | {"allreduce": 3e-7}
+    speeds.measure = lambda *_: {
+        path: speeds.Speed(0.0, cost) for path, cost in costs.items()
+    }
+    touches._EVERY = 1
+    told = []
+    try:
+        layer = ks.layers.ShardedEmbedding(rows, DIM)
+        model = keras.Sequential([keras.Input((3,), dtype="int64"), layer])
+        with ks.HybridStrategy().scope():
+            model.compile("sgd", "mse", run_eagerly=True)
+        x = np.random.default_rng(4).integers(rows, size=(STEPS * BATCH, 3))
+        x[: constant * BATCH] = 0
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: told.append(
+                layer.table.architecture
+            )
+        )
+        y = np.zeros((len(x), 3, DIM), "float32")
+        model.fit(
+            x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[note]
+        )
+    finally:
+        speeds.measure, touches._EVERY = measure, every
+    return told
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_decided_anew_when_alpha_drifts(engine, cluster):
+    told = cluster(engine, 2).run(drift)[0]
+    # Decided after some steps, and looked at after twice as many.
+    change = 2 * auto_architecture._FIRST_STEPS
+    assert set(told[: change - 1]) == {"ps"}
+    assert set(told[change:]) == {"allreduce"}
 
 
 def by_the_real_speeds():

@@ -401,6 +401,14 @@ BAD = [
     *(
         (
             "HybridStrategy",
+            {"bucket_bytes": wrong},
+            f"a positive integer, or None for one.*bucket_bytes={wrong!r}",
+        )
+        for wrong in (0, 2.5)
+    ),
+    *(
+        (
+            "HybridStrategy",
             {"wire_dtype": wrong},
             f"None or one of 'float32', 'bfloat16'.*wire_dtype={wrong!r}",
         )

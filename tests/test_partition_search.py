@@ -323,10 +323,14 @@ def built(seconds=None, groups=(None,), optimizer="adam", **compile_options):
     return model
 
 
-def trained(model, *callbacks, epochs=4, **options):
+def examples(num_batches):
     rng = np.random.default_rng(2)
-    x = oracles.zipf_ids(rng, ROWS, (NUM_BATCHES * BATCH, 3))
-    y = rng.normal(size=(len(x), 1)).astype("float32")
+    x = oracles.zipf_ids(rng, ROWS, (num_batches * BATCH, 3))
+    return x, rng.normal(size=(len(x), 1)).astype("float32")
+
+
+def trained(model, *callbacks, epochs=4, **options):
+    x, y = examples(NUM_BATCHES)
     history = model.fit(
         x,
         y,
@@ -382,10 +386,11 @@ def least_at_4(count):
 
 def run_search(path):
     """A whole search, the same training without it, and the next run."""
-    undisturbed = trained(built(least_at_4, optimizer="adagrad"))
+    validation = {"validation_data": examples(2), "validation_freq": 2}
+    undisturbed = trained(built(least_at_4, optimizer="adagrad"), **validation)
     model, callback = built(least_at_4, optimizer="adagrad"), search(path=path)
     with printed() as lines:
-        searched = trained(model, callback)
+        searched = trained(model, callback, **validation)
     partitions = partitions_of(model)
     again, next_callback = built(optimizer="adagrad"), search(path=path)
     with printed() as next_lines:
@@ -598,6 +603,19 @@ def test_groups_limits_interruptions(cluster, engine, tmp_path):
     check_eager(cluster(engine, 2).run(run_eager, str(tmp_path)))
 
 
+class TimeIsOver(keras.callbacks.Callback):
+    """Leaves a search no time once there are so many samples."""
+
+    def __init__(self, search, num_samples):
+        super().__init__()
+        self._search, self._num_samples = search, num_samples
+
+    def on_train_batch_end(self, batch, logs=None):
+        sampler = self._search._groups[0].sampler
+        if len(sampler.samples) == self._num_samples:
+            self._search.max_seconds = 1e-6
+
+
 def run_on_machines():
     undisturbed = trained(eager(), epochs=1)
     model, callback = eager(), search(per_table=True)
@@ -606,12 +624,17 @@ def run_on_machines():
     other = eager()
     with printed() as lines:
         trained(other, in_no_time, epochs=1, steps_per_epoch=1)
+    cut = search()
+    third = eager()
+    with printed() as cut_lines:
+        cut_short = trained(third, TimeIsOver(cut, 1), cut, epochs=1)
     return {
-        "undisturbed": undisturbed,
-        "searched": searched,
+        "undisturbed": [undisturbed] * 2,
+        "searched": [searched, cut_short],
         "result": callback.result,
         "partitions": partitions_of(model),
         "in no time": (in_no_time.result, partitions_of(other), lines),
+        "cut short": (cut.result, partitions_of(third), cut_lines),
     }
 
 
@@ -619,7 +642,10 @@ def test_four_processes_on_two_machines(cluster):
     """It starts with two partitions."""
     results = cluster("native", 4, machines=2).run(run_on_machines)
     for result in results:
-        assert_same(result["undisturbed"], result["searched"])
+        for left, right in zip(
+            result["undisturbed"], result["searched"], strict=True
+        ):
+            assert_same(left, right)
         assert result["result"] == results[0]["result"]
         assert list(result["result"]) == ["a"]
         # Eight steps are two samples.
@@ -637,6 +663,16 @@ def test_four_processes_on_two_machines(cluster):
             assert "'a' stays as it was" in lines[1]
         else:
             assert lines == []
+        # The best of what was sampled before the time was over: the first
+        # sample, of two partitions, and what came while the second one ended.
+        found, partitions, lines = result["cut short"]
+        assert list(found) == ["a"]
+        assert sampled(found["a"])[0] == 2
+        assert len(found["a"].samples) <= 2
+        assert partitions == [found["a"].num_partitions, FIRST_PARTITIONS]
+        if result is results[0]:
+            assert any("seconds ended before the search" in li for li in lines)
+            assert "'tables' stays as it was" in lines[-1]
 
 
 # Where there is nothing to search.

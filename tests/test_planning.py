@@ -267,9 +267,13 @@ def test_measured_alpha_of_the_machine():
     )
     share = 4 * (3 - 1) / 3 * W / 2
     assert cost.busiest_bytes == pytest.approx(share * (4 * ALPHA + 0.15))
-    with pytest.raises(ValueError, match="at most 0.1 for 'table'"):
+    alone = planning.transfer_bytes(sparse(), "ps", Cluster(3), "push")
+    assert alone == planning.transfer_bytes(
+        sparse(alpha_machine=0.15), "ps", Cluster(3), "push"
+    )
+    with pytest.raises(ValueError, match="at most 0.2 for 'table'"):
         planning.transfer_bytes(
-            sparse(alpha_machine=0.15), "ps", Cluster(3), "push"
+            sparse(alpha_machine=0.25), "ps", Cluster(3, 2), "push"
         )
 
 

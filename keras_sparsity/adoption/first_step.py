@@ -78,6 +78,7 @@ class FirstStep(Binding):
                 "strategy.architecture": strategy.architecture,
                 "strategy.wire_dtype": strategy.wire_dtype,
                 "strategy.local_aggregation": strategy.local_aggregation,
+                "strategy.bucket_bytes": strategy.bucket_bytes,
             },
             "The model and its optimizer",
             "Build the same model on every rank.",

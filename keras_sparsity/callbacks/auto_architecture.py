@@ -189,6 +189,7 @@ class AutoArchitecture(keras.callbacks.Callback):
             architecture,
             self._cluster,
             self._collectives.engine,
+            local_aggregation=architectures.aggregates_locally(self._strategy),
         )
         path = self._speeds[architecture]
         seconds = path.seconds(cost.busiest_bytes)

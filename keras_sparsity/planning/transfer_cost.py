@@ -452,7 +452,9 @@ def _merged(variable, cluster):
     if not variable.is_sparse:
         return 1
     local_size = cluster.processes_per_machine
-    if variable.alpha_machine is None:
+    # With one worker to a machine, what was measured on machines of several
+    # says nothing.
+    if local_size == 1 or variable.alpha_machine is None:
         return 1 - (1 - variable.alpha) ** local_size
     most = min(1, local_size * variable.alpha)
     checks.check(
