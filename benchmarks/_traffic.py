@@ -47,8 +47,10 @@ def busiest_bytes(figures):
 
 
 def sparse_bytes(figures):
-    """As `carried_bytes`, without the dense variables' part."""
-    return carried_bytes(figures) - dense_bytes(figures)
+    """As `carried_bytes`, without the dense variables' part and its headers."""
+    in_all = carried_bytes(figures)
+    headers = in_all / carried_bytes(figures, payload=True)
+    return in_all - dense_bytes(figures) * headers
 
 
 def dense_bytes(figures):

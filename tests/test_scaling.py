@@ -44,7 +44,7 @@ def _share(pairs):
 
 # Two tables of 1,000 rows, one of them an output's kernel with its bias, and
 # 500 dense elements.
-def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0):
+def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0, headers=1.0):
     """Such as a run gives whose sparse bytes are so many times the least."""
     together = "no local" not in run.way
     itemsize = 2 if "16" in run.way else 4
@@ -56,7 +56,8 @@ def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0):
     ids = 2 * 2 * asked * 1000 * 2 * share
     size = run.machines * run.processes
     dense = 4 * 500 * itemsize * (size - 1) / size
-    each_way = (sparse_factor * rows + ids + dense) / 2
+    payload = (sparse_factor * rows + ids + dense) / 2
+    each_way = {"": payload * headers, "payload_": payload}
     table = {
         "architecture": "ps",
         "alpha": 0.02,
@@ -83,9 +84,9 @@ def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0):
         },
         "per_machine": [
             {
-                f"{way}_{kind}bytes_per_step": each_way
+                f"{way}_{kind}bytes_per_step": number
                 for way in ("sent", "received")
-                for kind in ("", "payload_")
+                for kind, number in each_way.items()
             }
         ]
         * run.machines,
@@ -119,6 +120,11 @@ def test_bytes():
     assert _traffic.index_bytes(figures) == pytest.approx(2 * 40 * 2 * 3 / 4)
     assert _traffic.dense_bytes(figures) == pytest.approx(4 * 500 * 4 * 3 / 4)
     assert _traffic.row_ratio(figures) == pytest.approx(1)
+    with_headers = _figures(RUN, headers=1.02)
+    rows, ids = _traffic.row_bytes(figures), _traffic.index_bytes(figures)
+    assert _traffic.row_ratio(with_headers) == pytest.approx(
+        (1.02 * (rows + ids) - ids) / rows
+    )
     narrow = _figures(dataclasses.replace(RUN, way="hybrid bfloat16"))
     assert _traffic.row_ratio(narrow) == pytest.approx(0.5)
     elements = 1000 * 129 + 500
