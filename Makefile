@@ -55,9 +55,12 @@ format: $(NEW)/.dev  ## Let ruff mend what it can
 	$(NEW)/bin/ruff check --fix .
 	$(NEW)/bin/ruff format .
 
-bench: $(NEW)/.installed  ## Every benchmark (benchmarks/README.md)
+# One stands beside Horovod; those of an emulated cluster need root.
+bench: $(NEW)/.installed $(HOROVOD)/.installed  ## Every benchmark
 	set -e; for benchmark in benchmarks/[a-z]*.py; do \
-		echo "== $$benchmark"; $(NEW)/bin/python $$benchmark; done
+		python=$(NEW)/bin/python; \
+		case $$benchmark in */scaling.py) python=$(HOROVOD)/bin/python;; esac; \
+		echo "== $$benchmark"; $$python $$benchmark; done
 
 clean:  ## Remove the virtual environments and what the tools wrote
 	rm -rf $(NEW) $(HOROVOD) build dist *.egg-info .pytest_cache \

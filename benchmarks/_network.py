@@ -174,6 +174,14 @@ class Window:
         )
 
 
+def busy_share(seconds=1.0):
+    """Which share of a second the processors have work, of whomever."""
+    before = _busy_seconds()
+    time.sleep(seconds)
+    busy = _busy_seconds() - before
+    return round(busy / seconds / os.cpu_count(), 3)
+
+
 def _busy_seconds():
     """Seconds for which the processors had work, of whomever."""
     with open("/proc/stat") as file:

@@ -110,11 +110,12 @@ def make(name, architecture):
     """A model under an architecture, and its `Steps`."""
     keras.utils.set_random_seed(1)
     strategy = ks.HybridStrategy(architecture=architecture)
-    model, x, y, loss = MODELS[name](strategy.size, STEPS)
+    made, batch = MODELS[name](strategy.size, STEPS)
+    model = made.model
     with strategy.scope():
-        model.compile(keras.optimizers.Adagrad(0.01), loss)
-    dataset = tf.data.Dataset.from_tensor_slices((x, y))
-    dataset = dataset.batch(len(x) // STEPS).cache().repeat()
+        model.compile(keras.optimizers.Adagrad(0.01), made.loss)
+    dataset = tf.data.Dataset.from_tensor_slices((made.x, made.y))
+    dataset = dataset.batch(batch).cache().repeat()
     return model, Steps(model, strategy.shard(dataset), STEPS)
 
 

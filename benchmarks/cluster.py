@@ -294,12 +294,8 @@ def show(figures):
         print(f"machine {index}: {', '.join(ways)}")
 
 
-def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+def options(add):
+    """Adds those of a `Cluster` by `ArgumentParser.add_argument`."""
     add("--machines", type=int, default=2)
     add("--processes", type=int, default=1, help="on each machine")
     add(
@@ -310,6 +306,15 @@ def parse_arguments():
     )
     add("--delay", type=float, default=0, help="ms from machine to machine")
     add("--mtu", type=int, default=MTU, help="bytes of a packet")
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    options(add)
     add("--engine", help="native or horovod")
     add("--timeout", type=float, help="end everything after so many seconds")
     add("script", nargs="?", default=_WORKLOAD, help="by default workloads/lm")

@@ -18,7 +18,7 @@ import _timing
 import keras
 from _models import MODELS
 from cluster import Cluster, ClusterError
-from workloads._training import Timed
+from workloads._common import Timed, dataset
 
 import keras_sparsity as ks
 from keras_sparsity import model_plan
@@ -75,12 +75,14 @@ def on_cluster(args, name):
 def inside(args):
     strategy = ks.HybridStrategy(architecture="hybrid")
     warm_up = min(WARM_UP, args.steps)
-    model, x, y, loss = MODELS[args.inside](strategy.size, warm_up + args.steps)
+    num_steps = warm_up + args.steps
+    made, batch = MODELS[args.inside](strategy.size, num_steps)
+    model = made.model
     with strategy.scope():
-        model.compile(keras.optimizers.Adagrad(0.01), loss)
-    timed = Timed(warm_up, args.steps, strategy.collectives)
-    batch = len(x) // (warm_up + args.steps)
-    model.fit(x, y, batch, callbacks=[timed], shuffle=False, verbose=0)
+        model.compile(keras.optimizers.Adagrad(0.01), made.loss)
+    timed = Timed(warm_up, args.steps, strategy.collectives.barrier)
+    batches = dataset(made.x, made.y, batch, num_steps)
+    model.fit(batches, callbacks=[timed], shuffle=False, verbose=0)
     plan = model_plan.of_running(model)
     if strategy.rank == 0:
         chosen = [v.costs[v.architecture] for v in plan.variables]

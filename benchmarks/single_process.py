@@ -2,8 +2,10 @@
 
 In one process, `fit` of a model with `ShardedEmbedding`, compiled inside
 `HybridStrategy.scope()`, against `fit` of the same model with
-`keras.layers.Embedding` in plain Keras, both under SGD: at least 0.95 of the
-steps per second. The models are small, so that overheads show.
+`keras.layers.Embedding` in plain Keras, both under SGD: at least 0.98 of the
+steps per second. The models are small, so that overheads show. The same of a
+strategy with all that is there to save bytes and time on a network, against
+plain Keras and against a strategy that has none of it.
 """
 
 import argparse
@@ -21,16 +23,29 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 
-LIMIT = 0.95
+LIMIT = 0.98
+# Of the strategy: with all of it, and with none.
+STRATEGIES = {
+    "sharded": {},
+    "everything": {"wire_dtype": "bfloat16", "local_aggregation": True},
+    "nothing": {"architecture": "hybrid", "local_aggregation": False},
+}
+# What is judged: the steps/s of the first in terms of the second's.
+JUDGED = (
+    ("sharded", "stock"),
+    ("everything", "stock"),
+    ("everything", "nothing"),
+)
 
 
 def main():
     args = parse_arguments()
     dataset = make_dataset(args)
     models = {
-        "sharded": sharded_model(args),
-        "stock": stock_model(args),
+        name: sharded_model(args, strategy)
+        for name, strategy in STRATEGIES.items()
     }
+    models["stock"] = stock_model(args)
     for model in models.values():  # traced and warm
         model.fit(dataset, steps_per_epoch=20, verbose=0)
     clocks = {name: StepSeconds() for name in models}
@@ -49,26 +64,27 @@ def main():
         num_warm_up=0,
     )
     seconds = {name: clock.seconds for name, clock in clocks.items()}
-    ratio = _timing.median_ratio(seconds["stock"], seconds["sharded"])
     steps = {name: 1 / statistics.median(s) for name, s in seconds.items()}
     for name, rate in steps.items():
-        print(f"{name:8} {rate:8.1f} steps/s")
-    print(f"ratio    {ratio:8.3f}")
+        print(f"{name:10} {rate:8.1f} steps/s")
     figures = {
-        "sharded_steps_per_second": round(steps["sharded"], 1),
-        "stock_steps_per_second": round(steps["stock"], 1),
-        "ratio": round(ratio, 3),
-        "limit": LIMIT,
+        f"{name}_steps_per_second": round(rate, 1)
+        for name, rate in steps.items()
     }
     misses = []
-    if ratio < LIMIT:
-        misses.append(f"{ratio:.3f} of the steps/s, at least {LIMIT} asked")
-    _timing.finish(figures, misses)
+    for name, other in JUDGED:
+        ratio = _timing.median_ratio(seconds[other], seconds[name])
+        pair = f"{name} / {other}"
+        figures[pair] = round(ratio, 3)
+        print(f"{pair:20} {ratio:8.3f}")
+        if ratio < LIMIT:
+            misses.append(f"{pair}: {ratio:.3f}, at least {LIMIT} asked")
+    _timing.finish({**figures, "limit": LIMIT}, misses)
 
 
-def sharded_model(args):
+def sharded_model(args, strategy):
     model = make_model(ks.layers.ShardedEmbedding, args)
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(**strategy).scope():
         model.compile("sgd", loss="sparse_categorical_crossentropy")
     return model
 

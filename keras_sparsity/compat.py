@@ -186,6 +186,22 @@ def set_keras_mask(tensor, mask):
     tensor._keras_mask = mask
 
 
+def keras_logits(tensor):
+    """What a sigmoid or softmax was taken of, which Keras's losses use.
+
+    `_keras_logits`: Keras 3.5 to 3.15. None where Keras has kept none.
+    """
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_keras_logits(tensor, logits):
+    """Lets a tensor carry logits, as Keras's activations do.
+
+    `_keras_logits`: Keras 3.5 to 3.15.
+    """
+    tensor._keras_logits = logits
+
+
 def all_layers(model):
     """All layers of a model, those within layers too.
 

@@ -122,6 +122,10 @@ def _cut(outputs, is_empty):
         kept = _with_shape_of(leaf, kept)
         if mask is not None:
             compat.set_keras_mask(kept, cut(mask))
+        # Of probabilities alone, losses would clip what is near 0 or 1.
+        logits = compat.keras_logits(leaf)
+        if logits is not None:
+            compat.set_keras_logits(kept, cut(logits))
         sampled_softmax.copy_origin(leaf, kept)
         return kept
 

@@ -206,11 +206,14 @@ class GlobalMean(keras.losses.Loss):
             )
 
         mask = compat.keras_mask(y_pred)
+        logits = compat.keras_logits(y_pred)
         y_true, y_pred = whole("targets", y_true), whole("outputs", y_pred)
         if sample_weight is not None:
             sample_weight = whole("weights", sample_weight)
         if mask is not None:
             y_pred._keras_mask = whole("mask", mask)
+        if logits is not None:
+            compat.set_keras_logits(y_pred, whole("logits", logits))
         values, terms = _local_terms(inner, y_true, y_pred, sample_weight)
         loss = values
         if terms is not None:

@@ -79,6 +79,20 @@ def test_set_keras_mask():
     np.testing.assert_array_equal(compat.keras_mask(tensor), [True, False])
 
 
+def test_keras_logits():
+    logits = tf.constant([[50.0]])
+    outputs = keras.activations.sigmoid(logits)
+    np.testing.assert_array_equal(compat.keras_logits(outputs), logits)
+    assert compat.keras_logits(tf.zeros([1])) is None
+
+
+def test_set_keras_logits():
+    tensor = tf.ones([1, 1])
+    compat.set_keras_logits(tensor, tf.constant([[50.0]]))
+    loss = keras.losses.binary_crossentropy(tf.zeros([1, 1]), tensor)
+    np.testing.assert_allclose(loss, [50.0])  # clipped: 16
+
+
 def test_is_variable():
     layer = keras.layers.Dense(1)
     layer.build((None, 1))

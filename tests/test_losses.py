@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_sparsity import collectives, compat, losses
+from keras_sparsity import collectives, compat, empty_parts, losses
 from tests.conftest import engines, engines_and_sizes
 
 BATCH, TIME, CLASSES = 7, 5, 4
@@ -145,7 +145,7 @@ def test_value_and_gradient_are_of_the_whole_batch(
     assert results == [[]] * num_processes
 
 
-def empty_parts():
+def parts_without_examples():
     """A batch of one example leaves all ranks but one without any."""
     communicator = collectives.current()
     is_mine = communicator.rank == communicator.size - 1
@@ -166,7 +166,7 @@ def empty_parts():
 
 @pytest.mark.parametrize("engine", engines())
 def test_empty_parts_count_nothing(cluster, engine):
-    for result in cluster(engine, 2).run(empty_parts):
+    for result in cluster(engine, 2).run(parts_without_examples):
         assert result == [(25.0, 30.0)] * 2
 
 
@@ -310,3 +310,16 @@ def test_config_makes_the_same_loss(loss):
 def test_an_unknown_name_is_found_at_once():
     with pytest.raises(ValueError, match="no_such_loss"):
         losses.globalize("no_such_loss", TwoRanks())
+
+
+def test_a_saturated_output_is_not_clipped():
+    dense = keras.layers.Dense(1, "sigmoid", kernel_initializer="ones")
+    dense.build((None, 1))
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 1])])
+    def loss(x):
+        outputs = empty_parts.call(dense, x)
+        return keras.losses.binary_crossentropy(tf.zeros([1, 1]), outputs)
+
+    # Of the probability alone it is 16: Keras's epsilon.
+    np.testing.assert_allclose(loss(tf.constant([[50.0]])), [50.0])

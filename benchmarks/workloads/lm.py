@@ -1,43 +1,118 @@
 """A language model: embedding, LSTM, sampled softmax; generated text.
 
-python benchmarks/cluster.py --machines 4 benchmarks/workloads/lm.py
+    python benchmarks/cluster.py --machines 4 benchmarks/workloads/lm.py
+
+Each word is drawn as often as words are (Zipf), or, with the probability
+`--follows`, is one of four that follow on the one before. What a model can
+learn of that is known exactly. `--time` is the length of an instance, of which
+EuroSys Table 6 takes 1 to 120 words, and alpha with them.
 """
 
-import _training
+import _common
 import keras
+import numpy as np
 
-import keras_sparsity as ks
+SIZES = {
+    "small": {
+        "vocabulary": 20_000,
+        "dim": 64,
+        "units": 64,
+        "sampled": 512,
+        "batch": 64,
+    },
+    "large": {
+        "vocabulary": 200_000,
+        "dim": 128,
+        "units": 128,
+        "sampled": 1024,
+        "batch": 64,
+    },
+}
+# Of the four words that follow on one.
+SHARES = np.array([0.4, 0.3, 0.2, 0.1])
+# `--follows` with `--target`.
+STRUCTURE = 0.9
 
 
-def make(args, num_examples, generator):
-    softmax = ks.layers.SampledSoftmax(args.vocabulary, args.sampled)
+def options(add):
+    add("--vocabulary", type=int)
+    add("--dim", type=int, help="width of the tables")
+    add("--units", type=int, help="width of the LSTM")
+    add("--time", type=int, default=20, help="words of an example")
+    add("--sampled", type=int, help="classes of a sample")
+    add(
+        "--follows",
+        type=float,
+        help="share of words that follow on the one before; by default 0, "
+        f"with --target {STRUCTURE}",
+    )
+    _common.target_options(add)
+
+
+def make(kit, args, num_examples, generator):
+    softmax = kit.softmax(args.vocabulary, args.sampled)
     model = keras.Sequential(
         [
-            keras.Input((args.time,), dtype="int64"),
-            ks.layers.ShardedEmbedding(args.vocabulary, args.dim),
+            keras.Input((args.time,), dtype="int32"),
+            kit.embedding(args.vocabulary, args.dim, name="words"),
             keras.layers.LSTM(args.units, return_sequences=True),
             keras.layers.Dense(args.dim),
             softmax,
         ]
     )
-    text = _training.zipf(
-        (num_examples, args.time + 1), args.vocabulary, generator
+    source = Source(args, generator)
+    text = source.text((num_examples, args.time + 1), generator)
+    return _common.Workload(
+        model,
+        text[:, :-1],
+        text[:, 1:],
+        softmax.loss(),
+        keras.optimizers.Adagrad(0.05),
+        args.time,
+        source.least_loss,
     )
-    optimizer = keras.optimizers.Adagrad(0.05)
-    x, y = text[:, :-1], text[:, 1:]
-    return model, x, y, softmax.loss(), optimizer, args.time
 
 
-def options():
-    parser = _training.options(__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--vocabulary", type=int, default=20_000)
-    add("--dim", type=int, default=64, help="width of the tables")
-    add("--units", type=int, default=64, help="width of the LSTM")
-    add("--time", type=int, default=20, help="words of an example")
-    add("--sampled", type=int, default=512, help="classes of a sample")
-    return parser
+class Source:
+    """Of text: each word depends on the one before, and on nothing else.
+
+    Args:
+        args: Of the command line.
+        generator: Of NumPy, which draws what follows on each word.
+    """
+
+    def __init__(self, args, generator):
+        self._vocabulary = args.vocabulary
+        self._follows = args.follows
+        if self._follows is None:
+            self._follows = 0.0 if args.target is None else STRUCTURE
+        self._followers = _common.zipf(
+            (args.vocabulary, len(SHARES)), args.vocabulary, generator
+        )
+
+    def text(self, shape, generator):
+        """Ids `(examples, time)`."""
+        # A generator each: the first examples do not depend on their number.
+        words, followers, structure = generator.spawn(3)
+        text = _common.zipf(shape, self._vocabulary, words)
+        which = followers.choice(len(SHARES), shape, p=SHARES)
+        follows = structure.random(shape) < self._follows
+        for time in range(1, shape[1]):
+            followers = self._followers[text[:, time - 1], which[:, time]]
+            text[:, time] = np.where(follows[:, time], followers, text[:, time])
+        return text
+
+    def least_loss(self, words, next_words):
+        """Mean of -log of the probability of each next word."""
+        is_one = self._followers[words] == next_words[..., np.newaxis]
+        probability = self._follows * (is_one @ SHARES)
+        probability += (1 - self._follows) * _common.zipf_probability(
+            next_words, self._vocabulary
+        )
+        return float(-np.log(probability).mean())
 
 
 if __name__ == "__main__":
-    _training.run(make, options())
+    import _training
+
+    _training.run("lm")

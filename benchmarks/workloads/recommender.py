@@ -3,17 +3,28 @@
 python benchmarks/cluster.py --machines 4 benchmarks/workloads/recommender.py
 """
 
-import _training
+import _common
 import keras
 import numpy as np
 
-import keras_sparsity as ks
-
 NUM_TABLES, NUM_NUMBERS = 26, 13
+SIZES = {
+    "small": {"largest": 200_000, "dim": 32, "hot": 4, "batch": 64},
+    "large": {"largest": 500_000, "dim": 64, "hot": 8, "batch": 256},
+}
 
 
-def make(args, num_examples, generator):
-    sizes = np.geomspace(args.smallest, args.largest, args.tables).astype(int)
+def options(add):
+    add("--tables", type=int, default=NUM_TABLES)
+    add("--smallest", type=int, default=10, help="table's number of rows")
+    add("--largest", type=int, help="table's number of rows")
+    add("--dim", type=int, help="width of all tables")
+    add("--hot", type=int, help="ids of an example in a table")
+
+
+def make(kit, args, num_examples, generator):
+    sizes = np.geomspace(args.smallest, args.largest, args.tables)
+    sizes = sizes.round().astype(int)
     numbers = keras.Input((NUM_NUMBERS,))
     ids = keras.Input((args.tables, args.hot), dtype="int32")
     hidden = numbers
@@ -21,9 +32,7 @@ def make(args, num_examples, generator):
         hidden = keras.layers.Dense(units, activation="relu")(hidden)
     vectors = [hidden]
     for index, size in enumerate(sizes.tolist()):
-        bag = ks.layers.ShardedEmbeddingBag(
-            size, args.dim, combiner="sum", name=f"table_{index}"
-        )
+        bag = kit.bag(size, args.dim, name=f"table_{index}")
         vectors.append(bag(ids[:, index]))
     # Every two of them, as in DLRM.
     stacked = keras.ops.stack(vectors, axis=1)
@@ -36,32 +45,24 @@ def make(args, num_examples, generator):
     for units in (128, 64):
         hidden = keras.layers.Dense(units, activation="relu")(hidden)
     outputs = keras.layers.Dense(1, activation="sigmoid")(hidden)
-    model = keras.Model([numbers, ids], outputs)
-    x = [
-        generator.random((num_examples, NUM_NUMBERS), "float32"),
-        np.stack(
-            [
-                _training.zipf((num_examples, args.hot), size, generator)
-                for size in sizes
-            ],
-            axis=1,
-        ).astype("int32"),
+    drawn = [
+        _common.zipf((num_examples, args.hot), size, generator)
+        for size in sizes
     ]
-    y = (x[1][:, :, 0].sum(axis=1, keepdims=True) % 2).astype("float32")
-    optimizer = keras.optimizers.Adagrad(0.01)
-    return model, x, y, "binary_crossentropy", optimizer, 1
-
-
-def options():
-    parser = _training.options(__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--tables", type=int, default=NUM_TABLES)
-    add("--smallest", type=int, default=10, help="table's number of rows")
-    add("--largest", type=int, default=200_000, help="table's number of rows")
-    add("--dim", type=int, default=32, help="width of all tables")
-    add("--hot", type=int, default=4, help="ids of an example in a table")
-    return parser
+    x = (
+        generator.random((num_examples, NUM_NUMBERS), "float32"),
+        np.stack(drawn, axis=1),
+    )
+    return _common.Workload(
+        keras.Model([numbers, ids], outputs),
+        x,
+        (x[1][:, :, 0].sum(axis=1, keepdims=True) % 2).astype("float32"),
+        "binary_crossentropy",
+        keras.optimizers.Adagrad(0.01),
+    )
 
 
 if __name__ == "__main__":
-    _training.run(make, options())
+    import _training
+
+    _training.run("recommender")

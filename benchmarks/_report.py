@@ -1,0 +1,91 @@
+"""Tables in Markdown, and plots."""
+
+import os
+
+
+def table(title, head, rows):
+    """A title and a table of Markdown, with columns as wide as they need.
+
+    Args:
+        title: of the table.
+        head: list of the columns' names.
+        rows: list of lists of cells: strings; numbers; or None, for what is
+            not there.
+    """
+    cells = [head, *([_spell(cell) for cell in row] for row in rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    head, *rows = (
+        [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        for row in cells
+    )
+    rule = ["-" * width for width in widths]
+    lines = [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
+    return "\n".join([f"**{title}**", "", *lines, ""])
+
+
+def _spell(cell):
+    """A string, or a number to three digits."""
+    if cell is None:
+        return ""
+    if isinstance(cell, str):
+        return cell
+    if cell == 0 or abs(cell) >= 100:
+        return f"{cell:,.0f}"
+    digits = 2 if abs(cell) >= 1 else 3
+    return f"{cell:.{digits}f}"
+
+
+class Plots:
+    """PNG files in a folder, made if there is none; None to draw nothing."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        if folder:
+            # Only who draws needs it.
+            import matplotlib
+
+            matplotlib.use("Agg")
+            os.makedirs(folder, exist_ok=True)
+
+    def lines(self, name, title, axes, lines, logarithmic=False):
+        """Lines over numbers.
+
+        Args:
+            name: of the file, without `.png`.
+            title: of the plot.
+            axes: the names of x and y.
+            lines: dict from a line's name to its list of `(x, y)`.
+            logarithmic: whether both axes are.
+        """
+
+        def draw(axis):
+            for label, points in lines.items():
+                axis.plot(*zip(*sorted(points), strict=True), "o-", label=label)
+            if logarithmic:
+                axis.set_xscale("log", base=2)
+                axis.set_yscale("log")
+            axis.set_ylim(bottom=None if logarithmic else 0)
+
+        self._draw(name, title, axes, draw, any(lines.values()))
+
+    def bars(self, name, title, axis_name, bars):
+        """A bar for each entry of a dict."""
+
+        def draw(axis):
+            axis.barh(list(bars)[::-1], list(bars.values())[::-1])
+
+        self._draw(name, title, (axis_name, ""), draw, bars, legend=False)
+
+    def _draw(self, name, title, axes, draw, has_any, legend=True):
+        if not (self._folder and has_any):
+            return
+        from matplotlib import pyplot
+
+        figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
+        draw(axis)
+        axis.set(title=title, xlabel=axes[0], ylabel=axes[1])
+        if legend:
+            axis.legend()
+        name = name.replace(" ", "_").replace("/", "_")
+        figure.savefig(os.path.join(self._folder, f"{name}.png"), dpi=120)
+        pyplot.close(figure)

@@ -1,0 +1,326 @@
+"""Trainings on an emulated cluster, each run once and kept in a file."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+
+import _network
+from cluster import Cluster
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+# Of what a run that failed has printed.
+_SHOWN_LINES = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a workload is trained.
+
+    Attributes:
+        arguments: of the script.
+        peer: the script in `peers/`, None for this library.
+        makes_cluster: whether that one makes the cluster itself.
+    """
+
+    arguments: tuple = ()
+    peer: str | None = None
+    makes_cluster: bool = False
+
+
+WAYS = {
+    # With what `_traffic.step_bound` needs.
+    "hybrid": Way(("--alone",)),
+    "hybrid bfloat16": Way(("--wire-dtype", "bfloat16", "--alone")),
+    "hybrid float16": Way(("--wire-dtype", "float16", "--alone")),
+    "hybrid, no local aggregation": Way(("--no-local-aggregation",)),
+    "ps, no local aggregation": Way(
+        ("--architecture", "ps", "--no-local-aggregation")
+    ),
+    "ps": Way(("--architecture", "ps")),
+    "naive ps": Way(("--architecture", "naive_ps")),
+    "allreduce": Way(("--architecture", "allreduce")),
+    "auto": Way(("--architecture", "auto")),
+    "horovod": Way(peer="horovod.py"),
+    "horovod fp16": Way(("--fp16",), "horovod.py"),
+    "horovod dense": Way(("--dense",), "horovod.py"),
+    "tensorflow ps": Way((), "parameter_server.py", makes_cluster=True),
+}
+
+# What is counted, and megabytes: of the dense variables, of the rows that a
+# process needs in a step, repeated ones counted, and of the tables. With
+# `--size large`, roughly: only how long a run takes is guessed from them.
+WORKLOADS = {
+    "lm": ("words", 0.6, 1.9, 205),
+    "nmt": ("words", 16, 15, 25),
+    "recommender": ("samples", 0.5, 14, 370),
+    "resnet50": ("images", 94, 0, 0),
+    "inception_v3": ("images", 87, 0, 0),
+}
+# Of these, with `--size small`.
+_SMALL = 0.3
+_WINDOW_SECONDS = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One training, and all that its figures depend on.
+
+    Attributes:
+        workload, way: of `WORKLOADS` and `WAYS`.
+        machines, processes: how many, and on each.
+        rate: Mbit/s of each machine's link.
+        engine: of this library; a peer has its own.
+        steps, warm_up: those that count, and those before.
+        size: of the workload, `"small"`, `"large"`, or None for its default.
+        cycle: Horovod's cycle in ms; None for its default.
+        arguments: further ones of the workload's script.
+    """
+
+    workload: str
+    way: str
+    machines: int
+    rate: float
+    processes: int = 1
+    engine: str = "horovod"
+    steps: int = 20
+    warm_up: int = 5
+    size: str | None = None
+    cycle: int | None = None
+    arguments: tuple = ()
+
+    def __str__(self):
+        machines = f"{self.machines} machines"
+        if self.processes > 1:
+            machines += f" of {self.processes}"
+        parts = [self.workload, self.way, machines, f"{self.rate:g} Mbit/s"]
+        if not WAYS[self.way].peer:
+            parts.append(f"engine {self.engine}")
+        return ", ".join(
+            parts + [" ".join(self.arguments)] * bool(self.arguments)
+        )
+
+    @property
+    def num_ranks(self):
+        return self.machines * self.processes
+
+    def expected_step_seconds(self):
+        """Roughly, on two cores."""
+        megabits = 8 * _megabytes_sent(self)
+        if self.size == "small":
+            megabits *= _SMALL
+        return megabits / self.rate + 0.05 * self.num_ranks
+
+    def expected_seconds(self):
+        """That of the whole run, likewise."""
+        window = self.steps * self.expected_step_seconds()
+        warm_up = self.warm_up * self.expected_step_seconds()
+        return 15 + 10 * self.num_ranks + warm_up + window + min(10, window)
+
+    def sized(self):
+        """The same with as many steps as fit into the window."""
+        steps = round(_WINDOW_SECONDS / self.expected_step_seconds())
+        steps = max(4, min(40, steps))
+        return dataclasses.replace(
+            self, steps=steps, warm_up=max(3, min(10, steps // 2))
+        )
+
+
+def _megabytes_sent(run):
+    """By the busiest machine in a step, roughly."""
+    _, dense, rows, tables = WORKLOADS[run.workload]
+    others = run.machines - 1
+    if not others:
+        return 0
+    width = 0.5 if "16" in run.way else 1
+    if run.way in ("allreduce", "horovod dense"):
+        return 2 * (dense + tables)
+    if WAYS[run.way].peer:  # which gathers rows, always in 32 bits
+        return 2 * dense * width + rows * (run.num_ranks - 1)
+    if run.way == "naive ps":  # one server has a dense variable
+        return 2 * dense * others + 2 * rows * run.processes
+    return (2 * dense + rows * run.processes) * width
+
+
+class RunError(RuntimeError):
+    """Raised when a training has ended without figures."""
+
+
+def execute(run, timeout):
+    """The figures of one training: what its script reports.
+
+    And `busy_before`, the share of the processors that others have had.
+
+    Args:
+        run: `Run`.
+        timeout: seconds after which it is ended.
+
+    Raises:
+        RunError: If there are none.
+    """
+    busy = _network.busy_share()
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        start = _program if WAYS[run.way].makes_cluster else _script
+        figures = start(run, timeout)
+    if figures.get("exit_code") or "words_per_second" not in figures:
+        last = "\n".join(shown.getvalue().splitlines()[-_SHOWN_LINES:])
+        raise RunError(f"exit code {figures.get('exit_code')}\n{last}".rstrip())
+    return {**figures, "busy_before": busy}
+
+
+def _script(run, timeout):
+    """Starts a script on a cluster."""
+    way = WAYS[run.way]
+    arguments = _common_arguments(run)
+    script = os.path.join(_FOLDER, "workloads", f"{run.workload}.py")
+    engine = run.engine if run.num_ranks > 1 else None
+    if way.peer:
+        script = os.path.join(_FOLDER, "peers", way.peer)
+        arguments, engine = [run.workload, *arguments], "horovod"
+    options = ["--timeout", str(timeout)]
+    if run.cycle is not None:
+        options += ["--env", f"HOROVOD_CYCLE_TIME={run.cycle}"]
+    with Cluster(run.machines, run.processes, run.rate) as cluster:
+        return cluster.run(script, arguments, engine, options)
+
+
+def _program(run, timeout):
+    """Starts a program that makes the cluster itself."""
+    way = WAYS[run.way]
+    command = [sys.executable, os.path.join(_FOLDER, "peers", way.peer)]
+    command += [run.workload, *_common_arguments(run)]
+    for name in ("machines", "processes", "rate"):
+        command += [f"--{name}", str(getattr(run, name))]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        finally:  # it ends what it has started
+            process.terminate()
+    print(output)
+    last = (output.strip().splitlines() or [""])[-1]
+    figures = json.loads(last) if last.startswith("{") else {}
+    return {**figures, "exit_code": process.returncode}
+
+
+def _common_arguments(run):
+    arguments = [*WAYS[run.way].arguments, *run.arguments]
+    if run.size:
+        arguments += ["--size", run.size]
+    return [
+        *arguments,
+        *("--steps", str(run.steps), "--warm-up", str(run.warm_up)),
+    ]
+
+
+class Results:
+    """What runs have given, in a file of one JSON object on each line.
+
+    A run that is in the file is not run again, unless it has failed. A line
+    is written when its run is through, so nothing is lost when the program is
+    ended.
+
+    Args:
+        path: the file, made if there is none; None to keep nothing.
+        execute: function of a `Run` and a timeout that gives its figures.
+
+    Attributes:
+        failures: dict from each run that has failed to what it said.
+    """
+
+    def __init__(self, path=None, execute=execute):
+        self._path, self._execute = path, execute
+        self._found = {}
+        self.failures = {}
+        if path:
+            # Whether it can be written to shows before hours of runs.
+            with open(path, "a+") as file:
+                file.seek(0)
+                self._read(file.read())
+
+    def get(self, run):
+        """Its figures, or None."""
+        return self._found.get(run)
+
+    def left_to_do(self, runs):
+        """In words: how many of these runs, and how long they may take."""
+        left = self._left(runs)
+        seconds = sum(run.expected_seconds() for run in left)
+        known = len(set(runs)) - len(left)
+        return (
+            f"{len(left)} runs, about {_spell(seconds)}"
+            + f"; {known} more are known" * bool(known)
+        )
+
+    def _left(self, runs):
+        return [run for run in dict.fromkeys(runs) if run not in self._found]
+
+    def run_all(self, runs, timeout):
+        """Runs those that have no figures yet, one after the other.
+
+        Args:
+            runs: list of `Run`.
+            timeout: seconds for each.
+        """
+        left = self._left(runs)
+        say(self.left_to_do(runs))
+        for index, run in enumerate(left):
+            to_go = sum(r.expected_seconds() for r in left[index:])
+            say(f"{index + 1}/{len(left)} {run} (to go: {_spell(to_go)})")
+            self._run(run, timeout)
+
+    def _run(self, run, timeout):
+        begin = time.monotonic()
+        try:
+            figures = self._execute(run, timeout)
+        except Exception as error:
+            # The others are worth having without it.
+            if not isinstance(error, RunError):
+                traceback.print_exc()
+            self.failures[run] = f"{type(error).__name__}: {error}"
+            say(f"  failed: {self.failures[run]}")
+            return
+        seconds = time.monotonic() - begin
+        say(
+            f"  {figures['words_per_second']:,.0f} "
+            f"{WORKLOADS[run.workload][0]}/s; {seconds:.0f} s"
+        )
+        figures = {**figures, "run_seconds": seconds}
+        self._found[run] = figures
+        if self._path:
+            self._write(run, figures)
+
+    def _read(self, text):
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                found = json.loads(line)
+                fields = found["run"]
+                fields["arguments"] = tuple(fields["arguments"])
+                self._found[Run(**fields)] = found["figures"]
+            except (ValueError, KeyError, TypeError):
+                say(f"{self._path}, line {number}: no run; left alone")
+        if text and not text.endswith("\n"):  # ended while it was written
+            with open(self._path, "a") as file:
+                file.write("\n")
+
+    def _write(self, run, figures):
+        line = json.dumps({"run": dataclasses.asdict(run), "figures": figures})
+        with open(self._path, "a") as file:
+            file.write(line + "\n")
+
+
+def say(line):
+    """Progress, apart from the tables."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _spell(seconds):
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes else f"{seconds:.0f} s"

@@ -1,0 +1,194 @@
+"""What a step must send, and how long it must take at the least.
+
+Formulas of the figures that a workload reports (`_facts.py`, `_network.py`),
+with N machines of L processes, S = N L:
+
+    rows     4 alpha w (N-1)/N, summed over the sparse variables: bytes that a
+             machine sends and receives (EuroSys Table 3); with L > 1 and local
+             aggregation alpha_machine for alpha, without it L alpha
+    indices  2 alpha i rows (N-1)/N: of each row that is asked for, once
+    dense    4 w (S-1)/S: AllReduce in a ring
+
+All tables are on servers (`architecture="hybrid"`).
+
+Nothing here is imported from the library that is measured.
+"""
+
+_FLOAT32 = 4
+_ALPHAS = ("alpha", "alpha_machine")
+
+
+def wire_itemsize(figures):
+    """Bytes of an element on the network."""
+    is_narrow = figures["workload"].get("wire_dtype") not in (None, "float32")
+    return 2 if is_narrow else _FLOAT32
+
+
+def carried_bytes(figures, payload=False):
+    """Sent and received in a step by a machine, on average over machines.
+
+    Args:
+        figures: of a run.
+        payload: whether without the packets' headers.
+    """
+    machines = figures["per_machine"]
+    unit = "payload_bytes_per_step" if payload else "bytes_per_step"
+    ways = ("sent", "received")
+    return sum(m[f"{w}_{unit}"] for m in machines for w in ways) / len(machines)
+
+
+def busiest_bytes(figures):
+    """Of all machines and both directions, the most of a step."""
+    return max(
+        machine[f"{way}_bytes_per_step"]
+        for machine in figures["per_machine"]
+        for way in ("sent", "received")
+    )
+
+
+def sparse_bytes(figures):
+    """As `carried_bytes`, without the dense variables' part and its headers."""
+    in_all = carried_bytes(figures)
+    headers = in_all / carried_bytes(figures, payload=True)
+    return in_all - dense_bytes(figures) * headers
+
+
+def dense_bytes(figures):
+    elements = sum(
+        _product(v["shape"]) for v in figures["variables"] if v["alpha"] is None
+    )
+    size = figures["machines"] * figures["processes"]
+    return 4 * elements * wire_itemsize(figures) * (size - 1) / size
+
+
+def row_bytes(figures, itemsize=_FLOAT32, together=None):
+    """Bytes of rows and of their gradients.
+
+    Args:
+        figures: of a run.
+        itemsize: bytes of an element.
+        together: whether a machine's processes pull and push together; by
+            default as the run has done it.
+    """
+    share = _share_of_others(figures)
+    return (
+        sum(
+            4
+            * _asked(v, figures, together)
+            * _product(v["shape"][1:])
+            * itemsize
+            for v in _sparse(figures)
+        )
+        * share
+    )
+
+
+def index_bytes(figures, together=None):
+    """Bytes of rows' numbers; those that share an exchange are sent once."""
+    total = 0
+    exchanges = {}
+    for variable in _sparse(figures):
+        # The tables of a layer that are asked for the same rows, a kernel and
+        # its bias, show it by the same counts.
+        key = (variable["shape"][0], variable["alpha"])
+        exchanges.setdefault(variable["exchange"], {})[key] = variable
+    size = figures["machines"] * figures["processes"]
+    for variables in exchanges.values():
+        owned = sum(-(-rows // size) for rows, _ in variables)
+        width = next(n for n in (2, 4, 8) if owned < 2 ** (8 * n - (n > 2)) - 1)
+        for variable in variables.values():
+            total += 2 * _asked(variable, figures, together) * width
+    return total * _share_of_others(figures)
+
+
+def row_ratio(figures):
+    """Sparse bytes less indices, in terms of the rows' with float32."""
+    return (sparse_bytes(figures) - index_bytes(figures)) / row_bytes(figures)
+
+
+def as_counted_in_the_data(figures):
+    """The same figures, with alpha from the inputs where these tell it."""
+    return {
+        **figures,
+        "variables": [
+            {**v, **{name: v["rows"][name] for name in _ALPHAS}}
+            if "rows" in v
+            else v
+            for v in figures["variables"]
+        ],
+    }
+
+
+def alpha_model(figures):
+    """The mean of alpha, dense variables' 1, weighted by size (EuroSys 3.1)."""
+    sizes = [_product(v["shape"]) for v in figures["variables"]]
+    alphas = [
+        1 if v["alpha"] is None else v["alpha"] for v in figures["variables"]
+    ]
+    return sum(a * n for a, n in zip(alphas, sizes, strict=True)) / sum(sizes)
+
+
+def step_bound(figures):
+    """The least seconds of a step of synchronous training.
+
+        max(busiest / rate, alone + chain / rate)
+
+    The first: what was sent takes its time. The second: a row that a step has
+    changed comes to the next step behind its update, which comes behind the
+    last gradient; so of the tables that a step begins with, what both steps
+    need is on the network while nothing is computed: its gradients, then the
+    rows.
+
+        chain = alpha w (N-1)/N (needed_pushes + changed_pulls)
+
+    in one direction, of the tables whose ids are the model's inputs.
+
+    Args:
+        figures: of a run with `--alone`.
+
+    Returns:
+        dict of its parts in seconds: `alone`, `network`, `chain`, and
+        `bound`.
+    """
+    itemsize = wire_itemsize(figures)
+    chain = sum(
+        _asked(v, figures)
+        * _product(v["shape"][1:])
+        * itemsize
+        * (v["rows"]["needed_pushes"] + v["rows"]["changed_pulls"])
+        for v in _sparse(figures)
+        if "rows" in v
+    ) * _share_of_others(figures)
+    bytes_per_second = figures["rate_mbit"] * 1e6 / 8
+    parts = {
+        "alone": figures["seconds_alone"],
+        "network": busiest_bytes(figures) / bytes_per_second,
+        "chain": chain / bytes_per_second,
+    }
+    parts["bound"] = max(parts["network"], parts["alone"] + parts["chain"])
+    return parts
+
+
+def _sparse(figures):
+    return [v for v in figures["variables"] if v["alpha"] is not None]
+
+
+def _asked(variable, figures, together=None):
+    """Rows that a machine asks for in a step, of this variable."""
+    if together is None:
+        together = figures["workload"]["local_aggregation"]
+    asked = figures["processes"] * variable["alpha"]
+    if together and figures["processes"] > 1:
+        asked = variable["alpha_machine"]
+    return asked * variable["shape"][0]
+
+
+def _share_of_others(figures):
+    return (figures["machines"] - 1) / figures["machines"]
+
+
+def _product(shape):
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,175 @@
+"""A workload, trained in the way that Horovod's documentation recommends.
+
+A custom loop with `hvd.DistributedGradientTape`, after Horovod's example
+tensorflow2_mnist.py: dense gradients by allreduce, those of embeddings
+(`tf.IndexedSlices`) by allgather, or, with `--dense`, made dense for allreduce
+(`sparse_as_dense`, which the documentation recommends where that is faster);
+variables of rank 0 for all after the first step. `--fp16` is Horovod's own
+compression; Horovod 0.28.1 compresses what it reduces, and not what it
+gathers, so that without `--dense` rows still travel in 32 bits.
+
+The model is that of `workloads/`, of stock Keras 3 layers and TensorFlow's
+sampled softmax, with the same data, batch and optimizer; nothing of
+keras_sparsity is in the step. Unlike the example, the learning rate is not
+multiplied by the number of processes: ours is not, either. Keras's optimizers
+take `IndexedSlices` as they are, rows that several processes have touched one
+by one: with Adagrad the accumulator gets the sum of the squares, and not the
+square of the sum, where a row is there more than once. Variables are
+TensorFlow's own (`.value`), as Horovod's tape takes no Keras 3 variables.
+Horovod 0.28.1, TensorFlow 2.18.1, Keras 3.15.1.
+
+    python benchmarks/cluster.py --machines 4 --engine horovod \\
+        benchmarks/peers/horovod.py lm --steps 40
+"""
+
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+# Not this folder, in which `horovod` would be this file.
+sys.path[:] = [p for p in sys.path if os.path.abspath(p) != _HERE]
+sys.path.append(os.path.dirname(_HERE))
+
+from peers import _stock  # noqa: E402, I001
+from workloads import _common  # noqa: E402
+import _network  # noqa: E402
+import horovod.tensorflow as hvd  # noqa: E402
+import keras  # noqa: E402
+import tensorflow as tf  # noqa: E402
+
+
+class Trainer:
+    """Trains a workload's model on this process's part of each batch.
+
+    Args:
+        workload: Of stock layers.
+        batch: Examples of this process.
+        dense: Whether embeddings' gradients are made dense.
+        fp16: Whether what is reduced is compressed.
+    """
+
+    def __init__(self, workload, batch, dense=False, fp16=False):
+        self._workload, self._batch = workload, batch
+        self._losses = []
+        model, optimizer = workload.model, workload.optimizer
+        self._loss_of = keras.losses.get(workload.loss)
+        compression = hvd.Compression.fp16 if fp16 else hvd.Compression.none
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = self._loss(x, y, training=True)
+            tape = hvd.DistributedGradientTape(
+                tape, compression=compression, sparse_as_dense=dense
+            )
+            variables = model.trainable_variables
+            gradients = tape.gradient(loss, [v.value for v in variables])
+            optimizer.apply(gradients, variables)
+            return loss
+
+        self._step = step
+        self._test = tf.function(self._loss)
+
+    def train(self, num_steps):
+        for _ in range(num_steps):
+            start = len(self._losses) * hvd.size() + hvd.rank()
+            x, y = _common.examples(
+                self._workload.x,
+                self._workload.y,
+                start * self._batch,
+                self._batch,
+            )
+            self._losses.append(self._step(x, y))
+            if len(self._losses) == 1:
+                variables = [
+                    *self._workload.model.variables,
+                    *self._workload.optimizer.variables,
+                ]
+                hvd.broadcast_variables(
+                    [v.value for v in variables], root_rank=0
+                )
+
+    def held_out_loss(self, x, y):
+        """That of all examples, of which each process takes a part."""
+        own = slice(hvd.rank(), None, hvd.size())
+        x, y = tf.nest.map_structure(lambda array: array[own], (x, y))
+        number = max(1, _common.HELD_OUT_BATCH // hvd.size())
+        total = 0.0
+        for start in range(0, len(y), number):
+            count = min(number, len(y) - start)
+            total += count * float(
+                self._test(*_common.examples(x, y, start, count))
+            )
+        sums = tf.constant([total, float(len(y))])
+        total, count = hvd.allreduce(sums, name="held_out")
+        return float(total / count)
+
+    def mean_loss(self):
+        """That of all steps and processes."""
+        mean = tf.reduce_mean(self._losses)
+        return float(hvd.allreduce(mean, name="mean_loss"))
+
+    def _loss(self, x, y, training=False):
+        outputs = self._workload.model(x, training=training)
+        return tf.reduce_mean(self._loss_of(y, outputs))
+
+
+def _meet():
+    hvd.allreduce(tf.zeros([]), name="meet")
+
+
+def _train(trainer, num_steps, window):
+    """Trains in a timed window."""
+    _meet()
+    window.begin()
+    trainer.train(num_steps)
+    _meet()
+    window.end()
+
+
+def _train_to_target(trainer, workload, held_out, args, window):
+    curve = _common.Curve(args, workload, held_out)
+    trainer.train(1)
+    num_timed = args.every - 1
+    for _ in range(args.most_steps // args.every):
+        _train(trainer, num_timed, window)
+        loss = trainer.held_out_loss(*held_out)
+        if curve.add(window.seconds, num_timed, loss):
+            break
+        num_timed = args.every
+    return curve
+
+
+def _options(add):
+    add("--dense", action="store_true", help="allreduce for embeddings, too")
+    add("--fp16", action="store_true", help="Horovod's compression")
+
+
+def main():
+    module, args = _stock.parse(__doc__, _options)
+    hvd.init()
+    workload, held_out = _common.made(module, _stock.KIT, args, hvd.size())
+    trainer = Trainer(workload, args.batch, args.dense, args.fp16)
+    window, num_steps = _network.Window(), args.steps
+    if held_out is None:
+        trainer.train(args.warm_up)
+        _train(trainer, num_steps, window)
+        figures = {"loss": trainer.mean_loss()}
+    else:
+        curve = _train_to_target(trainer, workload, held_out, args, window)
+        num_steps, figures = curve.num_timed, curve.figures()
+    window.idle()
+    _meet()
+    if hvd.rank() == 0:
+        window.report(
+            num_steps,
+            workload.words * args.batch * hvd.size(),
+            engine="horovod's own way",
+            workload=vars(args),
+            num_parameters=workload.num_parameters(),
+            **figures,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""A workload in one process: stock Keras, `fit`, nothing exchanged.
+
+The model is that of `workloads/`, of stock Keras 3 layers and TensorFlow's
+sampled softmax, with the same data and optimizer and one process's batch.
+
+    python benchmarks/peers/one_process.py lm --steps 40
+"""
+
+import os
+import sys
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import _stock
+from workloads import _common
+
+
+def main():
+    module, args = _stock.parse(__doc__)
+    workload, held_out = _common.made(module, _stock.KIT, args, 1)
+    workload.model.compile(workload.optimizer, workload.loss)
+    window, num_steps, figures = _common.fit(
+        workload, held_out, args, 1, lambda name: None
+    )
+    window.report(
+        num_steps,
+        workload.words * args.batch,
+        engine="stock Keras, one process",
+        workload=vars(args),
+        num_parameters=workload.num_parameters(),
+        **figures,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,333 @@
+"""A workload with tables, under TensorFlow's own `ParameterServerStrategy`.
+
+A custom loop, as in TensorFlow's tutorial "Parameter server training with
+ParameterServerStrategy": a coordinator schedules steps on workers; variables
+are on servers, large ones cut by `MinSizePartitioner`. Each machine has its
+workers and one server, the first machine the coordinator, too.
+
+It is asynchronous by nature: a worker takes what variables are at the moment,
+and no worker waits for another. A step that is reported is one of each worker,
+on average. The others here are synchronous: compare words/s and bytes, and not
+what is learnt in a number of steps.
+
+Keras 3 does not support this strategy (keras#18624): a Keras variable cannot be
+one of the strategy's. So the variables are TensorFlow's; embeddings and the
+sampled softmax look them up on the servers (`tf.nn.embedding_lookup`,
+`tf.nn.sampled_softmax_loss`), and the rest of the model is that of
+`workloads/`, called with the values of the others (`stateless_call`). Adagrad
+is TensorFlow's operation of that name, on the servers; a worker adds up a
+row's gradients before it sends them. TensorFlow 2.18.1, Keras 3.15.1.
+
+    python benchmarks/peers/parameter_server.py lm --machines 4 --rate 50
+
+makes the emulated cluster itself, as what runs on it is no one script. Needs
+root.
+"""
+
+import functools
+import json
+import os
+import sys
+
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import _network
+import _stock
+import _timing
+import cluster
+import keras
+import tensorflow as tf
+from workloads import _common
+
+# Each is alone on its machine with it, but workers, which count up.
+CHIEF_PORT, SERVER_PORT, WORKER_PORT = 2000, 2100, 2200
+# Those whose tables travel. Others have statistics, which `stateless_call`
+# leaves to the caller.
+WORKLOADS = ("lm", "nmt", "recommender")
+
+
+class Servers:
+    """Makes variables on the parameter servers.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        variables: List of those made so far, of their pieces where the
+            strategy has cut them.
+    """
+
+    def __init__(self, strategy):
+        self._strategy = strategy
+        self.variables = []
+
+    def make(self, value):
+        with self._strategy.scope():
+            variable = tf.Variable(value)
+        self.variables += pieces(variable)
+        return variable
+
+    def make_table(self, initializer, shape):
+        return self.make(keras.initializers.get(initializer)(shape))
+
+    def kit(self):
+        embedding = functools.partial(Embedding, self)
+        return _common.Kit(
+            embedding,
+            _stock.Bag.of(embedding),
+            functools.partial(SampledSoftmax, self),
+        )
+
+
+def pieces(variable):
+    """What the strategy has cut a variable into."""
+    return list(getattr(variable, "variables", [variable]))
+
+
+class Embedding(keras.layers.Layer):
+    """Looks rows up on the servers.
+
+    Args:
+        servers: `Servers`.
+        num_rows, dim: Of the table.
+        name: Of the layer.
+    """
+
+    def __init__(self, servers, num_rows, dim, name):
+        super().__init__(name=name)
+        self._dim = dim
+        self._table = servers.make_table("uniform", (num_rows, dim))
+
+    def call(self, ids):
+        return tf.nn.embedding_lookup(self._table, ids)
+
+    def compute_output_spec(self, ids):
+        return keras.KerasTensor((*ids.shape, self._dim))
+
+
+class SampledSoftmax(_stock.SampledSoftmax):
+    """The same with the rows on the servers; in training alone.
+
+    Args:
+        servers: `Servers`.
+        num_classes, num_sampled: Of all and of a sample.
+    """
+
+    def __init__(self, servers, num_classes, num_sampled):
+        super().__init__(num_classes, num_sampled)
+        self._servers = servers
+
+    def build(self, input_shape):
+        classes, dim = self.num_classes, input_shape[-1]
+        make = self._servers.make_table
+        self._kernel = make("glorot_uniform", (classes, dim))
+        self._bias = make("zeros", (classes,))
+
+    def compute_output_spec(self, hidden, training=None):
+        return keras.KerasTensor(hidden.shape, hidden.dtype)
+
+    def weights_and_biases(self):
+        return pieces(self._kernel), pieces(self._bias)
+
+
+class Adagrad:
+    """Keras's, by TensorFlow's operations on the servers.
+
+    Args:
+        strategy: The strategy.
+        variables: List.
+        optimizer: `keras.optimizers.Adagrad`, of which it takes the numbers.
+    """
+
+    def __init__(self, strategy, variables, optimizer):
+        self._numbers = {
+            "lr": float(optimizer.learning_rate),
+            "epsilon": optimizer.epsilon,
+        }
+        self._accumulators = []
+        for variable in variables:
+            start = tf.fill(variable.shape, optimizer.initial_accumulator_value)
+            # Beside its variable.
+            with strategy.extended.colocate_vars_with(variable):
+                self._accumulators.append(tf.Variable(start))
+
+    def apply(self, gradients, variables):
+        for gradient, variable, accumulator in zip(
+            gradients, variables, self._accumulators, strict=True
+        ):
+            arguments = {
+                "var": variable.handle,
+                "accum": accumulator.handle,
+                **self._numbers,
+            }
+            if isinstance(gradient, tf.IndexedSlices):
+                # Here, on the worker.
+                rows, index = tf.unique(gradient.indices)
+                gradient = tf.math.unsorted_segment_sum(
+                    gradient.values, index, tf.size(rows)
+                )
+                with tf.device(variable.device):
+                    tf.raw_ops.ResourceSparseApplyAdagradV2(
+                        **arguments, grad=gradient, indices=rows
+                    )
+            else:
+                with tf.device(variable.device):
+                    tf.raw_ops.ResourceApplyAdagradV2(
+                        **arguments, grad=gradient
+                    )
+
+
+class Coordinator:
+    """Schedules a workload's steps on the workers.
+
+    Args:
+        module: The workload's.
+        args: Of the command line.
+        num_workers, num_servers: How many.
+    """
+
+    def __init__(self, module, args, num_workers, num_servers):
+        partitioners = tf.distribute.experimental.partitioners
+        strategy = tf.distribute.ParameterServerStrategy(
+            tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+            partitioners.MinSizePartitioner(max_shards=num_servers),
+        )
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(
+            strategy
+        )
+        self._num_workers = num_workers
+        servers = Servers(strategy)
+        workload, _ = _common.made(module, servers.kit(), args, num_workers)
+        self.workload, model = workload, workload.model
+        loss_of = keras.losses.get(workload.loss)
+        dense = [servers.make(v.numpy()) for v in model.trainable_variables]
+        # Seeds, which nothing draws from.
+        others = [v.numpy() for v in model.non_trainable_variables]
+        self._variables = servers.variables
+        with strategy.scope():
+            optimizer = Adagrad(strategy, self._variables, workload.optimizer)
+
+        def on_worker(x, y):
+            with tf.GradientTape() as tape:
+                values = [tf.convert_to_tensor(v) for v in dense]
+                outputs, _ = model.stateless_call(
+                    values, others, x, training=True
+                )
+                loss = tf.reduce_mean(loss_of(y, outputs))
+            gradients = tape.gradient(loss, self._variables)
+            optimizer.apply(gradients, self._variables)
+            return loss
+
+        @tf.function
+        def step(iterator):
+            return strategy.run(on_worker, args=next(iterator))
+
+        def batches():
+            # Each worker in an order of its own, as the tutorial has it.
+            examples = tf.data.Dataset.from_tensor_slices(
+                (workload.x, workload.y)
+            )
+            examples = examples.shuffle(len(workload.y)).repeat()
+            return examples.batch(args.batch).prefetch(2)
+
+        self._step = step
+        self._batches = iter(
+            self._coordinator.create_per_worker_dataset(batches)
+        )
+
+    def train(self, num_steps):
+        """So many steps of each worker, on average; returns the mean loss."""
+        losses = [
+            self._coordinator.schedule(self._step, args=(self._batches,))
+            for _ in range(num_steps * self._num_workers)
+        ]
+        self._coordinator.join()
+        return float(tf.reduce_mean(self._coordinator.fetch(losses)))
+
+    def num_parameters(self):
+        return sum(v.shape.num_elements() for v in self._variables)
+
+
+def coordinate(module, args, cluster_spec):
+    num_workers, num_servers = (
+        len(cluster_spec[job]) for job in ("worker", "ps")
+    )
+    coordinator = Coordinator(module, args, num_workers, num_servers)
+    coordinator.train(args.warm_up)
+    window = _network.Window()
+    window.begin()
+    loss = coordinator.train(args.steps)
+    window.end()
+    window.idle()
+    window.report(
+        args.steps,
+        coordinator.workload.words * args.batch * num_workers,
+        engine="TensorFlow's parameter servers, asynchronous",
+        workload=vars(args),
+        num_parameters=coordinator.num_parameters(),
+        loss=loss,
+    )
+
+
+def serve(task):
+    """A worker or a parameter server, until it is ended."""
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    tf.distribute.Server(
+        resolver.cluster_spec(),
+        job_name=task["type"],
+        task_index=task["index"],
+        protocol="grpc",
+    ).join()
+
+
+def on_cluster(args):
+    """Starts all on an emulated cluster; returns what the chief reports."""
+    with cluster.Cluster(
+        args.machines, args.processes, args.rate, args.delay, args.mtu
+    ) as machines:
+        addresses = machines.addresses
+        jobs = {
+            "chief": [(0, f"{addresses[0]}:{CHIEF_PORT}")],
+            "ps": [(m, f"{a}:{SERVER_PORT}") for m, a in enumerate(addresses)],
+            "worker": [
+                (machine, f"{address}:{WORKER_PORT + index}")
+                for machine, address in enumerate(addresses)
+                for index in range(args.processes)
+            ],
+        }
+        spec = {job: [a for _, a in tasks] for job, tasks in jobs.items()}
+        commands = []
+        for job, tasks in jobs.items():
+            for index, (machine, _) in enumerate(tasks):
+                task = {"type": job, "index": index}
+                config = json.dumps({"cluster": spec, "task": task})
+                command = [sys.executable, *sys.argv]
+                commands.append((machine, command, {"TF_CONFIG": config}))
+        return machines.run_commands(commands)
+
+
+def main():
+    module, args = _stock.parse(__doc__, cluster.options)
+    if args.target is not None or module.__name__ not in WORKLOADS:
+        sys.exit(
+            "parameter_server.py trains "
+            f"{', '.join(WORKLOADS)}, for a number of steps."
+        )
+    if "TF_CONFIG" in os.environ:
+        config = json.loads(os.environ["TF_CONFIG"])
+        if config["task"]["type"] == "chief":
+            coordinate(module, args, config["cluster"])
+        else:
+            serve(config["task"])
+        return
+    try:
+        figures = on_cluster(args)
+    except cluster.ClusterError as error:
+        sys.exit(f"parameter_server.py: {error}")
+    cluster.show(figures)
+    code = figures["exit_code"]
+    _timing.finish(figures, [f"exit code {code}"] * bool(code))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""What the workloads share, also where they are trained by `peers/`.
+
+A workload is a module with
+
+    SIZES       a dict of the options of `--size small` and `--size large`
+    options     a function of `ArgumentParser.add_argument`, for its own
+    make        a function of a `Kit`, the arguments, a number of examples and
+                a NumPy generator, which returns a `Workload`
+
+Nothing here imports keras_sparsity.
+"""
+
+import importlib
+import os
+import sys
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import _network
+import keras
+import numpy as np
+import tensorflow as tf
+
+NAMES = ("lm", "nmt", "recommender", "resnet50", "inception_v3")
+# Of all processes together: logits of all classes take memory.
+HELD_OUT_BATCH = 64
+
+
+class Kit(NamedTuple):
+    """What layers a workload's model is built with.
+
+    Args:
+        embedding: Function of the number of rows, their width and, by the
+            keyword `name`, the layer's name. Returns a layer.
+        bag: The same, of what adds up the rows of the ids on the last axis.
+        softmax: Function of the number of classes and of those in a sample.
+            Returns a layer whose method `loss` makes its loss: sampled in
+            training, of all classes otherwise.
+    """
+
+    embedding: Any
+    bag: Any
+    softmax: Any
+
+
+class Workload(NamedTuple):
+    """What is trained.
+
+    Args:
+        model: Keras's, not compiled.
+        x, y: NumPy arrays of examples (`x` may be a tuple of them). A run
+            begins again where there are fewer than it needs.
+        loss: What `compile` takes.
+        optimizer: Keras's.
+        words: How many of them, images or samples, an example counts for.
+        least_loss: Function of `x` and `y`: the mean loss of the best
+            possible model on these examples, of a source that is known.
+    """
+
+    model: Any
+    x: Any
+    y: Any
+    loss: Any
+    optimizer: Any
+    words: int = 1
+    least_loss: Any = None
+
+    def split(self, num_examples):
+        """The first examples, and a workload of the others."""
+
+        def of(part):
+            return tf.nest.map_structure(lambda a: a[part], (self.x, self.y))
+
+        x, y = of(slice(num_examples, None))
+        return of(slice(num_examples)), self._replace(x=x, y=y)
+
+    def num_parameters(self):
+        return sum(
+            int(np.prod(v.shape)) for v in self.model.trainable_variables
+        )
+
+
+def module(name):
+    """That of a workload."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
+
+
+def parse(module, parser, arguments=None):
+    """Adds a workload's options and those of all; returns the arguments.
+
+    Args:
+        module: The workload.
+        parser: `argparse.ArgumentParser`.
+        arguments: List of strings, by default those of the command line.
+    """
+    add = parser.add_argument
+    add("--size", choices=list(module.SIZES), default="small")
+    add("--batch", type=int, help="examples of each process")
+    add("--steps", type=int, default=40, help="that count")
+    add("--warm-up", type=int, default=10, help="steps before them")
+    add("--learning-rate", type=float, help="by default the workload's own")
+    module.options(add)
+    parser.set_defaults(target=None)
+    parser.epilog = "What --size stands for: " + "; ".join(
+        f"{size}: "
+        + " ".join(
+            f"--{name.replace('_', '-')} {value}"
+            for name, value in options.items()
+        )
+        for size, options in module.SIZES.items()
+    )
+    chosen = parser.parse_args(arguments)
+    parser.set_defaults(**module.SIZES[chosen.size])
+    args = parser.parse_args(arguments)
+    if args.warm_up < 1:
+        parser.error(f"--warm-up must be 1 or more. Received: {args.warm_up}.")
+    if args.target is not None:
+        if not 2 <= args.every <= args.most_steps:
+            parser.error(
+                "--every must be from 2 to --most-steps. Received: "
+                f"{args.every} of {args.most_steps}."
+            )
+        if args.held_out < 1 or args.held_out % HELD_OUT_BATCH:
+            parser.error(
+                f"--held-out must be a multiple of {HELD_OUT_BATCH}. "
+                f"Received: {args.held_out}."
+            )
+    return args
+
+
+def target_options(add):
+    """Those of training until a held-out loss is reached (EuroSys 6.2)."""
+    add(
+        "--target",
+        type=float,
+        help="train until the loss of held-out examples, of all classes, is "
+        "at most so many nats a word, in place of --steps",
+    )
+    add("--every", type=int, default=50, help="steps, it is looked at")
+    add("--most-steps", type=int, default=5000, help="to give up after")
+    add("--held-out", type=int, default=512, help="examples held out")
+
+
+def made(module, kit, args, size):
+    """A workload for `size` processes, and what it holds out or None."""
+    if args.target is None:
+        held_out, steps = 0, args.warm_up + args.steps
+    else:
+        held_out, steps = args.held_out, args.most_steps
+    workload = module.make(
+        kit,
+        args,
+        args.batch * size * steps + held_out,
+        np.random.default_rng(1),
+    )
+    if args.learning_rate is not None:
+        workload.optimizer.learning_rate = args.learning_rate
+    if args.target is None:
+        return workload, None
+    held_out, workload = workload.split(held_out)
+    return workload, held_out
+
+
+def zipf(shape, num_rows, generator):
+    """Ids that come as often as words do: id k in proportion to 1 / (k + 1)."""
+    uniform = generator.random(shape)
+    ids = np.exp(uniform * np.log(num_rows + 1)).astype("int32") - 1
+    return np.minimum(ids, num_rows - 1)
+
+
+def zipf_probability(ids, num_rows):
+    """That of each id in what `zipf` draws."""
+    return np.log1p(1 / (ids + 1.0)) / np.log(num_rows + 1)
+
+
+def examples(x, y, start, number):
+    """Some examples, from the first one again behind the last."""
+    index = np.arange(start, start + number) % len(y)
+    return tf.nest.map_structure(lambda array: array[index], (x, y))
+
+
+def dataset(x, y, batch, num_batches):
+    """`tf.data` of batches, from the first example again behind the last."""
+    arrays = tf.nest.map_structure(tf.constant, (x, y))
+
+    def take(number):
+        index = number * batch + tf.range(batch, dtype="int64")
+        index %= len(y)
+        return tf.nest.map_structure(lambda a: tf.gather(a, index), arrays)
+
+    return tf.data.Dataset.range(num_batches).map(take).prefetch(2)
+
+
+def fit(workload, held_out, args, size, meet):
+    """Trains a compiled model by `fit`, as the arguments say.
+
+    Args:
+        workload: A `Workload`.
+        held_out: Its held-out examples, `(x, y)`, or None.
+        args: Of `parse`.
+        size: The number of processes.
+        meet: Function of a name, which returns when all processes call it.
+
+    Returns:
+        `(window, num_steps, figures)`: what to report.
+    """
+    model, batch = workload.model, args.batch * size
+    if held_out is None:
+        timed = Timed(args.warm_up, args.steps, meet)
+        history = model.fit(
+            dataset(workload.x, workload.y, batch, args.warm_up + args.steps),
+            callbacks=[timed],
+            shuffle=False,
+            verbose=0,
+        ).history
+        return timed.window, args.steps, {"loss": history["loss"][-1]}
+    until = UntilTarget(Curve(args, workload, held_out), meet)
+    model.fit(
+        dataset(workload.x, workload.y, batch, args.most_steps),
+        steps_per_epoch=args.every,
+        epochs=args.most_steps // args.every,
+        validation_data=dataset(
+            *held_out, HELD_OUT_BATCH, args.held_out // HELD_OUT_BATCH
+        ),
+        callbacks=[until],
+        shuffle=False,
+        verbose=0,
+    )
+    until.window.idle()
+    meet("timed/idle")
+    return until.window, until.curve.num_timed, until.curve.figures()
+
+
+class Timed(keras.callbacks.Callback):
+    """The steps after some: how long they take, and what they send.
+
+    Args:
+        warm_up: Steps before, which trace the model.
+        steps: Steps that count.
+        meet: See `fit`.
+    """
+
+    def __init__(self, warm_up, steps, meet):
+        super().__init__()
+        self.warm_up, self.steps, self.meet = warm_up, steps, meet
+        self.window = _network.Window()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch + 1 == self.warm_up:
+            self.meet("timed/begin")
+            self.window.begin()
+        if batch + 1 == self.warm_up + self.steps:
+            self.meet("timed/end")
+            self.window.end()
+            self.window.idle()
+            self.meet("timed/idle")
+
+
+class Curve:
+    """The loss of held-out examples while a workload trains to a target.
+
+    Args:
+        args: Of `parse`.
+        workload: A `Workload`.
+        held_out: Its held-out examples, `(x, y)`.
+    """
+
+    def __init__(self, args, workload, held_out):
+        self._target, self._every = args.target, args.every
+        self._least = workload.least_loss(*held_out)
+        self._points = []
+
+    def add(self, seconds, num_timed, loss):
+        """The loss after `--every` more steps.
+
+        Args:
+            seconds: That they took, `num_timed` of them.
+            num_timed: Steps. The first of all is left out, which traces the
+                model, and taken to be as long as the others.
+            loss: Of all held-out examples.
+
+        Returns:
+            Whether the target is reached.
+        """
+        self.num_timed = num_timed
+        seconds *= self._every / num_timed
+        steps = self._every
+        if self._points:
+            seconds += self._points[-1]["seconds"]
+            steps += self._points[-1]["steps"]
+        point = {"steps": steps, "seconds": round(seconds, 3), "loss": loss}
+        self._points.append(point)
+        return loss <= self._target
+
+    def figures(self):
+        """What to report: seconds of training, not of looking at the loss."""
+        last = self._points[-1]
+        return {
+            "loss": last["loss"],
+            "to_target": {
+                "target": self._target,
+                "least_loss": round(self._least, 4),
+                "is_reached": last["loss"] <= self._target,
+                "steps": last["steps"],
+                "seconds": last["seconds"],
+                "curve": self._points,
+            },
+        }
+
+
+class UntilTarget(keras.callbacks.Callback):
+    """Ends a `fit` whose epochs are `--every` steps at a target.
+
+    Args:
+        curve: `Curve`.
+        meet: See `fit`.
+    """
+
+    def __init__(self, curve, meet):
+        super().__init__()
+        self.curve, self.meet = curve, meet
+        self.window = _network.Window()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._is_first = epoch == 0
+        if not self._is_first:
+            self._begin()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._is_first and batch == 0:
+            self._begin()
+        if batch + 1 == self.params["steps"]:
+            self.meet("timed/end")
+            self.window.end()
+
+    def on_epoch_end(self, epoch, logs=None):
+        num_timed = self.params["steps"] - self._is_first
+        seconds = self.window.seconds
+        if self.curve.add(seconds, num_timed, logs["val_loss"]):
+            self.model.stop_training = True
+
+    def _begin(self):
+        self.meet("timed/begin")
+        self.window.begin()
