@@ -211,18 +211,21 @@ def all_layers(model):
 
 
 def functional_calls(model):
-    """The calls that a functional model makes, in their order.
+    """The calls that a functional or sequential model makes, in their order.
 
     Not of a subclass, which may do something else.
 
-    `Functional` and `_nodes_by_depth`: Keras 3.5 to 3.15.
+    `Functional`, `_nodes_by_depth` and `Sequential._functional`: Keras 3.5 to
+    3.15.
 
     Returns:
         List of `(operation, inputs, outputs)`, of symbolic tensors; None of a
         model of another kind.
     """
-    from keras.src.models import functional
+    from keras.src.models import functional, sequential
 
+    if type(model) is sequential.Sequential:
+        model = model._functional
     if type(model) is not functional.Functional:
         return None
     nodes = model._nodes_by_depth
@@ -481,6 +484,20 @@ def batch_shapes(iterator):
         lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec,
         iterator._distributed_dataset.element_spec,
     )
+
+
+def change_input(iterator, change):
+    """Has Keras's epoch iterator, before it begins, read another dataset.
+
+    `TFEpochIterator._distributed_dataset`: Keras 3.5 to 3.15.
+
+    Args:
+        iterator: what `fit` draws its batches from.
+        change: function from its dataset to another one, or None to keep it.
+    """
+    changed = change(iterator._distributed_dataset)
+    if changed is not None:
+        iterator._distributed_dataset = changed
 
 
 def on_next_epoch(epoch_iterator, enumerate_epoch):

@@ -34,14 +34,17 @@ def call(stock, inputs, *args, **kwargs):
     >>> means.shape
     TensorShape([0, 2])
     """
-    leaves = [x for x in tf.nest.flatten(inputs) if x is not None]
-    shape = tf.TensorShape(leaves[0].shape)  # of an array, too
-    rows = shape[0] if shape.rank else None
-    if rows:  # known beforehand, as those of a single batch are
+    is_empty = _is_empty(inputs)
+    if is_empty is False:
         return stock(inputs, *args, **kwargs)
-    is_empty = True if rows == 0 else tf.equal(num_rows(leaves[0]), 0)
     outputs = stock(_fill(inputs, is_empty), *args, **kwargs)
     return _cut(outputs, is_empty)
+
+
+def filled(inputs):
+    """The inputs as `call` gives them to a model."""
+    is_empty = _is_empty(inputs)
+    return inputs if is_empty is False else _fill(inputs, is_empty)
 
 
 def combine_statistics(model, batch, communicator):
@@ -70,6 +73,16 @@ def combine_statistics(model, batch, communicator):
     )
     for statistic, value in zip(statistics, sums, strict=True):
         statistic.assign(value / tf.cast(total, statistic.dtype))
+
+
+def _is_empty(inputs):
+    """Whether there is no example; True and False if known beforehand."""
+    leaves = [x for x in tf.nest.flatten(inputs) if x is not None]
+    shape = tf.TensorShape(leaves[0].shape)  # of an array, too
+    rows = shape[0] if shape.rank else None
+    if rows is not None:  # as those of a single batch are
+        return rows == 0
+    return tf.equal(num_rows(leaves[0]), 0)
 
 
 def _fill(inputs, is_empty):

@@ -24,9 +24,11 @@ class OwnVariable:
         # Out of any function that is being traced.
         with tf.init_scope(), tf.device("CPU:0"):
             value = tf.convert_to_tensor(value, self._dtype)
+            shape = value.shape if shape is None else shape
+            self._shape = tf.TensorShape(shape)
             self._handle = tf.raw_ops.VarHandleOp(
                 dtype=self._dtype,
-                shape=value.shape if shape is None else tf.TensorShape(shape),
+                shape=self._shape,
                 shared_name=compat.anonymous_name(),
             )
             self.assign(value)
@@ -51,9 +53,11 @@ class OwnVariable:
         )
 
     def read(self):
-        return tf.raw_ops.ReadVariableOp(
+        value = tf.raw_ops.ReadVariableOp(
             resource=compat.captured(self._handle), dtype=self._dtype
         )
+        value.set_shape(self._shape)  # not known of a handle that is captured
+        return value
 
     def numpy(self):
         """The value as it is now. Not in a traced function."""

@@ -73,6 +73,18 @@ class HybridStrategy(tf.distribute.Strategy):
         bucket_bytes: dense gradients are all-reduced in messages of about so
             many bytes each, the last layers' first, so that they travel while
             those of the layers before are still computed. None: in one.
+        prefetch: whether `fit` pulls rows of the next batch while it computes
+            on this one. Those that this step may change come when the next
+            one begins, the others before, each once; the result is the same
+            to the bit, whatever changes rows in between. It pays where steps
+            wait for the network; where they wait for the processors they
+            take longer. It is done for tables whose ids are a functional or
+            sequential model's inputs or made of them by operations, if the
+            optimizer updates touched rows only (see `sparse_updates`).
+            Otherwise, and in custom loops, on single batches, with input that
+            Python makes (generators), with "naive_ps" and where machines pull
+            together (see `local_aggregation`), rows are pulled when they are
+            needed.
         timeout: seconds for which a rank may keep the others waiting (because
             it is stopped, hangs, or computes alone) before all of them are
             ended with a message on what each was doing; at least 5, and the
@@ -111,6 +123,7 @@ class HybridStrategy(tf.distribute.Strategy):
         wire_dtype=None,
         local_aggregation=True,
         bucket_bytes=8 * 2**20,
+        prefetch=False,
         timeout=None,
     ):
         architectures.check("architecture", architecture)
@@ -130,6 +143,8 @@ class HybridStrategy(tf.distribute.Strategy):
                 "bucket_bytes", bucket_bytes, ", or None for one message"
             )
         self.bucket_bytes = bucket_bytes
+        checks.boolean("prefetch", prefetch)
+        self.prefetch = bool(prefetch)
         self.optimizer_options = checked_options(
             sparse_updates=sparse_updates,
             dense_aggregation=dense_aggregation,

@@ -390,6 +390,7 @@ BAD = [
         )
         for wrong in ("PS", 3)
     ),
+    ("HybridStrategy", {"prefetch": 2}, "True or False.*prefetch=2"),
     *(
         (name, {"local_aggregation": 2}, "True or False.*aggregation=2")
         for name in (

@@ -288,6 +288,15 @@ def test_on_next_epoch():
     assert batches() == [[0, 1], [2, 3], [4, 5]]
 
 
+def test_change_input():
+    """Before it begins; None changes nothing."""
+    iterator = _epoch_iterator(x=np.arange(6), batch_size=2)
+    compat.change_input(iterator, lambda dataset: dataset.map(lambda x: x + 1))
+    compat.change_input(iterator, lambda dataset: None)
+    batches = [next(item[-1]).numpy().tolist() for item in _epoch(iterator)]
+    assert batches == [[1, 2], [3, 4], [5, 6]]
+
+
 def _epoch(iterator):
     return (
         iterator
@@ -419,4 +428,9 @@ def test_calls_of_a_functional_model_in_their_order():
         pass
 
     assert compat.functional_calls(Own([first, second], hidden)) is None
-    assert compat.functional_calls(keras.Sequential([layer])) is None
+    sequential = keras.Sequential([layer])
+    assert compat.functional_calls(sequential) is None
+    sequential.build((None, 2))
+    ((operation, inputs, _),) = compat.functional_calls(sequential)
+    assert operation is layer
+    assert [id(x) for x in inputs] == [id(x) for x in sequential.inputs]

@@ -34,12 +34,14 @@ def run(name):
         action="store_false",
         help="of the strategy",
     )
+    add("--prefetch", action="store_true", help="of the strategy")
     add("--alone", action="store_true", help="time it without exchange, too")
     args = _common.parse(module, parser)
     strategy = ks.HybridStrategy(
         architecture=args.architecture,
         wire_dtype=args.wire_dtype,
         local_aggregation=args.local_aggregation,
+        prefetch=args.prefetch,
     )
     workload, held_out = _common.made(module, KIT, args, strategy.size)
     with strategy.scope():

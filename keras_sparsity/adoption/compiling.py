@@ -8,6 +8,7 @@ import keras
 from keras_sparsity import compat, losses, metrics, moves
 from keras_sparsity.adoption.binding import bound_arguments
 from keras_sparsity.adoption.first_step import FirstStep
+from keras_sparsity.adoption.joint_pull import JointPull
 from keras_sparsity.adoption.runs import Runs
 from keras_sparsity.adoption.saves import Saves
 from keras_sparsity.adoption.steps import Steps
@@ -90,6 +91,7 @@ def adopt(model, strategy):
     compat.set_distribute_strategy(model, strategy)
     moves.settle(model, strategy)
     if getattr(model, _ADOPTION, None) is None:
-        first_step = FirstStep(model)
-        bindings = first_step, Runs(model, first_step), Steps(model)
+        joint_pull = JointPull(model)
+        first_step = FirstStep(model, joint_pull)
+        bindings = first_step, Runs(model, first_step), Steps(model, joint_pull)
         object.__setattr__(model, _ADOPTION, (*bindings, Saves(model)))

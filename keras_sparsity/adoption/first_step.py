@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from keras_sparsity import agreement, compat, moves, random_states
 from keras_sparsity.adoption.binding import Binding
+from keras_sparsity.data import following
 from keras_sparsity.tables.table_variable import TableVariable
 
 
@@ -13,12 +14,15 @@ class FirstStep(Binding):
     Attributes:
         awaits_input: the `ShardedCheckpoint` that is to be shown the next
             `fit`'s input, or None.
+        begins_fit: whether the next input is that of a `fit`.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, joint_pull):
+        self._joint_pull = joint_pull
         # By id; the variables too, so that no other one takes over an id.
         self._synchronised = {}
         self.awaits_input = None
+        self.begins_fit = False
         kinds = ["train", "test", "predict"]
         names = [f"make_{kind}_function" for kind in kinds]
         super().__init__(model, names, {compat.SYMBOLIC_BUILD: "build"})
@@ -35,6 +39,15 @@ class FirstStep(Binding):
                 self.awaits_input.use_input(iterator)
                 self.awaits_input = None
         self._stock[compat.SYMBOLIC_BUILD](data_batch=data_batch)
+        begins_fit, self.begins_fit = self.begins_fit, False
+        if (
+            begins_fit
+            and self._collectives.size > 1
+            # Python is not asked for a batch before it is needed.
+            and not compat.is_read_by_python(iterator)
+            and self._joint_pull.can_look_ahead
+        ):
+            compat.change_input(iterator, following.with_following)
 
     def make_train_function(self, *args, **kwargs):
         self._synchronise()
@@ -79,6 +92,7 @@ class FirstStep(Binding):
                 "strategy.wire_dtype": strategy.wire_dtype,
                 "strategy.local_aggregation": strategy.local_aggregation,
                 "strategy.bucket_bytes": strategy.bucket_bytes,
+                "strategy.prefetch": strategy.prefetch,
             },
             "The model and its optimizer",
             "Build the same model on every rank.",

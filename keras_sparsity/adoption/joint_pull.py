@@ -4,10 +4,14 @@ import contextlib
 
 import keras
 
-from keras_sparsity import compat
+from keras_sparsity import architectures, compat, empty_parts
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
+from keras_sparsity.tables import exchange
+from keras_sparsity.tables.addresses import Addresses
+from keras_sparsity.tables.ahead import Ahead
 from keras_sparsity.tables.sharded_table import gather_together
+from keras_sparsity.tables.ways import Direct
 
 _LAYERS = (ShardedEmbedding, ShardedEmbeddingBag)
 # Layers that give the same output for the same input, as operations do.
@@ -28,14 +32,42 @@ class JointPull:
     where they come from the model's inputs by operations without a state.
 
     Args:
-        model: a model of any kind; only of a functional one anything is
-            pulled beforehand.
+        model: a model of any kind; only of a functional or sequential one
+            anything is pulled beforehand.
     """
 
     def __init__(self, model):
         self._model = model
         self._calls = None  # of layers, once the model is seen to be built
         self._ids = None
+        self._following = None
+        # `Ahead`s, by the tables that travel together and their layouts. They
+        # stay when a rank traces the step anew, which another need not do.
+        self._aheads = {}
+
+    @contextlib.contextmanager
+    def followed_by(self, inputs):
+        """While entered, a step is traced which these inputs follow."""
+        self._following = inputs
+        try:
+            yield
+        finally:
+            self._following = None
+
+    @property
+    def can_look_ahead(self):
+        """Whether rows of a built model could be pulled ahead of a step."""
+        if self._calls is None:
+            self._look()
+        strategy = self._model.distribute_strategy
+        return any(
+            layer.table.is_sharded and self._may_come_early(layer.table)
+            for layer in self._calls
+        ) and (
+            strategy.prefetch
+            and architectures.of(strategy).merges
+            and exchange.way_of(strategy.collectives, strategy) is Direct
+        )
 
     @contextlib.contextmanager
     def entered(self, inputs):
@@ -43,17 +75,21 @@ class JointPull:
         if self._calls is None:
             self._look()
         is_spread = any(layer.table.is_sharded for layer in self._calls)
-        if not is_spread or compat.in_symbolic_scope():
+        # For one table, a pull of its own is as good, but for the next step's.
+        is_of_use = len(self._calls) > 1 or self._following is not None
+        if not is_spread or not is_of_use or compat.in_symbolic_scope():
             yield
             return
-        ids = [
-            layer._asked(tensor)
-            for layer, tensor in zip(
-                self._calls, self._ids(inputs), strict=True
-            )
-        ]
         tables = [layer.table for layer in self._calls]
-        rows = gather_together(list(zip(tables, ids, strict=True)))
+        asked = self._asked(inputs)
+        ahead = following = None
+        if self._following is not None:
+            ahead = self._ahead_of
+            following = self._asked(empty_parts.filled(self._following))
+            self._following = None  # a step's first call alone
+        rows = gather_together(
+            list(zip(tables, asked, strict=True)), ahead, following
+        )
         for layer in self._calls:
             layer.ahead.clear()
         for layer, of_call in zip(self._calls, rows, strict=True):
@@ -63,6 +99,43 @@ class JointPull:
         finally:
             for layer in self._calls:
                 layer.ahead.clear()
+
+    def _asked(self, inputs):
+        # Keras gives a list of one output as that output.
+        ids = keras.tree.flatten(self._ids(inputs))
+        return [
+            layer._asked(of_call)
+            for layer, of_call in zip(self._calls, ids, strict=True)
+        ]
+
+    def _may_come_early(self, table):
+        """Whether a step leaves most rows as they are, but those it touches."""
+        if not table.variable.trainable:
+            return True
+        optimizer = self._model.optimizer
+        return optimizer is not None and all(
+            optimizer.updates_rows_of(piece) for piece in table.partitions
+        )
+
+    def _ahead_of(self, tables):
+        if not all(self._may_come_early(table) for table in tables):
+            return None
+        place = tables[0].variable.dtype, *(id(table) for table in tables)
+        layouts = [table.layout for table in tables]
+        known = self._aheads.get(place)
+        if known is None or known[0] != layouts:  # they were moved
+            addresses = Addresses(list(dict.fromkeys(tables)))
+            known = (
+                layouts,
+                Ahead(
+                    tables[0].collectives,
+                    tables[0].dim,
+                    tables[0].variable.dtype,
+                    addresses,
+                ),
+            )
+            self._aheads[place] = known
+        return known[1]
 
     def _look(self):
         self._calls = []
@@ -92,6 +165,9 @@ class JointPull:
             for layer, tensor in zip(calls, ids, strict=True)
             if layer not in others
         ]
-        if len(found) > 1:
+        if found:
             self._calls = [layer for layer, _ in found]
-            self._ids = keras.Model(self._model.input, [t for _, t in found])
+            inputs = self._model.inputs
+            if not isinstance(self._model, keras.Sequential):
+                inputs = self._model.input  # in their structure
+            self._ids = keras.Model(inputs, [t for _, t in found])

@@ -49,6 +49,7 @@ class Runs(Binding):
             if isinstance(callback, ArchitectureLogger):
                 callback.see(callbacks)
         self._first_step.awaits_input = checkpoint
+        self._first_step.begins_fit = True
         with compat.array_orders_change(order_seed):
             return self._run("fit", arguments)
 

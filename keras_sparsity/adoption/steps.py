@@ -5,16 +5,16 @@ import tensorflow as tf
 
 from keras_sparsity import compat, empty_parts, metrics
 from keras_sparsity.adoption.binding import Binding
-from keras_sparsity.adoption.joint_pull import JointPull
+from keras_sparsity.data.following import Followed
 
 
 class Steps(Binding):
     """Steps whose losses, logs and predictions are of the whole batch."""
 
-    def __init__(self, model):
+    def __init__(self, model, joint_pull):
         self._is_in_step = False
         self._is_in_keras_loss = False
-        self._joint_pull = JointPull(model)
+        self._joint_pull = joint_pull
         names = ["call", "train_step", "test_step", "predict_step"]
         names.append("get_metrics_result")
         private = {}
@@ -75,7 +75,11 @@ class Steps(Binding):
 
     def train_step(self, batch):
         self._check_optimizer()
-        logs = self._logs_of("train_step", batch)
+        following = None
+        if isinstance(batch, Followed):
+            batch, following = batch
+        with self._joint_pull.followed_by(following):
+            logs = self._logs_of("train_step", batch)
         if self._collectives.size > 1:
             empty_parts.combine_statistics(
                 self._model, batch, self._collectives

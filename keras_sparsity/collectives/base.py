@@ -31,6 +31,7 @@ class Collectives:
         cross_rank, cross_size: Among those with its local rank.
         machines: The machine of each rank, a tuple of numbers from 0 on.
         engine: "local", "native" or "horovod".
+        pads: Whether a `Route` needs to tell its `largest`.
 
     Args:
         engine: The `Engine` of the group.
@@ -59,6 +60,7 @@ class Collectives:
         self._groups = groups or {}
         self._names = Names()
         self.engine = engine.name
+        self.pads = engine.pads
         self.topology = place
         self.rank = place.rank
         self.size = place.size

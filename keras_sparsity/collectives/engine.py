@@ -35,10 +35,13 @@ class Engine(abc.ABC):
 
     Attributes:
         name: The engine's name, as `start` takes it.
+        pads: Whether it sends each rank as much as any gets of any other, a
+            `Route.largest`.
         rank, size: This process in the group.
     """
 
     name: str
+    pads = False
     rank: int
     size: int
 

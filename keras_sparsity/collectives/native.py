@@ -144,6 +144,7 @@ class NativeEngine(Engine):
     """
 
     name = "native"
+    pads = True
     reduce_wire = Wires([*_CARRIED, "bfloat16"], _REDUCE_CASTS)
     move_wire = Wires(_CARRIED, _MOVE_CASTS, _MOVE_BITCASTS)
 

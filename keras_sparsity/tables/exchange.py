@@ -7,10 +7,11 @@ import tensorflow as tf
 
 from keras_sparsity import architectures, touches
 from keras_sparsity.tables.addresses import Addresses, is_marked, marked
+from keras_sparsity.tables.ahead import Exchange
 from keras_sparsity.tables.ways import Direct, ThroughMachines
 
 
-def pull(requests):
+def pull(requests, ahead=None, following=None):
     """Rows of spread tables, from their owners, in one exchange.
 
     Unique addresses go to their owners and the rows come back; the gradient's
@@ -22,6 +23,10 @@ def pull(requests):
             of the `ShardedTable`s, which have one `Layout`, is asked for the
             same rows. All of a request together have as many columns as those
             of every other, and all tables have one dtype.
+        ahead: `Ahead` of these tables, where the next step's rows are asked
+            for in this one; else None.
+        following: the next step's requests, of the same tables in the same
+            order, if there is an `ahead`.
 
     Returns:
         List of tensors `(n, columns)`, one for each request: the rows of its
@@ -31,10 +36,19 @@ def pull(requests):
         EuroSys 3.1 (pull and push), 4.3 (one gradient for each row).
     """
     with tf.name_scope("pull"):  # as a profiler's trace is to call it
-        return _pull(requests)
+        return _pull(requests, ahead, following)
 
 
-def _pull(requests):
+def way_of(communicator, strategy=None):
+    """Which of `ways` the rows of spread tables go under a strategy."""
+    if architectures.aggregates_locally(strategy) and (
+        ThroughMachines.is_possible(communicator)
+    ):
+        return ThroughMachines
+    return Direct
+
+
+def _pull(requests, ahead, following):
     groups = list(dict.fromkeys(tuple(tables) for tables, _ in requests))
     tables = [table for group in groups for table in group]
     communicator = tables[0].collectives
@@ -44,17 +58,31 @@ def _pull(requests):
     for table in tables:
         table.messages = role
     request = _Request(requests, groups, addresses)
-    kind = Direct
-    if architectures.aggregates_locally() and (
-        ThroughMachines.is_possible(communicator)
-    ):
-        kind = ThroughMachines
-    way = kind(communicator, request, addresses, role, wire)
-    received = _checked(way.received, [g[0] for g in groups], addresses)
-    owned = _Owned(groups, addresses, received)
-    rows = way.pull(tf.stop_gradient(owned.rows()))
-    # Where the row of each id arrives.
-    arrivals = [tf.gather(way.positions, index) for index in request.indices]
+    way = way_of(communicator)(communicator, role, wire)
+
+    def owned_rows(received):
+        return tf.stop_gradient(_Owned(groups, addresses, received).rows())
+
+    def ask():
+        request.merge()
+        way.ask(request, addresses)
+        way.received = _checked(
+            way.received, [group[0] for group in groups], addresses
+        )
+        return way.pull(owned_rows(way.received))
+
+    if ahead is None:
+        rows = ask()
+    else:
+        exchange = Exchange(communicator, role, wire, addresses, owned_rows)
+        rows = ahead.pull(exchange, way, request, ask)
+        with tf.control_dependencies([rows]):  # which are waited for: first
+            following = [(of, tf.identity(ids)) for of, ids in following]
+        following = _Request(following, groups, addresses)
+        following.merge()
+        ahead.ask(exchange, following, way.received)
+    owned = _Owned(groups, addresses, way.received)
+    arrivals = request.split(way.arrivals)
 
     @tf.custom_gradient
     def expand(*anchors_and_rows):
@@ -67,7 +95,7 @@ def _pull(requests):
                 # Summed per row here, then along the ids' own route: each
                 # owner already knows which rows these are.
                 summed = tf.math.unsorted_segment_sum(
-                    _joined(gradients), _joined(arrivals), way.num_sent
+                    _joined(gradients), way.arrivals, way.num_sent
                 )
                 slices = owned.gradients(way.push(summed))
                 owned.note_touches(way, request)
@@ -103,7 +131,8 @@ class _Request:
     """What this rank asks for: each row once.
 
     Attributes:
-        indices: for each request, the place of each id's row among them.
+        numbers: of all ids, each table's counted from its first row's on.
+        index: for each of them, the place of its row among those asked for.
     """
 
     def __init__(self, requests, groups, addresses):
@@ -116,13 +145,22 @@ class _Request:
             + tf.constant(addresses.first_rows[group], addresses.row_dtype)
             for (_, ids), group in zip(requests, self._groups, strict=True)
         ]
-        sizes = [tf.size(ids) for ids in numbers]
-        numbers = _joined(numbers)
+        self._sizes = [tf.size(ids) for ids in numbers]
+        self.numbers = _joined(numbers)
+
+    def merge(self):
+        """Finds its rows; where nothing is asked for, that can be left out."""
         if architectures.of().merges:
-            self._unique, index = tf.unique(numbers)
+            self._unique, self.index = tf.unique(self.numbers)
         else:
-            self._unique, index = numbers, tf.range(tf.size(numbers))
-        self.indices = tf.split(index, sizes) if len(sizes) > 1 else [index]
+            self._unique = self.numbers
+            self.index = tf.range(tf.size(self.numbers))
+
+    def split(self, of_ids):
+        """What is of each id, by request."""
+        if len(self._sizes) == 1:
+            return [of_ids]
+        return tf.split(of_ids, self._sizes)
 
     @property
     def num_rows(self):

@@ -502,7 +502,7 @@ def shaped(rows, ids):
     return rows
 
 
-def gather_together(requests):
+def gather_together(requests, ahead=None, following=None):
     """Rows of several tables, in as few messages as one table's.
 
     Of spread tables those with rows of the same length and dtype travel
@@ -511,6 +511,10 @@ def gather_together(requests):
 
     Args:
         requests: list of `(table, ids)`, as for `ShardedTable.gather`.
+        ahead: function of the tables that travel together, which gives their
+            `Ahead`, or None where there is none; or None.
+        following: for each request, the ids of the next step, if there is an
+            `ahead`.
 
     Returns:
         List of tensors `(..., dim)`.
@@ -525,11 +529,17 @@ def gather_together(requests):
         else:
             results[index] = table.gather(ids)
     for indices in together.values():
+        tables = [requests[i][0] for i in indices]
+
+        def asked(ids, tables=tables, indices=indices):
+            flat = [tf.reshape(ids[i], [-1]) for i in indices]
+            return [([t], of) for t, of in zip(tables, flat, strict=True)]
+
+        of_these = ahead and ahead(tables)
         pulled = exchange.pull(
-            [
-                ([requests[i][0]], tf.reshape(requests[i][1], [-1]))
-                for i in indices
-            ]
+            asked([ids for _, ids in requests]),
+            of_these,
+            asked(following) if of_these else None,
         )
         for index, rows in zip(indices, pulled, strict=True):
             table, ids = requests[index]

@@ -10,14 +10,12 @@ class Direct:
 
     Args:
         communicator: `Collectives` of all ranks.
-        request: what this rank asks for, see `exchange`.
-        addresses: `Addresses`.
         role: what the names of the messages begin with.
         wire: `Wire` of rows and their gradients.
 
     Attributes:
-        positions: of the rows that were asked for, their places among those
-            that come.
+        arrivals: for each id that was asked for, the place of its row among
+            those that come.
         num_sent: how many these are.
         received: addresses that this rank was asked for.
         route: their way, for what is noted of it.
@@ -26,26 +24,38 @@ class Direct:
 
     is_together = False
 
-    def __init__(self, communicator, request, addresses, role, wire):
+    def __init__(self, communicator, role, wire):
         self._ranks, self._role, self._wire = communicator, role, wire
-        size = communicator.size
+
+    def ask(self, request, addresses):
+        """Sends each owner the addresses of what is wanted of it.
+
+        Args:
+            request: what this rank asks for, see `exchange`.
+            addresses: `Addresses`.
+        """
+        size = self._ranks.size
 
         def valid():
             owner, address = request.owner_and_address
-            return _sorted(address, owner, size, addresses.dtype)
+            return sorted_by(owner, address, size, addresses.dtype)
 
         def offending():
             return _to_all(
                 request.outside, size, addresses.dtype, request.num_rows
             )
 
-        sent, self.positions, splits = tf.cond(
-            request.is_inside, valid, offending
+        sent, positions, splits = tf.cond(request.is_inside, valid, offending)
+        received, route = self._ranks.all_to_all(
+            sent, splits, name=f"{self._role}/pull/ids"
         )
-        self.num_sent = tf.size(sent)
-        self.received, self.route = communicator.all_to_all(
-            sent, splits, name=f"{role}/pull/ids"
-        )
+        arrivals = tf.gather(positions, request.index)
+        self.resume(arrivals, tf.size(sent), received, route)
+
+    def resume(self, arrivals, num_sent, received, route):
+        """Goes on with what was asked for before: its attributes."""
+        self.arrivals, self.num_sent = arrivals, num_sent
+        self.received, self.route = received, route
 
     @property
     def ranks(self):
@@ -87,17 +97,16 @@ class ThroughMachines:
 
     is_together = True
 
-    def __init__(self, communicator, request, addresses, role, wire):
+    def __init__(self, communicator, role, wire):
+        self._machines = communicator.machines
         self._machine = communicator.group("machine")
         self._across = communicator.group("across")
         self._role, self._wire = role, wire
-        machines = tf.constant(communicator.machines)
-        local_ranks = tf.constant(_local_ranks(communicator.machines))
+
+    def ask(self, request, addresses):
+        machines = tf.constant(self._machines)
+        local_ranks = tf.constant(_local_ranks(self._machines))
         num_machines = self._across.size
-        self._first = [
-            communicator.machines.index(machine)
-            for machine in range(num_machines)
-        ]
         # Which machine's owner, and the address there, as one number.
         dtype = narrowest(num_machines * addresses.largest)
         compute = request.dtype
@@ -109,26 +118,25 @@ class ThroughMachines:
             machine = tf.cast(tf.gather(machines, owner), compute)
             code = machine * addresses.largest + tf.cast(address, compute)
             local_rank = tf.gather(local_ranks, owner)
-            return _sorted(code, local_rank, self._machine.size, dtype)
+            return sorted_by(local_rank, code, self._machine.size, dtype)
 
         def offending():
             return _to_all(
                 request.outside, self._machine.size, dtype, request.num_rows
             )
 
-        sent, self.positions, splits = tf.cond(
-            request.is_inside, valid, offending
-        )
+        sent, positions, splits = tf.cond(request.is_inside, valid, offending)
+        self.arrivals = tf.gather(positions, request.index)
         self.num_sent = tf.size(sent)
         asked, self._inside = self._machine.all_to_all(
-            sent, splits, name=f"{role}/pull/machine/ids"
+            sent, splits, name=f"{self._role}/pull/machine/ids"
         )
         unique, index = tf.unique(tf.cast(asked, compute))
 
         def ask():
             machine = unique // addresses.largest
             address = unique % addresses.largest
-            return _sorted(address, machine, num_machines, addresses.dtype)
+            return sorted_by(machine, address, num_machines, addresses.dtype)
 
         def tell():
             return _to_all(
@@ -141,14 +149,15 @@ class ThroughMachines:
         self._num_asked = tf.size(sent)
         self._arrival = tf.gather(positions, index)
         self.received, self.route = self._across.all_to_all(
-            sent, splits, name=f"{role}/pull/ids"
+            sent, splits, name=f"{self._role}/pull/ids"
         )
 
     @property
     def ranks(self):
         """A rank of the machine that has asked for each address."""
+        first = [self._machines.index(i) for i in range(self._across.size)]
         return tf.gather(
-            self._first,
+            first,
             tf.repeat(tf.range(self._across.size), self.route.received_splits),
         )
 
@@ -195,7 +204,7 @@ def _local_ranks(machines):
     ]
 
 
-def _sorted(values, destination, size, dtype):
+def sorted_by(destination, values, size, dtype):
     """Values by destination, the position of each, and the splits."""
     destination = tf.cast(destination, tf.int32)
     order = tf.concat(

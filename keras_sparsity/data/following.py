@@ -1,0 +1,62 @@
+"""Batches together with what is known of the next ones."""
+
+import typing
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity.data.batches import without_rows
+
+_KINDS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
+
+
+class Followed(typing.NamedTuple):
+    """A batch and the inputs of the one that follows.
+
+    Attributes:
+        batch: what `fit` trains on.
+        following: its `x` of the next step; after the last one, of no rows.
+    """
+
+    batch: typing.Any
+    following: typing.Any
+
+
+def with_following(dataset):
+    """Each batch with the inputs of the next one.
+
+    The pipeline runs once only, one batch ahead of what is taken from it.
+
+    Args:
+        dataset: `tf.data.Dataset` of this rank's batches.
+
+    Returns:
+        `tf.data.Dataset` of as many `Followed`; None where the dataset has
+        elements that cannot be held back.
+
+    Example:
+
+    >>> batches = tf.data.Dataset.range(5).batch(2)
+    >>> [(x.numpy().tolist(), following.numpy().tolist())
+    ...  for x, following in with_following(batches)]
+    [([0, 1], [2, 3]), ([2, 3], [4]), ([4], [])]
+    """
+    spec = dataset.element_spec
+    if not all(isinstance(s, _KINDS) for s in tf.nest.flatten(spec)):
+        return None
+    nothing = tf.nest.map_structure(without_rows, spec)
+    end = tf.data.Dataset.from_tensors(nothing)
+
+    @tf.autograph.experimental.do_not_convert
+    def step(before, *element):
+        element = element if len(element) > 1 else element[0]
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(element)
+        before = tf.nest.pack_sequence_as(element, before, True)
+        return _flat(element), Followed(before, inputs)
+
+    return dataset.concatenate(end).scan(_flat(nothing), step).skip(1)
+
+
+def _flat(batch):
+    """Its tensors: a scan keeps no ragged or sparse ones."""
+    return tuple(tf.nest.flatten(batch, expand_composites=True))

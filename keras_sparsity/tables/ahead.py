@@ -1,0 +1,268 @@
+"""Rows of the next step, which come while this one computes."""
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity.collectives.base import Collectives
+from keras_sparsity.collectives.engine import Route
+from keras_sparsity.collectives.wire import Wire
+from keras_sparsity.own_variable import OwnVariable
+from keras_sparsity.tables.addresses import Addresses
+from keras_sparsity.tables.ways import sorted_by
+
+_SAME_BITS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What an `Ahead` needs to know of the exchange it is a part of.
+
+    Attributes:
+        communicator: `Collectives` of all ranks.
+        role: what the names of the messages begin with.
+        wire: `Wire` of the rows.
+        addresses: `Addresses` of the tables.
+        owned_rows: function from addresses of this rank's rows to the rows.
+    """
+
+    communicator: Collectives
+    role: str
+    wire: Wire
+    addresses: Addresses
+    owned_rows: Callable
+
+
+class Ahead:
+    """Asks for the next step's rows, and has them in the next step.
+
+    In step t the ids of step t + 1 go to their owners. Of the rows that these
+    are asked for, an owner sends those at once that nobody has asked for in
+    step t, so that no gradient comes for them: they come *early*, while the
+    step computes. The others come *late*, when step t + 1 begins.
+
+    That is a guess, which may be wrong: a callback assigns rows, a decay
+    changes all of them, another layer trains the same table, another batch
+    comes than was announced. So when step t + 1 begins, each owner compares
+    the rows that it has sent early with what they are by then, bit by bit, and
+    each rank the ids that it has asked for with those of its batch. The late
+    message of each owner to each rank begins with what it has found: every
+    rank learns of every other, and unless all is as it was, all of them pull
+    anew. What is trained on is thus what an ordinary pull would give, always.
+
+    Beside the rows travel two bytes for each, which tell whether it is late,
+    and a row for each two ranks, the verdict; and there are up to three
+    messages more in a step, none of which the step waits for.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+        columns: the length of a row.
+        dtype: of the rows.
+        addresses: `Addresses` of the tables.
+    """
+
+    def __init__(self, communicator, columns, dtype, addresses):
+        self._columns = columns
+        numbers = addresses.row_dtype
+        each = [0] * communicator.size
+
+        def of_some(dtype, *inner):
+            none = np.zeros((0, *inner), tf.as_dtype(dtype).as_numpy_dtype)
+            return OwnVariable(none, dtype, [None, *inner])
+
+        # Of this rank, as the one that asks: ids, the place of each id's row
+        # among those that come, which of these come late, and the others.
+        self._numbers = of_some(numbers)
+        self._arrivals = of_some(tf.int32)
+        self._comes_late = of_some(tf.bool)
+        self._early = of_some(dtype, columns)
+        # As an owner: the addresses, which go late, and what the others were.
+        self._received = of_some(numbers)
+        self._goes_late = of_some(tf.bool)
+        self._sent = of_some(dtype, columns)
+        self._route = [
+            OwnVariable(value, tf.int32) for value in (each, each, 0)
+        ]
+        # What any rank sends late to any other at most; 1 is the verdict.
+        self._largest = OwnVariable(1, tf.int32)
+
+    def pull(self, exchange, way, request, pull):
+        """The rows of this step: `(num_sent, columns)`.
+
+        Args:
+            exchange: `Exchange`.
+            way: `Direct`, which is told how the rows have come.
+            request: what this rank asks for, see `exchange`.
+            pull: function that has `way` pull the rows now.
+        """
+        received = self._received.read()
+        route = Route(*(part.read() for part in self._route))
+        arrivals = self._arrivals.read()
+        rows, is_right = self._rows(exchange, request, received, route)
+
+        def resume():
+            return rows, arrivals, received, *_parts(route)
+
+        def anew():
+            rows = pull()
+            return (
+                rows,
+                way.arrivals,
+                way.received,
+                *_parts(way.route),
+            )
+
+        rows, arrivals, received, *route = tf.cond(is_right, resume, anew)
+        rows.set_shape([None, self._columns])
+        way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
+        return rows
+
+    def _rows(self, exchange, request, received, route):
+        """What has come early, with what comes late, and if all is right."""
+        size = exchange.communicator.size
+        goes_late = self._goes_late.read()
+        owned = exchange.owned_rows(received)
+        late, now = (
+            tf.boolean_mask(owned, which)
+            for which in (goes_late, tf.logical_not(goes_late))
+        )
+        is_right = _is_same(request.numbers, self._numbers.read()) & _is_same(
+            _bits(now), _bits(self._sent.read())
+        )
+        asker = _repeated(route.received_splits, size)
+        verdicts = tf.fill([size, self._columns], tf.cast(is_right, now.dtype))
+        destination = tf.concat(
+            [tf.range(size), tf.boolean_mask(asker, goes_late)], axis=0
+        )
+        order, _, splits = sorted_by(
+            destination, tf.range(tf.size(destination)), size, tf.int32
+        )
+        message = tf.gather(tf.concat([verdicts, late], axis=0), order)
+
+        comes_late = self._comes_late.read()
+        owner = _repeated(route.splits, size)
+        received_splits = 1 + _counts(tf.boolean_mask(owner, comes_late), size)
+        arrived = exchange.wire.decode(
+            exchange.communicator.all_to_all_along(
+                exchange.wire.encode(message),
+                Route(splits, received_splits, self._largest.read()),
+                name=f"{exchange.role}/pull/late/rows",
+            )
+        )
+        starts = tf.cumsum(received_splits, exclusive=True)
+        is_right = tf.reduce_all(tf.gather(arrived, starts)[:, 0] > 0)
+
+        early = self._early.read()
+        is_late = tf.cast(comes_late, tf.int32)
+        place = tf.where(
+            comes_late,
+            # Before each are the verdicts of its owner and of those before.
+            tf.shape(early)[0] + tf.cumsum(is_late) + owner,
+            tf.cumsum(1 - is_late) - 1,
+        )
+        return tf.gather(tf.concat([early, arrived], axis=0), place), is_right
+
+    def ask(self, exchange, request, touched):
+        """Asks for the rows of the next step.
+
+        Args:
+            exchange: `Exchange`.
+            request: what this rank will ask for, see `exchange`.
+            touched: addresses that this rank is asked for in this step.
+        """
+        communicator, addresses = exchange.communicator, exchange.addresses
+        size = communicator.size
+
+        def valid():
+            owner, address = request.owner_and_address
+            return sorted_by(owner, address, size, addresses.dtype)
+
+        def nothing():  # an id is outside: the next step is to say so
+            return (
+                tf.zeros([0], addresses.dtype),
+                tf.zeros([request.num_rows], tf.int32),
+                tf.zeros([size], tf.int32),
+            )
+
+        is_inside = request.is_inside
+        sent, positions, splits = tf.cond(is_inside, valid, nothing)
+        received, route = communicator.all_to_all(
+            sent, splits, name=f"{exchange.role}/pull/next/ids"
+        )
+        received = tf.cast(received, addresses.row_dtype)
+        goes_late = _is_among(received, touched)
+        comes_late = tf.cast(
+            communicator.all_to_all_back(
+                tf.cast(goes_late, tf.uint16),
+                route,
+                name=f"{exchange.role}/pull/next/which",
+            ),
+            tf.bool,
+        )
+        goes_early = tf.logical_not(goes_late)
+        asker = _repeated(route.received_splits, size)
+        counts = _counts(tf.boolean_mask(asker, goes_early), size)
+        late_counts = route.received_splits - counts
+        owner = _repeated(route.splits, size)
+        received_counts = _counts(
+            tf.boolean_mask(owner, tf.logical_not(comes_late)), size
+        )
+        largest = [tf.reduce_max(counts), 1 + tf.reduce_max(late_counts)]
+        if communicator.pads:
+            (largest,) = communicator.all_reduce(
+                [tf.stack(largest)],
+                op="max",
+                name=f"{exchange.role}/pull/next/largest",
+            )
+        rows = exchange.owned_rows(tf.boolean_mask(received, goes_early))
+        early = exchange.wire.decode(
+            communicator.all_to_all_along(
+                exchange.wire.encode(rows),
+                Route(counts, received_counts, largest[0]),
+                name=f"{exchange.role}/pull/next/rows",
+            )
+        )
+        # No batch is none: what is not asked for, is not found to be right.
+        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
+        self._numbers.assign(request.numbers[:num_numbers])
+        self._arrivals.assign(tf.gather(positions, request.index))
+        self._comes_late.assign(comes_late)
+        self._early.assign(early)
+        self._received.assign(received)
+        self._goes_late.assign(goes_late)
+        self._sent.assign(rows)
+        for variable, part in zip(self._route, _parts(route), strict=True):
+            variable.assign(part)
+        self._largest.assign(largest[1])
+
+
+def _parts(route):
+    return route.splits, route.received_splits, route.largest
+
+
+def _repeated(counts, size):
+    return tf.repeat(tf.range(size), counts)
+
+
+def _counts(ranks, size):
+    return tf.math.bincount(ranks, minlength=size, maxlength=size)
+
+
+def _is_among(values, others):
+    """Of each value, whether it is one of the others."""
+    _, index = tf.unique(tf.concat([others, values], axis=0))
+    of_others, of_values = tf.split(index, [tf.size(others), tf.size(values)])
+    return of_values <= tf.reduce_max(tf.concat([of_others, [-1]], axis=0))
+
+
+def _bits(rows):
+    return tf.bitcast(rows, _SAME_BITS[rows.dtype.size])
+
+
+def _is_same(a, b):
+    """Whether two tensors are, which may be of different lengths."""
+    size = tf.minimum(tf.shape(a)[0], tf.shape(b)[0])
+    is_as_long = tf.equal(tf.shape(a)[0], tf.shape(b)[0])
+    return is_as_long & tf.reduce_all(tf.equal(a[:size], b[:size]))
