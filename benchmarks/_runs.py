@@ -38,6 +38,7 @@ WAYS = {
     "hybrid": Way(("--alone",)),
     "hybrid bfloat16": Way(("--wire-dtype", "bfloat16", "--alone")),
     "hybrid float16": Way(("--wire-dtype", "float16", "--alone")),
+    "hybrid, prefetch": Way(("--prefetch", "--alone")),
     "hybrid, no local aggregation": Way(("--no-local-aggregation",)),
     "ps, no local aggregation": Way(
         ("--architecture", "ps", "--no-local-aggregation")

@@ -27,8 +27,16 @@ LIMIT = 0.98
 # Of the strategy: with all of it, and with none.
 STRATEGIES = {
     "sharded": {},
-    "everything": {"wire_dtype": "bfloat16", "local_aggregation": True},
-    "nothing": {"architecture": "hybrid", "local_aggregation": False},
+    "everything": {
+        "wire_dtype": "bfloat16",
+        "local_aggregation": True,
+        "prefetch": True,
+    },
+    "nothing": {
+        "architecture": "hybrid",
+        "local_aggregation": False,
+        "prefetch": False,
+    },
 }
 # What is judged: the steps/s of the first in terms of the second's.
 JUDGED = (

@@ -161,7 +161,7 @@ def _bound_runs(options):
         make_run(options, workload, way, rate)
         for rate in rates_of(options)
         for workload in sparse_workloads(options)
-        for way in BOTH
+        for way in (*BOTH, "hybrid, prefetch")
     ]
 
 
