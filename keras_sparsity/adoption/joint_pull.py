@@ -57,16 +57,18 @@ class JointPull:
     @property
     def can_look_ahead(self):
         """Whether rows of a built model could be pulled ahead of a step."""
-        if self._calls is None:
-            self._look()
         strategy = self._model.distribute_strategy
-        return any(
-            layer.table.is_sharded and self._may_come_early(layer.table)
-            for layer in self._calls
-        ) and (
+        if not (
             strategy.prefetch
             and architectures.of(strategy).merges
             and exchange.way_of(strategy.collectives, strategy) is Direct
+        ):
+            return False
+        if self._calls is None:
+            self._look()
+        return any(
+            layer.table.is_sharded and self._may_come_early(layer.table)
+            for layer in self._calls
         )
 
     @contextlib.contextmanager

@@ -25,6 +25,17 @@ class Route:
         """The way back."""
         return Route(self.received_splits, self.splits, self.largest)
 
+    @property
+    def senders(self):
+        """int32 `(sum(received_splits),)`, the rank each row comes from."""
+        ranks = tf.range(tf.size(self.received_splits))
+        return tf.repeat(ranks, self.received_splits)
+
+    @property
+    def receivers(self):
+        """int32 `(sum(splits),)`, the rank each row goes to."""
+        return self.reversed().senders
+
 
 class Engine(abc.ABC):
     """The raw operations of one engine among the processes of one group.

@@ -131,7 +131,7 @@ class Ahead:
         is_right = _is_same(request.numbers, self._numbers.read()) & _is_same(
             _bits(now), _bits(self._sent.read())
         )
-        asker = _repeated(route.received_splits, size)
+        asker = route.senders
         verdicts = tf.fill([size, self._columns], tf.cast(is_right, now.dtype))
         destination = tf.concat(
             [tf.range(size), tf.boolean_mask(asker, goes_late)], axis=0
@@ -142,7 +142,7 @@ class Ahead:
         message = tf.gather(tf.concat([verdicts, late], axis=0), order)
 
         comes_late = self._comes_late.read()
-        owner = _repeated(route.splits, size)
+        owner = route.receivers
         received_splits = 1 + _counts(tf.boolean_mask(owner, comes_late), size)
         arrived = exchange.wire.decode(
             exchange.communicator.all_to_all_along(
@@ -202,10 +202,10 @@ class Ahead:
             tf.bool,
         )
         goes_early = tf.logical_not(goes_late)
-        asker = _repeated(route.received_splits, size)
+        asker = route.senders
         counts = _counts(tf.boolean_mask(asker, goes_early), size)
         late_counts = route.received_splits - counts
-        owner = _repeated(route.splits, size)
+        owner = route.receivers
         received_counts = _counts(
             tf.boolean_mask(owner, tf.logical_not(comes_late)), size
         )
@@ -240,10 +240,6 @@ class Ahead:
 
 def _parts(route):
     return route.splits, route.received_splits, route.largest
-
-
-def _repeated(counts, size):
-    return tf.repeat(tf.range(size), counts)
 
 
 def _counts(ranks, size):

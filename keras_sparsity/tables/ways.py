@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_sparsity.collectives.topology import topology_of
 from keras_sparsity.tables.addresses import is_marked, mark, marked, narrowest
 
 
@@ -60,7 +61,7 @@ class Direct:
     @property
     def ranks(self):
         """The rank that has asked for each address."""
-        return tf.repeat(tf.range(self._ranks.size), self.route.received_splits)
+        return self.route.senders
 
     def pull(self, rows):
         """From the owner: rows `(num_sent, columns)` in their places."""
@@ -105,7 +106,12 @@ class ThroughMachines:
 
     def ask(self, request, addresses):
         machines = tf.constant(self._machines)
-        local_ranks = tf.constant(_local_ranks(self._machines))
+        local_ranks = tf.constant(
+            [
+                topology_of(rank, self._machines).local_rank
+                for rank in range(len(self._machines))
+            ]
+        )
         num_machines = self._across.size
         # Which machine's owner, and the address there, as one number.
         dtype = narrowest(num_machines * addresses.largest)
@@ -156,10 +162,7 @@ class ThroughMachines:
     def ranks(self):
         """A rank of the machine that has asked for each address."""
         first = [self._machines.index(i) for i in range(self._across.size)]
-        return tf.gather(
-            first,
-            tf.repeat(tf.range(self._across.size), self.route.received_splits),
-        )
+        return tf.gather(first, self.route.senders)
 
     @staticmethod
     def is_possible(communicator):
@@ -196,12 +199,6 @@ class ThroughMachines:
                 name=f"{self._role}/push/rows",
             )
         )
-
-
-def _local_ranks(machines):
-    return [
-        machines[:rank].count(machine) for rank, machine in enumerate(machines)
-    ]
 
 
 def sorted_by(destination, values, size, dtype):
