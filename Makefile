@@ -23,6 +23,9 @@ SOURCES := setup.py pyproject.toml README.md \
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check \
 	--only-binary :all:
 
+# See pytest_collection_modifyitems.
+TWO_AT_ONCE := -n 2 --dist loadgroup
+
 .PHONY: help demo test test-all browser lint format bench clean
 
 help:  ## This list
@@ -34,13 +37,13 @@ demo: $(NEW)/.installed  ## Train the tutorial's language model on 2 processes
 		tutorials/language_model.py
 
 test: $(HOROVOD)/.installed $(NEW)/.dev  ## All tests on all engines
-	$(HOROVOD)/bin/python -m pytest $(PYTEST_ARGS)
+	$(HOROVOD)/bin/python -m pytest $(TWO_AT_ONCE) $(PYTEST_ARGS)
 	@echo "The smoke tests on the newest TensorFlow:"
 	$(NEW)/bin/python -m pytest -m smoke
 
 test-all: $(HOROVOD)/.installed $(NEW)/.dev  ## And the whole matrix: hours
-	$(HOROVOD)/bin/python -m pytest -m "all_cells or not all_cells" \
-		$(PYTEST_ARGS)
+	$(HOROVOD)/bin/python -m pytest $(TWO_AT_ONCE) \
+		-m "all_cells or not all_cells" $(PYTEST_ARGS)
 
 # Where it cannot be installed, what needs it is skipped; the script says why.
 test test-all: browser

@@ -43,6 +43,7 @@ setup(
             "pre-commit",
             "pytest>=8",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff==0.17.5",
             "selenium",
             "setuptools<81",  # 81 drops what Horovod's build imports

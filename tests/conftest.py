@@ -16,17 +16,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
 
 
-def engines(*names):
+def engines(*names, usually=None):
     """Parameters for `pytest.mark.parametrize("engine", engines())`.
 
     Both distributed engines unless named; Horovod's are visibly skipped where
     it is not installed.
+
+    Args:
+        usually: the one that `make test` takes, where both are left to
+            `make test-all`: of what stands on collectives, which have a suite
+            of their own, each feature is tested on both engines, but not each
+            of its tests.
     """
     skip = pytest.mark.skipif(
         not HAS_HOROVOD, reason="Horovod is not installed"
     )
     return [
-        pytest.param(name, marks=skip if name == "horovod" else ())
+        pytest.param(
+            name,
+            marks=[skip] * (name == "horovod")
+            + [pytest.mark.all_cells] * (usually not in (None, name)),
+        )
         for name in names or ("native", "horovod")
     ]
 
@@ -98,7 +108,12 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
-    """Groups the tests by engine, so that each engine's start only once."""
+    """Groups the tests by engine, so that each engine's start only once.
+
+    With `pytest -n 2 --dist loadgroup` one worker has all tests of several
+    processes, which have both cores, one after the other; the other one has
+    those that wait or compute on one core, module by module.
+    """
 
     order = {"native": 1, "horovod": 2}
 
@@ -109,3 +124,7 @@ def pytest_collection_modifyitems(items):
         return order.get(engine, 0)
 
     items.sort(key=engine_of)
+    for item in items:
+        has_several = engine_of(item) or "cluster" in item.fixturenames
+        group = "several processes" if has_several else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))

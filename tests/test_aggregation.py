@@ -115,7 +115,7 @@ def fit_each_choice():
     return results
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_dense_and_sparse_are_chosen_apart(cluster, engine):
     for results in cluster(engine, 2).run(fit_each_choice):
         for (dense, sparse, scale), weights in results.items():
@@ -250,7 +250,7 @@ def train_noting():
     }
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_gradients_are_seen_once_and_whole(cluster, engine):
     results = cluster(engine, 2).run(train_noting)
     for case in results[0]:

@@ -97,7 +97,7 @@ CASES = {
     "elsewhere": dict(elsewhere=True, pulls=6 + 6),
     "eager": dict(run_eagerly=True),
 }
-ON_HOROVOD = ("one", "narrow", "moved")
+ON_HOROVOD = ("exact", "narrow", "moved", "assigned")
 
 
 def train(prefetch, case, together=False):
@@ -164,11 +164,18 @@ def train_all(pulls, together=False):
         assert num_pulls in (None, found[2]["ids"]), (name, found[2])
 
 
-@pytest.mark.parametrize("engine", engines())
-def test_the_same_to_the_bit(engine, cluster):
-    names = ON_HOROVOD if engine == "horovod" else set(CASES) - {"narrow"}
-    pulls = {name: CASES[name].get("pulls") for name in sorted(names)}
-    cluster(engine, 2).run(train_all, pulls, timeout=200)
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        pytest.param(*engine.values, name, marks=engine.marks)
+        for name in CASES
+        for engine in engines(
+            usually="horovod" if name in ON_HOROVOD else "native"
+        )
+    ],
+)
+def test_the_same_to_the_bit(engine, name, cluster):
+    cluster(engine, 2).run(train_all, {name: CASES[name].get("pulls")})
 
 
 def fit_outside():
@@ -201,10 +208,12 @@ def test_an_id_outside_is_told_in_its_own_step(engine, cluster):
         assert f"[{NUM_ROWS + 7}]" in message
 
 
-def test_machines_pull_together_or_ahead(cluster):
-    processes = cluster("native", 4, 2)
-    processes.run(train_all, {"one": 1})
-    processes.run(train_all, {"one": 6}, True)
+@pytest.mark.parametrize(
+    ("together", "num_pulls"),
+    [(True, 6), pytest.param(False, 1, marks=pytest.mark.all_cells)],
+)
+def test_machines_pull_together_or_ahead(cluster, together, num_pulls):
+    cluster("native", 4, 2).run(train_all, {"one": num_pulls}, together)
 
 
 def test_the_pipeline_runs_once_one_batch_ahead():

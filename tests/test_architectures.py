@@ -59,7 +59,7 @@ PULLED = "table/sharded/pull/rows"
 DENSE = 4 * (2 * DIM * HIDDEN[0] + HIDDEN[0] * HIDDEN[1])
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_each_travels_as_the_strategy_says(engine, cluster):
     processes = cluster(engine, 2)
     rows, losses = {}, {}
@@ -113,7 +113,7 @@ def test_each_travels_as_the_strategy_says(engine, cluster):
     )
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_dense_gradients_go_in_buckets(engine, cluster):
     processes = cluster(engine, 2)
     one, several = (

@@ -80,7 +80,7 @@ def train(fixed, is_slower, steps_per_execution):
     return told, history.history["loss"], whole
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_tables_move_and_training_goes_on(engine, cluster):
     processes = cluster(engine, 2)
     _, loss, expected = processes.run(train, True, False, 1)[0]
@@ -129,7 +129,7 @@ def drift():
     return told
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_decided_anew_when_alpha_drifts(engine, cluster):
     told = cluster(engine, 2).run(drift)[0]
     # Decided after some steps, and looked at after twice as many.
@@ -155,7 +155,7 @@ def by_the_real_speeds():
     return lines, architectures
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_by_the_speeds_of_this_cluster(engine, cluster):
     one, other = cluster(engine, 2).run(by_the_real_speeds)
     assert one == other

@@ -134,7 +134,7 @@ def assert_logs(got, expected):
         assert a == pytest.approx(b, rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_callbacks_as_on_one_process(cluster, engine, tmp_path):
     (tmp_path / "stock").mkdir()
     (tmp_path / "here").mkdir()
@@ -232,7 +232,7 @@ def run_more(folder):
     return results
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_callbacks_decide_alike(cluster, engine, tmp_path):
     has_tensorboard = True
     try:
@@ -294,7 +294,7 @@ def train_with_nan(terminate):
     return losses, ks.export(model).get_weights()
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_a_nan_gradient_on_one_rank_reaches_all_alike(cluster, engine):
     # As stock Keras: it trains on, with NaN in what the gradient reaches.
     expected, weights = train_with_nan(False)
@@ -326,7 +326,7 @@ def predictions():
     return results
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_predictions_are_whole_and_in_order(cluster, engine):
     expected = built(keras.layers.Embedding).predict(examples(9)[0], verbose=0)
     for results in cluster(engine, 2).run(predictions):

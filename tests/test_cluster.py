@@ -8,7 +8,7 @@ from tests.cluster import ClusterError
 from tests.conftest import engines
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_processes_stay_between_calls(cluster, engine):
     workers = cluster(engine, 2)
     first = workers.run(launch_functions.describe)

@@ -277,7 +277,7 @@ def read_endless():
     )
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_endless_input_stays_endless(cluster, engine):
     by_rank = cluster(engine, 2).run(read_endless)
     assert {cardinality for _, cardinality in by_rank} == {-1}
@@ -297,7 +297,7 @@ def keeps_batches():
     return _read(distribution.shard(make(), communicator)), _read(make())
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_maps_before_batches_keep_what_comes_together(cluster, engine):
     by_rank = cluster(engine, 2).run(keeps_batches)
     for epoch in range(2):
@@ -333,7 +333,7 @@ def recognises():
     )
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_shard_is_not_split_again(cluster, engine):
     for *facts, message in cluster(engine, 2).run(recognises):
         assert facts == [False, True, True, True]
@@ -360,7 +360,7 @@ def asks_for(by, kind):
         return str(error)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_impossible_splits_say_why(cluster, engine):
     run = cluster(engine, 2).run
     assert "Python" in run(asks_for, "elements", "generator")[1]
@@ -427,7 +427,7 @@ def differing(kind):
     return len(steps)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_differing_input_is_named_on_every_rank(cluster, engine):
     run = cluster(engine, 2).run
     assert run(differing, "same") == [6, 6]
@@ -472,7 +472,7 @@ def orders():
     }
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_a_common_seed_gives_common_orders(cluster, engine):
     first, second = cluster(engine, 2).run(orders)
     assert first == second

@@ -205,7 +205,7 @@ def test_a_delay_is_kept_or_refused(nothing_is_left, variables):
         assert 80 <= figures["answer_ms"] < 300
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_a_script_on_machines(
     engine, nothing_is_left, variables, tmp_path, capfd
 ):

@@ -18,22 +18,16 @@ TABLES = [(1_000, 4, 3), (30, 4, 5), (3, 4, None), (900, 4, 1)]
 LARGER, OF_SIX = (140_000, 4, 1), (50, 6, None)
 
 
-def engines_sizes_and_machines():
-    (horovod,) = engines("horovod")
-    return [
-        ("native", 4, 1),
-        ("native", 4, 2),
-        pytest.param("horovod", 2, 1, marks=horovod.marks),
-        pytest.param("horovod", 4, 2, marks=horovod.marks),
-    ]
-
-
 # Which tables are asked, in turn, and for which ids outside of the second.
-CASES = (
-    (TABLES, (0, 1, 2, 3, 0), (-1, 30, 2**40, -(2**40))),
-    ([*TABLES, LARGER], (4, 1, 2, 4), (-1, 30, 2**40, -(2**40))),
-    ([*TABLES, LARGER, OF_SIX], (5, 1, 4, 5, 3), ()),
-)
+CASES = {
+    "16 bits": (TABLES, (0, 1, 2, 3, 0), (-1, 30, 2**40, -(2**40))),
+    "32 bits": ([*TABLES, LARGER], (4, 1, 2, 4), (-1, 30, 2**40, -(2**40))),
+    "a row length of its own": (
+        [*TABLES, LARGER, OF_SIX],
+        (5, 1, 4, 5, 3),
+        (),
+    ),
+}
 
 
 def pull_together(shapes, asked, outside):
@@ -89,17 +83,32 @@ def pull_together(shapes, asked, outside):
     return messages
 
 
+def _places_and_cases():
+    """`make test` has machines that pull together on one engine alone."""
+    daily = [("horovod", 2, 1, case) for case in CASES]
+    daily.append(("native", 2, 1, "32 bits"))
+    daily.append(("native", 4, 2, "a row length of its own"))
+    for size, machines in ((2, 1), (4, 1), (4, 2)):
+        for engine in engines():
+            for case in CASES:
+                cell = (*engine.values, size, machines, case)
+                rest = [pytest.mark.all_cells] * (cell not in daily)
+                yield pytest.param(*cell, marks=[*engine.marks, *rest])
+
+
 @pytest.mark.parametrize(
-    ("engine", "size", "machines"), engines_sizes_and_machines()
+    ("engine", "size", "machines", "case"), list(_places_and_cases())
 )
-def test_several_tables_as_dense_numpy(engine, size, machines, cluster):
-    processes = cluster(engine, size, machines)
-    for case in CASES:
-        for messages in processes.run(pull_together, *case):
-            for message, wrong in zip(messages, case[-1], strict=True):
-                assert "table_1" in message
-                assert f"[{wrong}]" in message
-                assert "[0, 30)" in message
+def test_several_tables_as_dense_numpy(engine, size, machines, case, cluster):
+    shapes, asked, outside = CASES[case]
+    results = cluster(engine, size, machines).run(
+        pull_together, shapes, asked, outside
+    )
+    for messages in results:
+        for message, wrong in zip(messages, outside, strict=True):
+            assert "table_1" in message
+            assert f"[{wrong}]" in message
+            assert "[0, 30)" in message
 
 
 def roles_of_a_step(num_tables, steps):
@@ -138,7 +147,7 @@ def roles_of_a_step(num_tables, steps):
     return calls, history.history["loss"], model.predict(x[:8], verbose=0)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_the_number_of_messages_is_that_of_one_table(engine, cluster):
     processes = cluster(engine, 2)
     one, *_ = processes.run(roles_of_a_step, 1, 3)[0]

@@ -202,7 +202,7 @@ def model_results():
     return results
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_models_results_have_stocks_keys(cluster, engine):
     for found, expected in cluster(engine, 2).run(model_results):
         assert list(found) == list(expected)
@@ -227,7 +227,7 @@ def empty_parts():
     return results
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_empty_parts_count_nothing(cluster, engine):
     for result in cluster(engine, 2).run(empty_parts):
         assert all(result)

@@ -110,7 +110,7 @@ def plan_and_train():
     return facts(planned), facts(running), sum(rows), balance
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_plan_of_running_processes(engine, cluster, capfd):
     results = cluster(engine, 2).run(plan_and_train)
     assert results[0] == results[1]

@@ -413,7 +413,7 @@ def stock_spread(case, size):
     return [v.numpy() for v in variables + optimizer.variables]
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_tables_alone_as_on_one_process(cluster, engine):
     for results in cluster(engine, 2).run(train_spread):
         for case in SPREAD:
@@ -450,7 +450,7 @@ def rank_without_rows():
     return tables
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_rank_without_rows_goes_along(cluster, engine):
     first, second = cluster(engine, 2).run(rank_without_rows)
     for (table, steps), (other, other_steps) in zip(first, second, strict=True):

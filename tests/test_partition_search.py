@@ -447,7 +447,7 @@ def check_search(results):
     assert "'tables' stays as it was" in other_lines[2]
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_search_changes_nothing_but_the_time(cluster, engine, tmp_path):
     path = str(tmp_path / "a folder" / "search.json")
     check_search(cluster(engine, 2).run(run_search, path))
@@ -480,7 +480,7 @@ def time_steps():
     return callback.result["tables"], partitions_of(model)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_the_time_is_that_of_the_slowest_ranks_steps(cluster, engine):
     results = cluster(engine, 2).run(time_steps)
     for choice, partitions in results:
@@ -598,7 +598,7 @@ def check_eager(results):
     assert {p[0] for p in tried[:begin]} >= set(sampled(choices["a"]))
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_groups_limits_interruptions(cluster, engine, tmp_path):
     check_eager(cluster(engine, 2).run(run_eager, str(tmp_path)))
 

@@ -414,8 +414,14 @@ def train(num_partitions):
     }
 
 
-@pytest.mark.parametrize("num_partitions", NUM_PARTITIONS)
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize(
+    ("engine", "num_partitions"),
+    [
+        pytest.param(*engine.values, count, marks=engine.marks)
+        for count in NUM_PARTITIONS
+        for engine in engines(usually="native" if count == 1 else "horovod")
+    ],
+)
 def test_two_processes_give_what_one_gives(cluster, engine, num_partitions):
     start, end = reference_training()
     words, labels = (
@@ -450,7 +456,7 @@ def save_and_export(path):
     )
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_two_processes_export_and_save_whole_weights(cluster, engine, tmp_path):
     path = str(tmp_path / "model.keras")
     results = cluster(engine, 2).run(save_and_export, path)
@@ -477,7 +483,7 @@ def give_wrong_label(method):
 
 
 @pytest.mark.parametrize("method", ["fit", "evaluate"])
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_label_outside_is_an_error_on_every_rank(cluster, engine, method):
     for message in cluster(engine, 2).run(give_wrong_label, method):
         assert "softmax" in message

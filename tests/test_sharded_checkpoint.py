@@ -33,7 +33,7 @@ def assert_close(left, right):
 # Exactly where it stopped.
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_resumed_training_equals_an_undisturbed_one(cluster, engine, tmp_path):
     results = cluster(engine, 2).run(
         functions.train_and_resume, tmp_path, [13, STEPS]

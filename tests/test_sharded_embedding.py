@@ -281,7 +281,7 @@ def initial_tables():
     return values
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_initial_values_are_those_of_one_process(cluster, engine):
     expected = initial_tables()
     for values in cluster(engine, 2).run(initial_tables):
@@ -445,7 +445,7 @@ def train_models_of_all_kinds():
     return results
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_models_of_all_kinds_train(cluster, engine):
     _, expected = one_process("adagrad")
     for results in cluster(engine, 2).run(train_models_of_all_kinds):
@@ -519,7 +519,7 @@ def check_loaded(results, at_saving, after):
             np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_saved_on_two_loaded_on_one_and_back(cluster, engine, tmp_path):
     group = cluster(engine, 2)
     path = str(tmp_path / "two")
@@ -560,7 +560,7 @@ def overflow_in_one_row():
     return seen
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_overflow_on_one_rank_skips_on_all(cluster, engine):
     first, second = cluster(engine, 2).run(overflow_in_one_row)
     assert first == second
@@ -599,7 +599,7 @@ def train_on_bad_id(bad, position):
     return messages
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 @pytest.mark.parametrize(("bad", "position"), [(-1, 0), (ROWS, 7)])
 def test_id_outside_is_an_error_on_every_rank(cluster, engine, bad, position):
     for messages in cluster(engine, 2).run(train_on_bad_id, bad, position):

@@ -376,7 +376,7 @@ def own_loop():
     return [*found, ks.sparsity.measured(variables)]
 
 
-@pytest.mark.parametrize("engine", [None, *engines()])
+@pytest.mark.parametrize("engine", [None, *engines(usually="native")])
 def test_own_loops(cluster, engine):
     size = 2 if engine else 1
     results = cluster(engine, size).run(own_loop) if engine else [own_loop()]

@@ -263,7 +263,7 @@ def train_by_every_method():
     return results
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_every_method_of_keras_is_that_of_one_process(cluster, engine):
     def stock():
         keras.utils.set_random_seed(11)
@@ -331,7 +331,7 @@ def train_half_wrapped():
     return errors
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_half_wrapped_is_refused(cluster, engine):
     for errors in cluster(engine, 2).run(train_half_wrapped):
         assert len(errors) == 7
@@ -366,7 +366,7 @@ def random_and_normalized():
     return history["loss"], mask, model.get_weights()
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_ranks_draw_apart_and_stay_together(cluster, engine):
     (loss, mask, weights), (other_loss, other_mask, other_weights) = cluster(
         engine, 2
@@ -449,7 +449,7 @@ def train_on_few_examples():
     return history["loss"], model.get_weights(), model.predict(x, 4, verbose=0)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_ranks_without_examples(cluster, engine):
     loss, expected, outputs = train_on_few_examples()
     for result in cluster(engine, 2).run(train_on_few_examples):

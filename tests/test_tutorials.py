@@ -2,14 +2,13 @@
 
 import importlib.util
 import math
-import os
 import pathlib
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+from keras_sparsity import launch
 from tests.conftest import HAS_HOROVOD
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -89,29 +88,34 @@ def test_too_little_text_says_what_to_do(text, tmp_path):
 ENGINE = "horovod" if HAS_HOROVOD else "native"
 
 
-def run(folder, *arguments, num_processes=2):
-    """What a tutorial prints, run by the launcher in a folder."""
-    result = subprocess.run(
-        [sys.executable, "-m", "keras_sparsity.launch", "run"]
-        + ["-n", str(num_processes)]
-        + ["--engine", ENGINE if num_processes > 1 else "local"]
-        + [str(argument) for argument in arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+@pytest.fixture
+def run(tmp_path, monkeypatch, capfd):
+    """`run(*arguments)` gives what a tutorial prints, run by the launcher.
+
+    In a folder of its own. The launcher runs in this process, which has
+    imported TensorFlow already.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments, num_processes=2):
+        engine = ENGINE if num_processes > 1 else "local"
+        code = launch.main(
+            ["run", "-n", str(num_processes), "--engine", engine]
+            + [str(argument) for argument in arguments]
+        )
+        output, errors = capfd.readouterr()
+        assert code == 0, output + errors
+        return output
+
+    return run
 
 
-def test_losses_are_the_same_with_one_process_and_with_two(tmp_path):
+def test_losses_are_the_same_with_one_process_and_with_two(run):
     script = TUTORIALS / "01_one_process_to_several.py"
     losses = [
         [
             list(map(float, line.split(": ")[1].split(", ")))
-            for line in run(tmp_path, script, num_processes=n).splitlines()
+            for line in run(script, num_processes=n).splitlines()
             if line.startswith(f"losses with {n} process(es): ")
         ]
         for n in (1, 2)
@@ -120,17 +124,17 @@ def test_losses_are_the_same_with_one_process_and_with_two(tmp_path):
     assert losses[0][0][1] < losses[0][0][0]
 
 
-def test_plans_and_draws_what_each_architecture_costs(tmp_path):
-    output = run(tmp_path, TUTORIALS / "02_plan_and_architecture.py")
+def test_plans_and_draws_what_each_architecture_costs(run, tmp_path):
+    output = run(TUTORIALS / "02_plan_and_architecture.py")
     assert "alpha of the model" in output
     assert "Architecture: 'of_items' " in output
     assert (tmp_path / "plan" / "bytes_by_alpha.png").stat().st_size > 10_000
     assert list((tmp_path / "plan" / "logs" / "architecture").glob("events.*"))
 
 
-def test_searches_partitions_and_keeps_the_choice(tmp_path):
+def test_searches_partitions_and_keeps_the_choice(run, tmp_path):
     script = TUTORIALS / "03_partition_search.py"
-    output = run(tmp_path, script, "--steps", 130)
+    output = run(script, "--steps", 130)
     assert "PartitionSearch: 'tables' gets" in output
     assert "ms by the fit" in output
     folder = tmp_path / "logs"
@@ -138,18 +142,19 @@ def test_searches_partitions_and_keeps_the_choice(tmp_path):
     assert (folder / "partitions.json").exists()
 
 
-def test_resumes_saves_and_exports(tmp_path):
+def test_resumes_saves_and_exports(run):
     script = TUTORIALS / "04_saving_resuming_exporting.py"
-    output = run(tmp_path, "--max-restarts", 1, script)
+    output = run("--max-restarts", 1, script)
     assert "going on in epoch 2 after 16 of its steps" in output
     assert "['Embedding', 'GlobalAveragePooling1D', 'Dense']" in output
     assert "all predict the same" in output
 
 
+# On the newest TensorFlow alone, as `make demo`.
+@pytest.mark.all_cells
 @pytest.mark.smoke
-def test_language_model_learns_and_exports_on_two_processes(tmp_path):
+def test_language_model_learns_and_exports_on_two_processes(run, tmp_path):
     output = run(
-        tmp_path,
         TUTORIALS / "language_model.py",
         *("--text", write_cycle(tmp_path / "text.txt")),
         *("--export", tmp_path / "exported", "--num-sampled", 20),

@@ -28,8 +28,13 @@ class Route:
     @property
     def senders(self):
         """int32 `(sum(received_splits),)`, the rank each row comes from."""
-        ranks = tf.range(tf.size(self.received_splits))
-        return tf.repeat(ranks, self.received_splits)
+        # tf.repeat, which takes any shape, is 50 operations.
+        places = tf.range(tf.reduce_sum(self.received_splits))
+        ranks = tf.raw_ops.UpperBound(
+            sorted_inputs=tf.expand_dims(tf.cumsum(self.received_splits), 0),
+            values=tf.expand_dims(places, 0),
+        )
+        return tf.reshape(ranks, [-1])
 
     @property
     def receivers(self):

@@ -313,7 +313,12 @@ def _capacity(largest, width):
         `(the length, its key)`.
     """
     largest = tf.cast(largest, tf.int64) * width
-    bucket = tf.searchsorted(_CAPACITIES, [largest])[0]
+    # tf.searchsorted, which takes any shape, is 30 operations.
+    bucket = tf.raw_ops.LowerBound(
+        sorted_inputs=_CAPACITIES[np.newaxis],
+        values=tf.reshape(largest, [1, 1]),
+    )
+    bucket = tf.reshape(bucket, [])
     return tf.gather(_CAPACITIES, bucket), tf.gather(_CAPACITY_KEYS, bucket)
 
 

@@ -37,6 +37,7 @@ class Observer:
     def __init__(self, journal):
         self._journal = journal
         self._moved_at = self._left_open_at = time.monotonic()
+        self._open = []
         self._left_open = []
         self._cpu = self._cpu_at = 0.0
         self._is_busy = False
@@ -51,22 +52,27 @@ class Observer:
         self._look_at_cpu(now)
         if self._journal.has_moved():
             self._moved_at = now
+            self._open = self._journal.open_sites()
+        # Else no other one has begun, and none but these need be read.
         self._forget_stale(now)
         report = verdict.Report(
             stalled_seconds=now - self._moved_at,
             busy=self._is_busy,
             place=_place(),
         )
-        open_sites = self._journal.open_sites()
+        open_sites = self._still_open()
         if open_sites and (closely or self._moved_at != now):
             report.status = "blocked"
             report.open_calls = tuple(s.current_call() for s in open_sites)
             report.upcoming = tuple(self._journal.upcoming(open_sites))
         return report
 
+    def _still_open(self):
+        return [site for site in self._open if site.is_open()]
+
     def _forget_stale(self, now):
         """Stops waiting for calls that ended by an error nobody reported."""
-        before = [(site, site.counts()) for site in self._journal.open_sites()]
+        before = [(site, site.counts()) for site in self._still_open()]
         if _is_in_call():
             before = []
         if before != self._left_open:
