@@ -107,6 +107,8 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+# First: xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Groups the tests by engine, so that each engine's start only once.
 

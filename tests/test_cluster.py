@@ -55,3 +55,11 @@ def test_one_engine_at_a_time(cluster):
     assert local.run(launch_functions.describe)[0]["engine"] == "local"
     cluster("native", 2)
     assert not local.is_running
+
+
+def test_two_workers_of_pytest_share_no_group_of_tests(request):
+    if not request.config.getoption("loadgroup", False):
+        pytest.skip("not in a worker of pytest -n 2 --dist loadgroup")
+    # pytest-xdist gives the group to a test's name, unless pytest or the
+    # order of hooks keeps it from that: no message says so.
+    assert request.node.nodeid.endswith("@test_cluster.py")

@@ -24,7 +24,7 @@ EXTRAS = {
     "horovod": {"tensorflow-cpu<2.19,>=2.16", "horovod==0.28.1"},
     "horovod-gpu": {"tensorflow[and-cuda]<2.19,>=2.16", "horovod==0.28.1"},
     "tensorboard": {"tensorboard"},
-    "dev": {"pytest>=8", "pytest-timeout", "ruff==0.17.5", "pre-commit"},
+    "dev": {"pytest<9.2,>=8", "pytest-timeout", "ruff==0.17.5", "pre-commit"},
 }
 
 

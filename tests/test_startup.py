@@ -145,6 +145,7 @@ def ends(request):
             if case.engine == "native" or HAS_HOROVOD:
                 running[name] = list(_processes(case, stack))
         for process in [p for each in running.values() for p in each]:
+            stack.enter_context(process)
             stack.callback(process.kill)
 
         def find(name):
