@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import collectives
+from keras_sparsity.collectives.engine import repeated
 from keras_sparsity.own_variable import OwnVariable
 
 # Steps sampled at the start, and the distance of those that follow. For each
@@ -136,13 +137,7 @@ class Touches:
                 self._arrived.assign(tf.zeros([0], tf.int64))
             else:
                 touched = self._touched(
-                    ids,
-                    counts
-                    and (
-                        lambda: tf.repeat(
-                            tf.range(len(self._machines)), counts()
-                        )
-                    ),
+                    ids, counts and (lambda: repeated(counts()))
                 )
             # Of the variable itself TensorFlow would take the size, though
             # not the values, after it is empty again.

@@ -21,6 +21,7 @@ from multiprocessing import connection
 from keras_sparsity import collectives
 from keras_sparsity.launch.functions import Job
 from keras_sparsity.launch.processes import last_lines
+from tests import forked
 
 _START_TIMEOUT_SECONDS = 90
 _LAST_WORDS_SECONDS = 15
@@ -189,14 +190,15 @@ class Cluster:
                 authkey=key.encode(),
             ) as listener,
         ):
-            self._job = Job(
-                serve,
-                self.num_processes,
-                self.engine,
-                args=(listener.address, key),
-                machines=self.machines,
-                env=self._env,
-            )
+            with forked.ranks():
+                self._job = Job(
+                    serve,
+                    self.num_processes,
+                    self.engine,
+                    args=(listener.address, key),
+                    machines=self.machines,
+                    env=self._env,
+                )
             try:
                 self._connections = self._accept(listener)
             except BaseException:

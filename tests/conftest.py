@@ -72,17 +72,29 @@ class Clusters:
             self._clusters[key] = Cluster(num_processes, engine, machines)
         return self._clusters[key]
 
-    def stop(self):
-        for cluster in self._clusters.values():
-            cluster.stop()
+    def stop(self, engine=None):
+        for (other, *_), cluster in self._clusters.items():
+            if engine in (None, other) and cluster.is_running:
+                cluster.stop()
 
 
 @pytest.fixture(scope="session")
-def cluster():
-    """`cluster(engine, num_processes, machines=1)` gives a running Cluster."""
+def _clusters():
     clusters = Clusters()
     yield clusters
     clusters.stop()
+
+
+@pytest.fixture(autouse=True)
+def _no_idle_horovod(request, _clusters):
+    if "cluster" not in request.fixturenames:
+        _clusters.stop("horovod")
+
+
+@pytest.fixture(scope="session")
+def cluster(_clusters):
+    """`cluster(engine, num_processes, machines=1)` gives a running Cluster."""
+    return _clusters
 
 
 @pytest.fixture(scope="session")
@@ -112,21 +124,20 @@ def pytest_collection_finish():
 def pytest_collection_modifyitems(items):
     """Groups the tests by engine, so that each engine's start only once.
 
-    With `pytest -n 2 --dist loadgroup` one worker has all tests of several
-    processes, which have both cores, one after the other; the other one has
-    those that wait or compute on one core, module by module.
+    With `pytest -n 2 --dist loadgroup` one worker begins with native tests
+    and one with those of Horovod; they share the others, module by module.
     """
-
-    order = {"native": 1, "horovod": 2}
+    order = {None: 0, "native": 1, "horovod": 2}
 
     def engine_of(item):
         call = getattr(item, "callspec", None)
         params = call.params if call else {}
         engine, *_ = params.get("ranks") or [params.get("engine")]
-        return order.get(engine, 0)
+        if engine is None and "cluster" in item.fixturenames:
+            engine = "native"
+        return engine if engine in order else None
 
-    items.sort(key=engine_of)
+    items.sort(key=lambda item: order[engine_of(item)])
     for item in items:
-        has_several = engine_of(item) or "cluster" in item.fixturenames
-        group = "several processes" if has_several else item.path.name
+        group = engine_of(item) or item.path.name
         item.add_marker(pytest.mark.xdist_group(group))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from keras_sparsity import launch
+from tests import forked
 from tests.conftest import HAS_HOROVOD
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -93,16 +94,17 @@ def run(tmp_path, monkeypatch, capfd):
     """`run(*arguments)` gives what a tutorial prints, run by the launcher.
 
     In a folder of its own. The launcher runs in this process, which has
-    imported TensorFlow already.
+    imported TensorFlow already, as has the one that its ranks are forked from.
     """
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments, num_processes=2):
         engine = ENGINE if num_processes > 1 else "local"
-        code = launch.main(
-            ["run", "-n", str(num_processes), "--engine", engine]
-            + [str(argument) for argument in arguments]
-        )
+        with forked.ranks():
+            code = launch.main(
+                ["run", "-n", str(num_processes), "--engine", engine]
+                + [str(argument) for argument in arguments]
+            )
         output, errors = capfd.readouterr()
         assert code == 0, output + errors
         return output

@@ -339,5 +339,8 @@ def _unpadded(padded, counts, width, num_parts, rows):
     lengths = tf.cast(counts, tf.int64) * width
     pieces = tf.reshape(tf.stack([lengths, capacity - lengths], 1), [-1])
     pieces = tf.split(tf.reshape(padded, [-1]), pieces, num=2 * num_parts)
-    shape = tf.concat([[tf.reduce_sum(counts)], tf.shape(rows)[1:]], 0)
+    if isinstance(width, int) and width > 0:
+        shape = [-1, *rows.shape[1:]]
+    else:
+        shape = tf.concat([[tf.reduce_sum(counts)], tf.shape(rows)[1:]], 0)
     return tf.reshape(tf.concat(pieces[::2], 0), shape)

@@ -5,6 +5,7 @@ import collections
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity.collectives.engine import num_up_to
 from keras_sparsity.planning.transfer_cost import narrowest_index
 
 # By their number of bytes.
@@ -76,7 +77,7 @@ class Addresses:
         table = 0
         if len(self._ends) > 1:
             ends = tf.constant(self._ends, rows.dtype)
-            table = tf.searchsorted(ends, rows, side="right")
+            table = num_up_to(ends, rows)
             rows -= of(self.first_rows, table)
         count = of(self._counts, table)
         partition = of(self._first_partitions, table) + rows % count

@@ -6,6 +6,7 @@ import hashlib
 import tensorflow as tf
 
 from keras_sparsity import architectures, touches
+from keras_sparsity.collectives.engine import num_up_to
 from keras_sparsity.tables.addresses import Addresses, is_marked, marked
 from keras_sparsity.tables.ahead import Exchange
 from keras_sparsity.tables.ways import Direct, ThroughMachines
@@ -253,7 +254,7 @@ class _Owned:
         self._pieces = addresses.pieces
         if len(self._pieces) > 1:
             starts = self._constant(p.start for p in self._pieces)
-            self._piece = tf.searchsorted(starts, received, side="right") - 1
+            self._piece = num_up_to(starts, received) - 1
             self._local = received - tf.gather(starts, self._piece)
         else:
             self._piece, self._local = None, received

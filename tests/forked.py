@@ -1,0 +1,122 @@
+"""Ranks forked from a process that has imported TensorFlow.
+
+The import is most of a rank's start, some 4 s of processor time. What users
+start, and the launcher's own tests, are fresh processes.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib.util
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from multiprocessing import reduction
+from unittest import mock
+
+import numpy as np
+
+from keras_sparsity.launch import _child, environment
+from keras_sparsity.launch.processes import LIFELINE_VARIABLE
+
+if importlib.util.find_spec("horovod") is not None:
+    import horovod.tensorflow  # noqa: F401  # loads its library
+
+# Of the process that is forked. No threads: a fork has but one.
+_ENVIRONMENT = {
+    **environment.shared_defaults(),
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload([__name__])
+
+
+@contextlib.contextmanager
+def ranks():
+    """While entered, the launcher forks what it would start."""
+    paths = environment.inherited().get("PYTHONPATH", "")
+    with (
+        mock.patch("keras_sparsity.launch.processes.subprocess.Popen", _Popen),
+        mock.patch.dict(os.environ, {**_ENVIRONMENT, "PYTHONPATH": paths}),
+    ):
+        yield
+
+
+class _Popen:
+    """What `RankProcess` uses of `subprocess.Popen`."""
+
+    def __init__(
+        self, command, env, stdin, stdout, stderr, pass_fds, start_new_session
+    ):
+        (lifeline,) = pass_fds
+        arguments = command[command.index("-m") + 2 :]
+        files = [
+            _Sent(file.fileno() if file else inherited)
+            for file, inherited in ((stdout, 1), (stderr, 2))
+        ]
+        self._process = _CONTEXT.Process(
+            target=_run, args=(arguments, env, *files, _Sent(lifeline))
+        )
+        self._process.daemon = True
+        self._process.start()
+        # Whoever ends it ends its group.
+        while self.poll() is None and os.getpgid(self.pid) != self.pid:
+            time.sleep(0.001)
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    @property
+    def returncode(self):
+        return self._process.exitcode
+
+    def poll(self):
+        return self.returncode
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout)
+        return self.returncode
+
+
+class _Sent:
+    """A file descriptor, which arrives as the other process's number."""
+
+    def __init__(self, descriptor):
+        self._descriptor = descriptor
+
+    def __reduce__(self):
+        return _received, (reduction.DupFd(self._descriptor),)
+
+
+def _received(duplicate):
+    return duplicate.detach()
+
+
+def _run(arguments, variables, stdout, stderr, lifeline):
+    os.setsid()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(variables)
+    os.environ[LIFELINE_VARIABLE] = str(lifeline)
+    # A fresh process has random states of its own.
+    random.seed()
+    np.random.seed()
+    # Nothing of this is ever garbage.
+    gc.freeze()
+    try:
+        _child.main(arguments)
+    finally:
+        # A forked process ends without.
+        atexit._run_exitfuncs()
