@@ -23,8 +23,10 @@ SOURCES := setup.py pyproject.toml README.md \
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check \
 	--only-binary :all:
 
+# Made side by side.
+ENVIRONMENTS := $(HOROVOD)/.installed $(NEW)/.dev
 # See pytest_collection_modifyitems.
-TWO_AT_ONCE := -n 2 --dist loadgroup
+TWO_AT_ONCE := -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help demo test test-all browser lint format bench clean
 
@@ -36,12 +38,14 @@ demo: $(NEW)/.installed  ## Train the tutorial's language model on 2 processes
 	$(NEW)/bin/keras-sparsity run -n $(NUM_PROCESSES) \
 		tutorials/language_model.py
 
-test: $(HOROVOD)/.installed $(NEW)/.dev  ## All tests on all engines
+test:  ## All tests on all engines
+	$(MAKE) --no-print-directory -j2 $(ENVIRONMENTS)
 	$(HOROVOD)/bin/python -m pytest $(TWO_AT_ONCE) $(PYTEST_ARGS)
 	@echo "The smoke tests on the newest TensorFlow:"
-	$(NEW)/bin/python -m pytest -m smoke
+	$(NEW)/bin/python -m pytest $(TWO_AT_ONCE) -m smoke
 
-test-all: $(HOROVOD)/.installed $(NEW)/.dev  ## And the whole matrix: hours
+test-all:  ## And the whole matrix: hours
+	$(MAKE) --no-print-directory -j2 $(ENVIRONMENTS)
 	$(HOROVOD)/bin/python -m pytest $(TWO_AT_ONCE) \
 		-m "all_cells or not all_cells" $(PYTEST_ARGS)
 
@@ -94,6 +98,7 @@ $(HOROVOD)/.horovod: setup.py scripts/install_horovod.sh \
 	scripts/install_horovod.sh $(HOROVOD)/bin/python
 	touch $@
 
-$(HOROVOD)/.installed: $(SOURCES) $(HOROVOD)/.horovod
+# After the other one's: both build this package in the source tree.
+$(HOROVOD)/.installed: $(SOURCES) $(HOROVOD)/.horovod | $(NEW)/.dev
 	$(HOROVOD)/bin/python $(PIP_INSTALL) '.[horovod,dev]'
 	touch $@

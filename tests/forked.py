@@ -14,6 +14,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing import reduction
 from unittest import mock
@@ -26,25 +27,27 @@ from keras_sparsity.launch.processes import LIFELINE_VARIABLE
 if importlib.util.find_spec("horovod") is not None:
     import horovod.tensorflow  # noqa: F401  # loads its library
 
-# Of the process that is forked. No threads: a fork has but one.
-_ENVIRONMENT = {
-    **environment.shared_defaults(),
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([__name__])
+_LOCK = threading.Lock()
 
 
 @contextlib.contextmanager
 def ranks():
     """While entered, the launcher forks what it would start."""
-    paths = environment.inherited().get("PYTHONPATH", "")
-    with (
-        mock.patch("keras_sparsity.launch.processes.subprocess.Popen", _Popen),
-        mock.patch.dict(os.environ, {**_ENVIRONMENT, "PYTHONPATH": paths}),
-    ):
+    with mock.patch("keras_sparsity.launch.processes.subprocess.Popen", _Popen):
         yield
+
+
+def _of_the_server():
+    """Variables of the process that is forked, which the first fork starts."""
+    return {
+        **environment.inherited(),
+        **environment.shared_defaults(),
+        # No threads: of those a fork has but one.
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
 
 
 class _Popen:
@@ -63,10 +66,12 @@ class _Popen:
             target=_run, args=(arguments, env, *files, _Sent(lifeline))
         )
         self._process.daemon = True
-        self._process.start()
-        # Whoever ends it ends its group.
-        while self.poll() is None and os.getpgid(self.pid) != self.pid:
-            time.sleep(0.001)
+        with _LOCK, mock.patch.dict(os.environ, _of_the_server()):
+            self._process.start()
+        # Whoever ends it ends its group, so that must be there.
+        with contextlib.suppress(ProcessLookupError):  # It has ended already.
+            while os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)
 
     @property
     def pid(self):
@@ -101,6 +106,7 @@ def _received(duplicate):
 
 
 def _run(arguments, variables, stdout, stderr, lifeline):
+    """In the fork: becomes what the command and its variables would start."""
     os.setsid()
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)

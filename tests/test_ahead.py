@@ -98,6 +98,7 @@ CASES = {
     "eager": dict(run_eagerly=True),
 }
 ON_HOROVOD = ("exact", "narrow", "moved", "assigned")
+NOT_IN_MAKE_TEST = ("narrow", "eager", "elsewhere")
 
 
 def train(prefetch, case, together=False):
@@ -167,7 +168,14 @@ def train_all(pulls, together=False):
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
-        pytest.param(*engine.values, name, marks=engine.marks)
+        pytest.param(
+            *engine.values,
+            name,
+            marks=[
+                *engine.marks,
+                *[pytest.mark.all_cells] * (name in NOT_IN_MAKE_TEST),
+            ],
+        )
         for name in CASES
         for engine in engines(
             usually="horovod" if name in ON_HOROVOD else "native"

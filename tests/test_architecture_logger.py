@@ -80,7 +80,7 @@ def command(arguments, capsys):
     return code, output.out
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_everything_on_two_processes(engine, logged):
     log_dir, results = logged(engine)
     found = events(log_dir)

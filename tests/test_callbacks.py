@@ -363,7 +363,7 @@ def call_on_one_rank():
     return messages
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_other_methods_on_other_ranks_are_an_error(cluster, engine):
     for messages in cluster(engine, 2).run(call_on_one_rank):
         assert len(messages) == 3

@@ -199,7 +199,7 @@ class Scale(keras.layers.Layer):
         return inputs + self.kernel
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_sums_are_wide_and_messages_narrow(engine, cluster):
     """257 is no number of bfloat16: the sum of 256 and 1 would be 256."""
     processes = cluster(engine, 2)

@@ -350,7 +350,7 @@ def ssh(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_two_hosts_over_ssh(engine, run, ssh, script, tmp_path):
     # Two names of this machine that are not taken for it.
     hostfile = tmp_path / "hosts"

@@ -62,7 +62,7 @@ N2, N4, H2, H4 = (("native", 2), ("native", 4), ("horovod", 2), ("horovod", 4))
 IN_MAKE_TEST = {
     "adam, ema, loss scaling": (H2,),
     "lazy adam, plateau": (),
-    "momentum, accumulation, decay": (N2,),
+    "momentum, accumulation, decay": (),
     "adagrad, several steps": (N2,),
 }
 

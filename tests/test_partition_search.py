@@ -638,6 +638,7 @@ def run_on_machines():
     }
 
 
+@pytest.mark.all_cells
 def test_four_processes_on_two_machines(cluster):
     """It starts with two partitions."""
     results = cluster("native", 4, machines=2).run(run_on_machines)

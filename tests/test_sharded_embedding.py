@@ -356,7 +356,7 @@ def check_no_whole_table_in_a_step():
                 strategy.run(step)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_rows_on_two_processes(cluster, engine):
     group = cluster(engine, 2)
     group.run(check_rows)

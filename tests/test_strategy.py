@@ -194,7 +194,7 @@ def own_loops():
     }
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_own_loop_is_that_of_one_process(cluster, engine):
     losses, weights = own_loop(oracles.DenseGradients, keras.layers.Embedding)
     assert_same(own_loop(ks.HybridOptimizer)[1], weights)

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from keras_sparsity.launch.functions import Job
-from tests import watch_functions
+from tests import forked, watch_functions
 from tests.conftest import engines
 
 _START_SECONDS = 150
@@ -307,7 +307,10 @@ def outcome(request):
         for item in request.session.items
         if getattr(item, "function", None) is test_case
     ]
-    with concurrent.futures.ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:
+    with (
+        forked.ranks(),
+        concurrent.futures.ThreadPoolExecutor(_JOBS_AT_ONCE) as pool,
+    ):
 
         def find(engine, case):
             if (engine, str(case)) not in started:
