@@ -24,9 +24,8 @@ def engines(*names, usually=None):
 
     Args:
         usually: the one that `make test` takes, where both are left to
-            `make test-all`: of what stands on collectives, which have a suite
-            of their own, each feature is tested on both engines, but not each
-            of its tests.
+            `make test-all`: of what stands on collectives, which pass a
+            suite of their own on both.
     """
     skip = pytest.mark.skipif(
         not HAS_HOROVOD, reason="Horovod is not installed"

@@ -425,6 +425,12 @@ PLACES_OF = {
     "frozen table": (N2,),
     "empty parts": (N4,),
     "fewer rows than ranks": (N3,),
+    "unit norm": (H2,),
+    "masked": (N2,),
+    "average that overwrites": (N2,),
+    "accumulation, clipped": (H2,),
+    "schedule": (N2,),
+    "normalized, synchronized": (H2,),
     # Without a place: others of their kind have one.
     **dict.fromkeys(
         (
@@ -439,10 +445,8 @@ PLACES_OF = {
             *("sum", "normalized", "added loss", "mixed_bfloat16"),
             *("fewer rows than partitions", "16 partitions"),
             *("lazy AdamW", "lazy, constrained", "adafactor, without tables"),
-            *("average that overwrites", "accumulation, clipped", "schedule"),
-            *("unit norm", "masked", "sample weights, adadelta"),
-            *("stateful, nesterov", "all ids equal", "allreduce, lazy"),
-            *("naive servers", "normalized, synchronized"),
+            *("sample weights, adadelta", "stateful, nesterov"),
+            *("all ids equal", "allreduce, lazy", "naive servers"),
         ),
         (),
     ),
