@@ -98,7 +98,7 @@ CASES = {
     "eager": dict(run_eagerly=True),
 }
 ON_HOROVOD = ("exact", "narrow", "moved", "assigned")
-NOT_IN_MAKE_TEST = ("narrow", "eager", "elsewhere")
+NOT_IN_MAKE_TEST = ("one", "narrow", "eager", "elsewhere")
 
 
 def train(prefetch, case, together=False):

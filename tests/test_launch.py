@@ -16,7 +16,7 @@ from keras_sparsity import launch
 from keras_sparsity.launch.functions import Job
 from keras_sparsity.launch.hosts import Host
 from keras_sparsity.launch.remote import HostError, Remote
-from tests import launch_functions
+from tests import forked, launch_functions
 from tests.conftest import engines
 from tests.launch_functions import is_running
 
@@ -226,10 +226,11 @@ def test_a_failing_rank_ends_the_others_and_all_start_anew(
     run, script, tmp_path
 ):
     logs = tmp_path / "logs"
-    done = run(
-        *("-n", "2", "--max-restarts", "2", "--log-dir", str(logs)),
-        *(script, "kill,exit,raise"),
-    )
+    with forked.ranks():
+        done = run(
+            *("-n", "2", "--max-restarts", "2", "--log-dir", str(logs)),
+            *(script, "kill,exit,raise"),
+        )
     assert done.code == 1, done.err
     first, second = _said(done.err, "keras-sparsity: ")[:2]
     assert "rank 1 of 2 was killed by SIGKILL" in first

@@ -216,7 +216,9 @@ def test_steps_per_execution_that_do_not_meet(tmp_path):
 # On other numbers of processes and partitions.
 
 
-@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "before, after", [(1, 2), pytest.param(2, 1, marks=pytest.mark.all_cells)]
+)
 def test_other_numbers_of_processes_and_partitions(
     cluster, before, after, tmp_path
 ):

@@ -32,7 +32,7 @@ class Case:
         silent: Ranks that print no message: they are gone, or their own
             traceback tells it.
         engines: Those it is run on: one where the engine has no part in it.
-        is_long: Whether only `make test-all` runs it.
+        is_rare: Whether only `make test-all` runs it.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Case:
     codes: tuple = (1, 1)
     silent: tuple = ()
     engines: tuple = ("native", "horovod")
-    is_long: bool = False
+    is_rare: bool = False
 
     def __str__(self):
         return "-".join([self.name, *map(str, self.args)])
@@ -58,7 +58,7 @@ CASES = [
             codes=(0, 0),
             silent=(0, 1),
             engines=(engine,),
-            is_long=True,
+            is_rare=True,
         )
         for engine, seconds in (("native", 14), ("horovod", 33))
     ),
@@ -194,6 +194,7 @@ CASES = [
         codes=(1, -15),
         silent=(1,),
         engines=("native",),
+        is_rare=True,
     ),
     Case(
         "fail_in_fit",
@@ -202,6 +203,7 @@ CASES = [
         codes=(-15, 1),
         silent=(0,),
         engines=("horovod",),
+        is_rare=True,
     ),
     Case(
         "fail_in_fit",
@@ -242,6 +244,7 @@ CASES = [
         codes=(1, 1),
         silent=(0,),
         engines=("native",),
+        is_rare=True,
     ),
 ]
 
@@ -332,7 +335,7 @@ def outcome(request):
         pytest.param(
             *engine.values,
             case,
-            marks=[*engine.marks, *[pytest.mark.all_cells] * case.is_long],
+            marks=[*engine.marks, *[pytest.mark.all_cells] * case.is_rare],
             id=f"{engine.values[0]}-{case}",
         )
         for engine in engines()
