@@ -1,7 +1,7 @@
 """Ranks forked from a process that has imported TensorFlow.
 
 The import is most of a rank's start, some 4 s of processor time. What users
-start, and the launcher's own tests, are fresh processes.
+start, and most ranks of the launcher's own tests, are fresh processes.
 """
 
 import atexit
