@@ -95,6 +95,7 @@ class Aggregation:
         dense = []
         served = []
         touched = []
+        ended = []
         rows = set()
         for gradient, variable in zip(grads, variables, strict=True):
             is_slices = isinstance(gradient, tf.IndexedSlices)
@@ -102,9 +103,9 @@ class Aggregation:
                 rows.add(id(variable))
             if self.is_spread(variable):
                 _check_is_slices(gradient, variable)
-                touches.end_step(variable)
+                ended.append((variable, None, None))
             elif is_slices and is_all_reduced(variable):
-                touches.end_step(variable, gradient.indices)
+                ended.append((variable, gradient.indices, None))
                 if needs_rows(variable):
                     touched.append((len(updates), _touched(gradient)))
                 gradient = _dense(gradient, variable)
@@ -119,13 +120,14 @@ class Aggregation:
                             variable,
                             architecture.merges,
                         )
-                touches.end_step(variable, gradient.indices, counts)
+                ended.append((variable, gradient.indices, counts))
             update = Update(variable, gradient, variable)
             updates.append(update)
             if is_slices:
                 continue
             by_servers = architecture.dense == "ps" and id(variable) not in rows
             (served if by_servers else dense).append(update)
+        touches.end_step(ended)
         if dense and communicator.size > 1:
             with tf.name_scope("all_reduce"):
                 reduced = _all_reduce(

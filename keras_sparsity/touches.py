@@ -28,6 +28,9 @@ from keras_sparsity.own_variable import OwnVariable
 _FIRST = 16
 _EVERY = 16
 
+# What a step that is not sampled adds to the state.
+_SKIPPED = [-1, 0, 0, 0, 0, 0, 0]
+
 # Set on a Keras variable that is counted.
 _ATTRIBUTE = "_keras_sparsity_touches"
 
@@ -88,84 +91,74 @@ class Touches:
         # Touches of this step that came already, each as one number.
         self._arrived = OwnVariable([], tf.int64, [None])
 
-    def note(self, asked):
-        """Notes what an owner receives before the step ends.
+    @property
+    def state(self):
+        """int64 `(7,)`; the first is 0 where this step is sampled."""
+        return self._state.read()
+
+    def keep(self, is_due, ids, ranks, largest, own_ids):
+        """Keeps what an owner receives before the step ends, see `note`.
 
         Args:
-            asked: function without arguments that gives an int64 tensor of row
-                ids; the rank that each comes from, or one that stands for its
-                machine, if that asks for its ranks together; how many any rank
-                receives of any other at most, where the engine knows it, else
-                0; and the ids that this rank has asked for itself, if it is
-                machines that ask, else None. Called where a step is sampled.
+            is_due: whether this variable's step is sampled; None if it is.
         """
+        noted = [0, 0, 0, 0, 1, tf.cast(largest, tf.int64), 0]
+        self._state.add(_if_due(is_due, tf.stack(noted), [0] * len(noted)))
+        touched = [self._arrived.read(), self._numbers(ids, ranks)]
+        if own_ids is not None:
+            touched.append(self._numbers(own_ids, self._nobody()))
+        # Each once, so that it stays small where gradients are taken and
+        # never applied.
+        touched = tf.unique(tf.concat(touched, axis=0))[0]
+        if is_due is not None:
+            touched = touched[: tf.where(is_due, tf.size(touched), 0)]
+        self._arrived.assign(touched)
 
-        def keep():
-            ids, ranks, largest, own_ids = asked()
-            noted = [0, 0, 0, 0, 1, tf.cast(largest, tf.int64), 0]
-            self._state.add(tf.stack(noted))
-            touched = [self._arrived.read(), self._touched(ids, lambda: ranks)]
-            if own_ids is not None:
-                touched.append(self._touched(own_ids, self._nobody))
-            touched = tf.concat(touched, axis=0)
-            # Each once, so that it stays small where gradients are taken and
-            # never applied.
-            self._arrived.assign(tf.unique(touched)[0])
-            return 0
-
-        with tf.device("CPU:0"):
-            state = self._state.read()
-            tf.cond(tf.equal(state[0], 0), keep, lambda: 0)
-
-    def end_step(self, ids=None, counts=None):
-        """Counts a step, once on each rank.
+    def end(self, is_due, ids, counts):
+        """Ends a step that may be sampled, see `end_step`.
 
         Args:
-            ids: as for `note`, of a variable that all ranks have; by default
-                those that `note` was given.
-            counts: function without arguments that gives how many of each
-                rank, called where a step is sampled; None if the ids are
-                those of this rank alone.
+            is_due: whether this variable's step is sampled; None if it is.
         """
+        if ids is None:
+            touched = self._arrived.read()
+            self._arrived.assign(tf.zeros([0], tf.int64))
+        else:
+            ids = tf.cast(ids, tf.int64)
+            # An id outside fails elsewhere, or is ignored there.
+            is_inside = (ids >= 0) & (ids < self._num_rows)
+            if is_due is not None:
+                is_inside &= is_due
+            touched = tf.boolean_mask(
+                self._numbers(ids, repeated(counts()) if counts else None),
+                is_inside,
+            )
+        # Of the variable itself TensorFlow would take the size, though not
+        # the values, after it is empty again.
+        self._count(is_due, tf.unique(touched)[0])
+
+    def skip(self):
+        """Ends a step that is not sampled."""
+        self._state.add(_SKIPPED)
+
+    def is_counted_of(self, ids, counts):
+        """Learns what an `end_step` of these counts."""
         self._is_of_rank = (
             ids is not None and counts is None and len(self._machines) > 1
         )
 
-        def sample():
-            if ids is None:
-                touched = self._arrived.read()
-                self._arrived.assign(tf.zeros([0], tf.int64))
-            else:
-                touched = self._touched(
-                    ids, counts and (lambda: repeated(counts()))
-                )
-            # Of the variable itself TensorFlow would take the size, though
-            # not the values, after it is empty again.
-            self._count(tf.unique(touched)[0], state[1] + 1)
-            return 0
-
-        def skip():
-            self._state.add([-1, 0, 0, 0, 0, 0, 0])
-            return 0
-
-        with tf.device("CPU:0"):
-            state = self._state.read()
-            tf.cond(tf.equal(state[0], 0), sample, skip)
-
-    def _touched(self, ids, ranks):
+    def _numbers(self, ids, ranks):
         """Each touch as one number: row id + number of rows * rank."""
         ids = tf.cast(ids, tf.int64)
-        is_inside = (ids >= 0) & (ids < self._num_rows)
-        if ranks is not None:
-            ids += tf.cast(ranks(), tf.int64) * self._num_rows
-        # An id outside fails elsewhere, or is ignored there.
-        return tf.boolean_mask(ids, is_inside)
+        if ranks is None:
+            return ids
+        return ids + tf.cast(ranks, tf.int64) * self._num_rows
 
     def _nobody(self):
         """Stands for a rank, of the rows that this one has asked for."""
         return len(self._machines)
 
-    def _count(self, touched, num_steps):
+    def _count(self, is_due, touched):
         num_asked = tf.zeros([], tf.int64)
         if 1 < len(set(self._machines)) < len(self._machines):
             is_own = touched // self._num_rows >= self._nobody()
@@ -178,10 +171,11 @@ class Touches:
             machine = tf.gather(machines, touched // self._num_rows)
             together = tf.unique(machine * self._num_rows + ids)[0]
         self._of_rows.add_at(self._position(ids), 1)
-        to_go = tf.where(num_steps < _FIRST, 0, _EVERY - 1)
+        to_go = tf.where(self.state[1] + 1 < _FIRST, 0, _EVERY - 1)
         sizes = [tf.size(x, tf.int64) for x in (touched, together)]
         counted = [tf.cast(to_go, tf.int64), 1, *sizes, 0, 0, num_asked]
-        self._state.add(tf.stack(counted))
+        counted = _if_due(is_due, tf.stack(counted), _SKIPPED)
+        self._state.add(counted)
 
     # Outside of the step.
 
@@ -250,16 +244,89 @@ def apart(variables):
                 setattr(variable, _ATTRIBUTE, counts)
 
 
-def note(variable, asked):
-    """`Touches.note`, unless it is left out."""
-    if not _left_out:
-        of(variable).note(asked)
+def note(variables, asked):
+    """Notes what an owner receives of some tables before the step ends.
+
+    Args:
+        variables: list of their variables.
+        asked: function without arguments that gives a tuple for each of them:
+            an int64 tensor of row ids; the rank that each comes from, or one
+            that stands for its machine, if that asks for its ranks together;
+            how many any rank receives of any other at most, where the engine
+            knows it, else 0; and the ids that this rank has asked for itself,
+            if it is machines that ask, else None. Called where a step is
+            sampled.
+    """
+    if _left_out:
+        return
+    counts = [of(variable) for variable in variables]
+
+    def keep(due):
+        for of_variable, is_due, noted in zip(
+            counts, due, asked(), strict=True
+        ):
+            of_variable.keep(is_due, *noted)
+
+    _if_any_is_due(counts, keep, lambda: None)
 
 
-def end_step(variable, ids=None, counts=None):
-    """`Touches.end_step`, unless it is left out."""
-    if not _left_out:
-        of(variable).end_step(ids, counts)
+def end_step(ended):
+    """Counts a step, once on each rank.
+
+    Args:
+        ended: list of `(variable, ids, counts)`: row ids of a variable that
+            all ranks have, None of one of which they were given to `note`;
+            and a function without arguments that gives how many are of each
+            rank, called where a step is sampled, or None if the ids are those
+            of this rank alone.
+    """
+    if _left_out or not ended:
+        return
+    found = [of(variable) for variable, *_ in ended]
+    for of_variable, (_, ids, counts) in zip(found, ended, strict=True):
+        of_variable.is_counted_of(ids, counts)
+
+    def end(due):
+        for of_variable, is_due, (_, *touched) in zip(
+            found, due, ended, strict=True
+        ):
+            of_variable.end(is_due, *touched)
+
+    def skip():
+        for of_variable in found:
+            of_variable.skip()
+
+    _if_any_is_due(found, end, skip)
+
+
+def _if_any_is_due(counts, if_any, if_none):
+    """One condition for many variables, which are mostly sampled together.
+
+    Args:
+        counts: list of their `Touches`.
+        if_any: function of a list: whether each one's step is sampled, None
+            if that is known by its being called.
+        if_none: function without arguments.
+    """
+
+    def sample():
+        if_any([None] if len(counts) == 1 else tf.unstack(due))
+        return 0
+
+    def skip():
+        if_none()
+        return 0
+
+    with tf.device("CPU:0"):
+        states = tf.stack([of_variable.state for of_variable in counts])
+        due = tf.equal(states[:, 0], 0)
+        tf.cond(tf.reduce_any(due), sample, skip)
+
+
+def _if_due(is_due, value, otherwise):
+    if is_due is None:
+        return value
+    return tf.where(is_due, value, tf.constant(otherwise, value.dtype))
 
 
 @contextlib.contextmanager

@@ -138,9 +138,10 @@ def pytest_collection_modifyitems(items):
         call = getattr(item, "callspec", None)
         params = call.params if call else {}
         engine, *_ = params.get("ranks") or [params.get("engine")]
-        if engine not in order and "cluster" in item.fixturenames:
-            engine = "native"
-        return engine if engine in order else None
+        if engine == "horovod":
+            return engine
+        is_native = engine == "native" or "cluster" in item.fixturenames
+        return "native" if is_native else None
 
     items.sort(key=lambda item: order[engine_of(item)])
     for item in items:

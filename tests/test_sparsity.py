@@ -446,6 +446,55 @@ def test_left_out_and_under_xla():
     assert [v.num_steps for v in without] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize("is_noted", [False, True])
+def test_each_variable_has_samples_of_its_own(is_noted):
+    """Counted together or each alone, and not sampled in the same steps."""
+
+    def counting(variables):
+        @tf.function
+        def step(*ids):
+            ended = [(v, i, None) for v, i in zip(variables, ids, strict=True)]
+            if is_noted:  # as of tables, at their owners
+                largest = [2 + tf.size(i, tf.int64) for i in ids]
+                touches.note(
+                    variables,
+                    lambda: [
+                        (i, tf.zeros_like(i), bound, None)
+                        for i, bound in zip(ids, largest, strict=True)
+                    ],
+                )
+                ended = [(v, None, None) for v in variables]
+            touches.end_step(ended)
+
+        return step
+
+    alone, together = (
+        [keras.Variable(np.zeros((ROWS, DIM))) for _ in range(2)]
+        for _ in range(2)
+    )
+    steps = [counting([variable]) for variable in alone]
+    both = counting(together)
+    words = tf.constant(zipf_ids(), tf.int64)
+    for number in range(40):
+        if number == 20:  # of the second ones, the next steps are sampled
+            for _, variable in (alone, together):
+                touches.of(variable).reset()
+        ids = words[number], words[number + 1, :3]
+        both(*ids)
+        for step, of_variable in zip(steps, ids, strict=True):
+            step(of_variable)
+    readings = [
+        [touches.existing(variable).read(ROWS) for variable in variables]
+        for variables in (alone, together)
+    ]
+    for one, other in zip(*readings, strict=True):
+        np.testing.assert_equal(
+            dataclasses.asdict(one), dataclasses.asdict(other)
+        )
+    assert [one.num_steps for one in readings[0]] == [17, 16]
+    assert readings[0][0].num_touches != readings[0][1].num_touches
+
+
 def test_a_gradient_that_is_dense_is_told_so():
     model = make_model("l2")
     with ks.HybridStrategy(architecture="hybrid").scope():

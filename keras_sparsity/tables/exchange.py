@@ -1,6 +1,5 @@
 """Rows between those that need them and those that own them."""
 
-import functools
 import hashlib
 
 import tensorflow as tf
@@ -322,24 +321,23 @@ class _Owned:
         return list(zip(*parts, strict=True))
 
     def note_touches(self, way, request):
-        ids = self._ids()
-
-        def of_group(index):
-            ranks, of_group = way.ranks, ids
-            if len(self._groups) > 1:
-                is_of_group = self._group_of_each() == index
-                ranks = tf.boolean_mask(ranks, is_of_group)
-                of_group = tf.boolean_mask(ids, is_of_group)
-            # Its share of what all of them together are padded to.
+        def asked():
+            # Each group's share of what all of them together are padded to.
             largest = tf.cast(way.route.largest, tf.int64)
-            largest *= tf.size(of_group, tf.int64)
-            largest //= tf.maximum(tf.size(ids, tf.int64), 1)
-            own_ids = request.ids_of_group(index) if way.is_together else None
-            return of_group, ranks, largest, own_ids
+            num_all = tf.maximum(tf.size(self._received, tf.int64), 1)
+            of_groups = self._by_group(self._ids(), way.ranks)
+            found = []
+            for index, (ids, ranks) in enumerate(of_groups):
+                share = largest * tf.size(ids, tf.int64) // num_all
+                own_ids = None
+                if way.is_together:
+                    own_ids = request.ids_of_group(index)
+                of_group = ids, ranks, share, own_ids
+                found += [of_group] * len(self._groups[index])
+            return found
 
-        for index, group in enumerate(self._groups):
-            for table in group:
-                touches.note(table.variable, functools.partial(of_group, index))
+        variables = [t.variable for group in self._groups for t in group]
+        touches.note(variables, asked)
 
 
 def _read(group, slot, local):
