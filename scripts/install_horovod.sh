@@ -86,8 +86,20 @@ unset MAKEFLAGS MFLAGS MAKELEVEL
 
 echo "Compiling Horovod $VERSION for TensorFlow $tensorflow: two to four" \
   "minutes on two cores ..."
-log="$(mktemp)"
-trap 'rm -f "$log"' EXIT
+scratch="$(mktemp -d)"
+trap 'rm -rf "$scratch"' EXIT
+log="$scratch/log"
+
+# Horovod's build asks for debugging symbols: a sixth of its time, and 57 MB in
+# place of 2. HOROVOD_DEBUG=1 has them all the same.
+if [ -z "${CMAKE_TOOLCHAIN_FILE:-}" ]; then
+  export CMAKE_TOOLCHAIN_FILE="$scratch/flags.cmake"
+  for language in C CXX; do
+    echo "set(CMAKE_${language}_FLAGS_RELWITHDEBINFO \"-O2 -DNDEBUG\"" \
+      'CACHE STRING "")'
+  done >"$CMAKE_TOOLCHAIN_FILE"
+fi
+
 # No cache: pip keeps compiled wheels by Horovod's version alone, and one that
 # was compiled for another TensorFlow does not load.
 if ! "$python" -m pip install --no-build-isolation --no-cache-dir \
