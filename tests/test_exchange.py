@@ -146,11 +146,17 @@ def roles_of_a_step(num_tables, steps):
     return calls, history.history["loss"], model.predict(x[:8], verbose=0)
 
 
+# As many as a recommender has, in `make test-all`.
+@pytest.mark.parametrize(
+    "num_tables", [4, pytest.param(26, marks=pytest.mark.all_cells)]
+)
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_the_number_of_messages_is_that_of_one_table(engine, cluster):
+def test_the_number_of_messages_is_that_of_one_table(
+    engine, num_tables, cluster
+):
     processes = cluster(engine, 2)
     one, *_ = processes.run(roles_of_a_step, 1, 3)[0]
-    many, losses, predictions = processes.run(roles_of_a_step, 9, 3)[1]
+    many, losses, predictions = processes.run(roles_of_a_step, num_tables, 3)[1]
     for name in ("late", "frozen"):
         pulled = {f"table/{name}/pull/ids", f"table/{name}/pull/rows"}
         assert pulled < set(one)
@@ -158,7 +164,8 @@ def test_the_number_of_messages_is_that_of_one_table(engine, cluster):
     for calls in (one, many):
         assert set(calls.values()) <= {0, 1}
     assert sum(one.values()) == sum(many.values()) >= 11
-    _, expected, outputs = roles_of_a_step(9, 3)  # in this process alone
+    # In this process alone.
+    _, expected, outputs = roles_of_a_step(num_tables, 3)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(predictions, outputs, rtol=1e-4, atol=1e-5)
 
