@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import keras_sparsity as ks
-from keras_sparsity import model_plan
+from keras_sparsity import compat, model_plan
 from keras_sparsity.collectives import startup
 
 _LAYERS = (ks.layers.ShardedEmbedding, ks.layers.ShardedEmbeddingBag)
@@ -34,11 +34,13 @@ def of_variables(model, inputs, batch, strategy):
         List of dicts. `alpha` and `alpha_machine` are what the library has
         counted; `exchange` is the same for variables whose rows share their
         messages; `rows` is what `_rows.count` counts in the inputs, of tables
-        whose ids these are.
+        whose ids these are; `comes_first` is whether a dense one is of a layer
+        that no other layer with dense weights comes before.
     """
     ids = {}
     if strategy.rank == 0:
         ids = _ids_of_tables(model, inputs, batch)
+    first = _of_first_layers(model)
     found = []
     for variable, planned in zip(
         model.trainable_variables,
@@ -55,6 +57,7 @@ def of_variables(model, inputs, batch, strategy):
                 "alpha": facts.alpha,
                 "alpha_machine": facts.alpha_machine,
                 "exchange": table and table.messages,
+                "comes_first": id(variable) in first,
             }
         )
         if id(variable) in ids:
@@ -83,6 +86,20 @@ def _ids_of_tables(model, inputs, batch):
         id(layer.trainable_variables[0]): np.asarray(ids)
         for layer, ids in zip(layers, keras.tree.flatten(given), strict=True)
     }
+
+
+def _of_first_layers(model):
+    """The `id`s of dense variables that only tables' layers come before."""
+    first, behind = set(), set()
+    for operation, inputs, outputs in compat.functional_calls(model) or ():
+        is_behind = any(id(tensor) in behind for tensor in inputs)
+        weights = getattr(operation, "trainable_variables", [])
+        dense = [v for v in weights if getattr(v, "table", None) is None]
+        if dense and not is_behind:
+            first.update(map(id, dense))
+        if dense or is_behind:
+            behind.update(map(id, outputs))
+    return first
 
 
 def seconds_alone(prepare, warm_up, steps, ranks):

@@ -54,11 +54,7 @@ def sparse_bytes(figures):
 
 
 def dense_bytes(figures):
-    elements = sum(
-        _product(v["shape"]) for v in figures["variables"] if v["alpha"] is None
-    )
-    size = figures["machines"] * figures["processes"]
-    return 4 * elements * wire_itemsize(figures) * (size - 1) / size
+    return _ring_bytes(_dense(figures), figures)
 
 
 def row_bytes(figures, itemsize=_FLOAT32, together=None):
@@ -137,11 +133,13 @@ def step_bound(figures):
     changed comes to the next step behind its update, which comes behind the
     last gradient; so of the tables that a step begins with, what both steps
     need is on the network while nothing is computed: its gradients, then the
-    rows.
+    rows. And so it is with the weights of the layers that these rows go to:
+    their gradients come last, and the next step begins with them.
 
-        chain = alpha w (N-1)/N (needed_pushes + changed_pulls)
+        chain = alpha w (N-1)/N (needed_pushes + changed_pulls) + 2 w (S-1)/S
 
-    in one direction, of the tables whose ids are the model's inputs.
+    in one direction, of the tables whose ids are the model's inputs, and of
+    the dense variables that come first.
 
     Args:
         figures: of a run with `--alone`.
@@ -159,6 +157,8 @@ def step_bound(figures):
         for v in _sparse(figures)
         if "rows" in v
     ) * _share_of_others(figures)
+    first = [v for v in _dense(figures) if v["comes_first"]]
+    chain += _ring_bytes(first, figures) / 2
     bytes_per_second = figures["rate_mbit"] * 1e6 / 8
     parts = {
         "alone": figures["seconds_alone"],
@@ -171,6 +171,16 @@ def step_bound(figures):
 
 def _sparse(figures):
     return [v for v in figures["variables"] if v["alpha"] is not None]
+
+
+def _dense(figures):
+    return [v for v in figures["variables"] if v["alpha"] is None]
+
+
+def _ring_bytes(variables, figures):
+    elements = sum(_product(v["shape"]) for v in variables)
+    size = figures["machines"] * figures["processes"]
+    return 4 * elements * wire_itemsize(figures) * (size - 1) / size
 
 
 def _asked(variable, figures, together=None):

@@ -22,7 +22,8 @@ def _model():
     bag = ks.layers.ShardedEmbeddingBag(30, 4, combiner="sum", name="bag")
     hidden = keras.layers.Flatten()(ks.layers.ShardedEmbedding(50, 4)(words))
     hidden = keras.layers.Concatenate()([hidden, bag(of_bag[:, 1])])
-    outputs = softmax(keras.layers.Dense(4)(hidden))
+    hidden = keras.layers.Dense(4, name="dense")(hidden)
+    outputs = softmax(keras.layers.Dense(4, name="second")(hidden))
     return keras.Model([words, of_bag], outputs), softmax.loss()
 
 
@@ -87,7 +88,8 @@ def test_variables_and_time_alone(cluster):
         assert found["architecture"] == "ps"
     assert "rows" not in of["sampled_softmax"]
     assert of["sampled_softmax"]["exchange"]
-    assert of["dense"]["alpha"] is None
+    assert of["dense"]["alpha"] is of["second"]["alpha"] is None
+    assert {name for name in of if of[name]["comes_first"]} == {"dense"}
     assert 0 < seconds < 60
     assert sizes == [1, 2]
     assert not np.array_equal(weights, other_weights)

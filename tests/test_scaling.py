@@ -94,7 +94,8 @@ def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0, headers=1.0):
             {"shape": [1000, 64], "exchange": "a", "rows": counted, **table},
             {"shape": [1000, 64], "exchange": "b", **table},
             {"shape": [1000, 1], "exchange": "b", **table},
-            {"shape": [25, 20], "exchange": None, **_DENSE},
+            {"shape": [15, 20], "comes_first": True, **_DENSE},
+            {"shape": [10, 20], "comes_first": False, **_DENSE},
         ],
         "to_target": {
             "is_reached": True,
@@ -107,7 +108,12 @@ def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0, headers=1.0):
     }
 
 
-_DENSE = {"architecture": "allreduce", "alpha": None, "alpha_machine": None}
+_DENSE = {
+    "architecture": "allreduce",
+    "alpha": None,
+    "alpha_machine": None,
+    "exchange": None,
+}
 
 
 def test_bytes():
@@ -140,8 +146,8 @@ def test_bound(rate):
     bytes_per_second = rate * 1e6 / 8
     sent = figures["per_machine"][0]["sent_bytes_per_step"]
     # Of the table that the inputs ask, whose pulls and pushes are 0.75 of the
-    # rows that others own.
-    chain = 20 * 64 * 4 * 3 / 4 * 0.75
+    # rows that others own; and a ring's of the dense variable that comes first.
+    chain = 20 * 64 * 4 * 3 / 4 * 0.75 + 2 * 300 * 4 * 3 / 4
     assert parts["network"] == pytest.approx(sent / bytes_per_second)
     assert parts["chain"] == pytest.approx(chain / bytes_per_second)
     slow, fast = sent / bytes_per_second, 0.9 + chain / bytes_per_second
