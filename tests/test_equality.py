@@ -12,8 +12,7 @@ a kind of model. SGD, momentum, Adagrad, RMSprop and Adam, each without and
 with `global_clipnorm`, are trained by both engines and by 2 and by 4
 processes. Five of the breaks are seen, by one kind of cell each. `make
 test-all` runs every cell at every place, and every break with each kind of cell
-that it is for. Hypothesis draws further cells from the same fields, one in
-`make test`, always the same.
+that it is for, and has Hypothesis draw further cells from the same fields.
 """
 
 import dataclasses
@@ -572,44 +571,25 @@ def cells(draw):
     )
 
 
-def _draw_and_compare(cluster, place, **settings):
+@pytest.mark.all_cells
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("num_processes", [2, 3, 4])
+@pytest.mark.parametrize("engine", engines())
+def test_drawn_cells(cluster, engine, num_processes):
+    place = (engine, num_processes, 1)
+
     @hypothesis.settings(
         deadline=None,
         database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
-        **settings,
+        max_examples=40,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
     )
     @hypothesis.given(cells())
     def compare(cell):
         matrix.verify(cell, trained(cluster, cell, place), place)
 
     compare()
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("engine", engines(usually="native"))
-def test_drawn_cells(cluster, engine):
-    """Always the same ones; not made smaller, which takes minutes."""
-    _draw_and_compare(
-        cluster,
-        (engine, 3, 1),
-        max_examples=1,
-        derandomize=True,
-        phases=[hypothesis.Phase.generate],
-    )
-
-
-@pytest.mark.all_cells
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("num_processes", [2, 3, 4])
-@pytest.mark.parametrize("engine", engines())
-def test_many_drawn_cells(cluster, engine, num_processes):
-    _draw_and_compare(
-        cluster,
-        (engine, num_processes, 1),
-        max_examples=40,
-        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
-    )
 
 
 @pytest.mark.parametrize("name", CELLS)

@@ -86,7 +86,7 @@ def pull_together(shapes, asked, outside):
 def _places_and_cases():
     """`make test` has machines that pull together on one engine alone."""
     daily = [("horovod", 2, 1, case) for case in CASES]
-    daily.append(("native", 4, 2, "a row length of its own"))
+    daily.append(("native", 4, 2, "32 bits"))
     for size, machines in ((2, 1), (4, 1), (4, 2)):
         for engine in engines():
             for case in CASES:

@@ -96,6 +96,8 @@ def train_both(cases):
     ]
 
 
+# A peer of the benchmarks: nothing of the library hangs on it.
+@pytest.mark.all_cells
 @pytest.mark.parametrize("engine", engines("horovod"))
 def test_horovods_own_way_trains_the_same(cluster, engine):
     cases = [
