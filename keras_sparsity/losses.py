@@ -4,8 +4,8 @@ Keras divides a loss by the number of elements *this rank* holds (masked ones
 and weights considered) and then by the number of ranks. That is the global
 mean only when every rank holds equally many; a ragged last batch, a mask or
 weights make it another number. Here each rank sends its sum and its
-denominator in a small all-reduce or two, and all of them get what one process
-gets on the whole batch.
+denominator in one small all-reduce, and all of them get what one process gets
+on the whole batch.
 """
 
 import contextlib
@@ -168,7 +168,10 @@ class GlobalMean(keras.losses.Loss):
     def _needs_whole_batch(self, inner):
         if self.whole_batch is not None:
             return self.whole_batch
-        name = _function_of_keras(inner)
+        function = getattr(inner, "fn", None)
+        name = getattr(function, "__name__", None)
+        if getattr(keras.losses, str(name), None) is not function:
+            return False  # not one of Keras's own
         return name in _PAIRWISE or (
             name in _QUOTIENTS and inner.get_config().get("axis") is None
         )
@@ -177,28 +180,16 @@ class GlobalMean(keras.losses.Loss):
         values, terms = _local_terms(inner, y_true, y_pred, sample_weight)
         if terms is None:  # not reduced
             return _with_slope(values, values, collectives.size, 1.0)
+        # The gradient needs the counts only, but one message of all costs
+        # what one of either does.
         wide = tf.float64 if values.dtype == tf.float64 else tf.float32
-        total, *counts = (
-            tf.stop_gradient(tf.cast(t, wide))
-            for t in (terms.total, *terms.counts)
-        )
-        name = f"loss/{self.name}"
-
-        def summed(numbers, name):
-            if not numbers:
-                return []
-            (reduced,) = collectives.all_reduce(
-                [tf.stack(numbers)], op="sum", name=name
-            )
-            return tf.unstack(reduced, num=len(numbers))
-
-        if terms.are_counts_early:
-            # The backward pass needs them and not the total, which would have
-            # it wait for the forward pass of every rank.
-            counts = summed(counts, f"{name}/counts")
-            (total,) = summed([total], name)
-        else:
-            total, *counts = summed([total, *counts], name)
+        message = [tf.cast(t, wide) for t in (terms.total, *terms.counts)]
+        reduced = collectives.all_reduce(
+            [tf.stop_gradient(tf.stack(message))],
+            op="sum",
+            name=f"loss/{self.name}",
+        )[0]
+        total, *counts = tf.unstack(reduced, num=len(message))
         factor = terms.factor(counts)
         value = tf.cast(total * tf.cast(factor, wide), values.dtype)
         return _with_slope(terms.total, value, collectives.size, factor)
@@ -250,15 +241,11 @@ def _or_current(collectives):
 
 
 class _Terms(typing.NamedTuple):
-    """What a rank adds: the loss is `total * factor(counts)` of the sums.
-
-    The counts are early if they do not wait for the model's outputs.
-    """
+    """What a rank adds: the loss is `total * factor(counts)` of the sums."""
 
     total: tf.Tensor
     counts: list
     factor: typing.Callable
-    are_counts_early: bool = False
 
 
 def _local_terms(loss, y_true, y_pred, sample_weight):
@@ -291,46 +278,10 @@ def _local_terms(loss, y_true, y_pred, sample_weight):
         values = values * weights
     if not is_reduced:
         return values, None
-    num_values = _num_values(loss, values, y_true)
-    if num_values is None:
-        num_values = tf.size(values)
-        return values, _terms(values, num_values, weights, mask, loss.reduction)
-    terms = _terms(values, num_values, weights, mask, loss.reduction)
-    check = tf.raw_ops.Assert(
-        condition=tf.equal(num_values, tf.size(values)),
-        data=[f"{loss.name}: as many targets as outputs are expected."],
-    )
-    with tf.control_dependencies([check]):
-        total = tf.identity(terms.total)
-    return values, terms._replace(total=total, are_counts_early=True)
+    return values, _terms(values, weights, mask, loss.reduction)
 
 
-def _num_values(loss, values, y_true):
-    """How many there are, as the targets tell it: these are there first.
-
-    None where that is not known: another's loss may have another number of
-    values than of targets.
-    """
-    targets = keras.tree.flatten(y_true)
-    is_told = (
-        _function_of_keras(loss) is not None
-        or getattr(loss, "has_value_of_each_target", False)
-    ) and len(targets) == 1
-    inner = values.shape[1:].num_elements()
-    if not is_told or inner is None or not isinstance(targets[0], tf.Tensor):
-        return None
-    return tf.shape(targets[0])[0] * inner if targets[0].shape.rank else None
-
-
-def _function_of_keras(loss):
-    """The name of a loss function of Keras's own, else None."""
-    function = getattr(loss, "fn", None)
-    name = getattr(function, "__name__", None)
-    is_its_own = getattr(keras.losses, str(name), None) is function
-    return name if is_its_own else None
-
-
-def _terms(values, num_values, weights, mask, reduction):
+def _terms(values, weights, mask, reduction):
     """Terms of one value (already weighted) per example or per place."""
     total = keras.ops.sum(values)
     if reduction == "sum":
@@ -338,12 +289,12 @@ def _terms(values, num_values, weights, mask, reduction):
     if reduction == "mean_with_sample_weight" and weights is not None:
         return _Terms(total, [keras.ops.sum(weights)], _reciprocal)
     if mask is None or reduction == "mean_with_sample_weight":
-        return _Terms(total, [num_values], _reciprocal)
+        return _Terms(total, [tf.size(values)], _reciprocal)
     valid = keras.ops.sum(keras.ops.cast(mask, "float32"))
     # Keras's rule; 1 / valid when the mask has the values' shape.
     return _Terms(
         total,
-        [num_values, tf.size(mask), valid],
+        [tf.size(values), tf.size(mask), valid],
         lambda counts: (
             _reciprocal(counts)
             * tf.math.divide_no_nan(_float(counts[1]), _float(counts[2]))
@@ -362,7 +313,7 @@ def _scalar_terms(value, rows, weights, mask, loss):
     if weights is None:
         return terms
     # Keras multiplies the scalar by each weight and reduces the products.
-    weighing = _terms(weights, tf.size(weights), weights, mask, loss.reduction)
+    weighing = _terms(weights, weights, mask, loss.reduction)
     split = len(terms.counts)
     return _Terms(
         terms.total,

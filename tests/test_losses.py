@@ -169,50 +169,6 @@ def parts_without_examples():
     return results
 
 
-def _placeholders_before_messages(loss):
-    """Of each message of a loss, what it waits for."""
-    wrapped = losses.GlobalMean(OwnCall() if loss == "own" else loss)
-    spec = tf.TensorSpec([None, CLASSES])
-
-    @tf.function
-    def step(targets, outputs):
-        with tf.GradientTape() as tape:
-            tape.watch(outputs)
-            value = wrapped(targets, outputs)
-        return tape.gradient(value, outputs)
-
-    graph = step.get_concrete_function(
-        tf.TensorSpec(spec.shape, name="targets"),
-        tf.TensorSpec(spec.shape, name="outputs"),
-    ).graph
-    found = []
-    for message in graph.get_operations():
-        if message.type != "CollectiveReduceV2":
-            continue
-        before, todo = set(), [message]
-        while todo:
-            op = todo.pop()
-            if op.name not in before:
-                before.add(op.name)
-                todo += [t.op for t in op.inputs] + op.control_inputs
-        found.append(sorted(before & {"targets", "outputs"}))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="many targets"):
-        losses.GlobalMean("mse")(tf.zeros([1, 2]), tf.zeros([3, 2]))
-    return sorted(found)
-
-
-def test_the_gradient_waits_for_no_forward_pass_of_others(cluster):
-    """The counts travel by themselves, where the targets tell them."""
-    processes = cluster("native", 2)
-    early, of_all = [["targets"], ["outputs", "targets"]]
-    for loss, expected in (
-        ("mse", [of_all, early]),
-        ("own", [of_all]),
-    ):
-        for found in processes.run(_placeholders_before_messages, loss):
-            assert found == sorted(expected)
-
-
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_empty_parts_count_nothing(cluster, engine):
     for result in cluster(engine, 2).run(parts_without_examples):

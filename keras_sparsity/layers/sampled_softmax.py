@@ -236,8 +236,6 @@ class SampledSoftmax(keras.layers.Layer):
         # One pull brings both, of both tables.
         ids = tf.concat([labels, sampled], axis=0)
         rows, *biases = gather_side_by_side(self.tables, ids)
-        if self.kernel_table.is_sharded:
-            hidden, rows = _with_rows_gradient_first(hidden, rows)
         rows = tf.cast(rows, hidden.dtype)
         correction = -tf.math.log(self.sampler.expected_count(ids, num_tries))
         offsets = tf.cast(correction, hidden.dtype)
@@ -313,9 +311,6 @@ class SampledSoftmaxLoss(keras.losses.Loss):
         reduction, name, dtype: as for every `keras.losses.Loss`.
     """
 
-    # See `keras_sparsity.losses`.
-    has_value_of_each_target = True
-
     def __init__(
         self,
         reduction="sum_over_batch_size",
@@ -358,21 +353,6 @@ def copy_origin(source, target):
     origin = getattr(source, _ORIGIN, None)
     if origin is not None:
         setattr(target, _ORIGIN, origin)
-
-
-@tf.custom_gradient
-def _with_rows_gradient_first(hidden, rows):
-    """Both as they are; the layers below wait for the gradient of the rows.
-
-    That is then on the network while these compute. Without it both are
-    computed side by side, and nothing is sent until all is done.
-    """
-
-    def gradient(of_hidden, of_rows):
-        with tf.control_dependencies([of_rows]):
-            return tf.identity(of_hidden), of_rows
-
-    return (tf.identity(hidden), tf.identity(rows)), gradient
 
 
 def _labels(y_true, y_pred, layer):
