@@ -28,9 +28,6 @@ from keras_sparsity.own_variable import OwnVariable
 _FIRST = 16
 _EVERY = 16
 
-# What a step that is not sampled adds to the state.
-_SKIPPED = [-1, 0, 0, 0, 0, 0, 0]
-
 # Set on a Keras variable that is counted.
 _ATTRIBUTE = "_keras_sparsity_touches"
 
@@ -100,26 +97,29 @@ class Touches:
         """Keeps what an owner receives before the step ends, see `note`.
 
         Args:
-            is_due: whether this variable's step is sampled; None if it is.
+            is_due: whether this variable's step is sampled.
         """
-        noted = [0, 0, 0, 0, 1, tf.cast(largest, tf.int64), 0]
-        self._state.add(_if_due(is_due, tf.stack(noted), [0] * len(noted)))
+        due = tf.cast(is_due, tf.int64)
+        noted = [0, 0, 0, 0, due, due * tf.cast(largest, tf.int64), 0]
+        self._state.add(tf.stack(noted))
         touched = [self._arrived.read(), self._numbers(ids, ranks)]
         if own_ids is not None:
             touched.append(self._numbers(own_ids, self._nobody()))
         # Each once, so that it stays small where gradients are taken and
         # never applied.
         touched = tf.unique(tf.concat(touched, axis=0))[0]
-        if is_due is not None:
-            touched = touched[: tf.where(is_due, tf.size(touched), 0)]
-        self._arrived.assign(touched)
+        num_kept = tf.where(is_due, tf.size(touched), 0)
+        self._arrived.assign(touched[:num_kept])
 
     def end(self, is_due, ids, counts):
         """Ends a step that may be sampled, see `end_step`.
 
         Args:
-            is_due: whether this variable's step is sampled; None if it is.
+            is_due: whether this variable's step is sampled.
         """
+        self._is_of_rank = (
+            ids is not None and counts is None and len(self._machines) > 1
+        )
         if ids is None:
             touched = self._arrived.read()
             self._arrived.assign(tf.zeros([0], tf.int64))
@@ -127,11 +127,9 @@ class Touches:
             ids = tf.cast(ids, tf.int64)
             # An id outside fails elsewhere, or is ignored there.
             is_inside = (ids >= 0) & (ids < self._num_rows)
-            if is_due is not None:
-                is_inside &= is_due
             touched = tf.boolean_mask(
                 self._numbers(ids, repeated(counts()) if counts else None),
-                is_inside,
+                is_inside & is_due,
             )
         # Of the variable itself TensorFlow would take the size, though not
         # the values, after it is empty again.
@@ -139,13 +137,7 @@ class Touches:
 
     def skip(self):
         """Ends a step that is not sampled."""
-        self._state.add(_SKIPPED)
-
-    def is_counted_of(self, ids, counts):
-        """Learns what an `end_step` of these counts."""
-        self._is_of_rank = (
-            ids is not None and counts is None and len(self._machines) > 1
-        )
+        self._state.add([-1, 0, 0, 0, 0, 0, 0])
 
     def _numbers(self, ids, ranks):
         """Each touch as one number: row id + number of rows * rank."""
@@ -172,10 +164,10 @@ class Touches:
             together = tf.unique(machine * self._num_rows + ids)[0]
         self._of_rows.add_at(self._position(ids), 1)
         to_go = tf.where(self.state[1] + 1 < _FIRST, 0, _EVERY - 1)
+        to_go = tf.cast(tf.where(is_due, to_go, -1), tf.int64)
         sizes = [tf.size(x, tf.int64) for x in (touched, together)]
-        counted = [tf.cast(to_go, tf.int64), 1, *sizes, 0, 0, num_asked]
-        counted = _if_due(is_due, tf.stack(counted), _SKIPPED)
-        self._state.add(counted)
+        due = tf.cast(is_due, tf.int64)
+        self._state.add(tf.stack([to_go, due, *sizes, 0, 0, num_asked]))
 
     # Outside of the step.
 
@@ -283,8 +275,6 @@ def end_step(ended):
     if _left_out or not ended:
         return
     found = [of(variable) for variable, *_ in ended]
-    for of_variable, (_, ids, counts) in zip(found, ended, strict=True):
-        of_variable.is_counted_of(ids, counts)
 
     def end(due):
         for of_variable, is_due, (_, *touched) in zip(
@@ -304,13 +294,12 @@ def _if_any_is_due(counts, if_any, if_none):
 
     Args:
         counts: list of their `Touches`.
-        if_any: function of a list: whether each one's step is sampled, None
-            if that is known by its being called.
+        if_any: function of a list: whether each one's step is sampled.
         if_none: function without arguments.
     """
 
     def sample():
-        if_any([None] if len(counts) == 1 else tf.unstack(due))
+        if_any(tf.unstack(due))
         return 0
 
     def skip():
@@ -321,12 +310,6 @@ def _if_any_is_due(counts, if_any, if_none):
         states = tf.stack([of_variable.state for of_variable in counts])
         due = tf.equal(states[:, 0], 0)
         tf.cond(tf.reduce_any(due), sample, skip)
-
-
-def _if_due(is_due, value, otherwise):
-    if is_due is None:
-        return value
-    return tf.where(is_due, value, tf.constant(otherwise, value.dtype))
 
 
 @contextlib.contextmanager
