@@ -94,10 +94,8 @@ log="$scratch/log"
 # place of 2. HOROVOD_DEBUG=1 has them all the same.
 if [ -z "${CMAKE_TOOLCHAIN_FILE:-}" ]; then
   export CMAKE_TOOLCHAIN_FILE="$scratch/flags.cmake"
-  for language in C CXX; do
-    echo "set(CMAKE_${language}_FLAGS_RELWITHDEBINFO \"-O2 -DNDEBUG\"" \
-      'CACHE STRING "")'
-  done >"$CMAKE_TOOLCHAIN_FILE"
+  echo 'set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -DNDEBUG" CACHE STRING "")' \
+    >"$CMAKE_TOOLCHAIN_FILE"
 fi
 
 # No cache: pip keeps compiled wheels by Horovod's version alone, and one that
