@@ -113,7 +113,7 @@ def seconds_alone(prepare, warm_up, steps, ranks):
         prepare: function without arguments that makes a model with this
             process's examples of a step, and returns a function that trains
             it with a list of callbacks.
-        warm_up, steps: as for `_training.Timed`.
+        warm_up, steps: those before, and those that are timed.
         ranks: the `Collectives` of all processes.
     """
     timed = _Timed(warm_up, steps, ranks)
@@ -125,7 +125,7 @@ def seconds_alone(prepare, warm_up, steps, ranks):
 
 
 class _Timed(keras.callbacks.Callback):
-    """As `_training.Timed`, of what uses no network."""
+    """As `_common.Timed`, of what uses no network."""
 
     def __init__(self, warm_up, steps, ranks):
         super().__init__()

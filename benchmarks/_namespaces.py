@@ -13,19 +13,14 @@ import shutil
 import subprocess
 import sys
 
-import _network
+import _links
+from _links import ClusterError
 
 _TOOLS = {
     "iproute2": ("ip", "tc"),
     "util-linux": ("mount", "nsenter", "unshare"),
 }
 _SWITCH_ADDRESS = "10.0.0.254"
-# The longer a link may save up what it has not sent, the more of a step's
-# first bytes pass without a limit.
-_BURST_SECONDS = 0.001
-# What a switch's buffer holds, of one port.
-_QUEUE_SECONDS = 0.1
-_MIN_QUEUE_BYTES = 256 * 1024
 
 # The first process of a namespace. The hosts file is mounted from memory, for
 # this namespace alone: Gloo asks it for the machine's own address. IPv6 would
@@ -71,10 +66,6 @@ while found:
 """
 
 
-class ClusterError(RuntimeError):
-    """Raised when there can be no such machines here."""
-
-
 class Machines:
     """They exist inside of the `with` block.
 
@@ -87,6 +78,7 @@ class Machines:
     Attributes:
         addresses: List of their addresses.
         pids: List of a process id in each one's namespace.
+        links: `_links.Links`.
     """
 
     def __init__(self, number, rate, delay, mtu):
@@ -97,6 +89,11 @@ class Machines:
     @property
     def pids(self):
         return [holder.pid for holder in self._holders[1:]]
+
+    @property
+    def links(self):
+        switch, *_ = (holder.pid for holder in self._holders)
+        return _links.Links(switch, self.pids, self._delay, self._mtu)
 
     def __enter__(self):
         _check_possible()
@@ -126,7 +123,7 @@ class Machines:
         holder = self._holders[0 if machine is None else 1 + machine]
         # Another mount namespace begins in its root.
         folder = f"--chdir={os.getcwd()}"
-        return [*_enter(holder.pid), "env", folder, *arguments]
+        return [*_links.enter(holder.pid), "env", folder, *arguments]
 
     def ssh_command(self):
         """A stand-in for ssh: HOST COMMAND runs COMMAND on that machine."""
@@ -136,7 +133,7 @@ class Machines:
         )
         # As behind a real one there is nothing of our environment.
         script = (
-            f"case $0 in {cases}esac; exec {' '.join(_enter('$pid'))} "
+            f"case $0 in {cases}esac; exec {' '.join(_links.enter('$pid'))} "
             'env -i HOME="$HOME" PATH="$PATH" sh -c "exec $1"'
         )
         return shlex.join(["sh", "-c", script])
@@ -155,25 +152,21 @@ class Machines:
         for index, machine in enumerate(machines):
             lines += [
                 f"link add port{index} {link} type veth peer name "
-                f"{_network.INTERFACE} {link} netns {machine}",
+                f"{_links.INTERFACE} {link} netns {machine}",
                 f"link set port{index} master switch up",
             ]
         lines += [
             f"addr add {_SWITCH_ADDRESS}/24 dev switch",
             "link set switch up",
         ]
-        _batch("ip", switch, lines)
-        # The delay comes behind the sender's limit, where TCP keeps short
-        # queues only as long as nothing takes its packets from it at once.
-        ports = [f"port{index}" for index in range(len(machines))]
-        self._limit(switch, ports, self._delay)
+        _links.batch("ip", switch, lines)
         for machine, address in zip(machines, self.addresses, strict=True):
             lines = [
-                f"addr add {address}/24 dev {_network.INTERFACE}",
-                f"link set {_network.INTERFACE} up",
+                f"addr add {address}/24 dev {_links.INTERFACE}",
+                f"link set {_links.INTERFACE} up",
             ]
-            _batch("ip", machine, lines)
-            self._limit(machine, [_network.INTERFACE])
+            _links.batch("ip", machine, lines)
+        self.links.limit(self._rate)
 
     def _hold(self, name, hosts):
         """Makes a namespace, and a process that it lasts as long as."""
@@ -200,35 +193,6 @@ class Machines:
                 "more than it usually has: docker run --privileged."
             )
 
-    def _limit(self, pid, interfaces, delay=0):
-        lines = []
-        for interface in interfaces:
-            place = "root"
-            if delay:
-                lines.append(
-                    f"qdisc add dev {interface} root handle 1: netem "
-                    f"delay {delay}ms limit 1000000"
-                )
-                place = "parent 1:1"
-            if self._rate:
-                bytes_per_second = self._rate * 1e6 / 8
-                packet = self._mtu + 14
-                burst = max(bytes_per_second * _BURST_SECONDS, 2 * packet)
-                limit = max(bytes_per_second * _QUEUE_SECONDS, _MIN_QUEUE_BYTES)
-                lines.append(
-                    f"qdisc add dev {interface} {place} tbf rate "
-                    f"{self._rate}mbit burst {burst:.0f} limit {limit:.0f}"
-                )
-        try:
-            _batch("tc", pid, lines)
-        except ClusterError as error:
-            if delay and "kind is unknown" in str(error):
-                raise ClusterError(
-                    "This kernel has no netem (the module sch_netem), which "
-                    f"delays packets: leave the delay at 0. Received: {delay}."
-                ) from None
-            raise
-
 
 def _check_possible():
     if os.geteuid() != 0:
@@ -244,23 +208,3 @@ def _check_possible():
                 f"An emulated cluster needs {', '.join(missing)}: install "
                 f"{package} (apt-get install {package})."
             )
-
-
-def _enter(pid):
-    return ["nsenter", "--target", str(pid), "--net", "--mount", "--uts"]
-
-
-def _batch(tool, pid, lines):
-    """Runs lines of `ip` or `tc` in a process's namespace."""
-    done = subprocess.run(
-        [*_enter(pid), tool, "-batch", "-"],
-        input="\n".join(lines) + "\n",
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode:
-        raise ClusterError(
-            f"{tool} failed: {done.stderr.strip()}\nOf these lines:\n"
-            + "\n".join(lines)
-        )

@@ -1,34 +1,42 @@
-"""What a network carries in a timed window, for scripts that are measured.
+"""What a network carries in timed windows, for scripts that are measured.
 
-`cluster.py` says in the environment where its machines' counters are. A script
-brackets what it measures:
+`cluster.py` says in the environment where its machines' counters are, and which
+rates their links are to have. A script brackets what it measures, on all
+processes alike:
 
-    window = _network.Window()
-    ...                             # warm up, wait for each other
-    window.begin()
-    ...                             # the steps
-    ...                             # wait for each other
-    window.end()
-    window.idle()                   # on all processes alike
-    if rank == 0:
-        window.report(num_steps, words_per_step)
+    window = _network.Window(is_first=rank == 0)
+    window.open()                   # if what comes first need not be slow
+    ...                             # warm up
+    for rate in window.rates:
+        ...                         # wait for each other
+        window.limit(rate)
+        ...                         # some steps, wait for each other
+        window.begin()
+        ...                         # the steps
+        ...                         # wait for each other
+        window.end(num_steps)
+    window.idle()
+    window.report(words_per_step)
 
-Nothing here imports TensorFlow, or says how the processes wait for each other:
-`peers/` need not know this library.
+Links have the first rate until the script says something else. Nothing here
+imports TensorFlow, or says how the processes wait for each other: `peers/` need
+not know this library.
 """
 
 import json
 import os
 import time
 
-# JSON: what `cluster.py` emulates, and for each machine a process id that is
-# in its network namespace.
+from _links import INTERFACE, Links
+
+# JSON: what `cluster.py` emulates, and its `Links`.
 VARIABLE = "EMULATED_CLUSTER"
-INTERFACE = "eth0"
 # Ethernet, IPv4 and TCP with timestamps. Of each packet, and all that there is
 # of an acknowledgement.
 HEADER_BYTES = 14 + 20 + 32
 _MAX_IDLE_SECONDS = 10
+# Steps after a link has got another rate: TCP adapts.
+SETTLE = 2
 
 
 def counters(pid, interface=INTERFACE):
@@ -61,79 +69,127 @@ def difference(after, before):
     ]
 
 
+def by_rate(figures):
+    """Figures of a run apart, as those of a run at one of its rates are.
+
+    Args:
+        figures: What `Window.report` has printed, and more.
+
+    Returns:
+        List of dicts, one for each rate.
+    """
+    common = {k: v for k, v in figures.items() if k != "windows"}
+    return [{**common, **window} for window in figures["windows"]]
+
+
 class Window:
-    """Times some steps, and what the machines' interfaces carry meanwhile.
+    """Times some steps at each rate, and what the interfaces carry meanwhile.
 
     Started by hand, outside of a cluster, it reports the time alone.
+
+    Args:
+        is_first: Whether this process is the one that sets the rates and
+            reports. All others' calls do nothing but rest in `idle`.
+
+    Attributes:
+        rates: List of Mbit/s, 0 for no limit.
     """
 
-    def __init__(self):
-        self.cluster = json.loads(os.environ.get(VARIABLE, "{}"))
-        self._pids = self.cluster.pop("pids", [])
+    def __init__(self, is_first=True):
+        self._is_first = is_first
+        self._cluster = json.loads(os.environ.get(VARIABLE, "{}"))
+        links = self._cluster.pop("links", None)
+        self._links = Links(*links) if links else None
+        self._pids = self._links.machines if links else []
+        self.rates = self._cluster.pop("rates_mbit", [0])
+        self._rate = self.rates[0]
+        self._found = {}
+
+    def open(self):
+        """Takes the limit off, for what is to be prepared."""
+        self.limit(0)
+
+    def limit(self, rate):
+        """Gives all links another rate."""
+        self._rate = rate
+        if self._is_first and self._links:
+            self._links.limit(rate)
 
     def begin(self):
         self._before = self._read()
 
-    def end(self):
-        self.seconds, self.busy_seconds, self.carried = self._since(
-            self._before
-        )
+    def end(self, num_steps):
+        """Ends what has begun; of each rate, the last one counts.
+
+        Args:
+            num_steps: Steps since `begin`.
+        """
+        found = self._since(self._before)
+        self.seconds = found[0]
+        self._found[self._rate] = (num_steps, *found)
 
     def idle(self):
-        """Rests as long as the window took, to measure what idling sends."""
+        """Rests as long as a window took, to measure what idling sends."""
+        longest = max(seconds for _, seconds, _, _ in self._found.values())
         before = self._read()
-        time.sleep(min(self.seconds, _MAX_IDLE_SECONDS))
-        self.idle_seconds, _, self.idle_carried = self._since(before)
+        time.sleep(min(longest, _MAX_IDLE_SECONDS))
+        self._idle_seconds, _, self._idle_carried = self._since(before)
 
-    def figures(self, num_steps, words_per_step):
+    def figures(self, words_per_step):
         """What was measured.
 
         Args:
-            num_steps: Steps between `begin` and `end`.
             words_per_step: Words, images or samples of all processes.
 
         Returns:
-            dict. For each machine the bytes per step are less what it carries
+            dict of what the cluster is, and of `windows`, one dict for each
+            rate. For each machine the bytes per step are less what it carries
             when idle, and `payload` is without the packets' headers. The
             network's share is that of the time for which the busiest
             interface's bytes, idle ones included, keep it occupied.
         """
+        return {
+            **self._cluster,
+            "windows": [
+                self._at_rate(rate, *found, words_per_step)
+                for rate, found in self._found.items()
+            ],
+        }
+
+    def report(self, words_per_step, **others):
+        """Prints the figures, and others, as a line that `cluster.py` reads."""
+        if self._is_first:
+            figures = {**self.figures(words_per_step), **others}
+            print(json.dumps(figures), flush=True)
+
+    def _at_rate(self, rate, num_steps, seconds, busy, carried, words_per_step):
         figures = {
-            **self.cluster,
+            "rate_mbit": rate,
             "steps": num_steps,
-            "seconds": round(self.seconds, 3),
-            "steps_per_second": round(num_steps / self.seconds, 3),
-            "words_per_second": round(
-                num_steps * words_per_step / self.seconds, 1
-            ),
-            "processor_share": round(
-                self.busy_seconds / self.seconds / os.cpu_count(), 3
-            ),
+            "seconds": round(seconds, 3),
+            "steps_per_second": round(num_steps / seconds, 3),
+            "words_per_second": round(num_steps * words_per_step / seconds, 1),
+            "processor_share": round(busy / seconds / os.cpu_count(), 3),
         }
         if not self._pids:
             return figures
-        rate = self.cluster["rate_mbit"]
         if rate:
             busiest = max(
                 max(machine["sent_bytes"], machine["received_bytes"])
-                for machine in self.carried
+                for machine in carried
             )
-            seconds = busiest * 8 / (rate * 1e6)
-            figures["network_share"] = round(seconds / self.seconds, 3)
+            of_bytes = busiest * 8 / (rate * 1e6)
+            figures["network_share"] = round(of_bytes / seconds, 3)
+        share = seconds / self._idle_seconds
         figures["per_machine"] = [
-            self._of_machine(carried, idle, num_steps)
-            for carried, idle in zip(
-                self.carried, self.idle_carried, strict=True
+            self._of_machine(of_machine, idle, share, num_steps)
+            for of_machine, idle in zip(
+                carried, self._idle_carried, strict=True
             )
         ]
         return figures
 
-    def report(self, num_steps, words_per_step, **others):
-        """Prints the figures, and others, as a line that `cluster.py` reads."""
-        figures = {**self.figures(num_steps, words_per_step), **others}
-        print(json.dumps(figures), flush=True)
-
-    def _of_machine(self, carried, idle, num_steps):
+    def _of_machine(self, carried, idle, share, num_steps):
         found = {}
         for way in ("sent", "received"):
             in_all, packets, idle_in_all, idle_packets = (
@@ -141,7 +197,6 @@ class Window:
                 for c in (carried, idle)
                 for unit in ("bytes", "packets")
             )
-            share = self.seconds / self.idle_seconds
             payload = in_all - packets * HEADER_BYTES
             idle_payload = idle_in_all - idle_packets * HEADER_BYTES
             found |= {
@@ -153,7 +208,7 @@ class Window:
                     (payload - idle_payload * share) / num_steps
                 ),
                 f"{way}_idle_bytes_per_second": round(
-                    idle_in_all / self.idle_seconds
+                    idle_in_all / self._idle_seconds
                 ),
             }
         return found

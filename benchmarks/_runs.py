@@ -57,7 +57,7 @@ WAYS = {
 # process needs in a step, repeated ones counted, and of the tables. With
 # `--size large`, roughly: only how long a run takes is guessed from them.
 WORKLOADS = {
-    "lm": ("words", 0.6, 1.9, 205),
+    "lm": ("words", 0.4, 11, 411),
     "nmt": ("words", 16, 15, 25),
     "recommender": ("samples", 0.5, 14, 370),
     "resnet50": ("images", 94, 0, 0),
@@ -70,14 +70,17 @@ _WINDOW_SECONDS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One training, and all that its figures depend on.
+    """A training at one rate, and all that its figures depend on.
+
+    One that differs from another in `rate`, `steps` and `warm_up` alone can
+    come behind it in the same processes.
 
     Attributes:
         workload, way: of `WORKLOADS` and `WAYS`.
         machines, processes: how many, and on each.
         rate: Mbit/s of each machine's link.
         engine: of this library; a peer has its own.
-        steps, warm_up: those that count, and those before.
+        steps, warm_up: those that count, and those before, without a limit.
         size: of the workload, `"small"`, `"large"`, or None for its default.
         cycle: Horovod's cycle in ms; None for its default.
         arguments: further ones of the workload's script.
@@ -118,10 +121,15 @@ class Run:
         return megabits / self.rate + 0.05 * self.num_ranks
 
     def expected_seconds(self):
-        """That of the whole run, likewise."""
-        window = self.steps * self.expected_step_seconds()
-        warm_up = self.warm_up * self.expected_step_seconds()
-        return 15 + 10 * self.num_ranks + warm_up + window + min(10, window)
+        """That of its window, likewise."""
+        return (_network.SETTLE + self.steps) * self.expected_step_seconds()
+
+    @property
+    def processes_of(self):
+        """The same of all that the same processes can train."""
+        if "--target" in self.arguments:
+            return self
+        return dataclasses.replace(self, rate=0, steps=0, warm_up=0)
 
     def sized(self):
         """The same with as many steps as fit into the window."""
@@ -148,17 +156,32 @@ def _megabytes_sent(run):
     return (2 * dense + rows * run.processes) * width
 
 
+def together(runs):
+    """Lists of those that the same processes train, in their order."""
+    groups = {}
+    for run in dict.fromkeys(runs):
+        groups.setdefault(run.processes_of, []).append(run)
+    return list(groups.values())
+
+
+def expected_seconds(runs):
+    """Roughly, of runs in any number of processes."""
+    starts = sum(15 + 8 * group[0].num_ranks for group in together(runs))
+    return starts + sum(run.expected_seconds() for run in runs)
+
+
 class RunError(RuntimeError):
     """Raised when a training has ended without figures."""
 
 
-def execute(run, timeout):
-    """The figures of one training: what its script reports.
+def execute(runs, timeout):
+    """The figures of what the same processes train, of each of the runs.
 
-    And `busy_before`, the share of the processors that others have had.
+    They are what the script reports, and `busy_before`, the share of the
+    processors that others have had.
 
     Args:
-        run: `Run`.
+        runs: list of `Run` that differ in rate and steps alone.
         timeout: seconds after which it is ended.
 
     Raises:
@@ -167,18 +190,18 @@ def execute(run, timeout):
     busy = _network.busy_share()
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        start = _program if WAYS[run.way].makes_cluster else _script
-        figures = start(run, timeout)
-    if figures.get("exit_code") or "words_per_second" not in figures:
+        start = _program if WAYS[runs[0].way].makes_cluster else _script
+        figures = start(runs, timeout)
+    if figures.get("exit_code") or "windows" not in figures:
         last = "\n".join(shown.getvalue().splitlines()[-_SHOWN_LINES:])
         raise RunError(f"exit code {figures.get('exit_code')}\n{last}".rstrip())
-    return {**figures, "busy_before": busy}
+    return [{**f, "busy_before": busy} for f in _network.by_rate(figures)]
 
 
-def _script(run, timeout):
+def _script(runs, timeout):
     """Starts a script on a cluster."""
-    way = WAYS[run.way]
-    arguments = _common_arguments(run)
+    run, way = runs[0], WAYS[runs[0].way]
+    arguments = _common_arguments(runs)
     script = os.path.join(_FOLDER, "workloads", f"{run.workload}.py")
     engine = run.engine if run.num_ranks > 1 else None
     if way.peer:
@@ -187,17 +210,19 @@ def _script(run, timeout):
     options = ["--timeout", str(timeout)]
     if run.cycle is not None:
         options += ["--env", f"HOROVOD_CYCLE_TIME={run.cycle}"]
-    with Cluster(run.machines, run.processes, run.rate) as cluster:
+    rates = [run.rate for run in runs]
+    with Cluster(run.machines, run.processes, rates) as cluster:
         return cluster.run(script, arguments, engine, options)
 
 
-def _program(run, timeout):
+def _program(runs, timeout):
     """Starts a program that makes the cluster itself."""
-    way = WAYS[run.way]
+    run, way = runs[0], WAYS[runs[0].way]
     command = [sys.executable, os.path.join(_FOLDER, "peers", way.peer)]
-    command += [run.workload, *_common_arguments(run)]
-    for name in ("machines", "processes", "rate"):
-        command += [f"--{name}", str(getattr(run, name))]
+    command += [run.workload, *_common_arguments(runs)]
+    command += ["--machines", str(run.machines)]
+    command += ["--processes", str(run.processes)]
+    command += ["--rate", ",".join(str(run.rate) for run in runs)]
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -211,13 +236,15 @@ def _program(run, timeout):
     return {**figures, "exit_code": process.returncode}
 
 
-def _common_arguments(run):
+def _common_arguments(runs):
+    run = runs[0]
     arguments = [*WAYS[run.way].arguments, *run.arguments]
     if run.size:
         arguments += ["--size", run.size]
     return [
         *arguments,
-        *("--steps", str(run.steps), "--warm-up", str(run.warm_up)),
+        *("--steps", ",".join(str(run.steps) for run in runs)),
+        *("--warm-up", str(run.warm_up)),
     ]
 
 
@@ -230,7 +257,8 @@ class Results:
 
     Args:
         path: the file, made if there is none; None to keep nothing.
-        execute: function of a `Run` and a timeout that gives its figures.
+        execute: function of a list of `Run`, which the same processes train,
+            and a timeout, that gives the figures of each.
 
     Attributes:
         failures: dict from each run that has failed to what it said.
@@ -253,10 +281,11 @@ class Results:
     def left_to_do(self, runs):
         """In words: how many of these runs, and how long they may take."""
         left = self._left(runs)
-        seconds = sum(run.expected_seconds() for run in left)
         known = len(set(runs)) - len(left)
+        trainings, seconds = len(together(left)), expected_seconds(left)
         return (
-            f"{len(left)} runs, about {_spell(seconds)}"
+            f"{len(left)} runs in {trainings} trainings, about "
+            + _spell(seconds)
             + f"; {known} more are known" * bool(known)
         )
 
@@ -270,33 +299,39 @@ class Results:
             runs: list of `Run`.
             timeout: seconds for each.
         """
-        left = self._left(runs)
+        left = together(self._left(runs))
         say(self.left_to_do(runs))
-        for index, run in enumerate(left):
-            to_go = sum(r.expected_seconds() for r in left[index:])
-            say(f"{index + 1}/{len(left)} {run} (to go: {_spell(to_go)})")
-            self._run(run, timeout)
+        for index, group in enumerate(left):
+            to_go = expected_seconds(sum(left[index:], []))
+            others = "".join(f", {run.rate:g}" for run in group[1:])
+            say(
+                f"{index + 1}/{len(left)} {group[0]}{others} "
+                f"(to go: {_spell(to_go)})"
+            )
+            self._run(group, timeout)
 
-    def _run(self, run, timeout):
+    def _run(self, runs, timeout):
         begin = time.monotonic()
         try:
-            figures = self._execute(run, timeout)
+            found = self._execute(runs, timeout)
         except Exception as error:
             # The others are worth having without it.
             if not isinstance(error, RunError):
                 traceback.print_exc()
-            self.failures[run] = f"{type(error).__name__}: {error}"
-            say(f"  failed: {self.failures[run]}")
+            failure = f"{type(error).__name__}: {error}"
+            self.failures |= dict.fromkeys(runs, failure)
+            say(f"  failed: {failure}")
             return
         seconds = time.monotonic() - begin
-        say(
-            f"  {figures['words_per_second']:,.0f} "
-            f"{WORKLOADS[run.workload][0]}/s; {seconds:.0f} s"
-        )
-        figures = {**figures, "run_seconds": seconds}
-        self._found[run] = figures
-        if self._path:
-            self._write(run, figures)
+        for run, figures in zip(runs, found, strict=True):
+            say(
+                f"  {run.rate:g} Mbit/s: {figures['words_per_second']:,.0f} "
+                f"{WORKLOADS[run.workload][0]}/s"
+            )
+            self._found[run] = figures
+            if self._path:
+                self._write(run, figures)
+        say(f"  {seconds:.0f} s")
 
     def _read(self, text):
         for number, line in enumerate(text.splitlines(), 1):

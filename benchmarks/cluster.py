@@ -46,6 +46,8 @@ class Cluster:
         machines: How many.
         processes: How many on each; what `run` starts.
         rate: Mbit/s of each machine's link, in each direction; 0: no limit.
+            Several make a script measure at each, in turn (`_network.py`);
+            links have the first one until then.
         delay: Milliseconds from each machine to another.
         mtu: Bytes of a packet, its Ethernet header aside.
 
@@ -59,10 +61,11 @@ class Cluster:
     """
 
     def __init__(self, machines, processes=1, rate=0, delay=0, mtu=MTU):
+        rates = list(rate) if isinstance(rate, (list, tuple)) else [rate]
         for name, value, low, high in (
             ("machines", machines, 1, _MAX_MACHINES),
             ("processes", processes, 1, 1000),
-            ("rate", rate, 0, 100_000),
+            *(("rate", rate, 0, 100_000) for rate in rates),
             ("delay", delay, 0, 10_000),
             ("mtu", mtu, 576, 65_535),
         ):
@@ -73,12 +76,12 @@ class Cluster:
         self._description = {
             "machines": machines,
             "processes": processes,
-            "rate_mbit": rate,
+            "rates_mbit": rates,
             "delay_ms": delay,
             "mtu": mtu,
         }
         self._processes = processes
-        self._machines = Machines(machines, rate, delay, mtu)
+        self._machines = Machines(machines, rates[0], delay, mtu)
         self.addresses = self._machines.addresses
         self._started = []
 
@@ -151,7 +154,7 @@ class Cluster:
         return [_network.counters(pid) for pid in self._machines.pids]
 
     def _start(self, machine, arguments, environment):
-        cluster = {**self._description, "pids": self._machines.pids}
+        cluster = {**self._description, "links": self._machines.links}
         is_first = not self._started
         process = subprocess.Popen(
             self._machines.command(machine, arguments),
@@ -277,21 +280,22 @@ def main():
 
 def show(figures):
     """Says in words what a script has reported with `_network.Window`."""
-    if "per_machine" not in figures:
-        return
-    print(
-        f"{figures['steps_per_second']:,.2f} steps/s, "
-        f"{figures['words_per_second']:,.0f} words/s; the network explains "
-        f"{figures.get('network_share', 0):.0%} of the time, the processors "
-        f"were busy for {figures['processor_share']:.0%}"
-    )
-    for index, machine in enumerate(figures["per_machine"]):
-        ways = (
-            f"{way} {machine[f'{way}_bytes_per_step']:,} bytes a step "
-            f"({machine[f'{way}_payload_bytes_per_step']:,} without headers)"
-            for way in ("sent", "received")
+    for at_rate in _network.by_rate({"windows": [], **figures}):
+        print(
+            f"{at_rate['rate_mbit']:g} Mbit/s: "
+            f"{at_rate['steps_per_second']:,.2f} steps/s, "
+            f"{at_rate['words_per_second']:,.0f} words/s; the network explains "
+            f"{at_rate.get('network_share', 0):.0%} of the time, the "
+            f"processors were busy for {at_rate['processor_share']:.0%}"
         )
-        print(f"machine {index}: {', '.join(ways)}")
+        for index, machine in enumerate(at_rate["per_machine"]):
+            ways = (
+                f"{way} {machine[f'{way}_bytes_per_step']:,} bytes a step "
+                f"({machine[f'{way}_payload_bytes_per_step']:,} without "
+                "headers)"
+                for way in ("sent", "received")
+            )
+            print(f"machine {index}: {', '.join(ways)}")
 
 
 def options(add):
@@ -300,12 +304,18 @@ def options(add):
     add("--processes", type=int, default=1, help="on each machine")
     add(
         "--rate",
-        type=float,
-        default=50,
-        help="Mbit/s of each machine, in each direction; 0: no limit",
+        type=_rates,
+        default=[50],
+        metavar="RATE[,RATE...]",
+        help="Mbit/s of each machine, in each direction; 0: no limit; a "
+        "workload is measured at each of several",
     )
     add("--delay", type=float, default=0, help="ms from machine to machine")
     add("--mtu", type=int, default=MTU, help="bytes of a packet")
+
+
+def _rates(text):
+    return [float(number) for number in text.split(",")]
 
 
 def parse_arguments():

@@ -14,11 +14,12 @@ import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import _network
 import _timing
 import keras
 from _models import MODELS
 from cluster import Cluster, ClusterError
-from workloads._common import Timed, dataset
+from workloads import _common
 
 import keras_sparsity as ks
 from keras_sparsity import model_plan
@@ -62,6 +63,7 @@ def on_cluster(args, name):
         sys.exit(f"plan_bytes.py: {error}")
     if found["exit_code"]:
         sys.exit(f"{name}: exit code {found['exit_code']}")
+    (found,) = _network.by_rate(found)
     counted = sum(
         machine["sent_payload_bytes_per_step"]
         for machine in found["per_machine"]
@@ -74,26 +76,25 @@ def on_cluster(args, name):
 
 def inside(args):
     strategy = ks.HybridStrategy(architecture="hybrid")
-    warm_up = min(WARM_UP, args.steps)
-    num_steps = warm_up + args.steps
+    window = _network.Window(is_first=strategy.rank == 0)
+    args.warm_up, args.steps = min(WARM_UP, args.steps), [args.steps]
+    num_steps = _common.num_steps(args)
     made, batch = MODELS[args.inside](strategy.size, num_steps)
     model = made.model
     with strategy.scope():
         model.compile(keras.optimizers.Adagrad(0.01), made.loss)
-    timed = Timed(warm_up, args.steps, strategy.collectives.barrier)
-    batches = dataset(made.x, made.y, batch, num_steps)
+    timed = _common.Timed(window, args, strategy.collectives.barrier)
+    batches = _common.dataset(made.x, made.y, batch, num_steps)
     model.fit(batches, callbacks=[timed], shuffle=False, verbose=0)
     plan = model_plan.of_running(model)
-    if strategy.rank == 0:
-        chosen = [v.costs[v.architecture] for v in plan.variables]
-        paths = {a: plan.bytes_of(a) for a in ("allreduce", "ps", "allgather")}
-        timed.window.report(
-            args.steps,
-            batch,
-            planned_bytes=sum(sum(cost.sent_bytes) for cost in chosen),
-            alpha=plan.alpha_model,
-            paths={name: b for name, b in paths.items() if b},
-        )
+    chosen = [v.costs[v.architecture] for v in plan.variables]
+    paths = {a: plan.bytes_of(a) for a in ("allreduce", "ps", "allgather")}
+    window.report(
+        batch,
+        planned_bytes=sum(sum(cost.sent_bytes) for cost in chosen),
+        alpha=plan.alpha_model,
+        paths={name: b for name, b in paths.items() if b},
+    )
 
 
 def parse_arguments():

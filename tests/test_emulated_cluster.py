@@ -56,9 +56,9 @@ if sys.argv[1] == "0":
         window.begin()
         for channel in channels: channel.sendall(b"g")
         on_all(way, channels)
-        window.end()
+        window.end(1)
         window.idle()
-        window.report(1, 0)
+        window.report(0)
 else:
     channel = connect()
     for way in [receive, send] * 3:
@@ -74,22 +74,31 @@ from keras_sparsity import collectives
 
 ranks = collectives.current()
 numbers = [tf.ones(250_000)]
-window = _network.Window()
-for step in range(7):
-    if step == 2:
-        ranks.barrier("begin")
-        window.begin()
-    (total,) = ranks.all_reduce(numbers, "sum", "numbers")
-    if total[0] != ranks.size:
-        raise ValueError(total)
-ranks.barrier("end")
-window.end()
+window = _network.Window(is_first=ranks.rank == 0)
+window.open()
+
+def sum_up(times):
+    for _ in range(times):
+        (total,) = ranks.all_reduce(numbers, "sum", "numbers")
+        if total[0] != ranks.size:
+            raise ValueError(total)
+
+for rate in window.rates:
+    ranks.barrier("limit")
+    window.limit(rate)
+    sum_up(2)
+    ranks.barrier("begin")
+    window.begin()
+    sum_up(5)
+    ranks.barrier("end")
+    window.end(5)
 window.idle()
 ranks.barrier("idle")
-if ranks.rank == 0:
-    print("a line before")
-    window.report(5, 100, engine=ranks.engine, machine_of=ranks.machines)
+print("a line before")
+window.report(100, engine=ranks.engine, machine_of=ranks.machines)
 """
+
+_RATES = (100, 25, 200)
 
 _FOR_EVER = """\
 from cluster import Cluster
@@ -155,7 +164,7 @@ def test_links_have_their_rate_and_bytes_are_counted(
         )
     assert figures["exit_code"] == 0
     lines = capfd.readouterr().out.splitlines()
-    found = [json.loads(line) for line in lines]
+    found = [x for line in lines for x in _network.by_rate(json.loads(line))]
     assert len(found) == 6
     # What one machine sends to two is limited where it leaves, what two send
     # to one where it arrives; each of the two could do so in half the time.
@@ -212,7 +221,7 @@ def test_a_script_on_machines(
     script = tmp_path / "script.py"
     script.write_text(_ALL_REDUCE)
     processes = {"native": 2, "horovod": 1}[engine]
-    with emulated.Cluster(2, processes, rate=100) as cluster:
+    with emulated.Cluster(2, processes, rate=_RATES) as cluster:
         figures = cluster.run(
             str(script), engine=engine, options=["--timeout", "60"]
         )
@@ -220,18 +229,23 @@ def test_a_script_on_machines(
     assert "a line before" in capfd.readouterr().out
     assert figures["engine"] == engine
     assert figures["machine_of"] == [0] * processes + [1] * processes
-    assert figures["rate_mbit"] == 100
     # In a ring each of R ranks sends 2 (R - 1) / R of the tensor to the next.
     ranks = 2 * processes
     expected = 1_000_000 * 2 * (ranks - 1) / ranks
-    for machine in figures["per_machine"]:
-        for way in ("sent", "received"):
-            payload = machine[f"{way}_payload_bytes_per_step"]
-            assert payload == pytest.approx(expected, rel=0.05)
-    seconds = figures["seconds"]
-    assert 5 / seconds == pytest.approx(figures["steps_per_second"], rel=0.01)
-    assert 500 / seconds == pytest.approx(figures["words_per_second"], rel=0.01)
-    assert 5 * expected * 8 / 100e6 < seconds
+    windows = _network.by_rate(figures)
+    assert [window["rate_mbit"] for window in windows] == list(_RATES)
+    for window in windows:
+        for machine in window["per_machine"]:
+            for way in ("sent", "received"):
+                payload = machine[f"{way}_payload_bytes_per_step"]
+                assert payload == pytest.approx(expected, rel=0.05)
+        seconds = window["seconds"]
+        per_second = window["steps_per_second"], window["words_per_second"]
+        assert 5 / seconds == pytest.approx(per_second[0], rel=0.01)
+        assert 500 / seconds == pytest.approx(per_second[1], rel=0.01)
+        assert 5 * expected * 8 / (window["rate_mbit"] * 1e6) < seconds
+    _, slow, fast = (window["seconds"] for window in windows)
+    assert fast < slow / 2
 
 
 @pytest.mark.parametrize(
@@ -299,10 +313,10 @@ def test_outside_of_a_cluster_the_time_alone_is_reported(monkeypatch, capsys):
     window = _network.Window()
     window.begin()
     time.sleep(0.1)
-    window.end()
+    window.end(2)
     window.idle()
-    window.report(2, 10)
-    figures = json.loads(capsys.readouterr().out)
+    window.report(10)
+    (figures,) = _network.by_rate(json.loads(capsys.readouterr().out))
     assert figures["seconds"] == pytest.approx(0.1, rel=0.2)
     assert figures["words_per_second"] == pytest.approx(200, rel=0.2)
     assert "per_machine" not in figures

@@ -174,18 +174,22 @@ def test_table():
 
 def test_runs_are_kept_and_failures_run_again(tmp_path, capsys):
     path = tmp_path / "runs.jsonl"
-    first, second, third = (dataclasses.replace(RUN, rate=r) for r in (1, 2, 3))
+    # The same processes train the first and the third.
+    first, second, third = (
+        dataclasses.replace(RUN, rate=rate, steps=10 * rate, way=way)
+        for rate, way in ((1, "hybrid"), (2, "ps"), (3, "hybrid"))
+    )
     begun, failing = [], {second}
 
-    def execute(run, timeout):
-        begun.append((run.rate, timeout))
-        if run in failing:
+    def execute(runs, timeout):
+        begun.append(([run.rate for run in runs], timeout))
+        if failing & set(runs):
             raise RunError("exit code 1\nits last words")
-        return {"words_per_second": run.rate}
+        return [{"words_per_second": run.rate} for run in runs]
 
     results = Results(str(path), execute)
     results.run_all([first, second, first, third], 60)
-    assert begun == [(1, 60), (2, 60), (3, 60)]
+    assert begun == [([1, 3], 60), ([2], 60)]
     assert "exit code 1\nits last words" in results.failures[second]
     assert "its last words" in capsys.readouterr().err
     assert results.get(second) is None
@@ -198,8 +202,8 @@ def test_runs_are_kept_and_failures_run_again(tmp_path, capsys):
     results = Results(str(path), execute)
     assert "line 3: no run" in capsys.readouterr().err
     results.run_all([first, second, third], 60)
-    assert begun == [(2, 60)]
-    assert "1 runs" in capsys.readouterr().err
+    assert begun == [([2], 60)]
+    assert "1 runs in 1 trainings" in capsys.readouterr().err
     results = Results(str(path), execute)
     assert [
         results.get(r)["words_per_second"] for r in (first, second, third)
@@ -256,10 +260,13 @@ def test_a_set_passes_or_misses(name, tmp_path):
     plots = _report.Plots(tmp_path)
 
     def report(worse, failed=()):
-        def execute(run, timeout):
-            if run.way in failed:
+        def execute(runs, timeout):
+            if runs[0].way in failed:
                 raise RunError("no luck")
-            return _figures(run, **{**_good(run), **worse.get(run.way, {})})
+            return [
+                _figures(run, **{**_good(run), **worse.get(run.way, {})})
+                for run in runs
+            ]
 
         results = Results(execute=execute)
         results.run_all(SETS[name].runs(options), 60)

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 
+import _network
 import keras
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from tests.conftest import engines
 _BENCHMARKS = os.path.join(
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "benchmarks"
 )
-_STEPS = 4
+# One before, those in which a network adapts, and one that is timed.
+_STEPS = 1 + _network.SETTLE + 1
 _SMALL = {
     "recommender": "--tables 3 --smallest 5 --largest 40 --dim 4 --hot 2",
     "lm": "--vocabulary 30 --dim 4 --units 4 --time 3 --sampled 8",
@@ -45,7 +47,7 @@ def _made(name, kit, size, options=""):
     """A small workload, its held-out examples and its arguments."""
     common = _common()
     options = f"{_SMALL[name]} --batch 4 --warm-up 1 {options}".split()
-    options += ["--steps", str(_STEPS - 1)]
+    options += ["--steps", "1"]
     module = common.module(name)
     args = common.parse(module, argparse.ArgumentParser(), options)
     return *common.made(module, kit, args, size), args
@@ -81,8 +83,14 @@ def train_both(cases):
         workload, args = start(kit, name, optimizer)
         with strategy.scope():
             workload.model.compile(workload.optimizer, workload.loss)
-        barrier = strategy.collectives.barrier
-        common.fit(workload, None, args, strategy.size, barrier)
+        common.fit(
+            workload,
+            None,
+            args,
+            strategy.size,
+            _network.Window(),
+            strategy.collectives.barrier,
+        )
         ours[name, optimizer] = workload.model.get_weights()
     theirs = []
     for name, optimizer, dense, fp16 in cases:
@@ -187,8 +195,8 @@ def test_training_ends_at_the_target():
         )
         assert len(held_out[1]) == 64 and len(workload.y) == 4 * 6
         workload.model.compile(workload.optimizer, workload.loss)
-        _, _, figures = common.fit(
-            workload, held_out, args, 1, lambda name: None
+        figures = common.fit(
+            workload, held_out, args, 1, _network.Window(), lambda name: None
         )
         found = figures["to_target"]
         assert found["is_reached"] == (target == 100)
@@ -213,6 +221,8 @@ def test_sizes_are_defaults():
     assert (large.vocabulary, large.dim) == (200_000, 8)
     for wrong in (
         "--warm-up 0",
+        "--steps 0",
+        "--steps 2,3",
         "--target 1 --every 1",
         "--target 1 --every 9 --most-steps 8",
         "--target 1 --held-out 65",

@@ -114,25 +114,21 @@ class Trainer:
         return tf.reduce_mean(self._loss_of(y, outputs))
 
 
-def _meet():
-    hvd.allreduce(tf.zeros([]), name="meet")
-
-
-def _train(trainer, num_steps, window):
-    """Trains in a timed window."""
-    _meet()
-    window.begin()
-    trainer.train(num_steps)
-    _meet()
-    window.end()
+def _meet(name="meet"):
+    hvd.allreduce(tf.zeros([]), name=name)
 
 
 def _train_to_target(trainer, workload, held_out, args, window):
     curve = _common.Curve(args, workload, held_out)
     trainer.train(1)
+    window.limit(window.rates[0])
     num_timed = args.every - 1
     for _ in range(args.most_steps // args.every):
-        _train(trainer, num_timed, window)
+        _meet()
+        window.begin()
+        trainer.train(num_timed)
+        _meet()
+        window.end(num_timed)
         loss = trainer.held_out_loss(*held_out)
         if curve.add(window.seconds, num_timed, loss):
             break
@@ -148,27 +144,26 @@ def _options(add):
 def main():
     module, args = _stock.parse(__doc__, _options)
     hvd.init()
+    window = _network.Window(is_first=hvd.rank() == 0)
+    window.open()
     workload, held_out = _common.made(module, _stock.KIT, args, hvd.size())
     trainer = Trainer(workload, args.batch, args.dense, args.fp16)
-    window, num_steps = _network.Window(), args.steps
     if held_out is None:
-        trainer.train(args.warm_up)
-        _train(trainer, num_steps, window)
+        for num_steps in _common.measured(window, args, _meet):
+            trainer.train(num_steps)
         figures = {"loss": trainer.mean_loss()}
     else:
         curve = _train_to_target(trainer, workload, held_out, args, window)
-        num_steps, figures = curve.num_timed, curve.figures()
-    window.idle()
+        figures = curve.figures()
+        window.idle()
     _meet()
-    if hvd.rank() == 0:
-        window.report(
-            num_steps,
-            workload.words * args.batch * hvd.size(),
-            engine="horovod's own way",
-            workload=vars(args),
-            num_parameters=workload.num_parameters(),
-            **figures,
-        )
+    window.report(
+        workload.words * args.batch * hvd.size(),
+        engine="horovod's own way",
+        workload=vars(args),
+        num_parameters=workload.num_parameters(),
+        **figures,
+    )
 
 
 if __name__ == "__main__":

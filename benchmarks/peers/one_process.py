@@ -11,6 +11,7 @@ import sys
 
 sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
+import _network
 import _stock
 from workloads import _common
 
@@ -19,11 +20,11 @@ def main():
     module, args = _stock.parse(__doc__)
     workload, held_out = _common.made(module, _stock.KIT, args, 1)
     workload.model.compile(workload.optimizer, workload.loss)
-    window, num_steps, figures = _common.fit(
-        workload, held_out, args, 1, lambda name: None
+    window = _network.Window()
+    figures = _common.fit(
+        workload, held_out, args, 1, window, lambda name: None
     )
     window.report(
-        num_steps,
         workload.words * args.batch,
         engine="stock Keras, one process",
         workload=vars(args),

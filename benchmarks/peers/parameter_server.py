@@ -252,15 +252,13 @@ def coordinate(module, args, cluster_spec):
     num_workers, num_servers = (
         len(cluster_spec[job]) for job in ("worker", "ps")
     )
-    coordinator = Coordinator(module, args, num_workers, num_servers)
-    coordinator.train(args.warm_up)
     window = _network.Window()
-    window.begin()
-    loss = coordinator.train(args.steps)
-    window.end()
-    window.idle()
+    window.open()
+    coordinator = Coordinator(module, args, num_workers, num_servers)
+    # Nobody waits for another: `train` ends when all steps are through.
+    for num_steps in _common.measured(window, args, lambda name: None):
+        loss = coordinator.train(num_steps)
     window.report(
-        args.steps,
         coordinator.workload.words * args.batch * num_workers,
         engine="TensorFlow's parameter servers, asynchronous",
         workload=vars(args),

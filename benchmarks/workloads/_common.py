@@ -101,7 +101,13 @@ def parse(module, parser, arguments=None):
     add = parser.add_argument
     add("--size", choices=list(module.SIZES), default="small")
     add("--batch", type=int, help="examples of each process")
-    add("--steps", type=int, default=40, help="that count")
+    add(
+        "--steps",
+        type=lambda text: [int(number) for number in text.split(",")],
+        default=[40],
+        metavar="STEPS[,STEPS...]",
+        help="that count, at each of a cluster's rates",
+    )
     add("--warm-up", type=int, default=10, help="steps before them")
     add("--learning-rate", type=float, help="by default the workload's own")
     module.options(add)
@@ -119,7 +125,17 @@ def parse(module, parser, arguments=None):
     args = parser.parse_args(arguments)
     if args.warm_up < 1:
         parser.error(f"--warm-up must be 1 or more. Received: {args.warm_up}.")
+    rates = _network.Window().rates
+    if len(args.steps) == 1:
+        args.steps *= len(rates)
+    if len(args.steps) != len(rates) or min(args.steps) < 1:
+        parser.error(
+            f"--steps must be 1 or more, at each of {len(rates)} rates. "
+            f"Received: {args.steps}."
+        )
     if args.target is not None:
+        if len(rates) > 1:
+            parser.error(f"--target needs one rate. Received: {rates}.")
         if not 2 <= args.every <= args.most_steps:
             parser.error(
                 "--every must be from 2 to --most-steps. Received: "
@@ -146,10 +162,40 @@ def target_options(add):
     add("--held-out", type=int, default=512, help="examples held out")
 
 
+def num_steps(args):
+    """Of all that `measured` lets a workload train."""
+    return args.warm_up + sum(_network.SETTLE + steps for steps in args.steps)
+
+
+def measured(window, args, meet):
+    """How many steps to train next, again and again.
+
+    What is to be done and measured before, between and after them is done when
+    the next number is asked for.
+
+    Args:
+        window: `_network.Window`.
+        args: Of `parse`.
+        meet: Function of a name, which returns when all processes call it.
+    """
+    yield args.warm_up
+    for rate, steps in zip(window.rates, args.steps, strict=True):
+        meet("timed/limit")
+        window.limit(rate)
+        yield _network.SETTLE
+        meet("timed/begin")
+        window.begin()
+        yield steps
+        meet("timed/end")
+        window.end(steps)
+    window.idle()
+    meet("timed/idle")
+
+
 def made(module, kit, args, size):
     """A workload for `size` processes, and what it holds out or None."""
     if args.target is None:
-        held_out, steps = 0, args.warm_up + args.steps
+        held_out, steps = 0, num_steps(args)
     else:
         held_out, steps = args.held_out, args.most_steps
     workload = module.make(
@@ -196,7 +242,7 @@ def dataset(x, y, batch, num_batches):
     return tf.data.Dataset.range(num_batches).map(take).prefetch(2)
 
 
-def fit(workload, held_out, args, size, meet):
+def fit(workload, held_out, args, size, window, meet):
     """Trains a compiled model by `fit`, as the arguments say.
 
     Args:
@@ -204,22 +250,23 @@ def fit(workload, held_out, args, size, meet):
         held_out: Its held-out examples, `(x, y)`, or None.
         args: Of `parse`.
         size: The number of processes.
+        window: `_network.Window`.
         meet: Function of a name, which returns when all processes call it.
 
     Returns:
-        `(window, num_steps, figures)`: what to report.
+        dict of what to report besides.
     """
     model, batch = workload.model, args.batch * size
     if held_out is None:
-        timed = Timed(args.warm_up, args.steps, meet)
         history = model.fit(
-            dataset(workload.x, workload.y, batch, args.warm_up + args.steps),
-            callbacks=[timed],
+            dataset(workload.x, workload.y, batch, num_steps(args)),
+            callbacks=[Timed(window, args, meet)],
             shuffle=False,
             verbose=0,
         ).history
-        return timed.window, args.steps, {"loss": history["loss"][-1]}
-    until = UntilTarget(Curve(args, workload, held_out), meet)
+        return {"loss": history["loss"][-1]}
+    until = UntilTarget(Curve(args, workload, held_out), window, meet)
+    window.limit(window.rates[0])
     model.fit(
         dataset(workload.x, workload.y, batch, args.most_steps),
         steps_per_epoch=args.every,
@@ -231,34 +278,25 @@ def fit(workload, held_out, args, size, meet):
         shuffle=False,
         verbose=0,
     )
-    until.window.idle()
+    window.idle()
     meet("timed/idle")
-    return until.window, until.curve.num_timed, until.curve.figures()
+    return until.curve.figures()
 
 
 class Timed(keras.callbacks.Callback):
-    """The steps after some: how long they take, and what they send.
+    """Measures what a `fit` trains, of one epoch of `num_steps(args)`.
 
-    Args:
-        warm_up: Steps before, which trace the model.
-        steps: Steps that count.
-        meet: See `fit`.
+    Arguments are those of `measured`.
     """
 
-    def __init__(self, warm_up, steps, meet):
+    def __init__(self, window, args, meet):
         super().__init__()
-        self.warm_up, self.steps, self.meet = warm_up, steps, meet
-        self.window = _network.Window()
+        self._left = measured(window, args, meet)
+        self._next = next(self._left)
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch + 1 == self.warm_up:
-            self.meet("timed/begin")
-            self.window.begin()
-        if batch + 1 == self.warm_up + self.steps:
-            self.meet("timed/end")
-            self.window.end()
-            self.window.idle()
-            self.meet("timed/idle")
+        if batch + 1 == self._next:
+            self._next += next(self._left, 0)
 
 
 class Curve:
@@ -287,7 +325,6 @@ class Curve:
         Returns:
             Whether the target is reached.
         """
-        self.num_timed = num_timed
         seconds *= self._every / num_timed
         steps = self._every
         if self._points:
@@ -318,13 +355,12 @@ class UntilTarget(keras.callbacks.Callback):
 
     Args:
         curve: `Curve`.
-        meet: See `fit`.
+        window, meet: See `fit`.
     """
 
-    def __init__(self, curve, meet):
+    def __init__(self, curve, window, meet):
         super().__init__()
-        self.curve, self.meet = curve, meet
-        self.window = _network.Window()
+        self.curve, self.window, self.meet = curve, window, meet
 
     def on_epoch_begin(self, epoch, logs=None):
         self._is_first = epoch == 0
@@ -336,7 +372,7 @@ class UntilTarget(keras.callbacks.Callback):
             self._begin()
         if batch + 1 == self.params["steps"]:
             self.meet("timed/end")
-            self.window.end()
+            self.window.end(self.params["steps"] - self._is_first)
 
     def on_epoch_end(self, epoch, logs=None):
         num_timed = self.params["steps"] - self._is_first

@@ -5,6 +5,7 @@ import functools
 
 import _common
 import _facts
+import _network
 
 import keras_sparsity as ks
 
@@ -43,11 +44,19 @@ def run(name):
         local_aggregation=args.local_aggregation,
         prefetch=args.prefetch,
     )
+    window = _network.Window(is_first=strategy.rank == 0)
+    if args.architecture != "auto":  # which measures the links
+        window.open()
     workload, held_out = _common.made(module, KIT, args, strategy.size)
     with strategy.scope():
         workload.model.compile(workload.optimizer, workload.loss)
-    window, num_steps, figures = _common.fit(
-        workload, held_out, args, strategy.size, strategy.collectives.barrier
+    figures = _common.fit(
+        workload,
+        held_out,
+        args,
+        strategy.size,
+        window,
+        strategy.collectives.barrier,
     )
     figures["variables"] = _facts.of_variables(
         workload.model, workload.x, args.batch * strategy.size, strategy
@@ -56,18 +65,16 @@ def run(name):
         figures["seconds_alone"] = _facts.seconds_alone(
             lambda: _alone(module, args),
             args.warm_up,
-            args.steps,
+            max(args.steps),
             strategy.collectives,
         )
-    if strategy.rank == 0:
-        window.report(
-            num_steps,
-            workload.words * args.batch * strategy.size,
-            engine=strategy.collectives.engine,
-            workload=vars(args),
-            num_parameters=workload.num_parameters(),
-            **figures,
-        )
+    window.report(
+        workload.words * args.batch * strategy.size,
+        engine=strategy.collectives.engine,
+        workload=vars(args),
+        num_parameters=workload.num_parameters(),
+        **figures,
+    )
 
 
 def _alone(module, args):
@@ -76,7 +83,7 @@ def _alone(module, args):
     with ks.HybridStrategy(architecture="hybrid").scope():
         workload.model.compile(workload.optimizer, workload.loss)
     batches = _common.dataset(
-        workload.x, workload.y, args.batch, args.warm_up + args.steps
+        workload.x, workload.y, args.batch, args.warm_up + max(args.steps)
     )
     return lambda callbacks: workload.model.fit(
         batches, callbacks=callbacks, shuffle=False, verbose=0

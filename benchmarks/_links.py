@@ -1,0 +1,95 @@
+"""The links of emulated machines to their switch: rates and delay, by `tc`."""
+
+import subprocess
+from typing import NamedTuple
+
+INTERFACE = "eth0"
+# The longer a link may save up what it has not sent, the more of a step's
+# first bytes pass without a limit.
+_BURST_SECONDS = 0.001
+# What a switch's buffer holds, of one port.
+_QUEUE_SECONDS = 0.1
+_MIN_QUEUE_BYTES = 256 * 1024
+_LONG_QUEUE = "limit 1000000"  # packets
+
+
+class ClusterError(RuntimeError):
+    """Raised when there can be no such machines here."""
+
+
+class Links(NamedTuple):
+    """All that there is to know to limit them, from any machine.
+
+    Args:
+        switch: A process id in the switch's network namespace.
+        machines: List of one in each machine's.
+        delay: Milliseconds from each machine to another.
+        mtu: Bytes of a packet, its Ethernet header aside.
+    """
+
+    switch: int
+    machines: list
+    delay: float
+    mtu: int
+
+    def limit(self, rate):
+        """Gives all of them a rate, in each direction, or another one.
+
+        Args:
+            rate: Mbit/s; 0: no limit.
+        """
+        # The delay comes behind the sender's limit, where TCP keeps short
+        # queues only as long as nothing takes its packets from it at once.
+        ports = [f"port{index}" for index in range(len(self.machines))]
+        self._limit(self.switch, ports, rate, self.delay)
+        for machine in self.machines:
+            self._limit(machine, [INTERFACE], rate)
+
+    def _limit(self, pid, interfaces, rate, delay=0):
+        lines = []
+        for interface in interfaces:
+            place, of_no_limit = "root", "noqueue"
+            if delay:
+                lines.append(
+                    f"qdisc replace dev {interface} root handle 1: netem "
+                    f"delay {delay}ms {_LONG_QUEUE}"
+                )
+                place, of_no_limit = "parent 1:1", f"pfifo {_LONG_QUEUE}"
+            of_this = self._bucket(rate) if rate else of_no_limit
+            lines.append(f"qdisc replace dev {interface} {place} {of_this}")
+        try:
+            batch("tc", pid, lines)
+        except ClusterError as error:
+            if delay and "kind is unknown" in str(error):
+                raise ClusterError(
+                    "This kernel has no netem (the module sch_netem), which "
+                    f"delays packets: leave the delay at 0. Received: {delay}."
+                ) from None
+            raise
+
+    def _bucket(self, rate):
+        bytes_per_second = rate * 1e6 / 8
+        burst = max(bytes_per_second * _BURST_SECONDS, 2 * (self.mtu + 14))
+        limit = max(bytes_per_second * _QUEUE_SECONDS, _MIN_QUEUE_BYTES)
+        return f"tbf rate {rate}mbit burst {burst:.0f} limit {limit:.0f}"
+
+
+def enter(pid):
+    """What a command begins with that runs in a process's namespace."""
+    return ["nsenter", "--target", str(pid), "--net", "--mount", "--uts"]
+
+
+def batch(tool, pid, lines):
+    """Runs lines of `ip` or `tc` in a process's namespace."""
+    done = subprocess.run(
+        [*enter(pid), tool, "-batch", "-"],
+        input="\n".join(lines) + "\n",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        raise ClusterError(
+            f"{tool} failed: {done.stderr.strip()}\nOf these lines:\n"
+            + "\n".join(lines)
+        )
