@@ -65,7 +65,7 @@ WORKLOADS = {
 }
 # Of these, with `--size small`.
 _SMALL = 0.3
-_WINDOW_SECONDS = 40
+_WINDOW_SECONDS = 20
 
 
 @dataclasses.dataclass(frozen=True)
