@@ -58,14 +58,20 @@ def of(strategy=None):
     return ARCHITECTURES[getattr(strategy, "architecture", "hybrid")]
 
 
-def wire(dtype, strategy=None):
-    """The `Wire` in which rows and gradients of a dtype travel."""
+def wire(dtype, strategy=None, cast_to=None):
+    """The `Wire` in which rows and gradients of a dtype travel.
+
+    Args:
+        dtype: their own.
+        strategy: by default the one entered.
+        cast_to: what they are cast to where they arrive, if that is known. If
+            it is narrower, they are cast where they come from.
+    """
     strategy = strategy or tf.distribute.get_strategy()
-    dtype = tf.as_dtype(dtype)
-    narrow = getattr(strategy, "wire_dtype", None)
-    if narrow is None or dtype.size <= tf.as_dtype(narrow).size:
-        narrow = dtype
-    return Wire(dtype, tf.as_dtype(narrow))
+    # Of those that are as narrow, the first.
+    asked = [dtype, cast_to, getattr(strategy, "wire_dtype", None)]
+    dtypes = [tf.as_dtype(each) for each in asked if each is not None]
+    return Wire(dtypes[0], min(dtypes, key=lambda each: each.size))
 
 
 def aggregates_locally(strategy=None):

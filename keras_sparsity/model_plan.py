@@ -321,6 +321,11 @@ def as_sent(spec, strategy):
     return dataclasses.replace(spec, dtype=wire.dtype.name)
 
 
+def pulled_bytes_of(variable):
+    """Of a row of a table, as its owner sends it; None if that is not known."""
+    return getattr(getattr(variable, "table", None), "pulled_bytes", None)
+
+
 def of_running(model):
     """The plan that a model is trained by, with what was measured so far.
 
@@ -366,6 +371,7 @@ def of_running(model):
                 facts.largest_rows,
                 first_machine,
                 architectures.aggregates_locally(strategy),
+                pulled_bytes_of(variable),
             )
             for name in transfer_cost.ARCHITECTURES
             if spec.is_sparse or name != "allgather"

@@ -64,7 +64,8 @@ class HybridStrategy(tf.distribute.Strategy):
             itself.
         wire_dtype: `"bfloat16"` or `"float16"`: rows, their gradients and dense
             gradients are sent in it, in half of the bytes; sums are those of
-            float32, at their owners. None: in their own dtype. `"float16"` is
+            float32, at their owners. None: in their own dtype, and rows in
+            that of a layer that computes in a narrower one. `"float16"` is
             finer, but what is above 65,504 becomes infinite.
         local_aggregation: whether the processes of a machine pull rows of
             sharded tables together, each row once, and add up its gradients

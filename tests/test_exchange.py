@@ -1,6 +1,7 @@
 """Rows of several tables in one exchange, and what of them travels."""
 
 import collections
+import contextlib
 
 import keras
 import numpy as np
@@ -47,7 +48,10 @@ def pull_together(shapes, asked, outside):
     def gather(*ids):
         with tf.GradientTape() as tape:
             rows = gather_together(
-                [(tables[i], of) for i, of in zip(asked, ids, strict=True)]
+                [
+                    (tables[i], of, "float32")
+                    for i, of in zip(asked, ids, strict=True)
+                ]
             )
             loss = tf.add_n(
                 [tf.reduce_sum(x) * (k + 1.0) for k, x in enumerate(rows)]
@@ -230,6 +234,132 @@ def test_sums_are_wide_and_messages_narrow(engine, cluster):
             assert 2 * (narrow[role] - told) == wide[role] - told > 0
         dense = sum(n for r, n in narrow.items() if "optimizer/dense" in r)
         assert dense < wide["optimizer/dense/float32/0"] or engine == "native"
+
+
+def pull_smaller(columns, dtype):
+    """Part of each row against dense NumPy, and the bytes that it takes."""
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    table = ks.ShardedTable(60, 8, name="table")
+    whole = table.read()
+    random = np.random.default_rng(strategy.rank)
+    ids = random.integers(60, size=(4, 10))
+
+    @tf.function
+    def gather(ids):
+        with tf.GradientTape() as tape:
+            rows = table.gather(ids, columns, dtype)
+            loss = tf.reduce_sum(tf.cast(rows, "float32") ** 2)
+        return rows, tape.gradient(loss, table.variable)
+
+    with measured() as sent:
+        rows, gradient = strategy.run(gather, args=(tf.constant(ids),))
+    part = tf.cast(whole[ids][..., columns or slice(None)], dtype or "float32")
+    assert rows.dtype == part.dtype and rows.shape == part.shape
+    np.testing.assert_array_equal(rows, part)
+    expected, mine = np.zeros_like(whole), np.zeros_like(whole)
+    for of_rank in strategy.collectives.gather_objects(ids):
+        part = tf.cast(whole[of_rank], dtype or "float32")
+        part = tf.cast(2 * tf.cast(part, "float32"), part.dtype)
+        of_columns = np.zeros_like(whole[of_rank])
+        of_columns[..., columns or slice(None)] = tf.cast(part, "float32")[
+            ..., columns or slice(None)
+        ]
+        np.add.at(expected, of_rank, of_columns)
+    np.add.at(mine, gradient.indices.numpy(), gradient.values.numpy())
+    if table.is_sharded:
+        owner = table.layout.owner(tf.range(60)).numpy()
+        assert set(owner[gradient.indices]) <= {strategy.rank}
+        expected[owner != strategy.rank] = 0
+    np.testing.assert_allclose(mine, expected, rtol=1e-6)
+    return [sent[f"table/table/{way}/rows"] for way in ("pull", "push")]
+
+
+@contextlib.contextmanager
+def measured():
+    """Bytes sent meanwhile, by role."""
+
+    def totals():
+        sent = collections.Counter()
+        for (role, *_), found in journal.current().totals().items():
+            sent[role.removeprefix("across/")] += found.sent_bytes
+        return sent
+
+    sent, before = collections.Counter(), totals()
+    journal.current().measures = True
+    yield sent
+    journal.current().measures = False
+    sent.update(totals() - before)
+
+
+def test_part_of_a_row_in_one_process():
+    pull_smaller(slice(2, 5), "bfloat16")
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_owners_slice_and_cast_what_they_send(engine, cluster):
+    processes = cluster(engine, 2)
+
+    def sent(*args):
+        return np.sum(processes.run(pull_smaller, *args), axis=0)
+
+    pulled, pushed = sent(None, None)
+    assert pulled == pushed > 0
+    narrow = sent(None, "bfloat16")
+    assert narrow.tolist() == [pulled / 2, pushed]
+    sliced = sent(slice(-4, None), None)
+    if engine == "horovod":  # the other one pads
+        assert sliced.tolist() == [pulled / 2, pushed / 2]
+        assert sent(slice(2, 4), "float16").tolist() == [
+            pulled / 8,
+            pushed / 4,
+        ]
+    assert sliced[0] == sliced[1] < pulled
+    # By way of machines, with two processes on each.
+    processes = cluster(engine, 4, 2)
+    pulled, pushed = sent(slice(1, 3), "bfloat16")
+    assert 0 < 2 * pulled == pushed
+
+
+def embed_in(policy):
+    """Bytes of pulled and pushed rows of an embedding of that policy."""
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    words = keras.Input((2,), dtype="int32")
+    made = [
+        layer(20, 8, "uniform", name=f"words_{index}", dtype=policy)
+        for index, layer in enumerate([ks.layers.ShardedEmbedding] * 2)
+    ]
+    rows = [layer(words) for layer in made]
+    model = keras.Model(words, keras.layers.Add(dtype=policy)(rows))
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+    with measured() as sent:
+        model.fit(np.arange(16).reshape(8, 2), np.zeros((8, 2, 8)), verbose=0)
+    rows = [
+        sum(n for role, n in sent.items() if role.endswith(f"{way}/rows"))
+        for way in ("pull", "push")
+    ]
+    cost = ks.model_plan.of_running(model).variables[0].costs["ps"]
+    return *rows, sum(cost.sent_bytes)
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_mixed_precision_pulls_what_it_computes_with(engine, cluster):
+    processes = cluster(engine, 2)
+    wide = np.sum(processes.run(embed_in, "float32"), axis=0)
+    narrow = np.sum(processes.run(embed_in, "mixed_bfloat16"), axis=0)
+    assert wide[0] == wide[1] > 0
+    assert narrow[0] == wide[0] / 2 and narrow[1] == wide[1]
+    # The plan knows of it, and of the ids.
+    assert 0.7 * wide[2] < narrow[2] < 0.8 * wide[2]
+
+
+@pytest.mark.parametrize(
+    "columns", [3, slice(0, 4, 2), slice(4, 4), slice("a"), slice(9, 12)]
+)
+def test_bad_columns(columns):
+    table = ks.ShardedTable(10, 8, name="table")
+    with pytest.raises(ValueError, match="slice of some of the 8 columns"):
+        table.gather([1, 2], columns=columns)
 
 
 # By way of machines.

@@ -83,6 +83,7 @@ class JointPull:
             yield
             return
         tables = [layer.table for layer in self._calls]
+        dtypes = [layer.compute_dtype for layer in self._calls]
         asked = self._asked(inputs)
         ahead = following = None
         if self._following is not None:
@@ -90,7 +91,7 @@ class JointPull:
             following = self._asked(empty_parts.filled(self._following))
             self._following = None  # a step's first call alone
         rows = gather_together(
-            list(zip(tables, asked, strict=True)), ahead, following
+            list(zip(tables, asked, dtypes, strict=True)), ahead, following
         )
         for layer in self._calls:
             layer.ahead.clear()

@@ -9,7 +9,11 @@ import numpy as np
 from keras_sparsity import architectures, moves, planning, saving, sparsity
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives import speeds
-from keras_sparsity.model_plan import as_sent, running_cluster
+from keras_sparsity.model_plan import (
+    as_sent,
+    pulled_bytes_of,
+    running_cluster,
+)
 from keras_sparsity.planning import transfer_cost
 from keras_sparsity.tables.table_variable import TableVariable
 
@@ -190,6 +194,7 @@ class AutoArchitecture(keras.callbacks.Callback):
             self._cluster,
             self._collectives.engine,
             local_aggregation=architectures.aggregates_locally(self._strategy),
+            pulled_bytes=pulled_bytes_of(variable),
         )
         path = self._speeds[architecture]
         seconds = path.seconds(cost.busiest_bytes)

@@ -235,12 +235,11 @@ class SampledSoftmax(keras.layers.Layer):
         sizes = [tf.size(labels), self.num_sampled]
         # One pull brings both, of both tables.
         ids = tf.concat([labels, sampled], axis=0)
-        rows, *biases = gather_side_by_side(self.tables, ids)
-        rows = tf.cast(rows, hidden.dtype)
+        rows, *biases = gather_side_by_side(self.tables, ids, hidden.dtype)
         correction = -tf.math.log(self.sampler.expected_count(ids, num_tries))
         offsets = tf.cast(correction, hidden.dtype)
         for bias in biases:
-            offsets += tf.cast(bias[:, 0], hidden.dtype)
+            offsets += bias[:, 0]
         label_rows, sampled_rows = tf.split(rows, sizes)
         label_offsets, sampled_offsets = tf.split(offsets, sizes)
 

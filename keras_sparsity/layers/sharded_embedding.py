@@ -163,10 +163,8 @@ class ShardedEmbedding(keras.layers.Embedding):
     def _rows(self, ids):
         ids = ids_of(ids)
         if self.ahead:
-            rows = shaped(self.ahead.popleft(), ids)
-        else:
-            rows = self.table.gather(ids)
-        return tf.cast(rows, self.compute_dtype)
+            return shaped(self.ahead.popleft(), ids)
+        return self.table.gather(ids, dtype=self.compute_dtype)
 
     def enable_lora(self, *args, **kwargs):
         raise ValueError(

@@ -208,6 +208,7 @@ def engine_bytes(
     largest_rows=None,
     first_machine=0,
     local_aggregation=True,
+    pulled_bytes=None,
 ):
     """Bytes that this library moves for one variable, by machine.
 
@@ -222,7 +223,7 @@ def engine_bytes(
         engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
         largest_rows: as for `sharded_table_bytes`.
         first_machine: as for `transfer_bytes`, of a dense variable.
-        local_aggregation: as for `sharded_table_bytes`.
+        local_aggregation, pulled_bytes: as for `sharded_table_bytes`.
 
     Returns:
         `TransferBytes`.
@@ -248,6 +249,7 @@ def engine_bytes(
             engine == "native",
             largest_rows,
             local_aggregation,
+            pulled_bytes,
         )
     else:
         cost = transfer_bytes(
@@ -265,7 +267,12 @@ def engine_bytes(
 
 
 def sharded_table_bytes(
-    variable, cluster, padded=False, largest_rows=None, local_aggregation=True
+    variable,
+    cluster,
+    padded=False,
+    largest_rows=None,
+    local_aggregation=True,
+    pulled_bytes=None,
 ):
     """Bytes that a `ShardedTable` of this library costs, by machine.
 
@@ -279,7 +286,8 @@ def sharded_table_bytes(
         push = L alpha w + i L alpha num_rows
 
     With local aggregation, where a machine's processes ask together and add
-    their gradients up, alpha_machine takes the place of L alpha.
+    their gradients up, alpha_machine takes the place of L alpha. Rows that
+    their owner casts or slices before it sends them are pulled in fewer bytes.
 
     The native engine's operations know even sizes only. What a process sends
     to another one is padded to the largest part that any has for any, and
@@ -304,6 +312,8 @@ def sharded_table_bytes(
             that of rows that are touched evenly, and real ids come to more.
         local_aggregation: whether the processes of a machine pull and push
             together, as those of a strategy do by default.
+        pulled_bytes: bytes of a row when it is pulled, by default those of
+            the whole row in the variable's dtype.
 
     Returns:
         `TransferBytes`.
@@ -338,6 +348,13 @@ def sharded_table_bytes(
         largest_rows,
         "None or a number of rows",
     )
+    checks.check(
+        pulled_bytes is None
+        or (is_number(pulled_bytes) and 0 <= pulled_bytes < math.inf),
+        "pulled_bytes",
+        pulled_bytes,
+        "None or a number of bytes",
+    )
     w = variable.num_bytes()
     most = _shares(variable, cluster, cluster.size).max() * variable.shape[0]
     id_bytes = narrowest_index(math.ceil(most - 1e-9))
@@ -350,6 +367,9 @@ def sharded_table_bytes(
             "both" if local_aggregation else "none",
             pull_index_bytes=id_bytes,
             push_index_bytes=0,
+            pulled=None
+            if pulled_bytes is None
+            else pulled_bytes * variable.shape[0],
         )
     local_size = cluster.processes_per_machine
     alpha, others = variable.alpha, cluster.size - local_size
@@ -364,7 +384,8 @@ def sharded_table_bytes(
     ids = pairs * _capacity(largest_rows) * id_bytes
     element_bytes = dtype_bytes("dtype", variable.dtype)
     rows = pairs * _capacity(largest_rows * dim) * element_bytes
-    return _on_each(cluster, ids + 2 * rows, index_bytes=2 * ids)
+    pulled = 1 if pulled_bytes is None else pulled_bytes / (dim * element_bytes)
+    return _on_each(cluster, ids + rows * (1 + pulled), index_bytes=2 * ids)
 
 
 def _index_of_all(variable):
@@ -414,6 +435,7 @@ def _parameter_server(
     local_aggregation,
     pull_index_bytes,
     push_index_bytes,
+    pulled=None,
 ):
     """`TransferBytes` where machines own shares of a variable.
 
@@ -425,6 +447,7 @@ def _parameter_server(
         local_aggregation: see `transfer_bytes`.
         pull_index_bytes: bytes of the index with which a row is asked for.
         push_index_bytes: bytes of the index that comes with a gradient.
+        pulled: bytes of the variable as it is pulled, by default w.
     """
     alpha, num_rows = 1, 0
     if variable.is_sparse:
@@ -439,7 +462,8 @@ def _parameter_server(
     told = pushes * num_rows * push_index_bytes
     # As a worker, of what others own; as an owner, for all other machines.
     as_worker, as_owner = 1 - owned, (cluster.num_machines - 1) * owned
-    requests, rows = asked + pushes * w + told, pulls * w
+    requests = asked + pushes * w + told
+    rows = pulls * (w if pulled is None else pulled)
     return TransferBytes(
         tuple((as_worker * requests + as_owner * rows).tolist()),
         tuple((as_worker * rows + as_owner * requests).tolist()),

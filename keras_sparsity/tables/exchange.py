@@ -11,7 +11,7 @@ from keras_sparsity.tables.ahead import Exchange
 from keras_sparsity.tables.ways import Direct, ThroughMachines
 
 
-def pull(requests, ahead=None, following=None):
+def pull(requests, ahead=None, following=None, columns=None, cast_to=None):
     """Rows of spread tables, from their owners, in one exchange.
 
     Unique addresses go to their owners and the rows come back; the gradient's
@@ -27,16 +27,21 @@ def pull(requests, ahead=None, following=None):
             for in this one; else None.
         following: the next step's requests, of the same tables in the same
             order, if there is an `ahead`.
+        columns: `(start, stop)`, of one table: what is needed of its rows, and
+            what their owners send of them; None: all.
+        cast_to: what all of the rows are cast to where they arrive, if that is
+            known: rows that are cast to what is narrower, their owners cast.
 
     Returns:
         List of tensors `(n, columns)`, one for each request: the rows of its
-        tables side by side.
+        tables side by side, of the tables' dtype.
 
     References:
-        EuroSys 3.1 (pull and push), 4.3 (one gradient for each row).
+        EuroSys 3.1 (pull and push), 4.3 (one gradient for each row); arXiv
+        5.3.2 (operations that make data smaller, where the data is).
     """
     with tf.name_scope("pull"):  # as a profiler's trace is to call it
-        return _pull(requests, ahead, following)
+        return _pull(requests, ahead, following, columns, cast_to)
 
 
 def way_of(communicator, strategy=None):
@@ -48,20 +53,26 @@ def way_of(communicator, strategy=None):
     return Direct
 
 
-def _pull(requests, ahead, following):
+def _pull(requests, ahead, following, columns, cast_to):
     groups = list(dict.fromkeys(tuple(tables) for tables, _ in requests))
     tables = [table for group in groups for table in group]
     communicator = tables[0].collectives
     addresses = Addresses([group[0] for group in groups])
-    wire = architectures.wire(tables[0].variable.dtype)
+    dtype = tables[0].variable.dtype
+    pull_wire = architectures.wire(dtype, cast_to=cast_to)
     role = _role_of(tables)
     for table in tables:
+        start, stop = columns or (0, table.dim)
         table.messages = role
+        table.pulled_bytes = (stop - start) * pull_wire.dtype.size
     request = _Request(requests, groups, addresses)
-    way = way_of(communicator)(communicator, role, wire)
+    way = way_of(communicator)(
+        communicator, role, pull_wire, architectures.wire(dtype)
+    )
 
     def owned_rows(received):
-        return tf.stop_gradient(_Owned(groups, addresses, received).rows())
+        owned = _Owned(groups, addresses, received, columns)
+        return tf.stop_gradient(owned.rows())
 
     def ask():
         request.merge()
@@ -74,14 +85,16 @@ def _pull(requests, ahead, following):
     if ahead is None:
         rows = ask()
     else:
-        exchange = Exchange(communicator, role, wire, addresses, owned_rows)
+        exchange = Exchange(
+            communicator, role, pull_wire, addresses, owned_rows
+        )
         rows = ahead.pull(exchange, way, request, ask)
         with tf.control_dependencies([rows]):  # which are waited for: first
             following = [(of, tf.identity(ids)) for of, ids in following]
         following = _Request(following, groups, addresses)
         following.merge()
         ahead.ask(exchange, following, way.received)
-    owned = _Owned(groups, addresses, way.received)
+    owned = _Owned(groups, addresses, way.received, columns)
     arrivals = request.split(way.arrivals)
 
     @tf.custom_gradient
@@ -246,8 +259,9 @@ def outside_message(owner_name, offending, num_rows):
 class _Owned:
     """Rows of this rank that others have asked for, by their addresses."""
 
-    def __init__(self, groups, addresses, received):
+    def __init__(self, groups, addresses, received, columns):
         self._groups = groups
+        self._columns = columns
         self._addresses = addresses
         self._received = received
         self._pieces = addresses.pieces
@@ -266,19 +280,32 @@ class _Owned:
             group, slot = 0, 0  # a rank without rows is asked for none
             if self._pieces:
                 group, slot = self._pieces[0].table, self._pieces[0].slot
-            return _read(self._groups[group], slot, self._local)
+            return self._read(group, slot, self._local)
         count = len(self._pieces)
         places = tf.range(tf.size(self._received))
         places = tf.dynamic_partition(places, self._piece, count)
         locals_ = tf.dynamic_partition(self._local, self._piece, count)
         rows = [
-            _read(self._groups[piece.table], piece.slot, local)
+            self._read(piece.table, piece.slot, local)
             for piece, local in zip(self._pieces, locals_, strict=True)
         ]
         return tf.dynamic_stitch(places, rows)
 
+    def _read(self, group, slot, local):
+        rows = [
+            tf.gather(table.partitions[slot].value, local)
+            for table in self._groups[group]
+        ]
+        if self._columns:
+            rows = [of_table[:, slice(*self._columns)] for of_table in rows]
+        return rows[0] if len(rows) == 1 else tf.concat(rows, axis=1)
+
     def gradients(self, at_owner):
         """The `tf.IndexedSlices` of each table of each group, in order."""
+        if self._columns:
+            start, stop = self._columns
+            ((table,),) = self._groups
+            at_owner = tf.pad(at_owner, [[0, 0], [start, table.dim - stop]])
         of_groups = self._by_group(at_owner, self._ids())
         slices = []
         for group, (values, ids) in zip(self._groups, of_groups, strict=True):
@@ -338,11 +365,6 @@ class _Owned:
 
         variables = [t.variable for group in self._groups for t in group]
         touches.note(variables, asked)
-
-
-def _read(group, slot, local):
-    rows = [tf.gather(t.partitions[slot].value, local) for t in group]
-    return rows[0] if len(rows) == 1 else tf.concat(rows, axis=1)
 
 
 def split_gradient(table, gradient):

@@ -131,6 +131,8 @@ class ShardedTable:
         self.role = f"table/{self.owner_name}"
         # And those in which it travels with others by this one.
         self.messages = self.role
+        # Of a row, as its owner last sent it; None before.
+        self.pulled_bytes = None
         self.regularizer = regularizer
         self.constraint = constraint
         self._to_stock = to_stock
@@ -308,21 +310,35 @@ class ShardedTable:
 
     # Rows.
 
-    def gather(self, ids):
+    def gather(self, ids, columns=None, dtype=None):
         """Rows of the table.
+
+        What makes rows smaller is done by their owners, before they send them:
+        `table.gather(ids, columns=slice(0, 8), dtype="bfloat16")` gives
+        what `tf.cast(table.gather(ids)[..., :8], "bfloat16")` gives, and
+        pulls fewer bytes.
 
         Args:
             ids: integer tensor or array of any shape `(...)`, each in
                 `[0, num_rows)`.
+            columns: a `slice` of each row; by default all of it.
+            dtype: floating-point dtype that the rows are cast to; by default
+                the table's. Gradients travel, and are summed, in the table's.
 
         Returns:
-            Tensor `(..., dim)` of the table's dtype, differentiable with
-            respect to `variable`.
+            Tensor `(..., dim)`, of the columns alone if these are given,
+            differentiable with respect to `variable`.
 
         Raises:
             tf.errors.InvalidArgumentError: on every rank, if any rank has an
                 id outside the table.
+
+        References:
+            arXiv 5.3.2 (operation placement).
         """
+        start, stop = self._start_and_stop(columns)
+        _check_is_float(dtype)
+        dtype = tf.as_dtype(dtype or self.variable.dtype)
         ids = checks.tensor("ids", ids, "a tensor or array of integers")
         if not ids.dtype.is_integer:
             raise ValueError(
@@ -330,12 +346,34 @@ class ShardedTable:
                 f"Received: ids of dtype {ids.dtype.name}."
             )
         if not self.variable.is_built or compat.in_symbolic_scope():
-            shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
-            return shaped(tf.zeros(shape, self.variable.dtype), ids)
+            shape = tf.concat([tf.shape(ids), [stop - start]], axis=0)
+            return shaped(tf.zeros(shape, dtype), ids)
+        is_whole = stop - start == self.dim
         if not self.is_sharded:
-            return self._gather_here(ids)
-        (rows,) = exchange.pull([([self], tf.reshape(ids, [-1]))])
-        return shaped(rows, ids)
+            rows = self._gather_here(ids)
+            return tf.cast(rows if is_whole else rows[..., start:stop], dtype)
+        (rows,) = exchange.pull(
+            [([self], tf.reshape(ids, [-1]))],
+            columns=None if is_whole else (start, stop),
+            cast_to=dtype,
+        )
+        return tf.cast(shaped(rows, ids), dtype)
+
+    def _start_and_stop(self, columns):
+        """Those of a slice of a row."""
+        if columns is None:
+            return 0, self.dim
+        start = stop = 0
+        with contextlib.suppress(TypeError):  # of ends that are no integers
+            if isinstance(columns, slice) and columns.step in (None, 1):
+                start, stop, _ = columns.indices(self.dim)
+        checks.check(
+            start < stop,
+            "columns",
+            columns,
+            f"a slice of some of the {self.dim} columns, of a step of 1",
+        )
+        return start, stop
 
     def check_under_strategy(self):
         """Raises where training would go on without any aggregation."""
@@ -510,7 +548,7 @@ def gather_together(requests, ahead=None, following=None):
     that are asked for several times travel once.
 
     Args:
-        requests: list of `(table, ids)`, as for `ShardedTable.gather`.
+        requests: list of `(table, ids, dtype)`, as for `ShardedTable.gather`.
         ahead: function of the tables that travel together, which gives their
             `Ahead`, or None where there is none; or None.
         following: for each request, the ids of the next step, if there is an
@@ -521,15 +559,16 @@ def gather_together(requests, ahead=None, following=None):
     """
     results = [None] * len(requests)
     together = {}
-    for index, (table, ids) in enumerate(requests):
+    for index, (table, ids, dtype) in enumerate(requests):
         if table.is_sharded:
             variable = table.variable
             kind = (table.dim, variable.dtype, variable.trainable)
             together.setdefault(kind, []).append(index)
         else:
-            results[index] = table.gather(ids)
+            results[index] = table.gather(ids, dtype=dtype)
     for indices in together.values():
         tables = [requests[i][0] for i in indices]
+        dtypes = {requests[i][2] for i in indices}
 
         def asked(ids, tables=tables, indices=indices):
             flat = [tf.reshape(ids[i], [-1]) for i in indices]
@@ -537,33 +576,34 @@ def gather_together(requests, ahead=None, following=None):
 
         of_these = ahead and ahead(tables)
         pulled = exchange.pull(
-            asked([ids for _, ids in requests]),
+            asked([ids for _, ids, _ in requests]),
             of_these,
             asked(following) if of_these else None,
+            cast_to=dtypes.pop() if len(dtypes) == 1 else None,
         )
         for index, rows in zip(indices, pulled, strict=True):
-            table, ids = requests[index]
-            results[index] = shaped(rows, ids)
+            table, ids, dtype = requests[index]
+            results[index] = tf.cast(shaped(rows, ids), dtype)
     return results
 
 
-def gather_side_by_side(tables, ids):
+def gather_side_by_side(tables, ids, dtype):
     """The same rows of several tables, in as few messages as one table's.
 
     Args:
         tables: list of tables with as many rows.
-        ids: as for `ShardedTable.gather`.
+        ids, dtype: as for `ShardedTable.gather`.
 
     Returns:
         List of tensors `(..., dim)`, one for each table.
     """
     kinds = {(table.layout, table.variable.dtype) for table in tables}
     if len(kinds) > 1 or not tables[0].is_sharded:
-        return [table.gather(ids) for table in tables]
-    (rows,) = exchange.pull([(tables, tf.reshape(ids, [-1]))])
+        return [table.gather(ids, dtype=dtype) for table in tables]
+    (rows,) = exchange.pull([(tables, tf.reshape(ids, [-1]))], cast_to=dtype)
     columns = tf.split(rows, [table.dim for table in tables], axis=1)
     return [
-        shaped(of_table, ids)
+        tf.cast(shaped(of_table, ids), dtype)
         for table, of_table in zip(tables, columns, strict=True)
     ]
 

@@ -12,7 +12,7 @@ class Direct:
     Args:
         communicator: `Collectives` of all ranks.
         role: what the names of the messages begin with.
-        wire: `Wire` of rows and their gradients.
+        pull_wire, push_wire: `Wire` of rows, and of their gradients.
 
     Attributes:
         arrivals: for each id that was asked for, the place of its row among
@@ -25,8 +25,9 @@ class Direct:
 
     is_together = False
 
-    def __init__(self, communicator, role, wire):
-        self._ranks, self._role, self._wire = communicator, role, wire
+    def __init__(self, communicator, role, pull_wire, push_wire):
+        self._ranks, self._role = communicator, role
+        self._pull_wire, self._push_wire = pull_wire, push_wire
 
     def ask(self, request, addresses):
         """Sends each owner the addresses of what is wanted of it.
@@ -65,9 +66,9 @@ class Direct:
 
     def pull(self, rows):
         """From the owner: rows `(num_sent, columns)` in their places."""
-        return self._wire.decode(
+        return self._pull_wire.decode(
             self._ranks.all_to_all_back(
-                self._wire.encode(rows),
+                self._pull_wire.encode(rows),
                 self.route,
                 name=f"{self._role}/pull/rows",
             )
@@ -75,9 +76,9 @@ class Direct:
 
     def push(self, gradients):
         """To the owner: the gradients of what `received` lists."""
-        return self._wire.decode(
+        return self._push_wire.decode(
             self._ranks.all_to_all_along(
-                self._wire.encode(gradients),
+                self._push_wire.encode(gradients),
                 self.route,
                 name=f"{self._role}/push/rows",
             )
@@ -98,11 +99,12 @@ class ThroughMachines:
 
     is_together = True
 
-    def __init__(self, communicator, role, wire):
+    def __init__(self, communicator, role, pull_wire, push_wire):
         self._machines = communicator.machines
         self._machine = communicator.group("machine")
         self._across = communicator.group("across")
-        self._role, self._wire = role, wire
+        self._role = role
+        self._pull_wire, self._push_wire = pull_wire, push_wire
 
     def ask(self, request, addresses):
         machines = tf.constant(self._machines)
@@ -172,17 +174,17 @@ class ThroughMachines:
         return min(counts) == max(counts) and 1 < min(counts) < len(machines)
 
     def pull(self, rows):
-        rows = self._wire.decode(
-            self._across.all_to_all_back(
-                self._wire.encode(rows),
-                self.route,
-                name=f"{self._role}/pull/rows",
-            )
+        rows = self._across.all_to_all_back(
+            self._pull_wire.encode(rows),
+            self.route,
+            name=f"{self._role}/pull/rows",
         )
-        return self._machine.all_to_all_back(
-            tf.gather(rows, self._arrival),
-            self._inside,
-            name=f"{self._role}/pull/machine/rows",
+        return self._pull_wire.decode(
+            self._machine.all_to_all_back(
+                tf.gather(rows, self._arrival),
+                self._inside,
+                name=f"{self._role}/pull/machine/rows",
+            )
         )
 
     def push(self, gradients):
@@ -192,9 +194,9 @@ class ThroughMachines:
         summed = tf.math.unsorted_segment_sum(
             gradients, self._arrival, self._num_asked
         )
-        return self._wire.decode(
+        return self._push_wire.decode(
             self._across.all_to_all_along(
-                self._wire.encode(summed),
+                self._push_wire.encode(summed),
                 self.route,
                 name=f"{self._role}/push/rows",
             )
