@@ -66,7 +66,7 @@ format: $(NEW)/.dev  ## Let ruff mend what it can
 bench: $(NEW)/.installed $(HOROVOD)/.installed  ## Every benchmark
 	set -e; for benchmark in benchmarks/[a-z]*.py; do \
 		python=$(NEW)/bin/python; \
-		case $$benchmark in */scaling.py) python=$(HOROVOD)/bin/python;; esac; \
+		case $$benchmark in */all_to_all.py|*/scaling.py) python=$(HOROVOD)/bin/python;; esac; \
 		echo "== $$benchmark"; $$python $$benchmark; done
 
 clean:  ## Remove the virtual environments and what the tools wrote

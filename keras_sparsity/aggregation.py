@@ -333,11 +333,8 @@ def _gather_slices(communicator, slices, variable, merges):
         slices = _each_row_once(slices, variable)
     dtype = narrowest(variable.shape[0])
     mark = tf.constant([dtype.max], dtype)
-    wire = architectures.wire(slices.values.dtype)
-    values = wire.decode(
-        communicator.all_gather(
-            wire.encode(slices.values), name=f"{name}/values"
-        )
+    values = architectures.wire(slices.values.dtype).carry(
+        slices.values, communicator.all_gather, name=f"{name}/values"
     )
     marked = communicator.all_gather(
         tf.concat([mark, tf.cast(slices.indices, dtype)], axis=0),

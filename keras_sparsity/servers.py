@@ -70,10 +70,8 @@ def _summed(communicator, flat, server, role):
     mine = splits[communicator.rank]
     route = Route(splits, tf.fill([size], mine), tf.reduce_max(splits))
     with tf.name_scope("push"):
-        pushed = wire.decode(
-            communicator.all_to_all_along(
-                wire.encode(flat), route, name=f"{role}push"
-            )
+        pushed = wire.carry(
+            flat, communicator.all_to_all_along, route, name=f"{role}push"
         )
         total = tf.reduce_sum(tf.reshape(pushed, [size, mine]), axis=0)
     with tf.name_scope("pull"):

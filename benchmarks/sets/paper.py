@@ -5,7 +5,6 @@ from _runs import WORKLOADS
 
 from sets.base import (
     BOTH,
-    SLOW,
     Report,
     Set,
     at_rate,
@@ -57,7 +56,7 @@ def _machines_runs(options):
     return [
         run
         for workload in workloads_of(options, ("lm", "nmt"))
-        for rate in rates_of(options, (SLOW,))
+        for rate in rates_of(options)
         for way in (*BOTH, "horovod")
         for run in _over_machines(options, workload, way, rate)
     ]
@@ -73,7 +72,7 @@ def _over_machines(options, workload, way, rate):
 def _machines(options, figures_of, plots):
     report = Report()
     for workload in workloads_of(options, ("lm", "nmt")):
-        for rate in rates_of(options, (SLOW,)):
+        for rate in rates_of(options):
             _over_machines_of(
                 report, options, figures_of, plots, workload, rate
             )
@@ -130,7 +129,7 @@ def _ablation_runs(options):
     return [
         run
         for workload in workloads_of(options, ("lm", "nmt"))
-        for rate in rates_of(options, (SLOW,))
+        for rate in rates_of(options)
         for run in (
             *(make_run(options, workload, way, rate) for way in _TABLE_4),
             *_cumulative(options, workload, rate),
@@ -149,7 +148,7 @@ def _cumulative(options, workload, rate):
 def _ablation(options, figures_of, plots):
     report = Report()
     for workload in workloads_of(options, ("lm", "nmt")):
-        for rate in rates_of(options, (SLOW,)):
+        for rate in rates_of(options):
             where = f"{workload}, {at_rate(rate)}"
             runs = [make_run(options, workload, way, rate) for way in _TABLE_4]
             found = dict(zip(_TABLE_4, map(figures_of, runs), strict=True))
@@ -216,7 +215,7 @@ _SWEEP_WAYS = ("hybrid", "naive ps", "horovod")
 def _sweep_runs(options):
     return [
         _sweep_run(options, way, time, rate)
-        for rate in rates_of(options, (SLOW,))
+        for rate in rates_of(options)
         for time in SWEEP_TIMES
         for way in _SWEEP_WAYS
     ]
@@ -229,7 +228,7 @@ def _sweep_run(options, way, time, rate):
 
 def _sweep(options, figures_of, plots):
     report = Report()
-    for rate in rates_of(options, (SLOW,)):
+    for rate in rates_of(options):
         rows, lines = [], {way: [] for way in _SWEEP_WAYS}
         for time, paper in zip(SWEEP_TIMES, PAPER_SWEEP, strict=True):
             found = {

@@ -5,7 +5,6 @@ import _traffic
 from sets.base import (
     BOTH,
     QUIET_CYCLE,
-    SLOW,
     Report,
     Set,
     at_rate,
@@ -34,7 +33,7 @@ ASKED_OF_OVERLAP = 0.05
 def _bytes_runs(options):
     return [
         _bytes_run(options, workload, way, engine, rate)
-        for rate in rates_of(options, (200,))
+        for rate in rates_of(options)
         for workload in sparse_workloads(options)
         for engine, way in ASKED_BYTES
     ]
@@ -49,7 +48,7 @@ def _bytes_run(options, workload, way, engine, rate):
 def _bytes(options, figures_of, plots):
     report = Report()
     rows = []
-    for rate in rates_of(options, (200,)):
+    for rate in rates_of(options):
         for workload in sparse_workloads(options):
             for (engine, way), most in ASKED_BYTES.items():
                 figures = figures_of(
@@ -93,7 +92,7 @@ def _aggregation_runs(options):
     return [
         run
         for workload in sparse_workloads(options)
-        for rate in rates_of(options, (SLOW,))
+        for rate in rates_of(options)
         for run in _with_and_without(options, workload, rate)
     ]
 

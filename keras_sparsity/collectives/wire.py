@@ -36,6 +36,10 @@ class Wire:
     def decode(self, tensor):
         return self._convert(tensor, self.source)
 
+    def carry(self, tensor, send, *args, **kwargs):
+        """What arrives of a tensor that `send` sends, with these arguments."""
+        return self.decode(send(self.encode(tensor), *args, **kwargs))
+
     def _convert(self, tensor, dtype):
         if self.source == self.dtype:
             return tensor

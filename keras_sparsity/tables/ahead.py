@@ -144,12 +144,11 @@ class Ahead:
         comes_late = self._comes_late.read()
         owner = route.receivers
         received_splits = 1 + _counts(tf.boolean_mask(owner, comes_late), size)
-        arrived = exchange.wire.decode(
-            exchange.communicator.all_to_all_along(
-                exchange.wire.encode(message),
-                Route(splits, received_splits, self._largest.read()),
-                name=f"{exchange.role}/pull/late/rows",
-            )
+        arrived = exchange.wire.carry(
+            message,
+            exchange.communicator.all_to_all_along,
+            Route(splits, received_splits, self._largest.read()),
+            name=f"{exchange.role}/pull/late/rows",
         )
         starts = tf.cumsum(received_splits, exclusive=True)
         is_right = tf.reduce_all(tf.gather(arrived, starts)[:, 0] > 0)
@@ -217,12 +216,11 @@ class Ahead:
                 name=f"{exchange.role}/pull/next/largest",
             )
         rows = exchange.owned_rows(tf.boolean_mask(received, goes_early))
-        early = exchange.wire.decode(
-            communicator.all_to_all_along(
-                exchange.wire.encode(rows),
-                Route(counts, received_counts, largest[0]),
-                name=f"{exchange.role}/pull/next/rows",
-            )
+        early = exchange.wire.carry(
+            rows,
+            communicator.all_to_all_along,
+            Route(counts, received_counts, largest[0]),
+            name=f"{exchange.role}/pull/next/rows",
         )
         # No batch is none: what is not asked for, is not found to be right.
         num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)

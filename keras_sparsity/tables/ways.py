@@ -66,22 +66,20 @@ class Direct:
 
     def pull(self, rows):
         """From the owner: rows `(num_sent, columns)` in their places."""
-        return self._pull_wire.decode(
-            self._ranks.all_to_all_back(
-                self._pull_wire.encode(rows),
-                self.route,
-                name=f"{self._role}/pull/rows",
-            )
+        return self._pull_wire.carry(
+            rows,
+            self._ranks.all_to_all_back,
+            self.route,
+            name=f"{self._role}/pull/rows",
         )
 
     def push(self, gradients):
         """To the owner: the gradients of what `received` lists."""
-        return self._push_wire.decode(
-            self._ranks.all_to_all_along(
-                self._push_wire.encode(gradients),
-                self.route,
-                name=f"{self._role}/push/rows",
-            )
+        return self._push_wire.carry(
+            gradients,
+            self._ranks.all_to_all_along,
+            self.route,
+            name=f"{self._role}/push/rows",
         )
 
 
@@ -174,17 +172,16 @@ class ThroughMachines:
         return min(counts) == max(counts) and 1 < min(counts) < len(machines)
 
     def pull(self, rows):
+        return self._pull_wire.carry(rows, self._send_back)
+
+    def _send_back(self, rows):
         rows = self._across.all_to_all_back(
-            self._pull_wire.encode(rows),
-            self.route,
-            name=f"{self._role}/pull/rows",
+            rows, self.route, name=f"{self._role}/pull/rows"
         )
-        return self._pull_wire.decode(
-            self._machine.all_to_all_back(
-                tf.gather(rows, self._arrival),
-                self._inside,
-                name=f"{self._role}/pull/machine/rows",
-            )
+        return self._machine.all_to_all_back(
+            tf.gather(rows, self._arrival),
+            self._inside,
+            name=f"{self._role}/pull/machine/rows",
         )
 
     def push(self, gradients):
@@ -194,12 +191,11 @@ class ThroughMachines:
         summed = tf.math.unsorted_segment_sum(
             gradients, self._arrival, self._num_asked
         )
-        return self._push_wire.decode(
-            self._across.all_to_all_along(
-                self._push_wire.encode(summed),
-                self.route,
-                name=f"{self._role}/push/rows",
-            )
+        return self._push_wire.carry(
+            summed,
+            self._across.all_to_all_along,
+            self.route,
+            name=f"{self._role}/push/rows",
         )
 
 
