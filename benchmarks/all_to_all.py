@@ -8,6 +8,8 @@ as `cluster.py` does.
 """
 
 import argparse
+import contextlib
+import io
 import os
 import sys
 
@@ -53,13 +55,19 @@ def main():
 def on_cluster(args, size):
     """What `inside` reports, of each rate."""
     arguments = ["--inside", str(size), "--times", str(args.times)]
+    shown = io.StringIO()
     try:
-        with Cluster(args.machines, rate=RATES) as cluster:
+        with (
+            contextlib.redirect_stdout(shown),
+            Cluster(args.machines, rate=RATES) as cluster,
+        ):
             found = cluster.run(__file__, arguments, args.engine)
     except ClusterError as error:
         sys.exit(f"all_to_all.py: {error}")
     if found["exit_code"]:
-        sys.exit(f"{size} kB: exit code {found['exit_code']}")
+        sys.exit(
+            f"{shown.getvalue()}\n{size} kB: exit code {found['exit_code']}"
+        )
     return _network.by_rate(found)
 
 
