@@ -53,15 +53,16 @@ WAYS = {
     "tensorflow ps": Way((), "parameter_server.py", makes_cluster=True),
 }
 
-# What is counted, and megabytes: of the dense variables, of the rows that a
-# process needs in a step, repeated ones counted, and of the tables. With
+# What is counted; megabytes: of the dense variables, of the rows that a process
+# needs in a step, repeated ones counted, and of the tables; and seconds that a
+# process computes, if all do so on two cores, for each of them. With
 # `--size large`, roughly: only how long a run takes is guessed from them.
 WORKLOADS = {
-    "lm": ("words", 0.4, 11, 411),
-    "nmt": ("words", 16, 15, 25),
-    "recommender": ("samples", 0.5, 14, 370),
-    "resnet50": ("images", 94, 0, 0),
-    "inception_v3": ("images", 87, 0, 0),
+    "lm": ("words", 0.4, 11, 411, 0.05),
+    "nmt": ("words", 3, 6.5, 6, 0.2),
+    "recommender": ("samples", 0.5, 14, 370, 0.05),
+    "resnet50": ("images", 94, 0, 0, 0.8),
+    "inception_v3": ("images", 87, 0, 0, 0.8),
 }
 # Of these, with `--size small`.
 _SMALL = 0.3
@@ -116,9 +117,11 @@ class Run:
     def expected_step_seconds(self):
         """Roughly, on two cores."""
         megabits = 8 * _megabytes_sent(self)
+        seconds = WORKLOADS[self.workload][-1] * self.num_ranks
         if self.size == "small":
             megabits *= _SMALL
-        return megabits / self.rate + 0.05 * self.num_ranks
+            seconds *= _SMALL
+        return megabits / self.rate + seconds
 
     def expected_seconds(self):
         """That of its window, likewise."""
@@ -142,7 +145,7 @@ class Run:
 
 def _megabytes_sent(run):
     """By the busiest machine in a step, roughly."""
-    _, dense, rows, tables = WORKLOADS[run.workload]
+    _, dense, rows, tables, _ = WORKLOADS[run.workload]
     others = run.machines - 1
     if not others:
         return 0

@@ -10,7 +10,7 @@ from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
 from keras_sparsity.tables import exchange
 from keras_sparsity.tables.addresses import Addresses
 from keras_sparsity.tables.ahead import Ahead
-from keras_sparsity.tables.sharded_table import gather_together
+from keras_sparsity.tables.together import gather_together
 from keras_sparsity.tables.ways import Direct
 
 _LAYERS = (ShardedEmbedding, ShardedEmbeddingBag)

@@ -7,10 +7,8 @@ from keras_sparsity import checks, collectives, compat
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.layers.full_logits import full_logits
 from keras_sparsity.tables import initial_values
-from keras_sparsity.tables.sharded_table import (
-    ShardedTable,
-    gather_side_by_side,
-)
+from keras_sparsity.tables.sharded_table import ShardedTable
+from keras_sparsity.tables.together import gather_side_by_side
 
 # Keras hands labels to a loss as float32, exact up to here.
 _MAX_CLASSES = 2**24

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from keras_sparsity import checks
 from keras_sparsity.tables import initial_values
-from keras_sparsity.tables.sharded_table import ShardedTable, shaped
+from keras_sparsity.tables.exchange import shaped
+from keras_sparsity.tables.sharded_table import ShardedTable
 
 
 @keras.saving.register_keras_serializable(package="keras_sparsity")

@@ -37,6 +37,7 @@ class Addresses:
         dtype: of addresses.
         row_dtype: of the rows' numbers.
         first_rows: the number of each table's first row.
+        first_addresses: array `(ranks, tables)` of where each begins.
         pieces: list of this rank's `Piece`s, by their first address.
     """
 
@@ -50,11 +51,13 @@ class Addresses:
         self._first_partitions = np.cumsum([0, *counts])[:-1]
         self._owners = np.zeros(sum(counts), np.int64)
         self._starts = np.zeros(sum(counts), np.int64)
+        self.first_addresses = np.zeros((ranks.size, len(tables)), np.int64)
         self.pieces = []
         largest = 0
         for rank in range(ranks.size):
             start = 0
             for index, table in enumerate(tables):
+                self.first_addresses[rank, index] = start
                 owned = table.layout.owned_partitions(rank)
                 for slot, partition in enumerate(owned):
                     place = self._first_partitions[index] + partition

@@ -8,6 +8,7 @@ from keras_sparsity import architectures, touches
 from keras_sparsity.collectives.engine import num_up_to
 from keras_sparsity.tables.addresses import Addresses, is_marked, marked
 from keras_sparsity.tables.ahead import Exchange
+from keras_sparsity.tables.lengths import Lengths
 from keras_sparsity.tables.ways import Direct, ThroughMachines
 
 
@@ -21,10 +22,10 @@ def pull(requests, ahead=None, following=None, columns=None, cast_to=None):
     Args:
         requests: list of `(tables, ids)`, ids an integer tensor `(n,)`: each
             of the `ShardedTable`s, which have one `Layout`, is asked for the
-            same rows. All of a request together have as many columns as those
-            of every other, and all tables have one dtype.
+            same rows. All tables have one dtype.
         ahead: `Ahead` of these tables, where the next step's rows are asked
-            for in this one; else None.
+            for in this one; else None. With it, all of a request together
+            have as many columns as those of every other.
         following: the next step's requests, of the same tables in the same
             order, if there is an `ahead`.
         columns: `(start, stop)`, of one table: what is needed of its rows, and
@@ -44,6 +45,14 @@ def pull(requests, ahead=None, following=None, columns=None, cast_to=None):
         return _pull(requests, ahead, following, columns, cast_to)
 
 
+def shaped(rows, ids):
+    """Rows `(n, dim)` as `(..., dim)`, for n ids of shape `(...)`."""
+    dim = rows.shape[-1]
+    rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], axis=0))
+    rows.set_shape([*ids.shape, dim])
+    return rows
+
+
 def way_of(communicator, strategy=None):
     """Which of `ways` the rows of spread tables go under a strategy."""
     if architectures.aggregates_locally(strategy) and (
@@ -61,17 +70,28 @@ def _pull(requests, ahead, following, columns, cast_to):
     dtype = tables[0].variable.dtype
     pull_wire = architectures.wire(dtype, cast_to=cast_to)
     role = _role_of(tables)
+    lengths = [sum(table.dim for table in group) for group in groups]
+    if columns is not None:
+        start, stop = columns
+        lengths = [stop - start]
     for table in tables:
-        start, stop = columns or (0, table.dim)
         table.messages = role
-        table.pulled_bytes = (stop - start) * pull_wire.dtype.size
+        num_columns = table.dim if columns is None else stop - start
+        table.pulled_bytes = num_columns * pull_wire.dtype.size
     request = _Request(requests, groups, addresses)
     way = way_of(communicator)(
-        communicator, role, pull_wire, architectures.wire(dtype)
+        communicator,
+        role,
+        pull_wire,
+        architectures.wire(dtype),
+        Lengths(lengths, addresses) if len(set(lengths)) > 1 else None,
     )
+    # In memory all rows are as wide as the widest.
+    width = max(lengths)
+    lengths = [lengths[groups.index(tuple(of))] for of, _ in requests]
 
     def owned_rows(received):
-        owned = _Owned(groups, addresses, received, columns)
+        owned = _Owned(groups, addresses, received, columns, width)
         return tf.stop_gradient(owned.rows())
 
     def ask():
@@ -94,7 +114,7 @@ def _pull(requests, ahead, following, columns, cast_to):
         following = _Request(following, groups, addresses)
         following.merge()
         ahead.ask(exchange, following, way.received)
-    owned = _Owned(groups, addresses, way.received, columns)
+    owned = _Owned(groups, addresses, way.received, columns, width)
     arrivals = request.split(way.arrivals)
 
     @tf.custom_gradient
@@ -107,14 +127,23 @@ def _pull(requests, ahead, following, columns, cast_to):
             with tf.name_scope("push"):
                 # Summed per row here, then along the ids' own route: each
                 # owner already knows which rows these are.
+                padded = [
+                    _padded(of_request, length, width)
+                    for of_request, length in zip(
+                        gradients, lengths, strict=True
+                    )
+                ]
                 summed = tf.math.unsorted_segment_sum(
-                    _joined(gradients), way.arrivals, way.num_sent
+                    _joined(padded), way.arrivals, way.num_sent
                 )
                 slices = owned.gradients(way.push(summed))
                 owned.note_touches(way, request)
             return *slices, None
 
-        results = [tf.gather(rows, arrival) for arrival in arrivals]
+        results = [
+            _cut(tf.gather(rows, arrival), length, width)
+            for arrival, length in zip(arrivals, lengths, strict=True)
+        ]
         return (results[0] if len(results) == 1 else results), push
 
     anchors = [tf.convert_to_tensor(t.variable.value) for t in tables]
@@ -138,6 +167,18 @@ def row_gradient(table, values, ids):
 
 def _joined(tensors):
     return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis=0)
+
+
+def _padded(rows, length, width):
+    """Rows of a length, as wide as others."""
+    return (
+        rows if length == width else tf.pad(rows, [[0, 0], [0, width - length]])
+    )
+
+
+def _cut(rows, length, width):
+    """The same rows again."""
+    return rows if length == width else rows[:, :length]
 
 
 class _Request:
@@ -259,9 +300,9 @@ def outside_message(owner_name, offending, num_rows):
 class _Owned:
     """Rows of this rank that others have asked for, by their addresses."""
 
-    def __init__(self, groups, addresses, received, columns):
+    def __init__(self, groups, addresses, received, columns, width):
         self._groups = groups
-        self._columns = columns
+        self._columns, self._width = columns, width
         self._addresses = addresses
         self._received = received
         self._pieces = addresses.pieces
@@ -296,22 +337,27 @@ class _Owned:
             tf.gather(table.partitions[slot].value, local)
             for table in self._groups[group]
         ]
-        if self._columns:
-            rows = [of_table[:, slice(*self._columns)] for of_table in rows]
-        return rows[0] if len(rows) == 1 else tf.concat(rows, axis=1)
+        if self._columns is not None:
+            return rows[0][:, slice(*self._columns)]
+        length = sum(table.dim for table in self._groups[group])
+        rows = rows[0] if len(rows) == 1 else tf.concat(rows, axis=1)
+        return _padded(rows, length, self._width)
 
     def gradients(self, at_owner):
         """The `tf.IndexedSlices` of each table of each group, in order."""
-        if self._columns:
+        if self._columns is not None:
             start, stop = self._columns
             ((table,),) = self._groups
             at_owner = tf.pad(at_owner, [[0, 0], [start, table.dim - stop]])
         of_groups = self._by_group(at_owner, self._ids())
         slices = []
         for group, (values, ids) in zip(self._groups, of_groups, strict=True):
+            dims = [table.dim for table in group]
+            if self._columns is None:
+                values = _cut(values, sum(dims), self._width)
             columns = [values]
             if len(group) > 1:
-                columns = tf.split(values, [t.dim for t in group], axis=1)
+                columns = tf.split(values, dims, axis=1)
             slices += [
                 row_gradient(table, of_table, ids)
                 for table, of_table in zip(group, columns, strict=True)

@@ -4,6 +4,7 @@ import tensorflow as tf
 
 from keras_sparsity.collectives.topology import topology_of
 from keras_sparsity.tables.addresses import is_marked, mark, marked, narrowest
+from keras_sparsity.tables.lengths import Carrier
 
 
 class Direct:
@@ -13,6 +14,7 @@ class Direct:
         communicator: `Collectives` of all ranks.
         role: what the names of the messages begin with.
         pull_wire, push_wire: `Wire` of rows, and of their gradients.
+        lengths: `Lengths` of the rows, None if they have one.
 
     Attributes:
         arrivals: for each id that was asked for, the place of its row among
@@ -25,9 +27,10 @@ class Direct:
 
     is_together = False
 
-    def __init__(self, communicator, role, pull_wire, push_wire):
+    def __init__(self, communicator, role, pull_wire, push_wire, lengths=None):
         self._ranks, self._role = communicator, role
         self._pull_wire, self._push_wire = pull_wire, push_wire
+        self._lengths = lengths
 
     def ask(self, request, addresses):
         """Sends each owner the addresses of what is wanted of it.
@@ -52,12 +55,14 @@ class Direct:
             sent, splits, name=f"{self._role}/pull/ids"
         )
         arrivals = tf.gather(positions, request.index)
+        self._sent = sent
         self.resume(arrivals, tf.size(sent), received, route)
 
     def resume(self, arrivals, num_sent, received, route):
         """Goes on with what was asked for before: its attributes."""
         self.arrivals, self.num_sent = arrivals, num_sent
         self.received, self.route = received, route
+        self._carrier = Carrier(self._ranks, route)
 
     @property
     def ranks(self):
@@ -66,20 +71,24 @@ class Direct:
 
     def pull(self, rows):
         """From the owner: rows `(num_sent, columns)` in their places."""
+        if self._lengths is not None:
+            with tf.control_dependencies([rows]):  # which are seen to be some
+                self._carrier = Carrier(
+                    self._ranks,
+                    self.route,
+                    self._lengths,
+                    self._lengths.pieces(self.route.receivers, self._sent),
+                    self._lengths.pieces(self._ranks.rank, self.received),
+                    self._role,
+                )
         return self._pull_wire.carry(
-            rows,
-            self._ranks.all_to_all_back,
-            self.route,
-            name=f"{self._role}/pull/rows",
+            rows, self._carrier.back, name=f"{self._role}/pull/rows"
         )
 
     def push(self, gradients):
         """To the owner: the gradients of what `received` lists."""
         return self._push_wire.carry(
-            gradients,
-            self._ranks.all_to_all_along,
-            self.route,
-            name=f"{self._role}/push/rows",
+            gradients, self._carrier.along, name=f"{self._role}/push/rows"
         )
 
 
@@ -97,12 +106,13 @@ class ThroughMachines:
 
     is_together = True
 
-    def __init__(self, communicator, role, pull_wire, push_wire):
-        self._machines = communicator.machines
+    def __init__(self, communicator, role, pull_wire, push_wire, lengths=None):
+        self._machines, self._rank = communicator.machines, communicator.rank
         self._machine = communicator.group("machine")
         self._across = communicator.group("across")
         self._role = role
         self._pull_wire, self._push_wire = pull_wire, push_wire
+        self._lengths = lengths
 
     def ask(self, request, addresses):
         machines = tf.constant(self._machines)
@@ -134,9 +144,12 @@ class ThroughMachines:
         sent, positions, splits = tf.cond(request.is_inside, valid, offending)
         self.arrivals = tf.gather(positions, request.index)
         self.num_sent = tf.size(sent)
-        asked, self._inside = self._machine.all_to_all(
+        asked, route = self._machine.all_to_all(
             sent, splits, name=f"{self._role}/pull/machine/ids"
         )
+
+        self._inside = Carrier(self._machine, route)
+        of_machine = route, sent, asked
         unique, index = tf.unique(tf.cast(asked, compute))
 
         def ask():
@@ -157,6 +170,48 @@ class ThroughMachines:
         self.received, self.route = self._across.all_to_all(
             sent, splits, name=f"{self._role}/pull/ids"
         )
+        self._between = Carrier(self._across, self.route)
+        self._asked = of_machine, sent, addresses.largest
+
+    def _find_lengths(self):
+        """Of the rows on both routes."""
+        (route, codes, asked), sent, largest = self._asked
+
+        def pieces(codes, local_rank):
+            codes = tf.cast(codes, tf.int64)
+            machine = tf.cast(codes // largest, tf.int32)
+            owner = self._ranks_at(machine, local_rank)
+            return self._lengths.pieces(owner, codes % largest)
+
+        self._inside = Carrier(
+            self._machine,
+            route,
+            self._lengths,
+            pieces(codes, route.receivers),
+            pieces(asked, self._machine.rank),
+            f"{self._role}/machine",
+        )
+        owners = self._ranks_at(self.route.receivers, self._machine.rank)
+        self._between = Carrier(
+            self._across,
+            self.route,
+            self._lengths,
+            self._lengths.pieces(owners, sent),
+            self._lengths.pieces(self._rank, self.received),
+            self._role,
+        )
+
+    def _ranks_at(self, machine, local_rank):
+        """The ranks of these places, which all machines have."""
+        order = sorted(
+            range(len(self._machines)),
+            key=lambda rank: (
+                topology_of(rank, self._machines).local_rank,
+                self._machines[rank],
+            ),
+        )
+        place = machine + local_rank * self._across.size
+        return tf.gather(order, tf.clip_by_value(place, 0, len(order) - 1))
 
     @property
     def ranks(self):
@@ -172,30 +227,26 @@ class ThroughMachines:
         return min(counts) == max(counts) and 1 < min(counts) < len(machines)
 
     def pull(self, rows):
+        if self._lengths is not None:
+            with tf.control_dependencies([rows]):  # which are seen to be some
+                self._find_lengths()
         return self._pull_wire.carry(rows, self._send_back)
 
     def _send_back(self, rows):
-        rows = self._across.all_to_all_back(
-            rows, self.route, name=f"{self._role}/pull/rows"
-        )
-        return self._machine.all_to_all_back(
-            tf.gather(rows, self._arrival),
-            self._inside,
-            name=f"{self._role}/pull/machine/rows",
+        rows = self._between.back(rows, f"{self._role}/pull/rows")
+        return self._inside.back(
+            tf.gather(rows, self._arrival), f"{self._role}/pull/machine/rows"
         )
 
     def push(self, gradients):
-        gradients = self._machine.all_to_all_along(
-            gradients, self._inside, name=f"{self._role}/push/machine/rows"
+        gradients = self._inside.along(
+            gradients, f"{self._role}/push/machine/rows"
         )
         summed = tf.math.unsorted_segment_sum(
             gradients, self._arrival, self._num_asked
         )
         return self._push_wire.carry(
-            summed,
-            self._across.all_to_all_along,
-            self.route,
-            name=f"{self._role}/push/rows",
+            summed, self._between.along, name=f"{self._role}/push/rows"
         )
 
 
