@@ -59,7 +59,7 @@ WAYS = {
 # `--size large`, roughly: only how long a run takes is guessed from them.
 WORKLOADS = {
     "lm": ("words", 0.4, 11, 411, 0.05),
-    "nmt": ("words", 3, 6.5, 6, 0.2),
+    "nmt": ("words", 3, 6.5, 4, 0.2),
     "recommender": ("samples", 0.5, 14, 370, 0.05),
     "resnet50": ("images", 94, 0, 0, 0.8),
     "inception_v3": ("images", 87, 0, 0, 0.8),

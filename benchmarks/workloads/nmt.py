@@ -22,7 +22,7 @@ SIZES = {
         "batch": 128,
     },
     "large": {
-        "vocabulary": 2_000,
+        "vocabulary": 1_200,
         "dim": 256,
         "units": 192,
         "sampled": 256,
