@@ -297,7 +297,7 @@ def test_part_of_a_row_in_one_process():
     pull_smaller(slice(2, 5), "bfloat16")
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_owners_slice_and_cast_what_they_send(engine, cluster):
     processes = cluster(engine, 2)
 
