@@ -498,6 +498,23 @@ BAD = [
     ("ShardedTable.gather", {"ids": [0.5]}, "must be integers.*float32"),
     ("ShardedTable.gather", {"ids": [True]}, "must be integers.*bool"),
     *(
+        ("ShardedTable.gather", {"columns": wrong}, "a slice of.*columns=")
+        for wrong in (1, (0, 1), "a", slice(0, 2, 2), slice(1, 1), slice("a"))
+    ),
+    *(
+        ("ShardedTable.gather", {"dtype": wrong}, "floating-point dtype.*Rec")
+        for wrong in ("flot", "int32", 3)
+    ),
+    *(
+        (
+            f"planning.{name}",
+            {"pulled_bytes": wrong},
+            "None or a number of bytes.*: pulled_bytes=",
+        )
+        for name in ("engine_bytes", "sharded_table_bytes")
+        for wrong in (-1, "a", float("nan"))
+    ),
+    *(
         ("ShardedTable.assign", {"whole": wrong}, message)
         for wrong, message in [
             (np.zeros((2, 2)), r"Received: shape \(2, 2\). Expected: \(4, 2\)"),

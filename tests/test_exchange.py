@@ -355,15 +355,6 @@ def test_mixed_precision_pulls_what_it_computes_with(engine, cluster):
     assert 0.7 * wide[2] < narrow[2] < 0.8 * wide[2]
 
 
-@pytest.mark.parametrize(
-    "columns", [3, slice(0, 4, 2), slice(4, 4), slice("a"), slice(9, 12)]
-)
-def test_bad_columns(columns):
-    table = ks.ShardedTable(10, 8, name="table")
-    with pytest.raises(ValueError, match="slice of some of the 8 columns"):
-        table.gather([1, 2], columns=columns)
-
-
 # By way of machines.
 
 MANY, WIDE = 60, 8
