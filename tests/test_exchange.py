@@ -179,6 +179,23 @@ def test_the_number_of_messages_is_that_of_one_table(
 # What travels.
 
 
+@contextlib.contextmanager
+def measured():
+    """Bytes sent meanwhile, by role."""
+
+    def totals():
+        sent = collections.Counter()
+        for (role, *_), found in journal.current().totals().items():
+            sent[role.removeprefix("across/")] += found.sent_bytes
+        return sent
+
+    sent, before = collections.Counter(), totals()
+    journal.current().measures = True
+    yield sent
+    journal.current().measures = False
+    sent.update(totals() - before)
+
+
 def send_in(wire_dtype):
     """Bytes by role and the values that one step of SGD leads to."""
     strategy = ks.HybridStrategy(architecture="hybrid", wire_dtype=wire_dtype)
@@ -190,13 +207,9 @@ def send_in(wire_dtype):
     model = keras.Model(words, outputs)
     with strategy.scope():
         model.compile(keras.optimizers.SGD(1.0), lambda y, x: 16 * y * x)
-    journal.current().measures = True
-    # The ranks' gradients are 256 and 1, for all of the rows and the kernel.
-    model.fit(np.full((2, 1), 3), np.array([[256.0], [1.0]]), verbose=0)
-    sent = collections.Counter()
-    for (role, *_), totals in journal.current().totals().items():
-        sent[role] += totals.sent_bytes
-    journal.current().measures = False
+    with measured() as sent:
+        # The ranks' gradients are 256 and 1, for all rows and the kernel.
+        model.fit(np.full((2, 1), 3), np.array([[256.0], [1.0]]), verbose=0)
     (stock_rows,) = stock.get_weights()
     return sent, sharded.table.read()[3], stock_rows[3], scale.kernel.numpy()
 
@@ -276,23 +289,6 @@ def pull_smaller(columns, dtype):
     return [sent[f"table/table/{way}/rows"] for way in ("pull", "push")]
 
 
-@contextlib.contextmanager
-def measured():
-    """Bytes sent meanwhile, by role."""
-
-    def totals():
-        sent = collections.Counter()
-        for (role, *_), found in journal.current().totals().items():
-            sent[role.removeprefix("across/")] += found.sent_bytes
-        return sent
-
-    sent, before = collections.Counter(), totals()
-    journal.current().measures = True
-    yield sent
-    journal.current().measures = False
-    sent.update(totals() - before)
-
-
 def test_part_of_a_row_in_one_process():
     pull_smaller(slice(2, 5), "bfloat16")
 
@@ -326,11 +322,10 @@ def embed_in(policy):
     """Bytes of pulled and pushed rows of an embedding of that policy."""
     strategy = ks.HybridStrategy(architecture="hybrid")
     words = keras.Input((2,), dtype="int32")
-    made = [
-        layer(20, 8, "uniform", name=f"words_{index}", dtype=policy)
-        for index, layer in enumerate([ks.layers.ShardedEmbedding] * 2)
+    rows = [
+        ks.layers.ShardedEmbedding(20, 8, name=name, dtype=policy)(words)
+        for name in ("first", "second")
     ]
-    rows = [layer(words) for layer in made]
     model = keras.Model(words, keras.layers.Add(dtype=policy)(rows))
     with strategy.scope():
         model.compile(keras.optimizers.SGD(1.0), "mse")
@@ -376,15 +371,10 @@ def pull_by_machine(together):
             loss = tf.reduce_sum(rows * tf.stop_gradient(rows))
         return tape.gradient(loss, table.variable).values
 
-    journal.current().measures = True
-    strategy.run(step, args=(ids,))
-    totals = {
-        role.removeprefix("across/"): found.sent_bytes
-        for (role, *_), found in journal.current().totals().items()
-    }
-    journal.current().measures = False
+    with measured() as sent:
+        strategy.run(step, args=(ids,))
     roles = ("table/table/pull/rows", "table/table/push/rows")
-    return ids.numpy(), [totals[role] for role in roles]
+    return ids.numpy(), [sent[role] for role in roles]
 
 
 @pytest.mark.parametrize("engine", engines("horovod"))
