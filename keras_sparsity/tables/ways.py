@@ -141,15 +141,13 @@ class ThroughMachines:
                 request.outside, self._machine.size, dtype, request.num_rows
             )
 
-        sent, positions, splits = tf.cond(request.is_inside, valid, offending)
+        codes, positions, splits = tf.cond(request.is_inside, valid, offending)
         self.arrivals = tf.gather(positions, request.index)
-        self.num_sent = tf.size(sent)
+        self.num_sent = tf.size(codes)
         asked, route = self._machine.all_to_all(
-            sent, splits, name=f"{self._role}/pull/machine/ids"
+            codes, splits, name=f"{self._role}/pull/machine/ids"
         )
-
         self._inside = Carrier(self._machine, route)
-        of_machine = route, sent, asked
         unique, index = tf.unique(tf.cast(asked, compute))
 
         def ask():
@@ -171,11 +169,11 @@ class ThroughMachines:
             sent, splits, name=f"{self._role}/pull/ids"
         )
         self._between = Carrier(self._across, self.route)
-        self._asked = of_machine, sent, addresses.largest
+        self._asked = route, codes, asked, sent, addresses.largest
 
     def _find_lengths(self):
         """Of the rows on both routes."""
-        (route, codes, asked), sent, largest = self._asked
+        route, codes, asked, sent, largest = self._asked
 
         def pieces(codes, local_rank):
             codes = tf.cast(codes, tf.int64)
