@@ -43,7 +43,8 @@ echo ready
 exec "$PYTHON" -I -S -c "$WATCH"
 """
 # What it becomes: it waits for the end of its input, which is that of the
-# process that made it, and ends all others of its namespace.
+# process that made it, and ends all others of its namespace. One that is about
+# to come in, and is seen by nobody yet, ends itself by the name.
 _WATCH = """
 import os, signal, sys
 def namespace(pid):
@@ -52,6 +53,8 @@ def namespace(pid):
     except OSError:
         return None
 sys.stdin.read()
+with open("/proc/sys/kernel/hostname", "w") as file:
+    file.write(os.environ["ENDED"])
 own, found = namespace("self"), True
 while found:
     found = [
@@ -131,9 +134,10 @@ class Machines:
             f"{address}) pid={pid};; "
             for address, pid in zip(self.addresses, self.pids, strict=True)
         )
+        enter = shlex.join(_links.enter("PID")).replace("PID", "$pid", 1)
         # As behind a real one there is nothing of our environment.
         script = (
-            f"case $0 in {cases}esac; exec {' '.join(_links.enter('$pid'))} "
+            f"case $0 in {cases}esac; exec {enter} "
             'env -i HOME="$HOME" PATH="$PATH" sh -c "exec $1"'
         )
         return shlex.join(["sh", "-c", script])
@@ -178,6 +182,7 @@ class Machines:
                 "HOSTS": hosts,
                 "PYTHON": sys.executable,
                 "WATCH": _WATCH,
+                "ENDED": _links.ENDED,
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import _namespaces
 import _network
 import cluster as emulated
 import pytest
@@ -22,6 +23,7 @@ _PIECE_BYTES = 500_000
 # Machine 0 sends a piece to each of the others at once, then each to it.
 _TRANSFER = f"""\
 import socket, sys, threading
+import _namespaces
 import _network
 
 PIECE = {_PIECE_BYTES}
@@ -69,6 +71,7 @@ else:
 # Sums a known number of bytes over all ranks.
 _ALL_REDUCE = """\
 import tensorflow as tf
+import _namespaces
 import _network
 from keras_sparsity import collectives
 
@@ -263,6 +266,35 @@ def test_nothing_outlives_it(number, nothing_is_left, variables):
         run.send_signal(number)
         code = run.wait(10)
     assert code == (128 + number if number == signal.SIGTERM else -number)
+
+
+def test_nobody_comes_in_when_it_has_ended(nothing_is_left):
+    with contextlib.ExitStack() as files:
+        with _namespaces.Machines(1, 0, 0, 1500) as machines:
+            command = machines.command(0, ["echo", "inside"])
+            (pid,) = machines.pids
+            # What a command has that is about to come in.
+            of = {
+                kind: files.enter_context(open(f"/proc/{pid}/ns/{name}"))
+                for kind, name in (("net",) * 2, ("mount", "mnt"), ("uts",) * 2)
+            }
+            first = _run_inside(command, of)
+        last = _run_inside(command, of)
+    assert (first.stdout, first.returncode) == ("inside\n", 0)
+    assert (last.stdout, last.returncode) == ("", 1)
+    assert last.stderr == "this machine has ended\n"
+
+
+def _run_inside(command, of):
+    """Runs it in namespaces that are open files."""
+    end = command.index("--uts") + 1
+    kinds = [f"--{kind}=/proc/self/fd/{of[kind].fileno()}" for kind in of]
+    return subprocess.run(
+        ["nsenter", *kinds, *command[end:]],
+        pass_fds=[file.fileno() for file in of.values()],
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_a_command_that_fails(nothing_is_left, capfd):
