@@ -47,6 +47,11 @@ def filled(inputs):
     return inputs if is_empty is False else _fill(inputs, is_empty)
 
 
+def number(inputs):
+    """Of the examples that inputs have: a scalar."""
+    return num_rows(_leaves(inputs)[0])
+
+
 def combine_statistics(model, batch, communicator):
     """Gives every rank the mean of the ranks' moving statistics.
 
@@ -77,12 +82,15 @@ def combine_statistics(model, batch, communicator):
 
 def _is_empty(inputs):
     """Whether there is no example; True and False if known beforehand."""
-    leaves = [x for x in tf.nest.flatten(inputs) if x is not None]
-    shape = tf.TensorShape(leaves[0].shape)  # of an array, too
+    shape = tf.TensorShape(_leaves(inputs)[0].shape)  # of an array, too
     rows = shape[0] if shape.rank else None
     if rows is not None:  # as those of a single batch are
         return rows == 0
-    return tf.equal(num_rows(leaves[0]), 0)
+    return tf.equal(number(inputs), 0)
+
+
+def _leaves(inputs):
+    return [x for x in tf.nest.flatten(inputs) if x is not None]
 
 
 def _fill(inputs, is_empty):

@@ -3,6 +3,7 @@
 import contextlib
 
 import keras
+import tensorflow as tf
 
 from keras_sparsity import architectures, compat, empty_parts
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
@@ -41,18 +42,42 @@ class JointPull:
         self._calls = None  # of layers, once the model is seen to be built
         self._ids = None
         self._following = None
+        self._graph_of_loss = None
         # `Ahead`s, by the tables that travel together and their layouts. They
         # stay when a rank traces the step anew, which another need not do.
         self._aheads = {}
 
     @contextlib.contextmanager
-    def followed_by(self, inputs):
-        """While entered, a step is traced which these inputs follow."""
+    def followed_by(self, inputs, has_loss):
+        """While entered, a step is traced which these inputs follow.
+
+        Args:
+            inputs: of the next step; None if they are not known.
+            has_loss: whether `loss_is_known` is to be called.
+        """
         self._following = inputs
+        if has_loss:
+            self._graph_of_loss = _graph()
         try:
             yield
+            self._send_early()  # where nobody has called it
         finally:
-            self._following = None
+            self._following = self._graph_of_loss = None
+            for _, ahead in self._aheads.values():
+                ahead.forget()  # of a step that could not be traced
+
+    def loss_is_known(self, loss):
+        """What is left to compute are the gradients.
+
+        No earlier do rows of the next step leave: those that this one needs
+        for its loss, and the loss's own messages, would wait for them.
+        """
+        if _graph() is self._graph_of_loss:
+            self._send_early([loss])
+
+    def _send_early(self, behind=()):
+        for _, ahead in self._aheads.values():
+            ahead.send(behind)
 
     @property
     def can_look_ahead(self):
@@ -88,7 +113,7 @@ class JointPull:
         ahead = following = None
         if self._following is not None:
             ahead = self._ahead_of
-            following = self._asked(empty_parts.filled(self._following))
+            following = self._asked_next(self._following)
             self._following = None  # a step's first call alone
         rows = gather_together(
             list(zip(tables, asked, dtypes, strict=True)), ahead, following
@@ -99,6 +124,8 @@ class JointPull:
             layer.ahead.append(of_call)
         try:
             yield
+            if _graph() is not self._graph_of_loss:  # but of a part of it
+                self._send_early()
         finally:
             for layer in self._calls:
                 layer.ahead.clear()
@@ -109,6 +136,14 @@ class JointPull:
         return [
             layer._asked(of_call)
             for layer, of_call in zip(self._calls, ids, strict=True)
+        ]
+
+    def _asked_next(self, inputs):
+        """The same of the next step; nothing behind the last one."""
+        number = empty_parts.number(inputs)
+        return [
+            tf.reshape(ids, [-1])[: tf.where(number > 0, tf.size(ids), 0)]
+            for ids in self._asked(empty_parts.filled(inputs))
         ]
 
     def _may_come_early(self, table):
@@ -174,3 +209,8 @@ class JointPull:
             if not isinstance(self._model, keras.Sequential):
                 inputs = self._model.input  # in their structure
             self._ids = keras.Model(inputs, [t for _, t in found])
+
+
+def _graph():
+    """That of what is being traced."""
+    return tf.compat.v1.get_default_graph()

@@ -23,6 +23,7 @@ class Steps(Binding):
         elif type(model).compute_loss is keras.Model.compute_loss:
             names.append("compute_loss")
             private[compat.STEP_LOSS] = "compute_step_loss"
+        self._has_loss = "compute_loss" in names
         super().__init__(model, names, private)
 
     def call(self, *args, **kwargs):
@@ -51,6 +52,11 @@ class Steps(Binding):
         and multiplies it again in its own steps. A step of the user's own,
         which does not, gets it undivided.
         """
+        loss = self._whole_loss(*args, **kwargs)
+        self._joint_pull.loss_is_known(loss)
+        return loss
+
+    def _whole_loss(self, *args, **kwargs):
         if not compat.losses_are_scaled():
             return self._unscaled_loss(*args, **kwargs)
         loss = self._stock["compute_loss"](*args, **kwargs)
@@ -78,7 +84,7 @@ class Steps(Binding):
         following = None
         if isinstance(batch, Followed):
             batch, following = batch
-        with self._joint_pull.followed_by(following):
+        with self._joint_pull.followed_by(following, self._has_loss):
             logs = self._logs_of("train_step", batch)
         if self._collectives.size > 1:
             empty_parts.combine_statistics(

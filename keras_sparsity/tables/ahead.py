@@ -1,6 +1,7 @@
 """Rows of the next step, which come while this one computes."""
 
 import dataclasses
+import typing
 from collections.abc import Callable
 
 import numpy as np
@@ -38,10 +39,11 @@ class Exchange:
 class Ahead:
     """Asks for the next step's rows, and has them in the next step.
 
-    In step t the ids of step t + 1 go to their owners. Of the rows that these
-    are asked for, an owner sends those at once that nobody has asked for in
-    step t, so that no gradient comes for them: they come *early*, while the
-    step computes. The others come *late*, when step t + 1 begins.
+    When step t begins, the ids of step t + 1 go to their owners. Of the rows
+    that these are asked for, an owner sends those in step t that nobody has
+    asked for in step t, so that no gradient comes for them: they come *early*,
+    while gradients are computed and nothing else is to be sent. The others come
+    *late*, when step t + 1 begins.
 
     That is a guess, which may be wrong: a callback assigns rows, a decay
     changes all of them, another layer trains the same table, another batch
@@ -52,9 +54,12 @@ class Ahead:
     rank learns of every other, and unless all is as it was, all of them pull
     anew. What is trained on is thus what an ordinary pull would give, always.
 
+    Behind a step that nothing was announced for all rows come late.
+
     Beside the rows travel two bytes for each, which tell whether it is late,
     and a row for each two ranks, the verdict; and there are up to three
-    messages more in a step, none of which the step waits for.
+    messages more in a step: it waits for none of them, once its own ids have
+    come ahead.
 
     Args:
         communicator: `Collectives` of all ranks.
@@ -87,20 +92,28 @@ class Ahead:
         ]
         # What any rank sends late to any other at most; 1 is the verdict.
         self._largest = OwnVariable(1, tf.int32)
+        # What is still to be sent in the step that is traced.
+        self._to_send = None
 
-    def pull(self, exchange, way, request, pull):
+    def pull(self, exchange, way, request, following, pull):
         """The rows of this step: `(num_sent, columns)`.
+
+        The next one's are asked for, too. `send` is to follow.
 
         Args:
             exchange: `Exchange`.
             way: `Direct`, which is told how the rows have come.
             request: what this rank asks for, see `exchange`.
+            following: what it will ask for in the next step.
             pull: function that has `way` pull the rows now.
         """
+        announced = self._announce(exchange, following)
         received = self._received.read()
         route = Route(*(part.read() for part in self._route))
         arrivals = self._arrivals.read()
-        rows, is_right = self._rows(exchange, request, received, route)
+        # Small ones first, which what is then computed goes on with.
+        with tf.control_dependencies([announced.received]):
+            rows, is_right = self._rows(exchange, request, received, route)
 
         def resume():
             return rows, arrivals, received, *_parts(route)
@@ -117,7 +130,23 @@ class Ahead:
         rows, arrivals, received, *route = tf.cond(is_right, resume, anew)
         rows.set_shape([None, self._columns])
         way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
+        self._to_send = exchange, announced
         return rows
+
+    def send(self, behind=()):
+        """Sends the early rows of the next step, if that is still to be done.
+
+        Args:
+            behind: tensors that are waited for.
+        """
+        if self._to_send is not None:
+            with tf.control_dependencies(behind):
+                self._send(*self._to_send)
+        self.forget()
+
+    def forget(self):
+        """Leaves undone what is still to be sent."""
+        self._to_send = None
 
     def _rows(self, exchange, request, received, route):
         """What has come early, with what comes late, and if all is right."""
@@ -163,13 +192,15 @@ class Ahead:
         )
         return tf.gather(tf.concat([early, arrived], axis=0), place), is_right
 
-    def ask(self, exchange, request, touched):
-        """Asks for the rows of the next step.
+    def _announce(self, exchange, request):
+        """Tells the owners which rows this rank needs in the next step.
 
         Args:
             exchange: `Exchange`.
             request: what this rank will ask for, see `exchange`.
-            touched: addresses that this rank is asked for in this step.
+
+        Returns:
+            `_Announced`.
         """
         communicator, addresses = exchange.communicator, exchange.addresses
         size = communicator.size
@@ -191,7 +222,10 @@ class Ahead:
             sent, splits, name=f"{exchange.role}/pull/next/ids"
         )
         received = tf.cast(received, addresses.row_dtype)
-        goes_late = _is_among(received, touched)
+        # What was announced for this step is not known to be what it is given,
+        # but will be before anything that was sent early is used.
+        touched = self._received.read()
+        goes_late = _is_among(received, touched) | (tf.size(touched) == 0)
         comes_late = tf.cast(
             communicator.all_to_all_back(
                 tf.cast(goes_late, tf.uint16),
@@ -200,13 +234,30 @@ class Ahead:
             ),
             tf.bool,
         )
-        goes_early = tf.logical_not(goes_late)
-        asker = route.senders
-        counts = _counts(tf.boolean_mask(asker, goes_early), size)
+        # No batch is none: what is not asked for, is not found to be right.
+        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
+        return _Announced(
+            request.numbers[:num_numbers],
+            tf.gather(positions, request.index),
+            received,
+            route,
+            goes_late,
+            comes_late,
+            # Now, when the processor is idle: later, it computes gradients.
+            exchange.owned_rows(
+                tf.boolean_mask(received, tf.logical_not(goes_late))
+            ),
+        )
+
+    def _send(self, exchange, announced):
+        communicator, size = exchange.communicator, exchange.communicator.size
+        route = announced.route
+        goes_early = tf.logical_not(announced.goes_late)
+        comes_early = tf.logical_not(announced.comes_late)
+        counts = _counts(tf.boolean_mask(route.senders, goes_early), size)
         late_counts = route.received_splits - counts
-        owner = route.receivers
         received_counts = _counts(
-            tf.boolean_mask(owner, tf.logical_not(comes_late)), size
+            tf.boolean_mask(route.receivers, comes_early), size
         )
         largest = [tf.reduce_max(counts), 1 + tf.reduce_max(late_counts)]
         if communicator.pads:
@@ -215,25 +266,34 @@ class Ahead:
                 op="max",
                 name=f"{exchange.role}/pull/next/largest",
             )
-        rows = exchange.owned_rows(tf.boolean_mask(received, goes_early))
         early = exchange.wire.carry(
-            rows,
+            tf.identity(announced.rows),
             communicator.all_to_all_along,
             Route(counts, received_counts, largest[0]),
             name=f"{exchange.role}/pull/next/rows",
         )
-        # No batch is none: what is not asked for, is not found to be right.
-        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
-        self._numbers.assign(request.numbers[:num_numbers])
-        self._arrivals.assign(tf.gather(positions, request.index))
-        self._comes_late.assign(comes_late)
+        self._numbers.assign(announced.numbers)
+        self._arrivals.assign(announced.arrivals)
+        self._comes_late.assign(announced.comes_late)
         self._early.assign(early)
-        self._received.assign(received)
-        self._goes_late.assign(goes_late)
-        self._sent.assign(rows)
+        self._received.assign(announced.received)
+        self._goes_late.assign(announced.goes_late)
+        self._sent.assign(announced.rows)
         for variable, part in zip(self._route, _parts(route), strict=True):
             variable.assign(part)
         self._largest.assign(largest[1])
+
+
+class _Announced(typing.NamedTuple):
+    """What is known of the next step: see `Ahead.__init__`."""
+
+    numbers: tf.Tensor
+    arrivals: tf.Tensor
+    received: tf.Tensor
+    route: Route
+    goes_late: tf.Tensor
+    comes_late: tf.Tensor
+    rows: tf.Tensor
 
 
 def _parts(route):

@@ -108,12 +108,9 @@ def _pull(requests, ahead, following, columns, cast_to):
         exchange = Exchange(
             communicator, role, pull_wire, addresses, owned_rows
         )
-        rows = ahead.pull(exchange, way, request, ask)
-        with tf.control_dependencies([rows]):  # which are waited for: first
-            following = [(of, tf.identity(ids)) for of, ids in following]
         following = _Request(following, groups, addresses)
         following.merge()
-        ahead.ask(exchange, following, way.received)
+        rows = ahead.pull(exchange, way, request, following, ask)
     owned = _Owned(groups, addresses, way.received, columns, width)
     arrivals = request.split(way.arrivals)
 
