@@ -33,12 +33,13 @@ class Way:
     makes_cluster: bool = False
 
 
+# What `_traffic.step_bound` needs.
+_ALONE = "--alone"
 WAYS = {
-    # With what `_traffic.step_bound` needs.
-    "hybrid": Way(("--alone",)),
-    "hybrid bfloat16": Way(("--wire-dtype", "bfloat16", "--alone")),
-    "hybrid float16": Way(("--wire-dtype", "float16", "--alone")),
-    "hybrid, prefetch": Way(("--prefetch", "--alone")),
+    "hybrid": Way((_ALONE,)),
+    "hybrid bfloat16": Way(("--wire-dtype", "bfloat16", _ALONE)),
+    "hybrid float16": Way(("--wire-dtype", "float16", _ALONE)),
+    "hybrid, prefetch": Way(("--prefetch", _ALONE)),
     "hybrid, no local aggregation": Way(("--no-local-aggregation",)),
     "ps, no local aggregation": Way(
         ("--architecture", "ps", "--no-local-aggregation")
@@ -242,6 +243,8 @@ def _program(runs, timeout):
 def _common_arguments(runs):
     run = runs[0]
     arguments = [*WAYS[run.way].arguments, *run.arguments]
+    if run.cycle is not None and _ALONE in arguments:
+        arguments.remove(_ALONE)  # Its bytes are what is asked for.
     if run.size:
         arguments += ["--size", run.size]
     return [

@@ -124,7 +124,7 @@ def alpha_model(figures):
     return sum(a * n for a, n in zip(alphas, sizes, strict=True)) / sum(sizes)
 
 
-def step_bound(figures):
+def step_bound(figures, busiest):
     """The least seconds of a step of synchronous training.
 
         max(busiest / rate, alone + chain / rate)
@@ -143,6 +143,7 @@ def step_bound(figures):
 
     Args:
         figures: of a run with `--alone`.
+        busiest: bytes that the busiest interface carries in one direction.
 
     Returns:
         dict of its parts in seconds: `alone`, `network`, `chain`, and
@@ -162,7 +163,7 @@ def step_bound(figures):
     bytes_per_second = figures["rate_mbit"] * 1e6 / 8
     parts = {
         "alone": figures["seconds_alone"],
-        "network": busiest_bytes(figures) / bytes_per_second,
+        "network": busiest / bytes_per_second,
         "chain": chain / bytes_per_second,
     }
     parts["bound"] = max(parts["network"], parts["alone"] + parts["chain"])

@@ -142,7 +142,7 @@ def test_bytes():
 @pytest.mark.parametrize("rate", [0.05, 5000])
 def test_bound(rate):
     figures = _figures(dataclasses.replace(RUN, rate=rate))
-    parts = _traffic.step_bound(figures)
+    parts = _traffic.step_bound(figures, _traffic.busiest_bytes(figures))
     bytes_per_second = rate * 1e6 / 8
     sent = figures["per_machine"][0]["sent_bytes_per_step"]
     # Of the table that the inputs ask, whose pulls and pushes are 0.75 of the

@@ -26,6 +26,9 @@ import tensorflow as tf
 NAMES = ("lm", "nmt", "recommender", "resnet50", "inception_v3")
 # Of all processes together: logits of all classes take memory.
 HELD_OUT_BATCH = 64
+# Every process draws all examples: of more steps they would take longer to
+# draw than to train on. Behind so many steps, their examples come again.
+_DIFFERENT_STEPS = 24
 
 
 class Kit(NamedTuple):
@@ -195,7 +198,7 @@ def measured(window, args, meet):
 def made(module, kit, args, size):
     """A workload for `size` processes, and what it holds out or None."""
     if args.target is None:
-        held_out, steps = 0, num_steps(args)
+        held_out, steps = 0, min(_DIFFERENT_STEPS, num_steps(args))
     else:
         held_out, steps = args.held_out, args.most_steps
     workload = module.make(
