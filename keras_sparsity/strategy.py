@@ -76,9 +76,10 @@ class HybridStrategy(tf.distribute.Strategy):
             those of the layers before are still computed. None: in one.
         prefetch: whether `fit` pulls rows of the next batch while it computes
             on this one. Those that this step may change come when the next
-            one begins, the others before, each once; the result is the same
-            to the bit, whatever changes rows in between. It pays where steps
-            wait for the network; where they wait for the processors they
+            one begins, the others while gradients are computed, each once;
+            the result is the same to the bit, whatever changes rows in
+            between. It pays where computing leaves the network idle for long;
+            where steps wait for the processors, or rows for the links, they
             take longer. It is done for tables whose ids are a functional or
             sequential model's inputs or made of them by operations, if the
             optimizer updates touched rows only (see `sparse_updates`).
