@@ -58,8 +58,7 @@ class Ahead:
 
     Beside the rows travel two bytes for each, which tell whether it is late,
     and a row for each two ranks, the verdict; and there are up to three
-    messages more in a step: it waits for none of them, once its own ids have
-    come ahead.
+    messages more in a step, of which it waits for the ids alone.
 
     Args:
         communicator: `Collectives` of all ranks.
