@@ -23,7 +23,6 @@ _PIECE_BYTES = 500_000
 # Machine 0 sends a piece to each of the others at once, then each to it.
 _TRANSFER = f"""\
 import socket, sys, threading
-import _namespaces
 import _network
 
 PIECE = {_PIECE_BYTES}
@@ -71,7 +70,6 @@ else:
 # Sums a known number of bytes over all ranks.
 _ALL_REDUCE = """\
 import tensorflow as tf
-import _namespaces
 import _network
 from keras_sparsity import collectives
 

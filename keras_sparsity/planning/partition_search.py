@@ -216,7 +216,7 @@ class PartitionSampler:
                 "`record(num_partitions, seconds)` first."
             )
         theta, misfit = _fit(self.samples, self.size)
-        fastest = min(self._samples.values(), key=lambda s: s.seconds)
+        fastest = self._fastest()
         count = fastest.num_partitions
         best, seconds = self._fitted_best(theta)
         doubt = max(misfit, self._noise(), 0.01)
@@ -250,7 +250,7 @@ class PartitionSampler:
             return None
         theta, _ = _fit(self.samples, self.size)
         best, seconds = self._fitted_best(theta)
-        fastest = min(s.seconds for s in self._samples.values())
+        fastest = self._fastest().seconds
         is_worth_it = best not in self._samples and seconds < 0.99 * fastest
         return best if is_worth_it else self._even_beside_fastest()
 
@@ -260,8 +260,9 @@ class PartitionSampler:
         Where all samples near the fastest are uneven (of 1, 3 and 7 among two
         owners), the fit cannot tell what evenness is worth.
         """
-        fastest = min(self._samples.values(), key=lambda s: s.seconds)
-        place = fastest.num_partitions
+        place = self._fastest().num_partitions
+        if place % self.size == 0:
+            return None
         below = max((c for c in self._samples if c < place), default=place)
         above = min((c for c in self._samples if c > place), default=place)
         even = [
@@ -269,9 +270,11 @@ class PartitionSampler:
             for count in range(below + 1, above)
             if count % self.size == 0 and self._allowed(count)
         ]
-        if not even or place % self.size == 0:
-            return None
-        return min(even, key=lambda count: abs(count - place))
+        return min(even, key=lambda c: abs(c - place), default=None)
+
+    def _fastest(self):
+        """The sample that took the least time."""
+        return min(self._samples.values(), key=lambda s: s.seconds)
 
     def _fitted_best(self, theta):
         """The P with the least time by the fit, inside the range: and that."""
