@@ -17,7 +17,7 @@ from tests.conftest import engines
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _BENCHMARKS = os.path.join(_ROOT, "benchmarks")
-_RATE = 40  # Mbit/s
+_RATE = 20  # Mbit/s
 _PIECE_BYTES = 500_000
 
 # Machine 0 sends a piece to each of the others at once, then each to it.
@@ -185,8 +185,9 @@ def test_links_have_their_rate_and_bytes_are_counted(
             headers = machines[0][f"{own}_bytes"] / payload - 1
             assert 0.04 < headers < 0.06  # 66 of 1514 bytes, and answers
             assert window["network_share"] < 1.03
-        # Other work on the machine makes some slower.
-        assert max(window["network_share"] for window in windows) > 0.87
+        # Half the rate, or a limit for both ways, would give 0.5. Other work
+        # on the machine makes some slower.
+        assert max(window["network_share"] for window in windows) > 0.55
     in_all = figures["whole_run"]["per_machine"][0]
     assert in_all["sent_bytes"] > 3 * 2 * _PIECE_BYTES
 
@@ -246,7 +247,7 @@ def test_a_script_on_machines(
         assert 500 / seconds == pytest.approx(per_second[1], rel=0.01)
         assert 5 * expected * 8 / (window["rate_mbit"] * 1e6) < seconds
     _, slow, fast = (window["seconds"] for window in windows)
-    assert fast < slow / 2
+    assert fast < slow
 
 
 @pytest.mark.parametrize(
@@ -341,12 +342,16 @@ def test_bad_input(name, value):
 def test_outside_of_a_cluster_the_time_alone_is_reported(monkeypatch, capsys):
     monkeypatch.delenv(_network.VARIABLE, raising=False)
     window = _network.Window()
+    begin = time.perf_counter()
     window.begin()
     time.sleep(0.1)
     window.end(2)
+    most = time.perf_counter() - begin
     window.idle()
     window.report(10)
     (figures,) = _network.by_rate(json.loads(capsys.readouterr().out))
-    assert figures["seconds"] == pytest.approx(0.1, rel=0.2)
-    assert figures["words_per_second"] == pytest.approx(200, rel=0.2)
+    assert 0.1 <= figures["seconds"] <= most
+    assert figures["words_per_second"] == pytest.approx(
+        2 * 10 / figures["seconds"], rel=0.01
+    )
     assert "per_machine" not in figures

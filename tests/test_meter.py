@@ -15,16 +15,17 @@ from tests.conftest import engines
 SPLITS = np.array([[2, 3], [4, 0]])
 DIM = 5
 STEPS = 3
+PAUSE_SECONDS = 0.5
 
 
-def step_of_each(pause_seconds):
-    """Totals by name after some steps; rank 1 comes late to each."""
+def step_of_each():
+    """Totals by name of some steps; rank 1 comes late to each."""
     ranks = collectives.current()
     rows = tf.ones([SPLITS[ranks.rank].sum(), DIM])
     splits = tf.constant(SPLITS[ranks.rank], tf.int32)
 
     def pause():
-        time.sleep(pause_seconds * ranks.rank)
+        time.sleep(PAUSE_SECONDS * ranks.rank)
         return np.float32(0)
 
     @tf.function
@@ -40,21 +41,23 @@ def step_of_each(pause_seconds):
     notes = journal.current()
     notes.measures = True
     try:
+        step()  # one rank may trace it longer than the other
+        before = notes.totals()
         for _ in range(STEPS):
             step()
     finally:
         notes.measures = False
     # What other tests have traced in these processes may still be there.
     return {
-        name: t.to_list()
-        for (name, _), t in notes.totals().items()
-        if name in ("all", "to", "back", "gather")
+        key[0]: (totals - before[key]).to_list()
+        for key, totals in notes.totals().items()
+        if key[0] in ("all", "to", "back", "gather")
     }
 
 
 @pytest.mark.parametrize("engine", engines())
 def test_bytes_and_times_by_role(engine, cluster):
-    results = cluster(engine, 2).run(step_of_each, 0.2)
+    results = cluster(engine, 2).run(step_of_each)
     num_bytes = {}
     for rank, totals in enumerate(results):
         assert len(totals) == 4
@@ -80,8 +83,8 @@ def test_bytes_and_times_by_role(engine, cluster):
         expected = [n * row + counts * 4 for n in gathered[rank]]
         np.testing.assert_allclose(num_bytes["gather", rank], expected)
     waited, late = (totals["all"][1] for totals in results)
-    # Of the first step one rank may trace longer than the other.
-    assert waited > (STEPS - 1) * 0.15
+    # On a busy machine rank 0 may itself be late, and wait less.
+    assert waited > PAUSE_SECONDS / 2
     assert waited > late
 
 

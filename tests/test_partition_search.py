@@ -465,7 +465,7 @@ class InTheWay(keras.callbacks.Callback):
     """Spends time around each step, as users' callbacks do."""
 
     def on_train_batch_begin(self, batch, logs=None):
-        time.sleep(2 * STEP_SECONDS)
+        time.sleep(3 * STEP_SECONDS)
 
     on_train_batch_end = on_train_batch_begin
 
@@ -490,8 +490,8 @@ def test_the_time_is_that_of_the_slowest_ranks_steps(cluster, engine):
         assert choice == results[0][0]
         (sample,) = choice.samples
         assert sample.num_partitions == FIRST_PARTITIONS
-        # Of one step, without what callbacks do.
-        assert STEP_SECONDS <= sample.seconds < 1.8 * STEP_SECONDS
+        # Of one step, without what callbacks do: with it, 4 of them at least.
+        assert STEP_SECONDS <= sample.seconds < 4 * STEP_SECONDS
         assert partitions == [FIRST_PARTITIONS]
 
 
