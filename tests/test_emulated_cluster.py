@@ -17,7 +17,7 @@ from tests.conftest import engines
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _BENCHMARKS = os.path.join(_ROOT, "benchmarks")
-_RATE = 20  # Mbit/s
+_RATE = 40  # Mbit/s
 _PIECE_BYTES = 500_000
 
 # Machine 0 sends a piece to each of the others at once, then each to it.
@@ -350,7 +350,7 @@ def test_outside_of_a_cluster_the_time_alone_is_reported(monkeypatch, capsys):
     window.idle()
     window.report(10)
     (figures,) = _network.by_rate(json.loads(capsys.readouterr().out))
-    assert 0.1 <= figures["seconds"] <= most
+    assert 0.1 <= figures["seconds"] <= most + 0.0005  # rounded
     assert figures["words_per_second"] == pytest.approx(
         2 * 10 / figures["seconds"], rel=0.01
     )
