@@ -47,7 +47,7 @@ def pull_together(shapes, asked, outside):
     @tf.function
     def gather(*ids):
         with tf.GradientTape() as tape:
-            rows = gather_together(
+            rows, _ = gather_together(
                 [
                     (tables[i], of, "float32")
                     for i, of in zip(asked, ids, strict=True)

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.collectives import journal
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.layers.sampled_softmax import SampledSoftmaxLoss
 from tests import oracles
@@ -245,7 +246,13 @@ def test_loss_of_other_tensors_is_explained():
         ks.layers.SampledSoftmax(10, 4).build((None, None))
 
 
-def model(dim=DIM, use_bias=True, num_partitions=None, dtype=None):
+def model(
+    dim=DIM,
+    use_bias=True,
+    num_partitions=None,
+    dtype=None,
+    embedding=keras.layers.Embedding,
+):
     keras.utils.set_random_seed(4)
     softmax = ks.layers.SampledSoftmax(
         NUM_CLASSES,
@@ -257,7 +264,7 @@ def model(dim=DIM, use_bias=True, num_partitions=None, dtype=None):
         dtype=dtype,
     )
     words = keras.Input((None,), dtype="int32")
-    x = keras.layers.Embedding(NUM_CLASSES, dim, name="words")(words)
+    x = embedding(NUM_CLASSES, dim, name="words")(words)
     return keras.Model(words, softmax(x)), softmax
 
 
@@ -358,7 +365,8 @@ def test_exported_mixed_precision_model_has_the_same_logits():
 # Uneven parts, one without examples; a rank has more hidden states than `dim`,
 # or fewer, or none.
 BATCH_SIZES = (7, 8, 1, 2)
-NUM_PARTITIONS = (1, 3)  # with 1 a rank owns no row
+# With 1 a rank owns no row; with 3, the inputs' rows are pulled, too.
+NUM_PARTITIONS = (1, 3)
 
 
 def global_batches():
@@ -401,12 +409,20 @@ def reference_training():
 
 def train(num_partitions):
     """On every rank: what training, evaluation and prediction give."""
+    embedding = keras.layers.Embedding
+    if num_partitions > 1:
+        embedding = ks.layers.ShardedEmbedding
     made = compiled(
-        optimizer=keras.optimizers.Adagrad(0.1), num_partitions=num_partitions
+        optimizer=keras.optimizers.Adagrad(0.1),
+        num_partitions=num_partitions,
+        embedding=embedding,
     )
     dataset = as_dataset(global_batches())
+    before = set(journal.current().sites())
     history = made.fit(dataset, verbose=0).history
+    sites = [s for s in journal.current().sites() if s not in before]
     return {
+        "roles": [s.call.name for s in sites if s.scope is not None],
         "weights": made.get_weights(),
         "loss": history["loss"],
         "evaluated": made.evaluate(dataset, verbose=0),
@@ -439,6 +455,18 @@ def test_two_processes_give_what_one_gives(cluster, engine, num_partitions):
             result["evaluated"], crossentropy(labels, logits), rtol=1e-4
         )
         np.testing.assert_allclose(result["predicted"], logits, atol=1e-4)
+        pulls = [
+            f"{table}/{name}"
+            for role in result["roles"]
+            for table in ("words", "softmax")
+            for name in ("pull/ids", "pull/rows")
+            if table in role and role.partition("#")[0].endswith(name)
+        ]
+        expected = ["softmax/pull/ids", "softmax/pull/rows"]
+        if num_partitions > 1:  # the ids of both before any rows
+            expected[1:1] = ["words/pull/rows"]
+            expected[:0] = ["words/pull/ids"]
+        assert pulls == expected
 
 
 def save_and_export(path):

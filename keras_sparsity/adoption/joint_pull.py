@@ -5,13 +5,20 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from keras_sparsity import architectures, compat, empty_parts
+from keras_sparsity import architectures, compat, empty_parts, losses
+from keras_sparsity.layers.sampled_softmax import (
+    SampledSoftmax,
+    SampledSoftmaxLoss,
+)
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
 from keras_sparsity.tables import exchange
 from keras_sparsity.tables.addresses import Addresses
 from keras_sparsity.tables.ahead import Ahead
-from keras_sparsity.tables.together import gather_together
+from keras_sparsity.tables.together import (
+    gather_together,
+    travel_side_by_side,
+)
 from keras_sparsity.tables.ways import Direct
 
 _LAYERS = (ShardedEmbedding, ShardedEmbeddingBag)
@@ -30,7 +37,9 @@ class JointPull:
 
     Layer by layer, each table would wait for messages of its own. A functional
     model tells beforehand which ids each `ShardedEmbedding` is to be given,
-    where they come from the model's inputs by operations without a state.
+    where they come from the model's inputs by operations without a state. And
+    if it ends in a `SampledSoftmax`, what its loss needs is known from the
+    labels: it is asked for at the same time, and comes behind these rows.
 
     Args:
         model: a model of any kind; only of a functional or sequential one
@@ -41,28 +50,32 @@ class JointPull:
         self._model = model
         self._calls = None  # of layers, once the model is seen to be built
         self._ids = None
-        self._following = None
+        self._softmax = None
+        self._following = self._labels = None
         self._graph_of_loss = None
         # `Ahead`s, by the tables that travel together and their layouts. They
         # stay when a rank traces the step anew, which another need not do.
         self._aheads = {}
 
     @contextlib.contextmanager
-    def followed_by(self, inputs, has_loss):
-        """While entered, a step is traced which these inputs follow.
+    def training(self, labels, following, has_loss):
+        """While entered, a step that trains is traced.
 
         Args:
-            inputs: of the next step; None if they are not known.
+            labels: what the loss is to be given, of any structure.
+            following: inputs of the next step; None if they are not known.
             has_loss: whether `loss_is_known` is to be called.
         """
-        self._following = inputs
+        self._labels, self._following = labels, following
         if has_loss:
             self._graph_of_loss = _graph()
         try:
             yield
             self._send_early()  # where nobody has called it
         finally:
-            self._following = self._graph_of_loss = None
+            self._labels = self._following = self._graph_of_loss = None
+            if self._softmax is not None:
+                self._softmax.ahead.clear()
             for _, ahead in self._aheads.values():
                 ahead.forget()  # of a step that could not be traced
 
@@ -102,8 +115,13 @@ class JointPull:
         if self._calls is None:
             self._look()
         is_spread = any(layer.table.is_sharded for layer in self._calls)
-        # For one table, a pull of its own is as good, but for the next step's.
-        is_of_use = len(self._calls) > 1 or self._following is not None
+        softmax = self._softmax_of_step()
+        # For one table, a pull of its own is as good.
+        is_of_use = (
+            len(self._calls) > 1
+            or softmax is not None
+            or self._following is not None
+        )
         if not is_spread or not is_of_use or compat.in_symbolic_scope():
             yield
             return
@@ -114,10 +132,20 @@ class JointPull:
         if self._following is not None:
             ahead = self._ahead_of
             following = self._asked_next(self._following)
-            self._following = None  # a step's first call alone
-        rows = gather_together(
-            list(zip(tables, asked, dtypes, strict=True)), ahead, following
+        then = None
+        if softmax is not None:
+            labels = tf.cast(tf.reshape(self._labels, [-1]), tf.int64)
+            sample = softmax.sample(labels)
+            then = softmax.tables, sample.ids, softmax.output_dtype
+        self._following = self._labels = None  # a step's first call alone
+        rows, last = gather_together(
+            list(zip(tables, asked, dtypes, strict=True)),
+            ahead,
+            following,
+            then,
         )
+        if softmax is not None:
+            softmax.ahead.append((sample, last))
         for layer in self._calls:
             layer.ahead.clear()
         for layer, of_call in zip(self._calls, rows, strict=True):
@@ -145,6 +173,20 @@ class JointPull:
             tf.reshape(ids, [-1])[: tf.where(number > 0, tf.size(ids), 0)]
             for ids in self._asked(empty_parts.filled(inputs))
         ]
+
+    def _softmax_of_step(self):
+        """The layer whose rows this step's loss needs, if it is known."""
+        model, layer = self._model, self._softmax
+        is_known = (
+            layer is not None
+            and tf.is_tensor(self._labels)
+            and type(model).train_step is keras.Model.train_step
+            and type(model).compute_loss is keras.Model.compute_loss
+            and type(losses.unwrap(model.loss)) is SampledSoftmaxLoss
+            and architectures.of(model.distribute_strategy).merges
+            and travel_side_by_side(layer.tables)
+        )
+        return layer if is_known else None
 
     def _may_come_early(self, table):
         """Whether a step leaves most rows as they are, but those it touches."""
@@ -183,6 +225,15 @@ class JointPull:
         known = {id(tensor) for tensor in self._model.inputs}
         calls, ids = [], []
         others = set()
+        softmaxes = [
+            (operation, outputs)
+            for operation, _, outputs in made
+            if type(operation) is SampledSoftmax
+        ]
+        if len(softmaxes) == 1 and len(self._model.outputs) == 1:
+            ((layer, (output,)),) = softmaxes
+            if output is self._model.outputs[0]:
+                self._softmax = layer
         for operation, inputs, outputs in made:
             is_known = all(id(tensor) in known for tensor in inputs)
             if type(operation) in _LAYERS:

@@ -84,7 +84,8 @@ class Steps(Binding):
         following = None
         if isinstance(batch, Followed):
             batch, following = batch
-        with self._joint_pull.followed_by(following, self._has_loss):
+        _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with self._joint_pull.training(labels, following, self._has_loss):
             logs = self._logs_of("train_step", batch)
         if self._collectives.size > 1:
             empty_parts.combine_statistics(

@@ -1,5 +1,8 @@
 """Softmax over a large number of classes, of which training samples a few."""
 
+import collections
+import typing
+
 import keras
 import tensorflow as tf
 
@@ -130,6 +133,8 @@ class SampledSoftmax(keras.layers.Layer):
         self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
         self.kernel_table = None
         self.bias_table = None
+        # A `Sample` and its rows, where these were gathered with others.
+        self.ahead = collections.deque()
 
     def build(self, input_shape):
         dim = input_shape[-1]
@@ -229,11 +234,13 @@ class SampledSoftmax(keras.layers.Layer):
         Returns:
             `(n,)` losses.
         """
-        sampled, num_tries = self.sampler.sample()
+        if self.ahead:
+            (sampled, num_tries, ids), of_tables = self.ahead.popleft()
+        else:
+            sampled, num_tries, ids = self.sample(labels)
+            of_tables = gather_side_by_side(self.tables, ids, hidden.dtype)
+        rows, *biases = of_tables
         sizes = [tf.size(labels), self.num_sampled]
-        # One pull brings both, of both tables.
-        ids = tf.concat([labels, sampled], axis=0)
-        rows, *biases = gather_side_by_side(self.tables, ids, hidden.dtype)
         correction = -tf.math.log(self.sampler.expected_count(ids, num_tries))
         offsets = tf.cast(correction, hidden.dtype)
         for bias in biases:
@@ -245,12 +252,25 @@ class SampledSoftmax(keras.layers.Layer):
         logits = tf.matmul(hidden, sampled_rows, transpose_b=True)
         logits += sampled_offsets
         # An example's own class may be in the sample: it counts once.
-        is_hit = labels[:, tf.newaxis] == sampled
-        logits = tf.where(is_hit, logits.dtype.min, logits)
-        return tf.nn.sparse_softmax_cross_entropy_with_logits(
-            labels=tf.zeros_like(labels),
-            logits=tf.concat([label_logits[:, tf.newaxis], logits], axis=1),
+        is_hit = tf.equal(
+            tf.cast(labels, tf.int32)[:, tf.newaxis],
+            tf.cast(sampled, tf.int32),
         )
+        logits = tf.where(is_hit, logits.dtype.min, logits)
+        # The crossentropy's own operation takes twice as long on a CPU, and
+        # needs a copy of all logits with the labels' among them.
+        largest = tf.maximum(tf.reduce_max(logits, axis=-1), label_logits)
+        largest = tf.stop_gradient(largest)
+        total = tf.reduce_sum(tf.exp(logits - largest[:, tf.newaxis]), axis=-1)
+        total += tf.exp(label_logits - largest)
+        return tf.math.log(total) + largest - label_logits
+
+    def sample(self, labels):
+        """The next `Sample`, for labels int64 `(n,)`."""
+        sampled, num_tries = self.sampler.sample()
+        # One pull brings both, of both tables.
+        ids = tf.concat([labels, sampled], axis=0)
+        return Sample(sampled, num_tries, ids)
 
     def full_losses(self, labels, logits):
         """Crossentropy `(n,)` of labels `(n,)`, logits `(n, num_classes)`."""
@@ -294,6 +314,19 @@ class SampledSoftmax(keras.layers.Layer):
             "partition_group": self.partition_group,
             "architecture": self.architecture,
         }
+
+
+class Sample(typing.NamedTuple):
+    """What a step's softmax is computed over.
+
+    Attributes:
+        classes, num_tries: what `LogUniformSampler.sample` gives.
+        ids: of the rows that it takes: of the labels, and of these classes.
+    """
+
+    classes: tf.Tensor
+    num_tries: tf.Tensor
+    ids: tf.Tensor
 
 
 @keras.saving.register_keras_serializable(package="keras_sparsity")

@@ -94,25 +94,23 @@ class Ahead:
         # What is still to be sent in the step that is traced.
         self._to_send = None
 
-    def pull(self, exchange, way, request, following, pull):
-        """The rows of this step: `(num_sent, columns)`.
-
-        The next one's are asked for, too. `send` is to follow.
+    def pull(self, exchange, announced, way, request, pull):
+        """The rows of this step. `send` is to follow.
 
         Args:
             exchange: `Exchange`.
+            announced: what `announce` has given for the next step.
             way: `Direct`, which is told how the rows have come.
             request: what this rank asks for, see `exchange`.
-            following: what it will ask for in the next step.
             pull: function that has `way` pull the rows now.
+
+        Returns:
+            `(num_sent, columns)`, and what this rank has sent late.
         """
-        announced = self._announce(exchange, following)
         received = self._received.read()
         route = Route(*(part.read() for part in self._route))
         arrivals = self._arrivals.read()
-        # Small ones first, which what is then computed goes on with.
-        with tf.control_dependencies([announced.received]):
-            rows, is_right = self._rows(exchange, request, received, route)
+        rows, is_right, sent = self._rows(exchange, request, received, route)
 
         def resume():
             return rows, arrivals, received, *_parts(route)
@@ -130,7 +128,7 @@ class Ahead:
         rows.set_shape([None, self._columns])
         way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
         self._to_send = exchange, announced
-        return rows
+        return rows, sent
 
     def send(self, behind=()):
         """Sends the early rows of the next step, if that is still to be done.
@@ -148,7 +146,7 @@ class Ahead:
         self._to_send = None
 
     def _rows(self, exchange, request, received, route):
-        """What has come early, with what comes late, and if all is right."""
+        """What has come early, with what comes late; if all is right; sent."""
         size = exchange.communicator.size
         goes_late = self._goes_late.read()
         owned = exchange.owned_rows(received)
@@ -189,9 +187,10 @@ class Ahead:
             tf.shape(early)[0] + tf.cumsum(is_late) + owner,
             tf.cumsum(1 - is_late) - 1,
         )
-        return tf.gather(tf.concat([early, arrived], axis=0), place), is_right
+        rows = tf.gather(tf.concat([early, arrived], axis=0), place)
+        return rows, is_right, message
 
-    def _announce(self, exchange, request):
+    def announce(self, exchange, request):
         """Tells the owners which rows this rank needs in the next step.
 
         Args:

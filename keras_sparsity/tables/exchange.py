@@ -12,7 +12,42 @@ from keras_sparsity.tables.lengths import Lengths
 from keras_sparsity.tables.ways import Direct, ThroughMachines
 
 
-def pull(requests, ahead=None, following=None, columns=None, cast_to=None):
+def in_turn(pulls):
+    """The rows of several `Pull`s of a step, which come in this order.
+
+    All ids are sent before any rows: behind them, those of a later pull would
+    wait for the rows of the earlier ones, and their owners, who could gather
+    meanwhile, would do so when they compute with these.
+
+    Returns:
+        List of what each pull's `rows` gives.
+    """
+    behind = [pull.ask() for pull in pulls]
+    results = []
+    for pull in pulls:
+        results.append(pull.rows(behind))
+        behind = [pull.sent]
+    return results
+
+
+def shaped(rows, ids):
+    """Rows `(n, dim)` as `(..., dim)`, for n ids of shape `(...)`."""
+    dim = rows.shape[-1]
+    rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], axis=0))
+    rows.set_shape([*ids.shape, dim])
+    return rows
+
+
+def way_of(communicator, strategy=None):
+    """Which of `ways` the rows of spread tables go under a strategy."""
+    if architectures.aggregates_locally(strategy) and (
+        ThroughMachines.is_possible(communicator)
+    ):
+        return ThroughMachines
+    return Direct
+
+
+class Pull:
     """Rows of spread tables, from their owners, in one exchange.
 
     Unique addresses go to their owners and the rows come back; the gradient's
@@ -33,119 +68,158 @@ def pull(requests, ahead=None, following=None, columns=None, cast_to=None):
         cast_to: what all of the rows are cast to where they arrive, if that is
             known: rows that are cast to what is narrower, their owners cast.
 
-    Returns:
-        List of tensors `(n, columns)`, one for each request: the rows of its
-        tables side by side, of the tables' dtype.
+    Attributes:
+        sent: what this rank sends to others of its rows, once `rows` is called.
 
     References:
         EuroSys 3.1 (pull and push), 4.3 (one gradient for each row); arXiv
         5.3.2 (operations that make data smaller, where the data is).
     """
-    with tf.name_scope("pull"):  # as a profiler's trace is to call it
-        return _pull(requests, ahead, following, columns, cast_to)
 
-
-def shaped(rows, ids):
-    """Rows `(n, dim)` as `(..., dim)`, for n ids of shape `(...)`."""
-    dim = rows.shape[-1]
-    rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], axis=0))
-    rows.set_shape([*ids.shape, dim])
-    return rows
-
-
-def way_of(communicator, strategy=None):
-    """Which of `ways` the rows of spread tables go under a strategy."""
-    if architectures.aggregates_locally(strategy) and (
-        ThroughMachines.is_possible(communicator)
+    def __init__(
+        self, requests, ahead=None, following=None, columns=None, cast_to=None
     ):
-        return ThroughMachines
-    return Direct
-
-
-def _pull(requests, ahead, following, columns, cast_to):
-    groups = list(dict.fromkeys(tuple(tables) for tables, _ in requests))
-    tables = [table for group in groups for table in group]
-    communicator = tables[0].collectives
-    addresses = Addresses([group[0] for group in groups])
-    dtype = tables[0].variable.dtype
-    pull_wire = architectures.wire(dtype, cast_to=cast_to)
-    role = _role_of(tables)
-    lengths = [sum(table.dim for table in group) for group in groups]
-    if columns is not None:
-        start, stop = columns
-        lengths = [stop - start]
-    for table in tables:
-        table.messages = role
-        num_columns = table.dim if columns is None else stop - start
-        table.pulled_bytes = num_columns * pull_wire.dtype.size
-    request = _Request(requests, groups, addresses)
-    way = way_of(communicator)(
-        communicator,
-        role,
-        pull_wire,
-        architectures.wire(dtype),
-        Lengths(lengths, addresses) if len(set(lengths)) > 1 else None,
-    )
-    # In memory all rows are as wide as the widest.
-    width = max(lengths)
-    lengths = [lengths[groups.index(tuple(of))] for of, _ in requests]
-
-    def owned_rows(received):
-        owned = _Owned(groups, addresses, received, columns, width)
-        return tf.stop_gradient(owned.rows())
-
-    def ask():
-        request.merge()
-        way.ask(request, addresses)
-        way.received = _checked(
-            way.received, [group[0] for group in groups], addresses
+        groups = list(dict.fromkeys(tuple(tables) for tables, _ in requests))
+        tables = [table for group in groups for table in group]
+        communicator = tables[0].collectives
+        addresses = Addresses([group[0] for group in groups])
+        dtype = tables[0].variable.dtype
+        pull_wire = architectures.wire(dtype, cast_to=cast_to)
+        role = _role_of(tables)
+        lengths = [sum(table.dim for table in group) for group in groups]
+        if columns is not None:
+            start, stop = columns
+            lengths = [stop - start]
+        for table in tables:
+            table.messages = role
+            num_columns = table.dim if columns is None else stop - start
+            table.pulled_bytes = num_columns * pull_wire.dtype.size
+        self._groups, self._tables = groups, tables
+        self._addresses, self._columns = addresses, columns
+        self._request = _Request(requests, groups, addresses)
+        self._way = way_of(communicator)(
+            communicator,
+            role,
+            pull_wire,
+            architectures.wire(dtype),
+            Lengths(lengths, addresses) if len(set(lengths)) > 1 else None,
         )
-        return way.pull(owned_rows(way.received))
+        # In memory all rows are as wide as the widest.
+        self._width = max(lengths)
+        self._lengths = [lengths[groups.index(tuple(of))] for of, _ in requests]
+        self._ahead = ahead
+        if ahead is not None:
+            self._exchange = Exchange(
+                communicator, role, pull_wire, addresses, self._owned_rows
+            )
+            self._following = _Request(following, groups, addresses)
+        self.sent = None
 
-    if ahead is None:
-        rows = ask()
-    else:
-        exchange = Exchange(
-            communicator, role, pull_wire, addresses, owned_rows
+    def ask(self):
+        """Tells the owners which rows are wanted.
+
+        Returns:
+            A tensor that is there when this rank has been asked, too.
+        """
+        with tf.name_scope("pull"):  # as a profiler's trace is to call it
+            if self._ahead is None:
+                self._ask()
+                return self._way.received
+            self._following.merge()
+            self._announced = self._ahead.announce(
+                self._exchange, self._following
+            )
+            return self._announced.received
+
+    def rows(self, behind=()):
+        """Has them sent.
+
+        Args:
+            behind: tensors that are waited for.
+
+        Returns:
+            List of tensors `(n, columns)`, one for each request: the rows of
+            its tables side by side, of the tables' dtype.
+        """
+        with tf.name_scope("pull"):
+            with tf.control_dependencies(behind):
+                rows = self._pulled()
+            return self._expanded(rows)
+
+    def _pulled(self):
+        """Of each id that this rank asks for, once."""
+        if self._ahead is None:
+            self.sent = self._owned_rows(self._way.received)
+            return self._way.pull(self.sent)
+
+        def anew():
+            self._ask()
+            return self._way.pull(self._owned_rows(self._way.received))
+
+        rows, self.sent = self._ahead.pull(
+            self._exchange, self._announced, self._way, self._request, anew
         )
-        following = _Request(following, groups, addresses)
-        following.merge()
-        rows = ahead.pull(exchange, way, request, following, ask)
-    owned = _Owned(groups, addresses, way.received, columns, width)
-    arrivals = request.split(way.arrivals)
+        return rows
 
-    @tf.custom_gradient
-    def expand(*anchors_and_rows):
-        *anchors, rows = anchors_and_rows
+    def _ask(self):
+        self._request.merge()
+        self._way.ask(self._request, self._addresses)
+        self._way.received = _checked(
+            self._way.received,
+            [group[0] for group in self._groups],
+            self._addresses,
+        )
 
-        def push(*gradients):
-            for table in tables:
-                table.check_under_strategy()
-            with tf.name_scope("push"):
-                # Summed per row here, then along the ids' own route: each
-                # owner already knows which rows these are.
-                padded = [
-                    _padded(of_request, length, width)
-                    for of_request, length in zip(
-                        gradients, lengths, strict=True
+    def _owned(self, received):
+        return _Owned(
+            self._groups,
+            self._addresses,
+            received,
+            self._columns,
+            self._width,
+        )
+
+    def _owned_rows(self, received):
+        return tf.stop_gradient(self._owned(received).rows())
+
+    def _expanded(self, rows):
+        """The rows of each request, whose gradients are pushed."""
+        way, tables, width = self._way, self._tables, self._width
+        owned = self._owned(way.received)
+        arrivals = self._request.split(way.arrivals)
+
+        @tf.custom_gradient
+        def expand(*anchors_and_rows):
+            *anchors, rows = anchors_and_rows
+
+            def push(*gradients):
+                for table in tables:
+                    table.check_under_strategy()
+                with tf.name_scope("push"):
+                    # Summed per row here, then along the ids' own route: each
+                    # owner already knows which rows these are.
+                    padded = [
+                        _padded(of_request, length, width)
+                        for of_request, length in zip(
+                            gradients, self._lengths, strict=True
+                        )
+                    ]
+                    summed = tf.math.unsorted_segment_sum(
+                        _joined(padded), way.arrivals, way.num_sent
                     )
-                ]
-                summed = tf.math.unsorted_segment_sum(
-                    _joined(padded), way.arrivals, way.num_sent
-                )
-                slices = owned.gradients(way.push(summed))
-                owned.note_touches(way, request)
-            return *slices, None
+                    slices = owned.gradients(way.push(summed))
+                    owned.note_touches(way, self._request)
+                return *slices, None
 
-        results = [
-            _cut(tf.gather(rows, arrival), length, width)
-            for arrival, length in zip(arrivals, lengths, strict=True)
-        ]
-        return (results[0] if len(results) == 1 else results), push
+            results = [
+                _cut(tf.gather(rows, arrival), length, width)
+                for arrival, length in zip(arrivals, self._lengths, strict=True)
+            ]
+            return (results[0] if len(results) == 1 else results), push
 
-    anchors = [tf.convert_to_tensor(t.variable.value) for t in tables]
-    results = expand(*anchors, rows)
-    return [results] if len(requests) == 1 else list(results)
+        anchors = [tf.convert_to_tensor(t.variable.value) for t in tables]
+        results = expand(*anchors, rows)
+        return [results] if len(arrivals) == 1 else list(results)
 
 
 def _role_of(tables):

@@ -352,11 +352,12 @@ class ShardedTable:
         if not self.is_sharded:
             rows = self._gather_here(ids)
             return tf.cast(rows if is_whole else rows[..., start:stop], dtype)
-        (rows,) = exchange.pull(
+        pull = exchange.Pull(
             [([self], tf.reshape(ids, [-1]))],
             columns=None if is_whole else (start, stop),
             cast_to=dtype,
         )
+        ((rows,),) = exchange.in_turn([pull])
         return tf.cast(exchange.shaped(rows, ids), dtype)
 
     def _start_and_stop(self, columns):
