@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from keras_sparsity import checks, compat
 from keras_sparsity import collectives as collectives_module
+from keras_sparsity.layers.sampled_softmax import SampledSoftmaxLoss
 
 __all__ = ["GlobalMean", "globalize"]
 
@@ -168,10 +169,7 @@ class GlobalMean(keras.losses.Loss):
     def _needs_whole_batch(self, inner):
         if self.whole_batch is not None:
             return self.whole_batch
-        function = getattr(inner, "fn", None)
-        name = getattr(function, "__name__", None)
-        if getattr(keras.losses, str(name), None) is not function:
-            return False  # not one of Keras's own
+        name = _name_in_keras(inner)
         return name in _PAIRWISE or (
             name in _QUOTIENTS and inner.get_config().get("axis") is None
         )
@@ -180,16 +178,25 @@ class GlobalMean(keras.losses.Loss):
         values, terms = _local_terms(inner, y_true, y_pred, sample_weight)
         if terms is None:  # not reduced
             return _with_slope(values, values, collectives.size, 1.0)
-        # The gradient needs the counts only, but one message of all costs
-        # what one of either does.
         wide = tf.float64 if values.dtype == tf.float64 else tf.float32
-        message = [tf.cast(t, wide) for t in (terms.total, *terms.counts)]
-        reduced = collectives.all_reduce(
-            [tf.stop_gradient(tf.stack(message))],
-            op="sum",
-            name=f"loss/{self.name}",
-        )[0]
-        total, *counts = tf.unstack(reduced, num=len(message))
+
+        def summed(terms, name):
+            if not terms:
+                return []
+            message = tf.stack([tf.cast(term, wide) for term in terms])
+            (reduced,) = collectives.all_reduce(
+                [tf.stop_gradient(message)], op="sum", name=name
+            )
+            return tf.unstack(reduced, num=len(terms))
+
+        name = f"loss/{self.name}"
+        if _has_value_of_each_example(inner):
+            # The gradient needs the counts only, which are known before the
+            # model is called: it waits for no rank's outputs.
+            counts = summed(terms.counts, f"{name}/counts")
+            (total,) = summed([terms.total], name)
+        else:
+            total, *counts = summed([terms.total, *terms.counts], name)
         factor = terms.factor(counts)
         value = tf.cast(total * tf.cast(factor, wide), values.dtype)
         return _with_slope(terms.total, value, collectives.size, factor)
@@ -240,6 +247,21 @@ def _or_current(collectives):
     return collectives
 
 
+def _name_in_keras(loss):
+    """The name of the function of Keras's own that a loss is; else None."""
+    function = getattr(loss, "fn", None)
+    name = getattr(function, "__name__", None)
+    is_of_keras = getattr(keras.losses, str(name), None) is function
+    return name if is_of_keras else None
+
+
+def _has_value_of_each_example(loss):
+    """Whether its values are known to be as many as the batch's examples."""
+    name = _name_in_keras(loss)
+    is_known = name is not None and name not in (*_QUOTIENTS, *_PAIRWISE)
+    return is_known or type(loss) is SampledSoftmaxLoss
+
+
 class _Terms(typing.NamedTuple):
     """What a rank adds: the loss is `total * factor(counts)` of the sums."""
 
@@ -278,10 +300,22 @@ def _local_terms(loss, y_true, y_pred, sample_weight):
         values = values * weights
     if not is_reduced:
         return values, None
-    return values, _terms(values, weights, mask, loss.reduction)
+    count = tf.size(values)
+    if _has_value_of_each_example(loss) and values.shape[1:].is_fully_defined():
+        # Not of the values, which are still to be computed.
+        examples = tf.shape(keras.tree.flatten(y_true)[0])[0]
+        is_so = tf.debugging.assert_equal(
+            examples,
+            rows,
+            f"The loss '{loss.name}' needs as many targets as outputs.",
+        )
+        count = examples * values.shape[1:].num_elements()
+        with tf.control_dependencies([is_so] if is_so is not None else []):
+            values = tf.identity(values)
+    return values, _terms(values, count, weights, mask, loss.reduction)
 
 
-def _terms(values, weights, mask, reduction):
+def _terms(values, count, weights, mask, reduction):
     """Terms of one value (already weighted) per example or per place."""
     total = keras.ops.sum(values)
     if reduction == "sum":
@@ -289,12 +323,12 @@ def _terms(values, weights, mask, reduction):
     if reduction == "mean_with_sample_weight" and weights is not None:
         return _Terms(total, [keras.ops.sum(weights)], _reciprocal)
     if mask is None or reduction == "mean_with_sample_weight":
-        return _Terms(total, [tf.size(values)], _reciprocal)
+        return _Terms(total, [count], _reciprocal)
     valid = keras.ops.sum(keras.ops.cast(mask, "float32"))
     # Keras's rule; 1 / valid when the mask has the values' shape.
     return _Terms(
         total,
-        [tf.size(values), tf.size(mask), valid],
+        [count, tf.size(mask), valid],
         lambda counts: (
             _reciprocal(counts)
             * tf.math.divide_no_nan(_float(counts[1]), _float(counts[2]))
@@ -313,7 +347,8 @@ def _scalar_terms(value, rows, weights, mask, loss):
     if weights is None:
         return terms
     # Keras multiplies the scalar by each weight and reduces the products.
-    weighing = _terms(weights, weights, mask, loss.reduction)
+    size = tf.size(weights)
+    weighing = _terms(weights, size, weights, mask, loss.reduction)
     split = len(terms.counts)
     return _Terms(
         terms.total,

@@ -331,11 +331,11 @@ def roles_in_order():
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_early_rows_leave_when_the_loss_is_known(engine, cluster):
+def test_early_rows_leave_behind_the_steps_own(engine, cluster):
     for roles in cluster(engine, 2).run(roles_in_order):
         places = [
             # Losses are also traced when the model is built.
             max(index for index, role in enumerate(roles) if name in role)
-            for name in ("next/ids", "late/rows", "loss", "next/rows", "push")
+            for name in ("next/ids", "late/rows", "next/rows", "loss", "push")
         ]
         assert places == sorted(places), roles

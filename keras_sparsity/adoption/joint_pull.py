@@ -52,45 +52,25 @@ class JointPull:
         self._ids = None
         self._softmax = None
         self._following = self._labels = None
-        self._graph_of_loss = None
         # `Ahead`s, by the tables that travel together and their layouts. They
         # stay when a rank traces the step anew, which another need not do.
         self._aheads = {}
 
     @contextlib.contextmanager
-    def training(self, labels, following, has_loss):
+    def training(self, labels, following):
         """While entered, a step that trains is traced.
 
         Args:
             labels: what the loss is to be given, of any structure.
             following: inputs of the next step; None if they are not known.
-            has_loss: whether `loss_is_known` is to be called.
         """
         self._labels, self._following = labels, following
-        if has_loss:
-            self._graph_of_loss = _graph()
         try:
             yield
-            self._send_early()  # where nobody has called it
         finally:
-            self._labels = self._following = self._graph_of_loss = None
+            self._labels = self._following = None
             if self._softmax is not None:
                 self._softmax.ahead.clear()
-            for _, ahead in self._aheads.values():
-                ahead.forget()  # of a step that could not be traced
-
-    def loss_is_known(self, loss):
-        """What is left to compute are the gradients.
-
-        No earlier do rows of the next step leave: those that this one needs
-        for its loss, and the loss's own messages, would wait for them.
-        """
-        if _graph() is self._graph_of_loss:
-            self._send_early([loss])
-
-    def _send_early(self, behind=()):
-        for _, ahead in self._aheads.values():
-            ahead.send(behind)
 
     @property
     def can_look_ahead(self):
@@ -152,8 +132,6 @@ class JointPull:
             layer.ahead.append(of_call)
         try:
             yield
-            if _graph() is not self._graph_of_loss:  # but of a part of it
-                self._send_early()
         finally:
             for layer in self._calls:
                 layer.ahead.clear()
@@ -260,8 +238,3 @@ class JointPull:
             if not isinstance(self._model, keras.Sequential):
                 inputs = self._model.input  # in their structure
             self._ids = keras.Model(inputs, [t for _, t in found])
-
-
-def _graph():
-    """That of what is being traced."""
-    return tf.compat.v1.get_default_graph()

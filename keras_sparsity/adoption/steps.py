@@ -23,7 +23,6 @@ class Steps(Binding):
         elif type(model).compute_loss is keras.Model.compute_loss:
             names.append("compute_loss")
             private[compat.STEP_LOSS] = "compute_step_loss"
-        self._has_loss = "compute_loss" in names
         super().__init__(model, names, private)
 
     def call(self, *args, **kwargs):
@@ -52,11 +51,6 @@ class Steps(Binding):
         and multiplies it again in its own steps. A step of the user's own,
         which does not, gets it undivided.
         """
-        loss = self._whole_loss(*args, **kwargs)
-        self._joint_pull.loss_is_known(loss)
-        return loss
-
-    def _whole_loss(self, *args, **kwargs):
         if not compat.losses_are_scaled():
             return self._unscaled_loss(*args, **kwargs)
         loss = self._stock["compute_loss"](*args, **kwargs)
@@ -85,7 +79,7 @@ class Steps(Binding):
         if isinstance(batch, Followed):
             batch, following = batch
         _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        with self._joint_pull.training(labels, following, self._has_loss):
+        with self._joint_pull.training(labels, following):
             logs = self._logs_of("train_step", batch)
         if self._collectives.size > 1:
             empty_parts.combine_statistics(

@@ -91,11 +91,9 @@ class Ahead:
         ]
         # What any rank sends late to any other at most; 1 is the verdict.
         self._largest = OwnVariable(1, tf.int32)
-        # What is still to be sent in the step that is traced.
-        self._to_send = None
 
     def pull(self, exchange, announced, way, request, pull):
-        """The rows of this step. `send` is to follow.
+        """The rows of this step.
 
         Args:
             exchange: `Exchange`.
@@ -127,23 +125,7 @@ class Ahead:
         rows, arrivals, received, *route = tf.cond(is_right, resume, anew)
         rows.set_shape([None, self._columns])
         way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
-        self._to_send = exchange, announced
         return rows, sent
-
-    def send(self, behind=()):
-        """Sends the early rows of the next step, if that is still to be done.
-
-        Args:
-            behind: tensors that are waited for.
-        """
-        if self._to_send is not None:
-            with tf.control_dependencies(behind):
-                self._send(*self._to_send)
-        self.forget()
-
-    def forget(self):
-        """Leaves undone what is still to be sent."""
-        self._to_send = None
 
     def _rows(self, exchange, request, received, route):
         """What has come early, with what comes late; if all is right; sent."""
@@ -247,7 +229,14 @@ class Ahead:
             ),
         )
 
-    def _send(self, exchange, announced):
+    def send(self, exchange, announced, behind):
+        """Sends the early rows of the next step.
+
+        Args:
+            exchange: `Exchange`.
+            announced: what `announce` has given.
+            behind: list of tensors that are waited for.
+        """
         communicator, size = exchange.communicator, exchange.communicator.size
         route = announced.route
         goes_early = tf.logical_not(announced.goes_late)
@@ -264,12 +253,14 @@ class Ahead:
                 op="max",
                 name=f"{exchange.role}/pull/next/largest",
             )
-        early = exchange.wire.carry(
-            tf.identity(announced.rows),
-            communicator.all_to_all_along,
-            Route(counts, received_counts, largest[0]),
-            name=f"{exchange.role}/pull/next/rows",
-        )
+        # What is left to do by then is to send: a processor has other work.
+        with tf.control_dependencies(behind):
+            early = exchange.wire.carry(
+                tf.identity(announced.rows),
+                communicator.all_to_all_along,
+                Route(counts, received_counts, largest[0]),
+                name=f"{exchange.role}/pull/next/rows",
+            )
         self._numbers.assign(announced.numbers)
         self._arrivals.assign(announced.arrivals)
         self._comes_late.assign(announced.comes_late)

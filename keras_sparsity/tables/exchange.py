@@ -19,14 +19,18 @@ def in_turn(pulls):
     wait for the rows of the earlier ones, and their owners, who could gather
     meanwhile, would do so when they compute with these.
 
+    Behind them leave those of the next step that can.
+
     Returns:
         List of what each pull's `rows` gives.
     """
-    behind = [pull.ask() for pull in pulls]
+    behind = [tensor for pull in pulls for tensor in pull.ask()]
     results = []
     for pull in pulls:
         results.append(pull.rows(behind))
-        behind = [pull.sent]
+        behind = pull.sent
+    for pull in pulls:
+        pull.send_ahead([rows for of_pull in results for rows in of_pull])
     return results
 
 
@@ -69,7 +73,8 @@ class Pull:
             known: rows that are cast to what is narrower, their owners cast.
 
     Attributes:
-        sent: what this rank sends to others of its rows, once `rows` is called.
+        sent: list of tensors, once `rows` is called: what this rank sends of
+            its rows, and what is to be there before others are sent.
 
     References:
         EuroSys 3.1 (pull and push), 4.3 (one gradient for each row); arXiv
@@ -113,23 +118,23 @@ class Pull:
                 communicator, role, pull_wire, addresses, self._owned_rows
             )
             self._following = _Request(following, groups, addresses)
-        self.sent = None
+        self.sent = []
 
     def ask(self):
         """Tells the owners which rows are wanted.
 
         Returns:
-            A tensor that is there when this rank has been asked, too.
+            List of tensors that are there when this rank has been asked, too.
         """
         with tf.name_scope("pull"):  # as a profiler's trace is to call it
             if self._ahead is None:
                 self._ask()
-                return self._way.received
+                return [self._way.received]
             self._following.merge()
             self._announced = self._ahead.announce(
                 self._exchange, self._following
             )
-            return self._announced.received
+            return []  # it was, in the step before
 
     def rows(self, behind=()):
         """Has them sent.
@@ -146,19 +151,31 @@ class Pull:
                 rows = self._pulled()
             return self._expanded(rows)
 
+    def send_ahead(self, behind):
+        """Sends rows of the next step; nothing if there is no `ahead`.
+
+        Args:
+            behind: tensors that are waited for.
+        """
+        if self._ahead is not None:
+            with tf.name_scope("pull"):
+                self._ahead.send(self._exchange, self._announced, behind)
+
     def _pulled(self):
         """Of each id that this rank asks for, once."""
         if self._ahead is None:
-            self.sent = self._owned_rows(self._way.received)
-            return self._way.pull(self.sent)
+            self.sent = [self._owned_rows(self._way.received)]
+            return self._way.pull(*self.sent)
 
         def anew():
             self._ask()
             return self._way.pull(self._owned_rows(self._way.received))
 
-        rows, self.sent = self._ahead.pull(
+        rows, sent = self._ahead.pull(
             self._exchange, self._announced, self._way, self._request, anew
         )
+        # Small messages, that what is then to be sent early can be prepared.
+        self.sent = [sent, self._announced.comes_late]
         return rows
 
     def _ask(self):
