@@ -301,8 +301,11 @@ def _local_terms(loss, y_true, y_pred, sample_weight):
     if not is_reduced:
         return values, None
     count = tf.size(values)
-    if _has_value_of_each_example(loss) and values.shape[1:].is_fully_defined():
-        # Not of the values, which are still to be computed.
+    if (
+        _has_value_of_each_example(loss)
+        and not values.shape.is_fully_defined()
+        and values.shape[1:].is_fully_defined()
+    ):  # Not of the values, which are still to be computed.
         examples = tf.shape(keras.tree.flatten(y_true)[0])[0]
         is_so = tf.debugging.assert_equal(
             examples,
@@ -310,7 +313,7 @@ def _local_terms(loss, y_true, y_pred, sample_weight):
             f"The loss '{loss.name}' needs as many targets as outputs.",
         )
         count = examples * values.shape[1:].num_elements()
-        with tf.control_dependencies([is_so] if is_so is not None else []):
+        with tf.control_dependencies([] if is_so is None else [is_so]):
             values = tf.identity(values)
     return values, _terms(values, count, weights, mask, loss.reduction)
 

@@ -236,3 +236,27 @@ def relative_difference(start, end, other):
         float(np.abs(b - c).max() / max(np.abs(b - a).max(), 1e-12))
         for a, b, c in zip(start, end, other, strict=True)
     ]
+
+
+# What waits for what.
+
+
+def ancestors(tensor):
+    """All operations of its graph that a symbolic tensor waits for."""
+    found, left = set(), [tensor.op]
+    while left:
+        operation = left.pop()
+        if operation not in found:
+            found.add(operation)
+            left += operation.control_inputs
+            left += [of_input.op for of_input in operation.inputs]
+    return found
+
+
+def messages(tensor):
+    """Those of them that are an engine's."""
+    return {
+        operation
+        for operation in ancestors(tensor)
+        if operation.type.startswith(("Collective", "Horovod"))
+    }

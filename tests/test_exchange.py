@@ -10,7 +10,9 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.collectives import journal
+from keras_sparsity.tables.exchange import Pull, in_turn
 from keras_sparsity.tables.together import gather_together
+from tests import oracles
 from tests.conftest import engines
 
 # Rows, row length and partitions: all addresses fit into 16 bits, but for the
@@ -174,6 +176,49 @@ def test_the_number_of_messages_is_that_of_one_table(
     _, expected, outputs = roles_of_a_step(num_tables, 3)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(predictions, outputs, rtol=1e-4, atol=1e-5)
+
+
+def what_pulls_wait_for():
+    """Messages of two pulls, and whether the second's come behind."""
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    first, second = (
+        ks.ShardedTable(20, 4, owner_name=name) for name in ("first", "second")
+    )
+    found = []
+
+    @tf.function
+    def gather(ids):
+        pulls = [Pull([([table], ids)]) for table in (first, second)]
+        ((a,), (b,)) = in_turn(pulls)
+        found.append(oracles.messages(a))
+        found.append(oracles.messages(b))
+        found.append(pulls[0].sent[0].op in oracles.ancestors(b))
+        return a, b
+
+    for table, rows in zip(
+        (first, second),
+        strategy.run(gather, args=(tf.range(5),)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(rows, table.read()[:5])
+    of_first, of_second, is_behind = found
+    return (
+        len(of_first & of_second),
+        len(of_first - of_second),
+        len(of_second - of_first),
+        is_behind,
+    )
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_ids_of_all_pulls_come_before_rows_in_turn(engine, cluster):
+    for shared, own, of_second, is_behind in cluster(engine, 2).run(
+        what_pulls_wait_for
+    ):
+        assert shared >= 2  # the ids of both
+        # Rows do not wait until others have come.
+        assert own == of_second >= 1
+        assert is_behind
 
 
 # What travels.

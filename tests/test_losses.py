@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_sparsity import collectives, compat, empty_parts, losses
+from tests import oracles
 from tests.conftest import engines, engines_and_sizes
 
 BATCH, TIME, CLASSES = 7, 5, 4
@@ -173,6 +174,40 @@ def parts_without_examples():
 def test_empty_parts_count_nothing(cluster, engine):
     for result in cluster(engine, 2).run(parts_without_examples):
         assert result == [(25.0, 30.0)] * 2
+
+
+def messages_of_a_gradient(loss):
+    """What it waits for, where the number of examples is not known before."""
+    loss = losses.GlobalMean(loss)
+    found = []
+    numbers = tf.TensorSpec([None, 2])
+
+    @tf.function(input_signature=[numbers, numbers])
+    def step(y_true, inputs):
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            y_pred = 2 * inputs
+            value = loss(y_true, y_pred)
+        gradient = tape.gradient(value, inputs)
+        needed, of_all = map(oracles.messages, (gradient, value))
+        needs_outputs = any(
+            y_pred.op in oracles.ancestors(message.outputs[0])
+            for message in needed
+        )
+        found.append((len(needed), len(of_all), needs_outputs))
+        return value
+
+    step(np.ones((3, 2), "float32"), np.ones((3, 2), "float32"))
+    with pytest.raises(tf.errors.InvalidArgumentError) as error:
+        step(np.ones((1, 2), "float32"), np.ones((3, 2), "float32"))
+    return found[0], str(error.value)
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_a_gradient_waits_for_no_outputs_of_others(cluster, engine):
+    for found, message in cluster(engine, 2).run(messages_of_a_gradient, "mse"):
+        assert found == (1, 2, False)
+        assert "as many targets as outputs" in message
 
 
 def compile_loss_values():
