@@ -76,7 +76,7 @@ class HybridStrategy(tf.distribute.Strategy):
             those of the layers before are still computed. None: in one.
         prefetch: whether `fit` pulls rows of the next batch while it computes
             on this one. Those that this step may change come when the next
-            one begins, the others while gradients are computed, each once;
+            one begins, the others behind this step's own, each once;
             the result is the same to the bit, whatever changes rows in
             between. It pays where computing leaves the network idle for long;
             where steps wait for the processors, or rows for the links, they

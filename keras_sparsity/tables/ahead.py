@@ -42,8 +42,8 @@ class Ahead:
     When step t begins, the ids of step t + 1 go to their owners. Of the rows
     that these are asked for, an owner sends those in step t that nobody has
     asked for in step t, so that no gradient comes for them: they come *early*,
-    while gradients are computed and nothing else is to be sent. The others come
-    *late*, when step t + 1 begins.
+    behind the rows of step t, while it computes and nothing else is to be sent.
+    The others come *late*, when step t + 1 begins.
 
     That is a guess, which may be wrong: a callback assigns rows, a decay
     changes all of them, another layer trains the same table, another batch
@@ -58,7 +58,7 @@ class Ahead:
 
     Beside the rows travel two bytes for each, which tell whether it is late,
     and a row for each two ranks, the verdict; and there are up to three
-    messages more in a step, of which it waits for the ids alone.
+    messages more in a step.
 
     Args:
         communicator: `Collectives` of all ranks.

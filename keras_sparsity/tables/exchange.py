@@ -17,9 +17,8 @@ def in_turn(pulls):
 
     All ids are sent before any rows: behind them, those of a later pull would
     wait for the rows of the earlier ones, and their owners, who could gather
-    meanwhile, would do so when they compute with these.
-
-    Behind them leave those of the next step that can.
+    meanwhile, would do so when they compute with these. Rows of the next step
+    come behind all of them.
 
     Returns:
         List of what each pull's `rows` gives.
@@ -30,7 +29,7 @@ def in_turn(pulls):
         results.append(pull.rows(behind))
         behind = pull.sent
     for pull in pulls:
-        pull.send_ahead([rows for of_pull in results for rows in of_pull])
+        pull.send_ahead(behind=[pull.arrived for pull in pulls])
     return results
 
 
@@ -75,6 +74,7 @@ class Pull:
     Attributes:
         sent: list of tensors, once `rows` is called: what this rank sends of
             its rows, and what is to be there before others are sent.
+        arrived: then, what has come.
 
     References:
         EuroSys 3.1 (pull and push), 4.3 (one gradient for each row); arXiv
@@ -118,7 +118,7 @@ class Pull:
                 communicator, role, pull_wire, addresses, self._owned_rows
             )
             self._following = _Request(following, groups, addresses)
-        self.sent = []
+        self.sent, self.arrived = [], None
 
     def ask(self):
         """Tells the owners which rows are wanted.
@@ -148,8 +148,8 @@ class Pull:
         """
         with tf.name_scope("pull"):
             with tf.control_dependencies(behind):
-                rows = self._pulled()
-            return self._expanded(rows)
+                self.arrived = self._pulled()
+            return self._expanded(self.arrived)
 
     def send_ahead(self, behind):
         """Sends rows of the next step; nothing if there is no `ahead`.
