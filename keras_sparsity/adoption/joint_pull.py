@@ -115,7 +115,7 @@ class JointPull:
         then = None
         if softmax is not None:
             labels = tf.cast(tf.reshape(self._labels, [-1]), tf.int64)
-            sample = softmax.sample(labels)
+            sample = softmax._sample(labels)
             then = softmax.tables, sample.ids, softmax.output_dtype
         self._following = self._labels = None  # a step's first call alone
         rows, last = gather_together(

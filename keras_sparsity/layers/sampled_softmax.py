@@ -237,7 +237,7 @@ class SampledSoftmax(keras.layers.Layer):
         if self.ahead:
             (sampled, num_tries, ids), of_tables = self.ahead.popleft()
         else:
-            sampled, num_tries, ids = self.sample(labels)
+            sampled, num_tries, ids = self._sample(labels)
             of_tables = gather_side_by_side(self.tables, ids, hidden.dtype)
         rows, *biases = of_tables
         sizes = [tf.size(labels), self.num_sampled]
@@ -265,7 +265,7 @@ class SampledSoftmax(keras.layers.Layer):
         total += tf.exp(label_logits - largest)
         return tf.math.log(total) + largest - label_logits
 
-    def sample(self, labels):
+    def _sample(self, labels):
         """The next `Sample`, for labels int64 `(n,)`."""
         sampled, num_tries = self.sampler.sample()
         # One pull brings both, of both tables.

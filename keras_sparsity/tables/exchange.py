@@ -28,8 +28,9 @@ def in_turn(pulls):
     for pull in pulls:
         results.append(pull.rows(behind))
         behind = pull.sent
+    arrived = [pull.arrived for pull in pulls]
     for pull in pulls:
-        pull.send_ahead(behind=[pull.arrived for pull in pulls])
+        pull.send_ahead(behind=arrived)
     return results
 
 
