@@ -72,6 +72,16 @@ def one():
     return keras.Sequential(layers), lambda words, users: words
 
 
+def classes():
+    """One table, and rows of the loss that come behind its own."""
+    words = keras.Input((3,), dtype="int32")
+    layer = ks.layers.ShardedEmbedding(NUM_ROWS, DIM, name="words_table")
+    hidden = keras.layers.Flatten()(layer(words))
+    softmax = ks.layers.SampledSoftmax(NUM_ROWS, num_sampled=9, seed=1)
+    model = keras.Model(words, softmax(keras.layers.Dense(DIM)(hidden)))
+    return model, lambda words, users: words
+
+
 SGD, ADAGRAD, ADAM = (
     ("SGD", {"learning_rate": 0.1}),
     ("Adagrad", {"learning_rate": 0.1}),
@@ -96,8 +106,9 @@ CASES = {
     "moved": dict(callback=repartition, rule=ADAM, sparse_updates="lazy"),
     "elsewhere": dict(elsewhere=True, pulls=6 + 6),
     "eager": dict(run_eagerly=True),
+    "classes": dict(make=classes, validates=True, pulls=1 + 6),
 }
-ON_HOROVOD = ("exact", "narrow", "moved", "assigned")
+ON_HOROVOD = ("exact", "narrow", "moved", "assigned", "classes")
 NOT_IN_MAKE_TEST = ("one", "narrow", "eager", "elsewhere")
 
 
@@ -112,15 +123,13 @@ def train(prefetch, case, together=False):
         sparse_updates=case.get("sparse_updates", "exact"),
     )
     keras.utils.set_random_seed(3)
-    if "elsewhere" in case:
-        model, inputs = several(elsewhere=True)
-    else:
-        model, inputs = case.get("make", several)()
+    make = case.get("make", several)
+    model, inputs = make(elsewhere=True) if "elsewhere" in case else make()
     rule, options = case.get("rule", ADAGRAD)
     with strategy.scope():
         model.compile(
             keras.optimizers.get({"class_name": rule, "config": options}),
-            "mse",
+            "mse" if make is not classes else model.layers[-1].loss(),
             steps_per_execution=case.get("steps_per_execution", 1),
             run_eagerly=case.get("run_eagerly", False),
         )
@@ -129,6 +138,8 @@ def train(prefetch, case, together=False):
     words = random.integers(NUM_ROWS, size=(count, 3))
     users = random.integers(40, size=(count, 1))
     y = words.mean(axis=1, keepdims=True) / NUM_ROWS
+    if make is classes:
+        y = words[:, 0]
     data = tf.data.Dataset.from_tensor_slices((inputs(words, users), y))
     data = data.batch(BATCH).repeat(case.get("repeat", 1))
     if case.get("shuffle"):
