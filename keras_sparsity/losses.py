@@ -190,7 +190,7 @@ class GlobalMean(keras.losses.Loss):
             return tf.unstack(reduced, num=len(terms))
 
         name = f"loss/{self.name}"
-        if _has_value_of_each_example(inner):
+        if terms.counts_come_first:
             # The gradient needs the counts only, which are known before the
             # model is called: it waits for no rank's outputs.
             counts = summed(terms.counts, f"{name}/counts")
@@ -263,11 +263,15 @@ def _has_value_of_each_example(loss):
 
 
 class _Terms(typing.NamedTuple):
-    """What a rank adds: the loss is `total * factor(counts)` of the sums."""
+    """What a rank adds: the loss is `total * factor(counts)` of the sums.
+
+    Whether the counts come first tells if they are known before the outputs.
+    """
 
     total: tf.Tensor
     counts: list
     factor: typing.Callable
+    counts_come_first: bool = False
 
 
 def _local_terms(loss, y_true, y_pred, sample_weight):
@@ -276,7 +280,7 @@ def _local_terms(loss, y_true, y_pred, sample_weight):
     Follows `keras.losses.Loss.__call__`; the terms are None when the loss is
     not to be reduced.
     """
-    rows = tf.shape(keras.tree.flatten(y_pred)[0])[0]
+    rows = _num_examples(y_pred)
     in_mask = compat.keras_mask(y_pred)
     if type(loss).__call__ is keras.losses.Loss.__call__:
         values = _values(loss, y_true, y_pred)
@@ -300,22 +304,29 @@ def _local_terms(loss, y_true, y_pred, sample_weight):
         values = values * weights
     if not is_reduced:
         return values, None
-    count = tf.size(values)
-    if (
-        _has_value_of_each_example(loss)
-        and not values.shape.is_fully_defined()
-        and values.shape[1:].is_fully_defined()
-    ):  # Not of the values, which are still to be computed.
-        examples = tf.shape(keras.tree.flatten(y_true)[0])[0]
-        is_so = tf.debugging.assert_equal(
-            examples,
-            rows,
-            f"The loss '{loss.name}' needs as many targets as outputs.",
-        )
-        count = examples * values.shape[1:].num_elements()
-        with tf.control_dependencies([] if is_so is None else [is_so]):
-            values = tf.identity(values)
-    return values, _terms(values, count, weights, mask, loss.reduction)
+    count = _count_before(loss, values, y_true)
+    if count is None:
+        terms = _terms(values, tf.size(values), weights, mask, loss.reduction)
+        return values, terms
+    is_so = tf.debugging.assert_equal(
+        count,
+        tf.size(values),
+        f"The loss '{loss.name}' needs as many targets as outputs.",
+    )
+    with tf.control_dependencies([is_so]):
+        values = tf.identity(values)
+    terms = _terms(values, count, weights, mask, loss.reduction)
+    return values, terms._replace(counts_come_first=True)
+
+
+def _count_before(loss, values, y_true):
+    """How many values there are, if that is known before they are; or None."""
+    of_example = values.shape[1:]
+    if not (_has_value_of_each_example(loss) and of_example.is_fully_defined()):
+        return None
+    if values.shape.is_fully_defined():
+        return tf.constant(values.shape.num_elements())
+    return _num_examples(y_true) * of_example.num_elements()
 
 
 def _terms(values, count, weights, mask, reduction):
@@ -362,6 +373,10 @@ def _scalar_terms(value, rows, weights, mask, loss):
             * weighing.factor(counts[split + 1 :])
         ),
     )
+
+
+def _num_examples(structure):
+    return tf.shape(keras.tree.flatten(structure)[0])[0]
 
 
 def _reciprocal(counts):

@@ -129,7 +129,7 @@ def train(prefetch, case, together=False):
     with strategy.scope():
         model.compile(
             keras.optimizers.get({"class_name": rule, "config": options}),
-            "mse" if make is not classes else model.layers[-1].loss(),
+            model.layers[-1].loss() if make is classes else "mse",
             steps_per_execution=case.get("steps_per_execution", 1),
             run_eagerly=case.get("run_eagerly", False),
         )

@@ -203,15 +203,11 @@ class JointPull:
         known = {id(tensor) for tensor in self._model.inputs}
         calls, ids = [], []
         others = set()
-        softmaxes = [
-            (operation, outputs)
-            for operation, _, outputs in made
-            if type(operation) is SampledSoftmax
-        ]
-        if len(softmaxes) == 1 and len(self._model.outputs) == 1:
-            ((layer, (output,)),) = softmaxes
-            if output is self._model.outputs[0]:
-                self._softmax = layer
+        last = [id(tensor) for tensor in self._model.outputs]
+        for operation, _, outputs in made:
+            is_last = [id(tensor) for tensor in outputs] == last
+            if is_last and type(operation) is SampledSoftmax:
+                self._softmax = operation
         for operation, inputs, outputs in made:
             is_known = all(id(tensor) in known for tensor in inputs)
             if type(operation) in _LAYERS:

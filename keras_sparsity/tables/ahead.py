@@ -92,6 +92,63 @@ class Ahead:
         # What any rank sends late to any other at most; 1 is the verdict.
         self._largest = OwnVariable(1, tf.int32)
 
+    def announce(self, exchange, request):
+        """Tells the owners which rows this rank needs in the next step.
+
+        Args:
+            exchange: `Exchange`.
+            request: what this rank will ask for, see `exchange`.
+
+        Returns:
+            `Announced`.
+        """
+        communicator, addresses = exchange.communicator, exchange.addresses
+        size = communicator.size
+
+        def valid():
+            owner, address = request.owner_and_address
+            return sorted_by(owner, address, size, addresses.dtype)
+
+        def nothing():  # an id is outside: the next step is to say so
+            return (
+                tf.zeros([0], addresses.dtype),
+                tf.zeros([request.num_rows], tf.int32),
+                tf.zeros([size], tf.int32),
+            )
+
+        is_inside = request.is_inside
+        sent, positions, splits = tf.cond(is_inside, valid, nothing)
+        received, route = communicator.all_to_all(
+            sent, splits, name=f"{exchange.role}/pull/next/ids"
+        )
+        received = tf.cast(received, addresses.row_dtype)
+        # What was announced for this step is not known to be what it is given,
+        # but will be before anything that was sent early is used.
+        touched = self._received.read()
+        goes_late = _is_among(received, touched) | (tf.size(touched) == 0)
+        comes_late = tf.cast(
+            communicator.all_to_all_back(
+                tf.cast(goes_late, tf.uint16),
+                route,
+                name=f"{exchange.role}/pull/next/which",
+            ),
+            tf.bool,
+        )
+        # No batch is none: what is not asked for, is not found to be right.
+        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
+        return Announced(
+            request.numbers[:num_numbers],
+            tf.gather(positions, request.index),
+            received,
+            route,
+            goes_late,
+            comes_late,
+            # Now, when the processor is idle: later, it computes gradients.
+            exchange.owned_rows(
+                tf.boolean_mask(received, tf.logical_not(goes_late))
+            ),
+        )
+
     def pull(self, exchange, announced, way, request, pull):
         """The rows of this step.
 
@@ -126,6 +183,49 @@ class Ahead:
         rows.set_shape([None, self._columns])
         way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
         return rows, sent
+
+    def send(self, exchange, announced, behind):
+        """Sends the early rows of the next step.
+
+        Args:
+            exchange: `Exchange`.
+            announced: what `announce` has given.
+            behind: list of tensors that are waited for.
+        """
+        communicator, size = exchange.communicator, exchange.communicator.size
+        route = announced.route
+        goes_early = tf.logical_not(announced.goes_late)
+        comes_early = tf.logical_not(announced.comes_late)
+        counts = _counts(tf.boolean_mask(route.senders, goes_early), size)
+        late_counts = route.received_splits - counts
+        received_counts = _counts(
+            tf.boolean_mask(route.receivers, comes_early), size
+        )
+        largest = [tf.reduce_max(counts), 1 + tf.reduce_max(late_counts)]
+        if communicator.pads:
+            (largest,) = communicator.all_reduce(
+                [tf.stack(largest)],
+                op="max",
+                name=f"{exchange.role}/pull/next/largest",
+            )
+        # What is left to do by then is to send: a processor has other work.
+        with tf.control_dependencies(behind):
+            early = exchange.wire.carry(
+                tf.identity(announced.rows),
+                communicator.all_to_all_along,
+                Route(counts, received_counts, largest[0]),
+                name=f"{exchange.role}/pull/next/rows",
+            )
+        self._numbers.assign(announced.numbers)
+        self._arrivals.assign(announced.arrivals)
+        self._comes_late.assign(announced.comes_late)
+        self._early.assign(early)
+        self._received.assign(announced.received)
+        self._goes_late.assign(announced.goes_late)
+        self._sent.assign(announced.rows)
+        for variable, part in zip(self._route, _parts(route), strict=True):
+            variable.assign(part)
+        self._largest.assign(largest[1])
 
     def _rows(self, exchange, request, received, route):
         """What has come early, with what comes late; if all is right; sent."""
@@ -172,108 +272,8 @@ class Ahead:
         rows = tf.gather(tf.concat([early, arrived], axis=0), place)
         return rows, is_right, message
 
-    def announce(self, exchange, request):
-        """Tells the owners which rows this rank needs in the next step.
 
-        Args:
-            exchange: `Exchange`.
-            request: what this rank will ask for, see `exchange`.
-
-        Returns:
-            `_Announced`.
-        """
-        communicator, addresses = exchange.communicator, exchange.addresses
-        size = communicator.size
-
-        def valid():
-            owner, address = request.owner_and_address
-            return sorted_by(owner, address, size, addresses.dtype)
-
-        def nothing():  # an id is outside: the next step is to say so
-            return (
-                tf.zeros([0], addresses.dtype),
-                tf.zeros([request.num_rows], tf.int32),
-                tf.zeros([size], tf.int32),
-            )
-
-        is_inside = request.is_inside
-        sent, positions, splits = tf.cond(is_inside, valid, nothing)
-        received, route = communicator.all_to_all(
-            sent, splits, name=f"{exchange.role}/pull/next/ids"
-        )
-        received = tf.cast(received, addresses.row_dtype)
-        # What was announced for this step is not known to be what it is given,
-        # but will be before anything that was sent early is used.
-        touched = self._received.read()
-        goes_late = _is_among(received, touched) | (tf.size(touched) == 0)
-        comes_late = tf.cast(
-            communicator.all_to_all_back(
-                tf.cast(goes_late, tf.uint16),
-                route,
-                name=f"{exchange.role}/pull/next/which",
-            ),
-            tf.bool,
-        )
-        # No batch is none: what is not asked for, is not found to be right.
-        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
-        return _Announced(
-            request.numbers[:num_numbers],
-            tf.gather(positions, request.index),
-            received,
-            route,
-            goes_late,
-            comes_late,
-            # Now, when the processor is idle: later, it computes gradients.
-            exchange.owned_rows(
-                tf.boolean_mask(received, tf.logical_not(goes_late))
-            ),
-        )
-
-    def send(self, exchange, announced, behind):
-        """Sends the early rows of the next step.
-
-        Args:
-            exchange: `Exchange`.
-            announced: what `announce` has given.
-            behind: list of tensors that are waited for.
-        """
-        communicator, size = exchange.communicator, exchange.communicator.size
-        route = announced.route
-        goes_early = tf.logical_not(announced.goes_late)
-        comes_early = tf.logical_not(announced.comes_late)
-        counts = _counts(tf.boolean_mask(route.senders, goes_early), size)
-        late_counts = route.received_splits - counts
-        received_counts = _counts(
-            tf.boolean_mask(route.receivers, comes_early), size
-        )
-        largest = [tf.reduce_max(counts), 1 + tf.reduce_max(late_counts)]
-        if communicator.pads:
-            (largest,) = communicator.all_reduce(
-                [tf.stack(largest)],
-                op="max",
-                name=f"{exchange.role}/pull/next/largest",
-            )
-        # What is left to do by then is to send: a processor has other work.
-        with tf.control_dependencies(behind):
-            early = exchange.wire.carry(
-                tf.identity(announced.rows),
-                communicator.all_to_all_along,
-                Route(counts, received_counts, largest[0]),
-                name=f"{exchange.role}/pull/next/rows",
-            )
-        self._numbers.assign(announced.numbers)
-        self._arrivals.assign(announced.arrivals)
-        self._comes_late.assign(announced.comes_late)
-        self._early.assign(early)
-        self._received.assign(announced.received)
-        self._goes_late.assign(announced.goes_late)
-        self._sent.assign(announced.rows)
-        for variable, part in zip(self._route, _parts(route), strict=True):
-            variable.assign(part)
-        self._largest.assign(largest[1])
-
-
-class _Announced(typing.NamedTuple):
+class Announced(typing.NamedTuple):
     """What is known of the next step: see `Ahead.__init__`."""
 
     numbers: tf.Tensor

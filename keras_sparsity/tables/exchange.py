@@ -137,7 +137,7 @@ class Pull:
             )
             return []  # it was, in the step before
 
-    def rows(self, behind=()):
+    def rows(self, behind):
         """Has them sent.
 
         Args:
