@@ -13,7 +13,6 @@ from sets.base import (
     megabytes,
     rates_of,
     sparse_workloads,
-    words_ratio,
 )
 
 # Sparse bytes less indices, in terms of 4 alpha w (N-1)/N with float32.
@@ -25,6 +24,9 @@ ASKED_BYTES = {
 }
 ASKED_OF_BOUND = 0.85
 ASKED_OF_OVERLAP = 0.05
+# Sixteen talk more, and what is looked for is a difference: at 20 ms what they
+# say while idle, more than while they train, was 5 to 9 % at 50 Mbit/s.
+_QUIETEST_CYCLE = 100
 
 
 # How close to the wire.
@@ -106,7 +108,7 @@ def _with_and_without(options, workload, rate):
             rate,
             min(4, max(options.machines)),
             processes=2,
-            cycle=QUIET_CYCLE,
+            cycle=_QUIETEST_CYCLE,
         )
         for way in ("hybrid", "hybrid, no local aggregation")
     ]
@@ -140,13 +142,12 @@ def _aggregation(options, figures_of, plots):
                 f"{cut:.1%}",
                 f"{predicted:.1%}",
                 f"{error:+.1%}",
-                words_ratio(on, off),
             ]
         )
     report.table(
         "Sparse MB that a machine sends and receives in a step, machines of 2 "
         "processes",
-        ["", "each alone", "together", "cut", "predicted", "off", "words/s"],
+        ["", "each alone", "together", "cut", "predicted", "off"],
         rows,
     )
     return report
