@@ -36,10 +36,16 @@ def _spell(cell):
 
 
 class Plots:
-    """PNG files in a folder, made if there is none; None to draw nothing."""
+    """PNG files in a folder, made if there is none; None to draw nothing.
+
+    Plots of one name are side by side in one file, three to a row.
+    """
+
+    _PER_ROW = 3
 
     def __init__(self, folder):
         self._folder = folder
+        self._files = {}
         if folder:
             # Only who draws needs it.
             import matplotlib
@@ -60,32 +66,49 @@ class Plots:
 
         def draw(axis):
             for label, points in lines.items():
-                axis.plot(*zip(*sorted(points), strict=True), "o-", label=label)
+                if points:
+                    points = zip(*sorted(points), strict=True)
+                    axis.plot(*points, "o-", label=label)
             if logarithmic:
                 axis.set_xscale("log", base=2)
                 axis.set_yscale("log")
             axis.set_ylim(bottom=None if logarithmic else 0)
+            axis.set(title=title, xlabel=axes[0], ylabel=axes[1])
+            axis.legend()
 
-        self._draw(name, title, axes, draw, any(lines.values()))
+        if any(lines.values()):
+            self._files.setdefault(name, []).append(draw)
 
     def bars(self, name, title, axis_name, bars):
         """A bar for each entry of a dict."""
 
         def draw(axis):
             axis.barh(list(bars)[::-1], list(bars.values())[::-1])
+            axis.set(title=title, xlabel=axis_name)
 
-        self._draw(name, title, (axis_name, ""), draw, bars, legend=False)
+        if bars:
+            self._files.setdefault(name, []).append(draw)
 
-    def _draw(self, name, title, axes, draw, has_any, legend=True):
-        if not (self._folder and has_any):
+    def save(self):
+        """Writes what was drawn."""
+        if not self._folder:
             return
         from matplotlib import pyplot
 
-        figure, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
-        draw(axis)
-        axis.set(title=title, xlabel=axes[0], ylabel=axes[1])
-        if legend:
-            axis.legend()
-        name = name.replace(" ", "_").replace("/", "_")
-        figure.savefig(os.path.join(self._folder, f"{name}.png"), dpi=120)
-        pyplot.close(figure)
+        for name, drawn in self._files.items():
+            columns = min(self._PER_ROW, len(drawn))
+            rows = -(-len(drawn) // columns)
+            figure, axes = pyplot.subplots(
+                rows,
+                columns,
+                figsize=(5 * columns, 3.5 * rows),
+                layout="constrained",
+                squeeze=False,
+            )
+            for axis in axes.flat[len(drawn) :]:
+                axis.axis("off")
+            for axis, draw in zip(axes.flat, drawn, strict=False):
+                draw(axis)
+            path = os.path.join(self._folder, f"{name.replace(' ', '_')}.png")
+            figure.savefig(path, dpi=80)
+            pyplot.close(figure)

@@ -54,7 +54,7 @@ def main():
 
 
 def report(names, options, results, plots):
-    """Prints the tables; returns figures and misses of all sets."""
+    """Prints and plots; returns figures and misses of all sets."""
     figures, misses = {}, []
     for name in names:
         found = SETS[name].report(options, results.get, plots)
@@ -72,6 +72,7 @@ def report(names, options, results, plots):
                 "Of the processors others had, just before each run, "
                 f"{min(busy):.0%} to {max(busy):.0%}.\n"
             )
+    plots.save()
     return figures, misses
 
 

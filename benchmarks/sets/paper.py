@@ -104,12 +104,12 @@ def _over_machines_of(report, options, figures_of, plots, workload, rate):
         ["", "machines", f"{unit}/s", "scaling", "MB"],
         rows,
     )
-    for name, axis, lines in (
-        ("speed", f"{unit}/s", words),
-        ("scaling", "normalised", scaling),
-        ("bytes", "MB a machine and step", carried),
+    for axis, lines in (
+        (f"{unit}/s", words),
+        ("normalised", scaling),
+        ("MB a machine and step", carried),
     ):
-        plots.lines(f"{name} {where}", where, ("machines", axis), lines)
+        plots.lines(f"machines {workload}", where, ("machines", axis), lines)
 
 
 # EuroSys Table 4, and the cumulative table of the arXiv version.
@@ -171,7 +171,7 @@ def _ablation(options, figures_of, plots):
                 ],
             )
             bars = {w: words_of(f) for w, f in found.items() if f}
-            plots.bars(f"architectures {where}", where, "words/s", bars)
+            plots.bars(f"architectures {workload}", where, "words/s", bars)
             for way, figures in found.items():
                 report.check(f"{where}: {way}", words_of(figures))
             _add_up(report, options, figures_of, plots, workload, rate)
@@ -204,7 +204,7 @@ def _add_up(report, options, figures_of, plots, workload, rate):
     for step, figures in found.items():
         report.check(f"{where}: {step}", words_of(figures))
     bars = {step: words_of(f) for step, f in found.items() if f}
-    plots.bars(f"cumulative {where}", where, "words/s", bars)
+    plots.bars(f"cumulative {workload}", where, "words/s", bars)
 
 
 # EuroSys Table 6.
@@ -265,7 +265,7 @@ def _sweep(options, figures_of, plots):
             rows,
         )
         plots.lines(
-            f"sparsity {at_rate(rate)}",
+            "sparsity",
             f"lm, {at_rate(rate)}",
             ("alpha of the model", "words/s"),
             lines,

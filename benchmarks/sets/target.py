@@ -73,9 +73,7 @@ def _target(options, figures_of, plots):
                 ["", "steps", "seconds", "times faster", "loss"],
                 rows,
             )
-            plots.lines(
-                f"target {where}", where, ("seconds", "held-out loss"), lines
-            )
+            plots.lines("target", where, ("seconds", "held-out loss"), lines)
     return report
 
 
