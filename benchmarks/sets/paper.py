@@ -72,44 +72,52 @@ def _over_machines(options, workload, way, rate):
 def _machines(options, figures_of, plots):
     report = Report()
     for workload in workloads_of(options, ("lm", "nmt")):
-        for rate in rates_of(options):
-            _over_machines_of(
-                report, options, figures_of, plots, workload, rate
-            )
+        _over_machines_of(report, options, figures_of, plots, workload)
     return report
 
 
-def _over_machines_of(report, options, figures_of, plots, workload, rate):
-    rows, words, scaling, carried = [], {}, {}, {}
-    for way in (*BOTH, "horovod"):
-        runs = _over_machines(options, workload, way, rate)
-        found = [(run.machines, figures_of(run)) for run in runs]
-        found = [(n, figures) for n, figures in found if figures]
-        if not found:
-            continue
-        words[way] = [(n, words_of(figures)) for n, figures in found]
-        first, least = found[0][0], words[way][0][1]
-        scaling[way] = [(n, first * w / least) for n, w in words[way]]
-        carried[way] = [(n, sent_and_received(f)) for n, f in found if n > 1]
-        for (n, w), (_, s), (_, figures) in zip(
-            words[way], scaling[way], found, strict=True
-        ):
-            moved = sent_and_received(figures)
-            rows.append([way, str(n), w, s, moved])
-            report.figures[f"{workload}, {at_rate(rate)}, {way}, {n}"] = w
-    where, unit = f"{workload}, {at_rate(rate)}", WORKLOADS[workload][0]
+def _over_machines_of(report, options, figures_of, plots, workload):
+    machines, rows = sorted(options.machines), []
+    several, unit = [n for n in machines if n > 1], WORKLOADS[workload][0]
+    axes = f"{unit}/s", "normalised", "MB a machine and step"
+    for rate in rates_of(options):
+        where = f"{workload}, {at_rate(rate)}"
+        lines = [{} for _ in axes]
+        for way in (*BOTH, "horovod"):
+            runs = _over_machines(options, workload, way, rate)
+            found = {run.machines: figures_of(run) for run in runs}
+            found = {n: figures for n, figures in found.items() if figures}
+            if not found:
+                continue
+            words = {n: words_of(figures) for n, figures in found.items()}
+            first = min(words)
+            scaling = {n: first * w / words[first] for n, w in words.items()}
+            carried = {
+                n: sent_and_received(figures)
+                for n, figures in found.items()
+                if n > 1
+            }
+            row = [f"{at_rate(rate)}, {way}"]
+            row += map(words.get, machines)
+            row += [of.get(n) for of in (scaling, carried) for n in several]
+            rows.append(row)
+            for line, of in zip(lines, (words, scaling, carried), strict=True):
+                line[way] = list(of.items())
+            for n, w in words.items():
+                report.figures[f"{where}, {way}, {n}"] = w
+        for axis, line in zip(axes, lines, strict=True):
+            plots.lines(f"machines {workload}", where, ("machines", axis), line)
     report.table(
-        f"{where}: {unit}/s, in terms of the fewest machines', and MB that a "
-        "machine sends and receives in a step",
-        ["", "machines", f"{unit}/s", "scaling", "MB"],
+        f"{workload}: {unit}/s on so many machines, normalised by the fewest "
+        "ones', and MB that a machine sends and receives in a step",
+        [
+            "",
+            *(f"{unit}/s, {n}" for n in machines),
+            *(f"normalised, {n}" for n in several),
+            *(f"MB, {n}" for n in several),
+        ],
         rows,
     )
-    for axis, lines in (
-        (f"{unit}/s", words),
-        ("normalised", scaling),
-        ("MB a machine and step", carried),
-    ):
-        plots.lines(f"machines {workload}", where, ("machines", axis), lines)
 
 
 # EuroSys Table 4, and the cumulative table of the arXiv version.
@@ -130,81 +138,77 @@ def _ablation_runs(options):
         run
         for workload in workloads_of(options, ("lm", "nmt"))
         for rate in rates_of(options)
-        for run in (
-            *(make_run(options, workload, way, rate) for way in _TABLE_4),
-            *_cumulative(options, workload, rate),
-        )
+        for runs_of in (_architectures, _cumulative)
+        for run in runs_of(options, workload, rate).values()
     ]
+
+
+def _architectures(options, workload, rate):
+    return {way: make_run(options, workload, way, rate) for way in _TABLE_4}
 
 
 def _cumulative(options, workload, rate):
     machines = min(4, max(options.machines))
-    return [
-        make_run(options, workload, way, rate, machines, processes=2)
-        for way in _CUMULATIVE.values()
-    ]
+    return {
+        step: make_run(options, workload, way, rate, machines, processes=2)
+        for step, way in _CUMULATIVE.items()
+    }
 
 
 def _ablation(options, figures_of, plots):
     report = Report()
     for workload in workloads_of(options, ("lm", "nmt")):
-        for rate in rates_of(options):
-            where = f"{workload}, {at_rate(rate)}"
-            runs = [make_run(options, workload, way, rate) for way in _TABLE_4]
-            found = dict(zip(_TABLE_4, map(figures_of, runs), strict=True))
-            paper = PAPER_WORDS.get(workload, {})
-            report.table(
-                f"{where}, {max(options.machines)} machines, and EuroSys "
-                "Table 4 (8 of 6 GPUs), in terms of AllReduce",
-                ["", "words/s", "ratio", "the paper's", "MB"],
-                [
-                    [
-                        way,
-                        words_of(figures),
-                        words_ratio(figures, found["allreduce"]),
-                        paper[way] / paper["allreduce"]
-                        if way in paper
-                        else None,
-                        sent_and_received(figures),
-                    ]
-                    for way, figures in found.items()
-                ],
-            )
-            bars = {w: words_of(f) for w, f in found.items() if f}
-            plots.bars(f"architectures {workload}", where, "words/s", bars)
-            for way, figures in found.items():
-                report.check(f"{where}: {way}", words_of(figures))
-            _add_up(report, options, figures_of, plots, workload, rate)
+        for name, runs_of, base, title in (
+            (
+                *("architectures", _architectures, "naive ps"),
+                f"{max(options.machines)} machines",
+            ),
+            (
+                *("cumulative", _cumulative, next(iter(_CUMULATIVE))),
+                "machines of 2 processes, one thing after the other",
+            ),
+        ):
+            found = {
+                rate: {
+                    label: figures_of(run)
+                    for label, run in runs_of(options, workload, rate).items()
+                }
+                for rate in rates_of(options)
+            }
+            _compare(report, f"{workload}, {title}", found, base, workload)
+            for rate, of_rate in found.items():
+                bars = {label: words_of(f) for label, f in of_rate.items() if f}
+                where = f"{workload}, {at_rate(rate)}"
+                plots.bars(f"{name} {workload}", where, "words/s", bars)
     return report
 
 
-def _add_up(report, options, figures_of, plots, workload, rate):
-    where = f"{workload}, {at_rate(rate)}"
-    found = dict(
-        zip(
-            _CUMULATIVE,
-            map(figures_of, _cumulative(options, workload, rate)),
-            strict=True,
-        )
-    )
-    base = next(iter(found.values()))
+def _compare(report, title, found, base, workload):
+    """A table of what is there at each rate, in terms of one of them."""
+    rates, paper = list(found), PAPER_WORDS.get(workload, {})
+    rows = []
+    for label in found[rates[0]]:
+        of_label = [found[rate][label] for rate in rates]
+        row = [label]
+        for rate, figures in zip(rates, of_label, strict=True):
+            ratio = words_ratio(figures, found[rate][base])
+            row += [words_of(figures), ratio]
+            report.check(f"{title}, {at_rate(rate)}: {label}", row[-2])
+        if label in paper:
+            row.append(paper[label] / paper[base])
+        else:
+            row.append(None)
+        rows.append([*row, sent_and_received(of_label[-1])])
     report.table(
-        f"{where}, machines of 2 processes, one thing after the other",
-        ["", "words/s", "ratio", "MB"],
+        f"{title}; in terms of naive servers, beside EuroSys Table 4 (8 of 6 "
+        "GPUs)",
         [
-            [
-                step,
-                words_of(figures),
-                words_ratio(figures, base),
-                sent_and_received(figures),
-            ]
-            for step, figures in found.items()
+            "",
+            *(f"{a}{at_rate(r)}" for r in rates for a in ("words/s, ", "/, ")),
+            *("the paper's /", "MB"),
         ],
+        rows,
     )
-    for step, figures in found.items():
-        report.check(f"{where}: {step}", words_of(figures))
-    bars = {step: words_of(f) for step, f in found.items() if f}
-    plots.bars(f"cumulative {workload}", where, "words/s", bars)
 
 
 # EuroSys Table 6.
