@@ -4,6 +4,9 @@ import tensorflow as tf
 
 from keras_sparsity import architectures
 from keras_sparsity.collectives.engine import Route
+from keras_sparsity.collectives.wire import Wire
+from keras_sparsity.tables.exchange import way_of
+from keras_sparsity.tables.ways import ThroughMachines
 
 # What the roles of its calls begin with.
 ROLE = "optimizer/servers/"
@@ -16,6 +19,9 @@ def summed(communicator, gradients, in_one_message=True, role=ROLE):
     send each other in a step are the gradient, and the variable that it has
     updated. Here the server sends the sum back, which is as long, and each
     rank updates its own copy: nothing else in the step depends on who does.
+    Where a machine's processes aggregate locally, they add theirs up before
+    it is pushed, and pull the sum once: it crosses the network once for each
+    machine, and not once for each process.
 
     Args:
         communicator: `Collectives` of all ranks.
@@ -30,8 +36,8 @@ def summed(communicator, gradients, in_one_message=True, role=ROLE):
         List of tensors.
 
     References:
-        EuroSys 3.1 (parameter server, of dense variables), Table 4 (naive
-        and optimized PS).
+        EuroSys 3.1 (parameter server, of dense variables), 4.3 (local
+        aggregation), Table 4 (naive and optimized PS).
     """
     results = [None] * len(gradients)
     if in_one_message:
@@ -59,6 +65,27 @@ def summed(communicator, gradients, in_one_message=True, role=ROLE):
 def _summed(communicator, flat, server, role):
     """The sum of a flat tensor, at one server, or at all in even parts."""
     wire = architectures.wire(flat.dtype)
+    if server is not None or way_of(communicator) is not ThroughMachines:
+        return _served(communicator, flat, server, role, wire, wire)
+    # Each of a machine's processes has a part, of the same length as those of
+    # the same local rank elsewhere.
+    return _served(
+        communicator.group("machine"),
+        flat,
+        server,
+        role,
+        Wire(flat.dtype, flat.dtype),  # cast where it leaves the machine
+        wire,
+        lambda part: _served(
+            communicator.group("across"), part, server, role, wire, wire
+        ),
+    )
+
+
+def _served(
+    communicator, flat, server, role, push_wire, pull_wire, update=tf.identity
+):
+    """The sum over some processes, and what a server makes of its part."""
     size = communicator.size
     count = tf.size(flat)
     if server is None:
@@ -70,14 +97,15 @@ def _summed(communicator, flat, server, role):
     mine = splits[communicator.rank]
     route = Route(splits, tf.fill([size], mine), tf.reduce_max(splits))
     with tf.name_scope("push"):
-        pushed = wire.carry(
+        pushed = push_wire.carry(
             flat, communicator.all_to_all_along, route, name=f"{role}push"
         )
         total = tf.reduce_sum(tf.reshape(pushed, [size, mine]), axis=0)
+    total = update(total)
     with tf.name_scope("pull"):
-        return wire.decode(
+        return pull_wire.decode(
             communicator.all_to_all_back(
-                tf.concat([wire.encode(total)] * size, axis=0),
+                tf.concat([pull_wire.encode(total)] * size, axis=0),
                 route,
                 name=f"{role}pull",
             )

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity import servers
 from keras_sparsity.collectives import journal
 from keras_sparsity.tables.exchange import Pull, in_turn
 from keras_sparsity.tables.together import gather_together
@@ -443,3 +444,58 @@ def test_a_row_crosses_the_network_once_for_each_machine(engine, cluster):
                 assert sum(sent) == num_rows * WIDE * 4
             else:  # and what goes to the other process of the machine
                 assert sum(sent) > num_rows * WIDE * 4
+
+
+LENGTHS = (1000, 32)  # a fourth of both is a whole number
+
+
+def sum_by_machine(together, wire_dtype):
+    """Dense gradients, their sums by servers, bytes that left this machine."""
+    strategy = ks.HybridStrategy(
+        architecture="ps", local_aggregation=together, wire_dtype=wire_dtype
+    )
+    ranks = strategy.collectives
+    random = np.random.default_rng(strategy.rank)
+    gradients = [random.normal(size=n).astype("float32") for n in LENGTHS]
+    step = tf.function(lambda: servers.summed(ranks, gradients))
+    with measured() as sent:
+        sums = strategy.run(step)
+    num_bytes = sum(n for r, n in sent.items() if r.startswith(servers.ROLE))
+    return gradients, [total.numpy() for total in sums], num_bytes
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+def test_a_dense_sum_crosses_the_network_once_for_each_machine(
+    engine, wire_dtype, cluster
+):
+    processes = cluster(engine, 4, 2)
+    itemsize, off = (2, 0.03) if wire_dtype else (4, 1e-5)
+    # Of four processes, each its part to that of the other machine, and back.
+    least = 4 * 2 * sum(LENGTHS) // 4 * itemsize
+    for together in (True, False):
+        gradients, sums, sent = zip(
+            *processes.run(sum_by_machine, together, wire_dtype), strict=True
+        )
+        for index in range(len(LENGTHS)):
+            expected = np.sum([of_rank[index] for of_rank in gradients], axis=0)
+            for of_rank in sums:
+                np.testing.assert_allclose(
+                    of_rank[index], expected, rtol=off, atol=off
+                )
+                np.testing.assert_array_equal(of_rank[index], sums[0][index])
+        # Alone, also to both of the other machine, and to its own other one.
+        least_sent = least if together else 3 * least
+        assert (
+            least_sent
+            <= sum(sent)
+            <= least_sent * (1 if engine == "horovod" else 1.125)
+        )
+    if wire_dtype is None:
+        cost = ks.planning.engine_bytes(
+            ks.planning.VariableSpec("dense", (sum(LENGTHS),)),
+            "ps",
+            ks.planning.Cluster(2, 2),
+            engine,
+        )
+        assert sum(cost.sent_bytes) == least

@@ -256,6 +256,8 @@ def engine_bytes(
             variable,
             architecture,
             cluster,
+            # AllReduce's ring goes through all processes.
+            "both" if architecture == "ps" and local_aggregation else "none",
             index_bytes=_index_of_all(variable),
             first_machine=first_machine,
         )
