@@ -70,7 +70,8 @@ class HybridStrategy(tf.distribute.Strategy):
         local_aggregation: whether the processes of a machine pull rows of
             sharded tables together, each row once, and add up its gradients
             before they push, where all of several machines have as many
-            processes. False to compare.
+            processes; and the same of dense gradients that travel in 16 bits
+            or by servers. False to compare.
         bucket_bytes: dense gradients are all-reduced in messages of about so
             many bytes each, the last layers' first, so that they travel while
             those of the layers before are still computed. None: in one.

@@ -223,7 +223,9 @@ def engine_bytes(
         engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
         largest_rows: as for `sharded_table_bytes`.
         first_machine: as for `transfer_bytes`, of a dense variable.
-        local_aggregation, pulled_bytes: as for `sharded_table_bytes`.
+        local_aggregation: as for `sharded_table_bytes`, and of a dense
+            variable on servers.
+        pulled_bytes: as for `sharded_table_bytes`.
 
     Returns:
         `TransferBytes`.
