@@ -223,9 +223,7 @@ def engine_bytes(
         engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
         largest_rows: as for `sharded_table_bytes`.
         first_machine: as for `transfer_bytes`, of a dense variable.
-        local_aggregation: as for `sharded_table_bytes`, and of a dense
-            variable on servers.
-        pulled_bytes: as for `sharded_table_bytes`.
+        local_aggregation, pulled_bytes: as for `sharded_table_bytes`.
 
     Returns:
         `TransferBytes`.
@@ -258,8 +256,6 @@ def engine_bytes(
             variable,
             architecture,
             cluster,
-            # AllReduce's ring goes through all processes.
-            "both" if architecture == "ps" and local_aggregation else "none",
             index_bytes=_index_of_all(variable),
             first_machine=first_machine,
         )
