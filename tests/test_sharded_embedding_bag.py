@@ -50,6 +50,20 @@ def test_as_tensorflow_combines(combiner):
     assert inner.row_lengths().numpy().tolist() == [3, 0, 1]
 
 
+@pytest.mark.parametrize("combiner", COMBINERS)
+def test_a_bag_without_ids_gives_zeros(combiner):
+    bag = ks.layers.ShardedEmbeddingBag(ROWS, DIM, combiner=combiner)
+    with tf.GradientTape() as tape:
+        found = bag(tf.ragged.constant([[], [3], [], []], dtype=tf.int32))
+        (gradient,) = tape.gradient(found, bag.trainable_weights)
+    expected = np.zeros((4, DIM))
+    expected[1] = bag(np.array([[3]]))[0]
+    np.testing.assert_allclose(found, expected)
+    np.testing.assert_array_equal(gradient.indices, [3])
+    np.testing.assert_allclose(gradient.values, np.ones((1, DIM)))
+    assert bag(np.zeros((2, 0), np.int32)).numpy().tolist() == [[0] * DIM] * 2
+
+
 def test_zero_is_padding_if_asked():
     bag = ks.layers.ShardedEmbeddingBag(ROWS, DIM, mask_zero=True)
     whole = bag(np.array([[7, 9, 7]]))
@@ -58,6 +72,20 @@ def test_zero_is_padding_if_asked():
     weights = np.array([[3.0, 1.0]])
     found = bag(np.array([[0, 7]]), weights=weights)
     np.testing.assert_allclose(found, bag(np.array([[7]])))
+
+
+def test_xla_compiles_bags():
+    def losses(jit_compile):
+        keras.utils.set_random_seed(1)
+        ids = keras.Input((5,), dtype="int32")
+        bag = ks.layers.ShardedEmbeddingBag(ROWS, DIM)
+        model = keras.Model(ids, keras.layers.Dense(1)(bag(ids)))
+        model.compile("sgd", "mse", jit_compile=jit_compile)
+        x = np.arange(40, dtype=np.int32).reshape(8, 5) % ROWS
+        y = np.ones((8, 1), np.float32)
+        return model.fit(x, y, epochs=3, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(losses(True), losses(False), rtol=1e-5)
 
 
 def train(combiner):

@@ -75,23 +75,20 @@ class ShardedEmbeddingBag(ShardedEmbedding):
             return self._combined(
                 inputs.values,
                 None if weights is None else weights.values,
-                inputs.indices[:, 0],
-                inputs.dense_shape[0],
+                _sums_of(inputs.indices[:, 0], inputs.dense_shape[0]),
             )
         inputs = checks.tensor("inputs", inputs, "a tensor or array of ids")
         if weights is not None:
             weights = tf.reshape(weights, [-1])
-        shape = tf.shape(inputs)
-        num_bags = tf.reduce_prod(shape[:-1])
-        vectors = self._combined(
-            tf.reshape(inputs, [-1]),
-            weights,
-            tf.repeat(tf.range(num_bags), shape[-1]),
-            num_bags,
-        )
-        vectors = tf.reshape(
-            vectors, tf.concat([shape[:-1], [self.output_dim]], axis=0)
-        )
+        shape, last = tf.shape(inputs), inputs.shape.rank - 1
+
+        def sums(values):
+            # A sum over segments and its gradient, which looks for negative
+            # ones in all that it gathers, are 66 operations more.
+            each = tf.concat([shape, tf.shape(values)[1:]], axis=0)
+            return tf.reduce_sum(tf.reshape(values, each), axis=last)
+
+        vectors = self._combined(tf.reshape(inputs, [-1]), weights, sums)
         return tf.ensure_shape(vectors, [*inputs.shape[:-1], self.output_dim])
 
     def _of_ragged(self, inputs, weights):
@@ -101,33 +98,28 @@ class ShardedEmbeddingBag(ShardedEmbedding):
         return self._combined(
             inputs.values,
             None if weights is None else weights.values,
-            inputs.value_rowids(),
-            inputs.nrows(),
+            _sums_of(inputs.value_rowids(), inputs.nrows()),
         )
 
-    def _combined(self, ids, weights, bags, num_bags):
-        """Vectors of bags, from flat ids, weights, and the bag of each."""
+    def _combined(self, ids, weights, sums):
+        """Vectors of bags, from flat ids, weights, and what adds them up."""
         rows = self._rows(ids)
-        if weights is None and not self.mask_zero:
-            weights = tf.ones_like(rows[:, 0])
-        elif weights is None:
-            weights = tf.cast(tf.not_equal(ids, 0), rows.dtype)
-        else:
+        if weights is not None:
             weights = tf.cast(weights, rows.dtype)
-            if self.mask_zero:
-                weights *= tf.cast(tf.not_equal(ids, 0), rows.dtype)
-
-        def sums(values):
-            return tf.math.unsorted_segment_sum(values, bags, num_bags)
-
-        vectors = sums(rows * weights[:, tf.newaxis])
+        if self.mask_zero:
+            is_there = tf.cast(tf.not_equal(ids, 0), rows.dtype)
+            weights = is_there if weights is None else weights * is_there
+        if weights is None:
+            vectors, weights = sums(rows), tf.ones_like(ids, rows.dtype)
+        else:
+            vectors = sums(rows * weights[:, tf.newaxis])
         if self.combiner == "sum":
             return vectors
         if self.combiner == "mean":
             divisors = sums(weights)
         else:
             divisors = tf.sqrt(sums(tf.square(weights)))
-        return tf.math.divide_no_nan(vectors, divisors[:, tf.newaxis])
+        return tf.math.divide_no_nan(vectors, divisors[..., tf.newaxis])
 
     def _asked(self, inputs):
         if isinstance(inputs, tf.SparseTensor):
@@ -147,6 +139,11 @@ class ShardedEmbeddingBag(ShardedEmbedding):
 
     def get_config(self):
         return {**super().get_config(), "combiner": self.combiner}
+
+
+def _sums_of(bags, num_bags):
+    """What adds up values, from the bag of each."""
+    return lambda values: tf.math.unsorted_segment_sum(values, bags, num_bags)
 
 
 def _like(weights, kind):
