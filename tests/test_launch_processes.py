@@ -38,6 +38,18 @@ def _start(group, programs, folder):
         )
 
 
+def _after_words_of(rank, folder, program):
+    """The program, begun once another rank has printed something."""
+    path = str(folder / f"{rank}.log")
+    return (
+        "import os, time\n"
+        f"path = {path!r}\n"
+        "while not (os.path.exists(path) and os.path.getsize(path)):\n"
+        "    time.sleep(0.01)\n"
+        f"{program}"
+    )
+
+
 def _is_alive(pid):
     try:
         os.kill(pid, 0)
@@ -90,7 +102,7 @@ def test_a_failure_ends_the_others(
 
 
 def test_who_does_not_hear_sigterm_is_killed(tmp_path, short_waits):
-    failing = "import time; time.sleep(1); raise SystemExit(3)"
+    failing = _after_words_of(0, tmp_path, "raise SystemExit(3)")
     with ProcessGroup() as group:
         _start(group, [_IGNORE_SIGTERM, failing], tmp_path)
         group.wait()
@@ -98,9 +110,14 @@ def test_who_does_not_hear_sigterm_is_killed(tmp_path, short_waits):
         assert [p.rank for p in group.failed()] == [1]
 
 
-def test_the_cause_is_named_first(tmp_path, short_waits):
-    consequence = "raise RuntimeError('rank 1 is gone')"
-    cause = "import os, time; time.sleep(.2); os.kill(os.getpid(), 9)"
+def test_the_cause_is_named_first(tmp_path):
+    consequence = _after_words_of(
+        1, tmp_path, "raise RuntimeError('rank 1 is gone')"
+    )
+    cause = (
+        "import os, time; print('ready', flush=True); time.sleep(.5); "
+        "os.kill(os.getpid(), 9)"
+    )
     with ProcessGroup() as group:
         _start(group, [consequence, cause], tmp_path)
         group.wait()
