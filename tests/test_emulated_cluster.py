@@ -1,6 +1,7 @@
 """The emulated cluster of `benchmarks/cluster.py`."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import _namespaces
 import _network
 import cluster as emulated
 import pytest
+from _runs import Run, execute
 
 from tests.conftest import engines
 
@@ -248,6 +250,22 @@ def test_a_script_on_machines(
         assert 5 * expected * 8 / (window["rate_mbit"] * 1e6) < seconds
     _, slow, fast = (window["seconds"] for window in windows)
     assert fast < slow
+
+
+def test_tensorflows_servers_at_two_rates(nothing_is_left, variables):
+    small = ("--tables", "2", "--largest", "500", "--dim", "8")
+    first = Run(
+        *("recommender", "tensorflow ps", 2, 200),
+        **{"steps": 2, "warm_up": 1, "size": "small", "arguments": small},
+    )
+    runs = [first, dataclasses.replace(first, rate=20, steps=3)]
+    found = execute(runs, timeout=120)
+    assert [(f["rate_mbit"], f["steps"]) for f in found] == [(200, 2), (20, 3)]
+    for figures in found:
+        assert figures["words_per_second"] > 0
+        assert figures["loss"] == pytest.approx(0.69, abs=0.2)  # of a coin
+        for machine in figures["per_machine"]:
+            assert machine["sent_payload_bytes_per_step"] > 1000
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,8 @@ def parse(module, parser, arguments=None):
     args = parser.parse_args(arguments)
     if args.warm_up < 1:
         parser.error(f"--warm-up must be 1 or more. Received: {args.warm_up}.")
-    rates = _network.Window().rates
+    # A program that makes the cluster has an option for them.
+    rates = getattr(args, "rate", _network.Window().rates)
     if len(args.steps) == 1:
         args.steps *= len(rates)
     if len(args.steps) != len(rates) or min(args.steps) < 1:
