@@ -98,62 +98,54 @@ if [ -z "${CMAKE_TOOLCHAIN_FILE:-}" ]; then
     >"$CMAKE_TOOLCHAIN_FILE"
 fi
 
+# Puts the third text in place of the second, which the file must have once.
+replace_in() {
+  "$python" - "$@" <<'EOF'
+import sys
+
+path, old, new = sys.argv[1:]
+with open(path) as file:
+    text = file.read()
+if text.count(old) != 1:
+    sys.exit(f"{path} is not as expected")
+with open(path, "w") as file:
+    file.write(text.replace(old, new))
+EOF
+}
+
 # Gloo's all-to-all begins to send to one process before it has told others
 # that they may send: what it tells them then waits behind its own data. Told
 # first, machines that all send to each other fill their links
 # (benchmarks/README.md has figures).
 all_told_first() {
-  "$python" - "$1/third_party/gloo/gloo/alltoallv.cc" <<'EOF'
-import sys
-
-with open(sys.argv[1]) as file:
-    text = file.read()
-begin = "  // Remote copy.\n"
-end = "  for (int i = 1; i < worldSize; i++) {\n    in->waitSend"
-before, _, after = text.partition(begin)
-_, _, after = after.partition(end)
-if not (before and after):
-    sys.exit(f"{sys.argv[1]} is not as expected")
-with open(sys.argv[1], "w") as file:
-    file.write(
-        before
-        + begin
-        + """  for (int i = 1; i < worldSize; i++) {
-    int rank = (myRank + worldSize - i) % worldSize;
+  replace_in "$1/alltoallv.cc" \
+    '    int sendRank = (myRank + i) % worldSize;
+    int recvRank = (myRank + worldSize - i) % worldSize;
+    in->send(
+        sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]);
+    out->recv(
+        recvRank, slot, outOffsetPerRank[recvRank], outLengthPerRank[recvRank]);
+' \
+    '    int rank = (myRank + worldSize - i) % worldSize;
     out->recv(rank, slot, outOffsetPerRank[rank], outLengthPerRank[rank]);
   }
   for (int i = 1; i < worldSize; i++) {
     int rank = (myRank + i) % worldSize;
     in->send(rank, slot, inOffsetPerRank[rank], inLengthPerRank[rank]);
-  }
-
-"""
-        + end
-        + after
-    )
-EOF
+'
 }
 
 # The thread that receives for Gloo's pairs asks the kernel again and again, as
-# fast as it can, while another thread sends to one of them: it took 15 % of two
+# fast as it can, while another thread sends to one of them: it took 16 % of two
 # processors from those that compute (benchmarks/README.md). It sleeps now.
 none_spins() {
-  "$python" - "$1/third_party/gloo/gloo/transport/tcp/pair.cc" <<'EOF'
-import sys
-
-with open(sys.argv[1]) as file:
-    text = file.read()
-held = """std::try_to_lock);
+  local held='std::try_to_lock);
   if (!lock) {
-"""
-before, found, after = text.partition(held)
-if not found:
-    sys.exit(f"{sys.argv[1]} is not as expected")
-sleep = "    std::this_thread::sleep_for(std::chrono::microseconds(50));\n"
-with open(sys.argv[1], "w") as file:
-    file.write("#include <chrono>\n#include <thread>\n")
-    file.write(before + found + sleep + after)
-EOF
+'
+  local sleep='    std::this_thread::sleep_for(std::chrono::microseconds(50));
+'
+  replace_in "$1/transport/tcp/pair.cc" "$held" "$held$sleep" &&
+    sed -i '1i #include <chrono>\n#include <thread>' "$1/transport/tcp/pair.cc"
 }
 
 # Not from a wheel that pip keeps: it does so by Horovod's version alone, and
@@ -162,8 +154,8 @@ build() {
   "$python" -m pip download --no-deps --no-binary horovod \
     --no-build-isolation --dest "$scratch" "horovod==$VERSION" &&
     tar -xzf "$scratch/horovod-$VERSION.tar.gz" -C "$scratch" &&
-    all_told_first "$scratch/horovod-$VERSION" &&
-    none_spins "$scratch/horovod-$VERSION" &&
+    all_told_first "$scratch/horovod-$VERSION/third_party/gloo/gloo" &&
+    none_spins "$scratch/horovod-$VERSION/third_party/gloo/gloo" &&
     "$python" -m pip install --no-build-isolation --no-cache-dir --no-deps \
       --force-reinstall --verbose "$scratch/horovod-$VERSION"
 }

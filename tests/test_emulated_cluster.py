@@ -255,8 +255,14 @@ def test_a_script_on_machines(
 def test_tensorflows_servers_at_two_rates(nothing_is_left, variables):
     small = ("--tables", "2", "--largest", "500", "--dim", "8")
     first = Run(
-        *("recommender", "tensorflow ps", 2, 200),
-        **{"steps": 2, "warm_up": 1, "size": "small", "arguments": small},
+        workload="recommender",
+        way="tensorflow ps",
+        machines=2,
+        rate=200,
+        steps=2,
+        warm_up=1,
+        size="small",
+        arguments=small,
     )
     runs = [first, dataclasses.replace(first, rate=20, steps=3)]
     found = execute(runs, timeout=120)
