@@ -87,9 +87,7 @@ class HybridStrategy(tf.distribute.Strategy):
             Otherwise, and in custom loops, on single batches, with input that
             Python makes (generators), with "naive_ps" and where machines pull
             together (see `local_aggregation`), rows are pulled when they are
-            needed. A program that catches an error of `fit` (an id outside of
-            a table) is not to go on in the same processes: messages for the
-            next step were under way.
+            needed.
         timeout: seconds for which a rank may keep the others waiting (because
             it is stopped, hangs, or computes alone) before all of them are
             ended with a message on what each was doing; at least 5, and the

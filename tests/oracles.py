@@ -255,8 +255,67 @@ def ancestors(tensor):
 
 def messages(tensor):
     """Those of them that are an engine's."""
-    return {
-        operation
-        for operation in ancestors(tensor)
-        if operation.type.startswith(("Collective", "Horovod"))
-    }
+    return {op for op in ancestors(tensor) if _is_message(op.type)}
+
+
+def _is_message(kind):
+    return kind.startswith(("Collective", "Horovod"))
+
+
+def under_way(graph, name):
+    """Which messages may be under way at an operation, in a graph.
+
+    Args:
+        graph: `tf.Graph`, also of a function, with the functions it calls.
+        name: a part of the operation's name, of one or several.
+
+    Returns:
+        Set of `(operation, message)`, of which neither waits for the other;
+        and the number of the operations.
+    """
+    definition = graph.as_graph_def()
+    functions = {of.signature.name: of for of in definition.library.function}
+
+    def bodies(node):
+        names = [node.attr[key].func.name for key in node.attr]
+        return [functions[name].node_def for name in names if name in functions]
+
+    def some(node, is_one):
+        return is_one(node) or any(
+            some(inner, is_one) for body in bodies(node) for inner in body
+        )
+
+    found, number = set(), 0
+
+    def look(nodes):
+        nonlocal number
+        waits = {
+            node.name: {i.lstrip("^").partition(":")[0] for i in node.input}
+            for node in nodes
+        }
+
+        def behind(node):
+            seen, left = set(), [node.name]
+            while left:
+                of_node = waits.get(left.pop(), set()) - seen
+                seen |= of_node
+                left += of_node
+            return seen
+
+        sent = [n for n in nodes if some(n, lambda n: _is_message(n.op))]
+        for node in nodes:
+            if not some(node, lambda n: n.op == "Assert" and name in n.name):
+                continue
+            number += not bodies(node)
+            before = behind(node)
+            found.update(
+                (node.name, message.name)
+                for message in sent
+                if message.name not in {node.name, *before}
+                and node.name not in behind(message)
+            )
+            for body in bodies(node):
+                look(body)
+
+    look(definition.node)
+    return found, number

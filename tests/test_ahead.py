@@ -10,6 +10,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.collectives import journal
 from keras_sparsity.data import following
+from tests import oracles
 from tests.conftest import engines
 
 NUM_ROWS, DIM, BATCH = 80, 4, 8
@@ -197,38 +198,104 @@ def test_the_same_to_the_bit(engine, name, cluster):
     cluster(engine, 2).run(train_all, {name: CASES[name].get("pulls")})
 
 
-def fit_outside():
-    """The error of an id outside in the third batch, and the steps before."""
-    strategy = ks.HybridStrategy(architecture="hybrid", prefetch=True)
+def fit_outside(make, prefetch):
+    """Errors of ids outside in the third batch, and the steps before.
+
+    Then a model is trained in the same processes: its weights.
+    """
     words = np.zeros((4 * BATCH, 3), "int32")
     words[3 * BATCH - 1] = NUM_ROWS + 7  # in the last rank's part
-    model, _ = one()
-    with strategy.scope():
-        model.compile("sgd", "mse")
-    steps = []
-    count = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: steps.append(batch)
-    )
-    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
-        model.fit(
-            *(words, words[:, :1], BATCH),
-            callbacks=[count],
-            shuffle=False,
-            verbose=0,
+    users = np.arange(4 * BATCH)[:, np.newaxis] % 40
+    random = np.random.default_rng(0)
+    inside = random.integers(NUM_ROWS, size=words.shape)
+
+    def fit(words):
+        keras.utils.set_random_seed(3)
+        strategy = ks.HybridStrategy(architecture="hybrid", prefetch=prefetch)
+        model, inputs = make()
+        loss = model.layers[-1].loss() if make is classes else "mse"
+        with strategy.scope():
+            model.compile(keras.optimizers.SGD(0.1), loss)
+        steps = []
+        count = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: steps.append(batch)
         )
-    return str(raised.value), steps
+        x, y = inputs(words, users), users if make is classes else words[:, :1]
+        error = None
+        try:
+            model.fit(x, y, BATCH, callbacks=[count], shuffle=False, verbose=0)
+        except tf.errors.InvalidArgumentError as raised:
+            error = str(raised)
+        return model, error, steps
+
+    before = fit(inside)[0].get_weights()
+    errors = [fit(words)[1:] for _ in range(2)]
+    after = fit(inside)[0].get_weights()
+    for weights, expected in zip(after, before, strict=True):
+        np.testing.assert_array_equal(weights, expected)
+    return errors
 
 
+@pytest.mark.parametrize(
+    ("make", "prefetch"),
+    [
+        (one, False),
+        (classes, True),
+        pytest.param(one, True, marks=pytest.mark.all_cells),
+        pytest.param(several, True, marks=pytest.mark.all_cells),
+        pytest.param(several, False, marks=pytest.mark.all_cells),
+    ],
+)
 @pytest.mark.parametrize("engine", engines())
-def test_an_id_outside_is_told_in_its_own_step(engine, cluster):
-    processes = cluster(engine, 2)
-    for message, steps in processes.run(fit_outside):
-        assert steps == [0, 1]
-        assert "words_table" in message and "received the id" in message
-        assert f"[{NUM_ROWS + 7}]" in message
-    # Messages for the next step were under way when this one was given up, so
-    # with prefetch the ranks cannot be relied on to go on together.
-    processes.stop()
+def test_an_id_outside_is_told_in_its_own_step(engine, make, prefetch, cluster):
+    for errors in cluster(engine, 2).run(fit_outside, make, prefetch):
+        assert len(errors) == 2
+        for message, steps in errors:
+            assert steps == [0, 1]
+            assert "words_table" in message and "received the id" in message
+            assert f"[{NUM_ROWS + 7}]" in message
+
+
+def under_way_where_ids_are_checked(make, prefetch):
+    """What may be, in the graphs of a training step."""
+    strategy = ks.HybridStrategy(architecture="hybrid", prefetch=prefetch)
+    model, inputs = make()
+    graphs = []
+
+    def traced(tensor):
+        graphs.append(tf.compat.v1.get_default_graph())
+        return tensor
+
+    model.layers[-1].call = _before(model.layers[-1].call, traced)
+    loss = model.layers[-1].loss() if make is classes else "mse"
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1), loss)
+    words = np.zeros((2 * BATCH, 3), "int32")
+    users = np.zeros((2 * BATCH, 1), "int32")
+    model.fit(inputs(words, users), users, BATCH, verbose=0)
+    found = [oracles.under_way(graph, "ids_are_inside") for graph in graphs]
+    return found[-1]
+
+
+def _before(call, function):
+    def wrapped(inputs, *args, **kwargs):
+        return call(function(inputs), *args, **kwargs)
+
+    return wrapped
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("make", [one, several, classes])
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_nothing_is_under_way_where_a_step_may_end(
+    engine, make, prefetch, cluster
+):
+    """Whatever is, ranks that give it up before it begins leave to others."""
+    for found, number in cluster(engine, 2).run(
+        under_way_where_ids_are_checked, make, prefetch
+    ):
+        assert number > 0
+        assert not found
 
 
 @pytest.mark.parametrize(

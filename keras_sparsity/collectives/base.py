@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.collectives import wire
+from keras_sparsity.collectives import order, wire
 from keras_sparsity.collectives.engine import NoJournal, Route
 from keras_sparsity.collectives.errors import explained
 from keras_sparsity.collectives.fusion import fused
@@ -360,7 +360,8 @@ class Collectives:
             )
 
         wires = [self._engine.reduce_wire(tensor.dtype) for tensor in tensors]
-        reduced = fused(tensors, wires, send)
+        with tf.control_dependencies(order.held_sums()):
+            reduced = fused(tensors, wires, send)
         if op == "mean":
             return [total / self.size for total in reduced]
         return reduced

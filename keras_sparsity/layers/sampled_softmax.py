@@ -274,7 +274,8 @@ class SampledSoftmax(keras.layers.Layer):
 
     def full_losses(self, labels, logits):
         """Crossentropy `(n,)` of labels `(n,)`, logits `(n, num_classes)`."""
-        checked = self.kernel_table.check_inside(labels)
+        with tf.control_dependencies([logits]):  # which have come by then
+            checked = self.kernel_table.check_inside(labels)
         with tf.control_dependencies(checked):
             return tf.nn.sparse_softmax_cross_entropy_with_logits(
                 labels=labels, logits=logits

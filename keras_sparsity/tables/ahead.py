@@ -134,68 +134,8 @@ class Ahead:
             ),
             tf.bool,
         )
-        # No batch is none: what is not asked for, is not found to be right.
-        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
-        return Announced(
-            request.numbers[:num_numbers],
-            tf.gather(positions, request.index),
-            received,
-            route,
-            goes_late,
-            comes_late,
-            # Now, when the processor is idle: later, it computes gradients.
-            exchange.owned_rows(
-                tf.boolean_mask(received, tf.logical_not(goes_late))
-            ),
-        )
-
-    def pull(self, exchange, announced, way, request, pull):
-        """The rows of this step.
-
-        Args:
-            exchange: `Exchange`.
-            announced: what `announce` has given for the next step.
-            way: `Direct`, which is told how the rows have come.
-            request: what this rank asks for, see `exchange`.
-            pull: function that has `way` pull the rows now.
-
-        Returns:
-            `(num_sent, columns)`, and what this rank has sent late.
-        """
-        received = self._received.read()
-        route = Route(*(part.read() for part in self._route))
-        arrivals = self._arrivals.read()
-        rows, is_right, sent = self._rows(exchange, request, received, route)
-
-        def resume():
-            return rows, arrivals, received, *_parts(route)
-
-        def anew():
-            rows = pull()
-            return (
-                rows,
-                way.arrivals,
-                way.received,
-                *_parts(way.route),
-            )
-
-        rows, arrivals, received, *route = tf.cond(is_right, resume, anew)
-        rows.set_shape([None, self._columns])
-        way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
-        return rows, sent
-
-    def send(self, exchange, announced, behind):
-        """Sends the early rows of the next step.
-
-        Args:
-            exchange: `Exchange`.
-            announced: what `announce` has given.
-            behind: list of tensors that are waited for.
-        """
-        communicator, size = exchange.communicator, exchange.communicator.size
-        route = announced.route
-        goes_early = tf.logical_not(announced.goes_late)
-        comes_early = tf.logical_not(announced.comes_late)
+        goes_early = tf.logical_not(goes_late)
+        comes_early = tf.logical_not(comes_late)
         counts = _counts(tf.boolean_mask(route.senders, goes_early), size)
         late_counts = route.received_splits - counts
         received_counts = _counts(
@@ -208,12 +148,50 @@ class Ahead:
                 op="max",
                 name=f"{exchange.role}/pull/next/largest",
             )
+        # No batch is none: what is not asked for, is not found to be right.
+        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
+        return Announced(
+            request.numbers[:num_numbers],
+            tf.gather(positions, request.index),
+            received,
+            route,
+            goes_late,
+            comes_late,
+            Route(counts, received_counts, largest[0]),
+            largest[1],
+            # Now, when the processor is idle: later, it computes gradients.
+            exchange.owned_rows(tf.boolean_mask(received, goes_early)),
+        )
+
+    def pull(self, exchange, request):
+        """Has the late rows of this step sent.
+
+        Args:
+            exchange: `Exchange`.
+            request: what this rank asks for, see `exchange`.
+
+        Returns:
+            `Late`.
+        """
+        received = self._received.read()
+        route = Route(*(part.read() for part in self._route))
+        rows, is_right = self._rows(exchange, request, received, route)
+        return Late(rows, is_right, self._arrivals.read(), received, route)
+
+    def send(self, exchange, announced, behind):
+        """Sends the early rows of the next step.
+
+        Args:
+            exchange: `Exchange`.
+            announced: what `announce` has given.
+            behind: list of tensors that are waited for.
+        """
         # What is left to do by then is to send: a processor has other work.
         with tf.control_dependencies(behind):
             early = exchange.wire.carry(
                 tf.identity(announced.rows),
-                communicator.all_to_all_along,
-                Route(counts, received_counts, largest[0]),
+                exchange.communicator.all_to_all_along,
+                announced.early_route,
                 name=f"{exchange.role}/pull/next/rows",
             )
         self._numbers.assign(announced.numbers)
@@ -223,12 +201,14 @@ class Ahead:
         self._received.assign(announced.received)
         self._goes_late.assign(announced.goes_late)
         self._sent.assign(announced.rows)
-        for variable, part in zip(self._route, _parts(route), strict=True):
+        for variable, part in zip(
+            self._route, _parts(announced.route), strict=True
+        ):
             variable.assign(part)
-        self._largest.assign(largest[1])
+        self._largest.assign(announced.most_late)
 
     def _rows(self, exchange, request, received, route):
-        """What has come early, with what comes late; if all is right; sent."""
+        """What has come early, with what comes late; if all is right."""
         size = exchange.communicator.size
         goes_late = self._goes_late.read()
         owned = exchange.owned_rows(received)
@@ -270,7 +250,8 @@ class Ahead:
             tf.cumsum(1 - is_late) - 1,
         )
         rows = tf.gather(tf.concat([early, arrived], axis=0), place)
-        return rows, is_right, message
+        rows.set_shape([None, self._columns])
+        return rows, is_right
 
 
 class Announced(typing.NamedTuple):
@@ -282,7 +263,53 @@ class Announced(typing.NamedTuple):
     route: Route
     goes_late: tf.Tensor
     comes_late: tf.Tensor
+    early_route: Route
+    most_late: tf.Tensor
     rows: tf.Tensor
+
+    @property
+    def last_messages(self):
+        """Tensors that are there when all that tells of rows has come."""
+        return [self.comes_late, self.most_late]
+
+
+class Late(typing.NamedTuple):
+    """The rows of this step, if they are what they were announced to be.
+
+    Attributes:
+        rows: `(num_sent, columns)`.
+        is_right: whether they are, the same on all ranks.
+        arrivals, received, route: how they have come, as `Direct` has it.
+    """
+
+    rows: tf.Tensor
+    is_right: tf.Tensor
+    arrivals: tf.Tensor
+    received: tf.Tensor
+    route: Route
+
+    def settle(self, way, pull):
+        """The rows of this step, pulled now where they are not right.
+
+        Args:
+            way: `Direct`, which is told how the rows have come.
+            pull: function that has `way` pull the rows now.
+
+        Returns:
+            `(num_sent, columns)`.
+        """
+
+        def resume():
+            return self.rows, self.arrivals, self.received, *_parts(self.route)
+
+        def anew():
+            rows = pull()
+            return rows, way.arrivals, way.received, *_parts(way.route)
+
+        rows, arrivals, received, *route = tf.cond(self.is_right, resume, anew)
+        rows.set_shape(self.rows.shape)
+        way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
+        return rows
 
 
 def _parts(route):

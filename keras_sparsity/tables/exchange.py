@@ -5,6 +5,7 @@ import hashlib
 import tensorflow as tf
 
 from keras_sparsity import architectures, touches
+from keras_sparsity.collectives import order
 from keras_sparsity.collectives.engine import num_up_to
 from keras_sparsity.tables.addresses import Addresses, is_marked, marked
 from keras_sparsity.tables.ahead import Exchange
@@ -20,14 +21,23 @@ def in_turn(pulls):
     meanwhile, would do so when they compute with these. Rows of the next step
     come behind all of them.
 
+    An id outside of its table ends the step, on all ranks. It is found where
+    none of these messages, and no sum of all ranks, is under way: one that is
+    given up by a rank before it has begun there, the others wait for, or find
+    in the next step.
+
     Returns:
         List of what each pull's `rows` gives.
     """
     behind = [tensor for pull in pulls for tensor in pull.ask()]
+    behind += [tensor for pull in pulls for tensor in pull.resume(behind)]
+    for pull in pulls:
+        behind = pull.check(behind)
+    order.hold_sums(behind)
     results = []
     for pull in pulls:
         results.append(pull.rows(behind))
-        behind = pull.sent
+        behind = pull.sent or behind
     arrived = [pull.arrived for pull in pulls]
     for pull in pulls:
         pull.send_ahead(behind=arrived)
@@ -74,8 +84,8 @@ class Pull:
 
     Attributes:
         sent: list of tensors, once `rows` is called: what this rank sends of
-            its rows, and what is to be there before others are sent.
-        arrived: then, what has come.
+            its rows, if it has not before.
+        arrived: then, what has come: each row that this rank asks for, once.
 
     References:
         EuroSys 3.1 (pull and push), 4.3 (one gradient for each row); arXiv
@@ -137,6 +147,37 @@ class Pull:
             )
             return []  # it was, in the step before
 
+    def resume(self, behind):
+        """Has those rows sent that were asked for in the step before.
+
+        Args:
+            behind: tensors that are waited for.
+
+        Returns:
+            List of tensors that are there when no message is under way.
+        """
+        if self._ahead is None:
+            return []
+        with tf.name_scope("pull"), tf.control_dependencies(behind):
+            self._late = self._ahead.pull(self._exchange, self._request)
+        return [self._late.rows, *self._announced.last_messages]
+
+    def check(self, behind):
+        """Ends the step if an id is outside.
+
+        Args:
+            behind: tensors that are waited for.
+
+        Returns:
+            List of tensors that are there when none is.
+        """
+        with tf.name_scope("pull"), tf.control_dependencies(behind):
+            if self._ahead is None:
+                self._check()
+                return [self._way.received]
+            self.arrived = self._late.settle(self._way, self._pull_anew)
+            return [self.arrived]
+
     def rows(self, behind):
         """Has them sent.
 
@@ -148,8 +189,10 @@ class Pull:
             its tables side by side, of the tables' dtype.
         """
         with tf.name_scope("pull"):
-            with tf.control_dependencies(behind):
-                self.arrived = self._pulled()
+            if self._ahead is None:
+                with tf.control_dependencies(behind):
+                    self.sent = [self._owned_rows(self._way.received)]
+                    self.arrived = self._way.pull(*self.sent)
             return self._expanded(self.arrived)
 
     def send_ahead(self, behind):
@@ -162,26 +205,16 @@ class Pull:
             with tf.name_scope("pull"):
                 self._ahead.send(self._exchange, self._announced, behind)
 
-    def _pulled(self):
-        """Of each id that this rank asks for, once."""
-        if self._ahead is None:
-            self.sent = [self._owned_rows(self._way.received)]
-            return self._way.pull(*self.sent)
-
-        def anew():
-            self._ask()
-            return self._way.pull(self._owned_rows(self._way.received))
-
-        rows, sent = self._ahead.pull(
-            self._exchange, self._announced, self._way, self._request, anew
-        )
-        # Small messages, that what is then to be sent early can be prepared.
-        self.sent = [sent, self._announced.comes_late]
-        return rows
+    def _pull_anew(self):
+        self._ask()
+        self._check()
+        return self._way.pull(self._owned_rows(self._way.received))
 
     def _ask(self):
         self._request.merge()
         self._way.ask(self._request, self._addresses)
+
+    def _check(self):
         self._way.received = _checked(
             self._way.received,
             [group[0] for group in self._groups],
@@ -364,6 +397,7 @@ def _checked(received, tables, addresses):
         data=outside_message(
             tf.gather(names, which), offending, tf.gather(limits, which)
         ),
+        name="ids_are_inside",
     )
     with tf.control_dependencies([check]):
         return tf.identity(tf.cast(received, addresses.row_dtype))

@@ -12,6 +12,7 @@ from keras_sparsity import (
     compat,
     touches,
 )
+from keras_sparsity.collectives import order
 from keras_sparsity.collectives.base import raise_if_different
 from keras_sparsity.tables import exchange, initial_values, row_wise
 from keras_sparsity.tables.layout import Layout, default_owners
@@ -410,6 +411,7 @@ class ShardedTable:
             data=exchange.outside_message(
                 self.owner_name, tf.bitcast(largest, ids.dtype), self.num_rows
             ),
+            name="ids_are_inside",
         )
         return [] if check is None else [check]
 
@@ -426,7 +428,9 @@ class ShardedTable:
             op="max",
             name=f"{self.role}/check_inside",
         )
-        return self.assert_inside(tf.stack([extremes[0], -extremes[1]]))
+        checked = self.assert_inside(tf.stack([extremes[0], -extremes[1]]))
+        order.hold_sums(checked)
+        return checked
 
     # The whole table.
 
