@@ -68,6 +68,7 @@ WORKLOADS = {
 # Of these, with `--size small`.
 _SMALL = 0.3
 _WINDOW_SECONDS = 20
+_LONG_STEP_SECONDS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,8 +138,9 @@ class Run:
 
     def sized(self):
         """The same with as many steps as fit into the window."""
-        steps = round(_WINDOW_SECONDS / self.expected_step_seconds())
-        steps = max(4, min(40, steps))
+        step_seconds = self.expected_step_seconds()
+        fewest = 4 if step_seconds < _LONG_STEP_SECONDS else 2
+        steps = max(fewest, min(40, round(_WINDOW_SECONDS / step_seconds)))
         return dataclasses.replace(
             self, steps=steps, warm_up=max(3, min(10, steps // 2))
         )

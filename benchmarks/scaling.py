@@ -112,7 +112,7 @@ def parse_arguments():
     add("--workloads", nargs="+", choices=list(WORKLOADS))
     add("--engine", default="horovod", help="this library's")
     add("--size", default="large", help="of the workloads")
-    add("--steps", type=int, help="that count; by default 4 to 40")
+    add("--steps", type=int, help="that count; by default 2 to 40")
     add("--warm-up", type=int, help="steps before them")
     add("--timeout", type=float, default=3600, help="seconds of a run")
     add(
