@@ -307,7 +307,7 @@ class Late(typing.NamedTuple):
             return rows, way.arrivals, way.received, *_parts(way.route)
 
         rows, arrivals, received, *route = tf.cond(self.is_right, resume, anew)
-        rows.set_shape(self.rows.shape)
+        rows.set_shape([None, self.rows.shape[-1]])
         way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
         return rows
 
