@@ -89,9 +89,9 @@ SGD, ADAGRAD, ADAM = (
     ("Adam", {"learning_rate": 0.01}),
 )
 # What is trained, how, and how often all rows are pulled when needed: in an
-# epoch's first step; where rows did not stay what they had been, from an epoch's
-# third step on, as in its second all come late; and where a rank's part of a
-# last batch is empty, which looks like what comes behind a last one.
+# epoch's first step; where rows did not stay what they had been, from its third
+# step on, as in its second all come late; and where a rank's part of a last
+# batch is empty, which looks like what comes behind a last one.
 CASES = {
     "adagrad": dict(epochs=3, shuffle=True, validates=True, pulls=3 + 3 * 6),
     "exact": dict(rule=ADAM, pulls=6),
