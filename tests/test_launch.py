@@ -33,6 +33,7 @@ print(f"hello from rank {ranks.rank} of {ranks.size}, process {os.getpid()}",
       flush=True)
 print("chance", collectives.agreed_seed(), random.random(), hash("a set's"),
       flush=True)
+ranks.barrier("all have said it")  # before one's end ends the others
 todo = sys.argv[1].split(",")[int(os.environ["KERAS_SPARSITY_RESTARTS"])]
 if todo == "arguments":
     print(json.dumps([sys.argv, sys.path[0], __name__, __file__]), flush=True)

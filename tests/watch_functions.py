@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -67,6 +68,7 @@ def call_another_operation_traced():
 
 
 def call_in_another_order_traced():
+    """Also computes a while after it has begun to wait."""
     ranks = begin()
 
     @tf.function
@@ -75,7 +77,14 @@ def call_in_another_order_traced():
             x = ranks.all_reduce([x], name=name)[0]
         return x
 
+    threading.Thread(target=_compute, args=(4,), daemon=True).start()
     step(tf.ones([3]))
+
+
+def _compute(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
 
 
 def send_another_shape():

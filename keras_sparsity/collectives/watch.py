@@ -197,7 +197,10 @@ class _Watch:
 
     def _report(self, asked):
         report = self._look(asked)
-        state = report.status, report.open_calls, report.note
+        # A rank that waits and computes may yet come; rank 0 has to hear when
+        # it no longer computes.
+        busy = report.status == "blocked" and report.busy
+        state = report.status, report.open_calls, report.note, busy
         if asked or state != self._sent:
             self._channel.send(kind="report", **report.to_json())
             self._sent = state
