@@ -33,17 +33,17 @@ def test_an_exception_on_every_rank_leaves_the_processes(cluster):
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "timeout", "said"),
     [
-        (launch_functions.fail, "ValueError: no luck on rank 1"),
-        (launch_functions.die, "rank 1 was killed by SIGKILL"),
-        (launch_functions.hang, "time.sleep(600)"),
+        (launch_functions.fail, 120, "ValueError: no luck on rank 1"),
+        (launch_functions.die, 120, "rank 1 was killed by SIGKILL"),
+        (launch_functions.hang, 15, "time.sleep(600)"),
     ],
 )
-def test_a_broken_cluster_starts_anew(cluster, function, said):
+def test_a_broken_cluster_starts_anew(cluster, function, timeout, said):
     workers = cluster("native", 2)
     with pytest.raises(ClusterError) as error:
-        workers.run(function, 1, timeout=4)
+        workers.run(function, 1, timeout=timeout)
     assert said in str(error.value)
     assert not workers.is_running
     assert len(workers.run(launch_functions.describe)) == 2
