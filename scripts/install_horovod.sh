@@ -15,6 +15,8 @@
 set -euo pipefail
 
 VERSION=0.28.1
+# Of the source archive on PyPI.
+SHA256=92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0
 
 fail() {
   printf 'install_horovod.sh: %s\n' "$@" >&2
@@ -148,17 +150,34 @@ none_spins() {
     sed -i '1i #include <chrono>\n#include <thread>' "$1/transport/tcp/pair.cc"
 }
 
+# pip compares the hash before it runs the archive's own code.
+download() {
+  echo "horovod==$VERSION --hash=sha256:$SHA256" >"$scratch/requirements.txt"
+  "$python" -m pip download --no-deps --no-binary horovod \
+    --no-build-isolation --dest "$scratch" --require-hashes \
+    --requirement "$scratch/requirements.txt"
+}
+
 # Not from a wheel that pip keeps: it does so by Horovod's version alone, and
 # one that was compiled for another TensorFlow does not load.
 build() {
-  "$python" -m pip download --no-deps --no-binary horovod \
-    --no-build-isolation --dest "$scratch" "horovod==$VERSION" &&
-    tar -xzf "$scratch/horovod-$VERSION.tar.gz" -C "$scratch" &&
+  tar -xzf "$scratch/horovod-$VERSION.tar.gz" -C "$scratch" &&
     all_told_first "$scratch/horovod-$VERSION/third_party/gloo/gloo" &&
     none_spins "$scratch/horovod-$VERSION/third_party/gloo/gloo" &&
     "$python" -m pip install --no-build-isolation --no-cache-dir --no-deps \
       --force-reinstall --verbose "$scratch/horovod-$VERSION"
 }
+
+if ! download >"$log" 2>&1; then
+  cat "$log" >&2
+  if grep -q "DO NOT MATCH THE HASHES" "$log"; then
+    fail "the downloaded horovod-$VERSION.tar.gz is not the one that was" \
+      "released: its sha256 should be $SHA256." \
+      "Nothing of it was run. Fix: see where pip downloads from" \
+      "($python -m pip config list), and take Horovod from PyPI."
+  fi
+  fail "Horovod $VERSION could not be downloaded; pip's reason stands above."
+fi
 
 if ! build >"$log" 2>&1; then
   grep -nE '(error|Error|ERROR)' "$log" | tail -n 20 >&2 || true
