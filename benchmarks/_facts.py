@@ -91,7 +91,9 @@ def _ids_of_tables(model, inputs, batch):
 def _of_first_layers(model):
     """The `id`s of dense variables that only tables' layers come before."""
     first, behind = set(), set()
-    for operation, inputs, outputs in compat.functional_calls(model) or ():
+    functional = compat.functional_of(model)
+    for call in compat.functional_calls(functional) if functional else ():
+        operation, inputs, outputs, _ = call
         is_behind = any(id(tensor) in behind for tensor in inputs)
         weights = getattr(operation, "trainable_variables", [])
         dense = [v for v in weights if getattr(v, "table", None) is None]

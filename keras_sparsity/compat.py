@@ -7,8 +7,10 @@ calls each one, so that a new version that breaks one says which.
 import contextlib
 import functools
 import itertools
+import typing
 import weakref
 
+import keras
 import tensorflow as tf
 
 # Methods of a model that `adoption` binds by name. What comes before the first
@@ -210,31 +212,102 @@ def all_layers(model):
     return list(model._flatten_layers(include_self=False))
 
 
-def functional_calls(model):
-    """The calls that a functional or sequential model makes, in their order.
+class Call(typing.NamedTuple):
+    """A call that a functional model makes, of symbolic tensors.
 
-    Not of a subclass, which may do something else.
+    Attributes:
+        operation: what is called: a layer or an operation.
+        inputs: list of the tensors among its arguments.
+        outputs: list of the tensors that it returns.
+        arguments: list of its arguments, of any structure, in their order.
+    """
 
-    `Functional`, `_nodes_by_depth` and `Sequential._functional`: Keras 3.5 to
-    3.15.
+    operation: typing.Any
+    inputs: list
+    outputs: list
+    arguments: list
 
-    Returns:
-        List of `(operation, inputs, outputs)`, of symbolic tensors; None of a
-        model of another kind.
+
+def functional_of(model):
+    """What makes the calls of a functional or sequential model.
+
+    None of a subclass, which may do something else, and of a model that is
+    not built.
+
+    `Functional` and `Sequential._functional`: Keras 3.5 to 3.15.
     """
     from keras.src.models import functional, sequential
 
     if type(model) is sequential.Sequential:
         model = model._functional
-    if type(model) is not functional.Functional:
-        return None
-    nodes = model._nodes_by_depth
+    return model if type(model) is functional.Functional else None
+
+
+def functional_calls(functional):
+    """The `Call`s of what `functional_of` gives, in their order.
+
+    `_nodes_by_depth`: Keras 3.5 to 3.15.
+    """
+    nodes = functional._nodes_by_depth
     return [
-        (node.operation, list(node.input_tensors), list(node.outputs))
+        Call(
+            node.operation,
+            list(node.input_tensors),
+            list(node.outputs),
+            [*node.arguments.args, *node.arguments.kwargs.values()],
+        )
         for depth in sorted(nodes, reverse=True)
         for node in nodes[depth]
         if node.operation is not None and not node.is_input
     ]
+
+
+@contextlib.contextmanager
+def next_run_calls(functional, begin):
+    """Has what `functional_of` gives make its calls through a function.
+
+    While entered, of its next run alone, whichever functions its layers and
+    those who hold them call besides. `_run_through_graph`: Keras 3.5 to 3.15.
+
+    Args:
+        functional: what `functional_of` gives.
+        begin: function of the run's inputs, in their structure, called when
+            it begins. It returns `call(number, operation, *args, **kwargs)`,
+            where number is the call's place in `functional_calls`.
+    """
+    name = "_run_through_graph"
+
+    def run(inputs, operation_fn=lambda operation: operation, **options):
+        object.__delattr__(functional, name)
+        flat = keras.tree.flatten(inputs)
+        call = begin(keras.tree.pack_sequence_as(functional.input, flat))
+        numbers = itertools.count()
+
+        def numbered(operation):
+            called = operation_fn(operation)
+            return functools.partial(call, next(numbers), called)
+
+        return getattr(functional, name)(inputs, numbered, **options)
+
+    # Not through Keras's attribute tracking: this is not state.
+    object.__setattr__(functional, name, run)
+    try:
+        yield
+    finally:
+        vars(functional).pop(name, None)
+
+
+def is_stateless(call):
+    """Whether a `Call` gives the same for the same tensors, always.
+
+    So do Keras's own operations, but for those that call functions of the
+    user's. `keras.src.ops`: Keras 3.5 to 3.15.
+    """
+    operation = call.operation
+    given = keras.tree.flatten([list(vars(operation).values()), call.arguments])
+    return type(operation).__module__.startswith("keras.src.ops.") and not any(
+        callable(value) for value in given
+    )
 
 
 def losses_are_scaled():

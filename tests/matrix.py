@@ -148,7 +148,8 @@ def data(cell):
         weights[6 * cell.batch + 1] = np.inf
     if weights is not None:
         weights = weights.astype("float32")
-    inputs = [ids, others] if cell.model == "two inputs" else ids
+    has_two_inputs = cell.model in ("two inputs", "closure")
+    inputs = [ids, others] if has_two_inputs else ids
     return inputs, labels, weights
 
 

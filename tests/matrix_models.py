@@ -52,6 +52,37 @@ def two_inputs(cell, table, size):
     return keras.Model([first, second], _head(cell, features))
 
 
+class Calls(keras.layers.Layer):
+    """Calls a layer that Keras does not know it has."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self._get = lambda: layer
+
+    def call(self, inputs):
+        return self._get()(inputs)
+
+
+def closure(cell, table, size):
+    """A table that functions call too, with other ids than the model does."""
+    first = keras.Input((LENGTH,), dtype="int32")
+    second = keras.Input((2,), dtype="int32")
+    shared, other = (
+        table(f"table_{i}", count) for i, count in enumerate(cell.partitions)
+    )
+    # Before the model calls it with ids of its own, and behind.
+    deep = keras.layers.Identity()(keras.layers.Identity()(second))
+    rows = [
+        Calls(shared)(deep),
+        shared(first),
+        keras.layers.Lambda(lambda ids: shared(ids))(first[:, ::-1]),
+        other(first),
+    ]
+    pool = keras.layers.GlobalAveragePooling1D()
+    features = _joined([pool(of_ids) for of_ids in rows])
+    return keras.Model([first, second], _head(cell, features))
+
+
 def stateful(cell, table, size):
     """An RNN that goes on, batch after batch, where it stopped.
 
@@ -144,6 +175,7 @@ MODELS = {
     "pooled": pooled,
     "sequence": sequence,
     "two inputs": two_inputs,
+    "closure": closure,
     "tied": tied,
     "stateful": stateful,
     "normalized": normalized,

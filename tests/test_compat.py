@@ -417,20 +417,75 @@ def test_calls_of_a_functional_model_in_their_order():
     hidden = layer(first + second)
     outputs = layer(hidden)
     model = keras.Model([first, second], outputs)
-    (add, one, two) = compat.functional_calls(model)
-    assert not isinstance(add[0], keras.Layer)
-    assert [id(x) for x in add[1]] == [id(first), id(second)]
-    assert one[0] is two[0] is layer
-    assert one[2][0] is hidden and two[1][0] is hidden
-    assert two[2][0] is outputs
+    functional = compat.functional_of(model)
+    assert functional is model
+    (add, one, two) = compat.functional_calls(functional)
+    assert not isinstance(add.operation, keras.Layer)
+    assert [id(x) for x in add.inputs] == [id(first), id(second)]
+    assert one.operation is two.operation is layer
+    assert one.outputs[0] is hidden and two.arguments[0] is hidden
+    assert two.outputs[0] is outputs
 
     class Own(keras.Model):
         pass
 
-    assert compat.functional_calls(Own([first, second], hidden)) is None
+    assert compat.functional_of(Own([first, second], hidden)) is None
     sequential = keras.Sequential([layer])
-    assert compat.functional_calls(sequential) is None
+    assert compat.functional_of(sequential) is None
     sequential.build((None, 2))
-    ((operation, inputs, _),) = compat.functional_calls(sequential)
-    assert operation is layer
-    assert [id(x) for x in inputs] == [id(x) for x in sequential.inputs]
+    functional = compat.functional_of(sequential)
+    (call,) = compat.functional_calls(functional)
+    assert call.operation is layer
+    assert [id(x) for x in call.inputs] == [id(x) for x in sequential.inputs]
+
+
+def test_next_run_calls():
+    inputs = keras.Input((2,))
+    layer = keras.layers.Identity()
+    model = keras.Model(inputs, layer(layer(inputs) + 1.0))
+    begun, seen = [], []
+
+    def begin(inputs):
+        begun.append(inputs)
+
+        def call(number, operation, *args):
+            seen.append(number)
+            return operation(*args) * 2.0
+
+        return call
+
+    functional = compat.functional_of(model)
+    with compat.next_run_calls(functional, begin):
+        np.testing.assert_array_equal(model(np.ones((1, 2))), [[12.0, 12.0]])
+        # The next run alone.
+        np.testing.assert_array_equal(model(np.ones((1, 2))), [[2.0, 2.0]])
+    assert seen == [0, 1, 2] and len(begun) == 1
+    with compat.next_run_calls(functional, begin):
+        pass
+    np.testing.assert_array_equal(model(np.ones((1, 2))), [[2.0, 2.0]])
+
+
+def test_is_stateless():
+    inputs = keras.Input((3,))
+    noise = keras.random.SeedGenerator(1)
+
+    def of(outputs):
+        (call,) = compat.functional_calls(keras.Model(inputs, outputs))
+        return compat.is_stateless(call)
+
+    def add_noise(row):
+        return row + keras.random.normal((), seed=noise)
+
+    class Own(keras.Operation):
+        def call(self, x):
+            return add_noise(x)
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, x.dtype)
+
+    ops = keras.ops
+    assert of(inputs * 3) and of(inputs[:, :1]) and of(ops.mod(inputs, 2))
+    assert not of(ops.map(add_noise, inputs))
+    assert not of(ops.vectorized_map(add_noise, inputs))
+    assert not of(Own()(inputs))
+    assert not of(keras.layers.Lambda(add_noise)(inputs))

@@ -311,6 +311,10 @@ CELLS = {
         Cell(model="two inputs", optimizer="Adamax", partitions=(6,)),
         broken="rows_of_one_rank",
     ),
+    "rows that a closure asks for": Case(
+        Cell(model="closure", partitions=(3, 2), optimizer="Adagrad"),
+        broken="rows_of_one_rank",
+    ),
     "tied, ftrl": Case(
         Cell(
             model="tied",
@@ -429,6 +433,7 @@ PLACES_OF = {
     "average that overwrites": (N2,),
     "accumulation, clipped": (H2,),
     "schedule": (N2,),
+    "rows that a closure asks for": (N2, H2),
     "normalized, synchronized": (H2,),
     # Without a place: others of their kind have one.
     **dict.fromkeys(

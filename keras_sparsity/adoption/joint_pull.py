@@ -48,9 +48,11 @@ class JointPull:
 
     def __init__(self, model):
         self._model = model
-        self._calls = None  # of layers, once the model is seen to be built
+        # What makes its calls, as it was when it was last looked at.
+        self._functional = None
+        self._layers = {}  # by the numbers of their calls
         self._ids = None
-        self._softmax = None
+        self._softmax = self._softmax_call = None
         self._following = self._labels = None
         # `Ahead`s, by the tables that travel together and their layouts. They
         # stay when a rank traces the step anew, which another need not do.
@@ -69,8 +71,6 @@ class JointPull:
             yield
         finally:
             self._labels = self._following = None
-            if self._softmax is not None:
-                self._softmax.ahead.clear()
 
     @property
     def can_look_ahead(self):
@@ -82,32 +82,37 @@ class JointPull:
             and exchange.way_of(strategy.collectives, strategy) is Direct
         ):
             return False
-        if self._calls is None:
-            self._look()
+        self._look()
         return any(
             layer.table.is_sharded and self._may_come_early(layer.table)
-            for layer in self._calls
+            for layer in self._layers.values()
         )
 
     @contextlib.contextmanager
-    def entered(self, inputs):
-        """While entered, the layers have the rows of these inputs."""
-        if self._calls is None:
-            self._look()
-        is_spread = any(layer.table.is_sharded for layer in self._calls)
-        softmax = self._softmax_of_step()
+    def entered(self):
+        """While entered, the model's next run pulls its rows together."""
+        self._look()
+        layers = self._layers.values()
         # For one table, a pull of its own is as good.
         is_of_use = (
-            len(self._calls) > 1
-            or softmax is not None
+            len(layers) > 1
+            or self._softmax_of_step() is not None
             or self._following is not None
         )
+        is_spread = any(layer.table.is_sharded for layer in layers)
         if not is_spread or not is_of_use or compat.in_symbolic_scope():
             yield
             return
-        tables = [layer.table for layer in self._calls]
-        dtypes = [layer.compute_dtype for layer in self._calls]
-        asked = self._asked(inputs)
+        with compat.next_run_calls(self._functional, self._pull):
+            yield
+
+    def _pull(self, inputs):
+        """Pulls the rows of a run that begins; returns what makes its calls.
+
+        A layer has these rows in that call alone which they were pulled for:
+        others, which a closure makes of it, are given other ids.
+        """
+        softmax = self._softmax_of_step()
         ahead = following = None
         if self._following is not None:
             ahead = self._ahead_of
@@ -117,31 +122,41 @@ class JointPull:
             labels = tf.cast(tf.reshape(self._labels, [-1]), tf.int64)
             sample = softmax._sample(labels)
             then = softmax.tables, sample.ids, softmax.output_dtype
-        self._following = self._labels = None  # a step's first call alone
-        rows, last = gather_together(
-            list(zip(tables, asked, dtypes, strict=True)),
-            ahead,
-            following,
-            then,
-        )
+        self._following = self._labels = None  # a step's first run alone
+        asked = [
+            (layer.table, ids, layer.compute_dtype)
+            for layer, ids in zip(
+                self._layers.values(), self._asked(inputs), strict=True
+            )
+        ]
+        rows, last = gather_together(asked, ahead, following, then)
+        pulled = {
+            number: (layer.ahead, of_call)
+            for (number, layer), of_call in zip(
+                self._layers.items(), rows, strict=True
+            )
+        }
         if softmax is not None:
-            softmax.ahead.append((sample, last))
-        for layer in self._calls:
-            layer.ahead.clear()
-        for layer, of_call in zip(self._calls, rows, strict=True):
-            layer.ahead.append(of_call)
-        try:
-            yield
-        finally:
-            for layer in self._calls:
-                layer.ahead.clear()
+            pulled[self._softmax_call] = softmax.ahead, (sample, last)
+
+        def call(number, operation, *args, **kwargs):
+            if number not in pulled:
+                return operation(*args, **kwargs)
+            waiting, of_call = pulled[number]
+            waiting.append(of_call)
+            try:
+                return operation(*args, **kwargs)
+            finally:
+                waiting.clear()
+
+        return call
 
     def _asked(self, inputs):
         # Keras gives a list of one output as that output.
         ids = keras.tree.flatten(self._ids(inputs))
         return [
             layer._asked(of_call)
-            for layer, of_call in zip(self._calls, ids, strict=True)
+            for layer, of_call in zip(self._layers.values(), ids, strict=True)
         ]
 
     def _asked_next(self, inputs):
@@ -196,41 +211,28 @@ class JointPull:
         return known[1]
 
     def _look(self):
-        self._calls = []
-        made = compat.functional_calls(self._model)
-        if made is None:
+        """Finds the calls whose ids a run's inputs tell."""
+        functional = compat.functional_of(self._model)
+        if functional is self._functional:
             return
-        known = {id(tensor) for tensor in self._model.inputs}
-        calls, ids = [], []
-        others = set()
-        last = [id(tensor) for tensor in self._model.outputs]
-        for operation, _, outputs in made:
-            is_last = [id(tensor) for tensor in outputs] == last
-            if is_last and type(operation) is SampledSoftmax:
-                self._softmax = operation
-        for operation, inputs, outputs in made:
-            is_known = all(id(tensor) in known for tensor in inputs)
-            if type(operation) in _LAYERS:
-                if id(inputs[0]) in known:
-                    calls.append(operation)
-                    ids.append(inputs[0])
-                else:
-                    others.add(operation)
-            elif isinstance(operation, keras.Layer) and not isinstance(
-                operation, _PLAIN
-            ):  # which may call a table's layer itself
-                others.update(compat.all_layers(operation))
-            elif is_known:
-                known.update(id(tensor) for tensor in outputs)
-        # One that is also called with other ids would be given these rows.
-        found = [
-            (layer, tensor)
-            for layer, tensor in zip(calls, ids, strict=True)
-            if layer not in others
-        ]
-        if found:
-            self._calls = [layer for layer, _ in found]
-            inputs = self._model.inputs
-            if not isinstance(self._model, keras.Sequential):
-                inputs = self._model.input  # in their structure
-            self._ids = keras.Model(inputs, [t for _, t in found])
+        self._functional, self._layers, self._softmax = functional, {}, None
+        if functional is None:
+            return
+        known = {id(tensor) for tensor in functional.inputs}
+        last = [id(tensor) for tensor in functional.outputs]
+        ids = []
+        for number, call in enumerate(compat.functional_calls(functional)):
+            kind = type(call.operation)
+            if kind in _LAYERS:
+                if id(call.arguments[0]) in known:
+                    self._layers[number] = call.operation
+                    ids.append(call.arguments[0])
+            elif kind is SampledSoftmax:
+                if [id(tensor) for tensor in call.outputs] == last:
+                    self._softmax = call.operation
+                    self._softmax_call = number
+            elif kind in _PLAIN or compat.is_stateless(call):
+                if all(id(tensor) in known for tensor in call.inputs):
+                    known.update(id(tensor) for tensor in call.outputs)
+        if ids:
+            self._ids = keras.Model(functional.input, ids)

@@ -33,7 +33,7 @@ class Steps(Binding):
         return self._call(*args, **kwargs)
 
     def _call(self, inputs, *args, **kwargs):
-        with self._joint_pull.entered(inputs):
+        with self._joint_pull.entered():
             return self._stock["call"](inputs, *args, **kwargs)
 
     def compute_step_loss(self, *args, **kwargs):

@@ -15,7 +15,8 @@ from keras_sparsity.tables.together import gather_side_by_side
 
 # Keras hands labels to a loss as float32, exact up to here.
 _MAX_CLASSES = 2**24
-# On what the layer returns, for its loss: (layer, whether it is in training).
+# On what the layer returns, for its loss: the layer, whether it is in training,
+# and a list of what its loss needs, where that was gathered before.
 _ORIGIN = "_keras_sparsity_sampled_softmax"
 # Under this name the sampler's state is saved, beside the weights.
 _SAMPLER = "sampler"
@@ -133,7 +134,8 @@ class SampledSoftmax(keras.layers.Layer):
         self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
         self.kernel_table = None
         self.bias_table = None
-        # A `Sample` and its rows, where these were gathered with others.
+        # Of the call that is under way: a `Sample` and its rows, where these
+        # were gathered with others.
         self.ahead = collections.deque()
 
     def build(self, input_shape):
@@ -204,7 +206,8 @@ class SampledSoftmax(keras.layers.Layer):
             logits = full_logits(tf.reshape(hidden, [-1, dim]), *self.tables)
             outputs = tf.reshape(logits, shape)
             outputs.set_shape([*hidden.shape[:-1], self.num_classes])
-        setattr(outputs, _ORIGIN, (self, bool(training)))
+        ahead = [self.ahead.popleft()] if training and self.ahead else []
+        setattr(outputs, _ORIGIN, (self, bool(training), ahead))
         return outputs
 
     def compute_output_shape(self, input_shape):
@@ -224,18 +227,20 @@ class SampledSoftmax(keras.layers.Layer):
         """
         return SampledSoftmaxLoss(reduction=reduction, dtype=self.output_dtype)
 
-    def sampled_losses(self, labels, hidden):
+    def sampled_losses(self, labels, hidden, ahead=None):
         """Losses over the next sample.
 
         Args:
             labels: int64 `(n,)`.
             hidden: `(n, dim)`.
+            ahead: list of a `Sample` and its rows, where these were gathered
+                before; they are taken from it.
 
         Returns:
             `(n,)` losses.
         """
-        if self.ahead:
-            (sampled, num_tries, ids), of_tables = self.ahead.popleft()
+        if ahead:
+            (sampled, num_tries, ids), of_tables = ahead.pop()
         else:
             sampled, num_tries, ids = self._sample(labels)
             of_tables = gather_side_by_side(self.tables, ids, hidden.dtype)
@@ -365,13 +370,14 @@ class SampledSoftmaxLoss(keras.losses.Loss):
                 "`keras.losses.SparseCategoricalCrossentropy("
                 "from_logits=True)`."
             )
-        layer, is_training = origin
+        layer, is_training, ahead = origin
         labels = _labels(y_true, y_pred, layer)
-        losses = layer.sampled_losses if is_training else layer.full_losses
-        flat = losses(
-            tf.reshape(labels, [-1]),
-            tf.reshape(y_pred, [-1, y_pred.shape[-1]]),
-        )
+        labels = tf.reshape(labels, [-1])
+        flat = tf.reshape(y_pred, [-1, y_pred.shape[-1]])
+        if is_training:
+            flat = layer.sampled_losses(labels, flat, ahead)
+        else:
+            flat = layer.full_losses(labels, flat)
         flat = tf.reshape(flat, tf.shape(y_pred)[:-1])
         return tf.ensure_shape(flat, y_pred.shape[:-1])
 

@@ -116,7 +116,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         self.partition_group = partition_group
         self.architecture = architecture
         self.table = None
-        # Rows of the next calls, where they were gathered with other tables'.
+        # Rows of the call that is under way, where they were gathered with
+        # other tables'.
         self.ahead = collections.deque()
         if weights is not None:
             self.build()
