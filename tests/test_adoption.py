@@ -1,5 +1,7 @@
 """What `fit` reads on several processes: as stock Keras reads it on one."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -73,3 +75,78 @@ def test_arrays_are_shuffled_alike_and_anew_in_each_epoch(cluster):
     for ours, theirs in zip(first, second, strict=True):
         assert sorted(ours + theirs) == list(range(32))
     assert first[0] != first[1] != first[2]
+
+
+class Sides(keras.Model):
+    """Ten times the first input, and the second, of any structure."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = keras.layers.Dense(1, use_bias=False)
+
+    def call(self, inputs):
+        first, *others = keras.tree.flatten(inputs)
+        self.add_loss(keras.ops.mean(keras.ops.square(self.scale(first))))
+        return sum((10 * keras.ops.sum(x, 1) for x in others), first[:, 0])
+
+
+def structures():
+    """Inputs without labels, in each structure that Keras takes."""
+    a = np.arange(8, dtype="float32").reshape(8, 1)
+    b = a + 100
+    return {
+        "list": [a, b],
+        "list of one": [a],
+        "dict of one": {"a": a},
+        "nested": {"a": [a, b], "c": (b,)},
+    }
+
+
+def without_labels(strategy=None):
+    """What a model gives for inputs alone, in each way of giving them."""
+    results = {}
+    scope = strategy.scope if strategy else contextlib.nullcontext
+    size = strategy.size if strategy else 1
+    for kind, x in structures().items():
+        sides = Sides()
+        sides.scale.kernel_initializer = keras.initializers.Constant(0.5)
+        with scope():
+            sides.compile(keras.optimizers.SGD(0.01))
+        # A dataset has no lists, and takes a tuple for labels and weights.
+        of_tuples = keras.tree.lists_to_tuples(x)
+        dataset = tf.data.Dataset.from_tensor_slices((of_tuples,)).batch(4)
+        whole_batches = dataset.take(1)
+        if size > 1:
+            whole_batches = strategy.shard(whole_batches)
+        options = {"verbose": 0}
+        results[kind] = [
+            sides.predict(x, batch_size=4, **options),
+            sides.predict(dataset, **options),
+            sides.predict(whole_batches, **options),
+            sides.predict_on_batch(x),
+            sides.evaluate(x, batch_size=4, **options),
+            sides.evaluate(dataset, **options),
+            sides.fit(
+                x, batch_size=4, shuffle=False, epochs=2, **options
+            ).history["loss"],
+            sides.fit(dataset, shuffle=False, **options).history["loss"],
+            sides.train_on_batch(x),
+            sides.test_on_batch(x),
+            sides.get_weights()[0],
+        ]
+    return results
+
+
+def without_labels_on_ranks():
+    return without_labels(ks.HybridStrategy(prefetch=True))
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_inputs_without_labels_keep_their_structure(cluster, engine):
+    expected = without_labels()
+    for found in cluster(engine, 2).run(without_labels_on_ranks):
+        for kind, values in expected.items():
+            for index, value in enumerate(values):
+                np.testing.assert_allclose(
+                    found[kind][index], value, 1e-5, err_msg=f"{kind} {index}"
+                )

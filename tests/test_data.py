@@ -25,6 +25,9 @@ def _structures():
     return {
         "array": x,
         "tuple": (x, np.arange(5)),
+        "tuple of one": (x,),
+        "pair without labels": ((x, np.arange(5)),),
+        "pair with labels": ((x, np.arange(5)), np.arange(5)),
         "dict": {"a": x, "b": (np.arange(5), np.array(list("abcde")))},
         "none": (x, None),
         "optional": (x, tf.experimental.Optional.empty(None)),
@@ -77,6 +80,7 @@ def test_parts_of_a_dataset_are_the_dataset(kind, size):
         assert _joined(each) == _listed(whole)
     for part in parts:
         assert part.cardinality() == 2
+        tf.nest.assert_same_structure(part.element_spec, batches.element_spec)
         for spec in tf.nest.flatten(part.element_spec):
             if getattr(spec, "shape", None) is not None:
                 assert spec.shape[0] is None

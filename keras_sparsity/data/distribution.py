@@ -105,9 +105,12 @@ def split_batches(dataset, rank, size, fingerprints=None):
         "deterministic": True if is_tuned else None,
     }
 
+    # `map` hands over the entries of a tuple, of a tuple of one too.
+    is_tuple = type(dataset.element_spec) is tuple
+
     @tf.autograph.experimental.do_not_convert
     def split(*element):
-        batch = element if len(element) > 1 else element[0]
+        batch = element if is_tuple else element[0]
         part = split_batch(batch, rank, size)
         if fingerprints is None:
             return part

@@ -48,8 +48,7 @@ def with_following(dataset):
     end = tf.data.Dataset.from_tensors(nothing)
 
     @tf.autograph.experimental.do_not_convert
-    def step(before, *element):
-        element = element if len(element) > 1 else element[0]
+    def step(before, element):
         inputs, _, _ = keras.utils.unpack_x_y_sample_weight(element)
         before = tf.nest.pack_sequence_as(element, before, True)
         return _flat(element), Followed(before, inputs)
