@@ -538,6 +538,106 @@ def test_saved_on_two_loaded_on_one_and_back(cluster, engine, tmp_path):
 # Loss scaling.
 
 
+# Regularizers and constraints.
+
+
+class OfBusiestColumn(keras.regularizers.L2):
+    def __call__(self, x):
+        return 0.1 * keras.ops.max(keras.ops.sum(keras.ops.square(x), axis=0))
+
+
+class OfColumns(keras.constraints.MaxNorm):
+    def __call__(self, w):
+        return w / keras.ops.maximum(1.0, keras.ops.norm(w, axis=0) / 0.3)
+
+
+class Positive(keras.constraints.NonNeg):
+    def __call__(self, w):
+        return keras.ops.abs(w) - keras.ops.min(w)
+
+
+class HasAnAxis(keras.constraints.Constraint):
+    axis = 1
+
+    def __call__(self, w):
+        return w - keras.ops.mean(w, axis=0)
+
+
+class Halved(keras.regularizers.L2):
+    """Adds up as L2 does, which it is."""
+
+    def __init__(self, l2):
+        super().__init__(l2 / 2)
+
+
+OF_THE_WHOLE = {
+    "embeddings_regularizer": [
+        OfBusiestColumn(0.1),
+        keras.regularizers.OrthogonalRegularizer(0.1),
+        lambda x: 0.1 * keras.ops.max(x),
+    ],
+    "embeddings_constraint": [
+        OfColumns(0.3, axis=1),
+        Positive(),
+        HasAnAxis(),
+        keras.constraints.MaxNorm(0.3),
+        lambda w: w / 2,
+    ],
+}
+
+
+def regularize_and_constrain():
+    """Errors of what needs a whole table, and weights trained without one."""
+    errors = []
+    for name, values in OF_THE_WHOLE.items():
+        for value in values:
+            with pytest.raises(ValueError, match="architecture=") as error:
+                compile_here(
+                    pooled_model(ks.layers.ShardedEmbedding, **{name: value})
+                )
+            errors.append(str(error.value))
+    spread = pooled_model(ks.layers.ShardedEmbedding)
+    compile_here(spread, keras.optimizers.SGD(0.5))
+    variable = spread.layers[1].table.variable
+    for attribute in ("regularizer", "constraint"):
+        for value in OF_THE_WHOLE[f"embeddings_{attribute}"]:
+            with pytest.raises(ValueError, match="architecture="):
+                setattr(variable, attribute, value)
+    variable.regularizer = Halved(0.2)
+    variable.constraint = keras.constraints.MaxNorm(0.03, axis=1)
+    fit(spread)
+    whole = pooled_model(
+        ks.layers.ShardedEmbedding,
+        embeddings_regularizer=OfBusiestColumn(0.1),
+        embeddings_constraint=OfColumns(0.3, axis=1),
+        architecture="allreduce",
+    )
+    compile_here(whole, keras.optimizers.SGD(0.5))
+    fit(whole)
+    return errors, [model.get_weights() for model in (spread, whole)]
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_what_needs_the_whole_table_is_refused(cluster, engine):
+    expected = [
+        one_process(
+            keras.optimizers.SGD(0.5),
+            embeddings_regularizer=Halved(0.2),
+            embeddings_constraint=keras.constraints.MaxNorm(0.03, axis=1),
+        )[1],
+        one_process(
+            keras.optimizers.SGD(0.5),
+            embeddings_regularizer=OfBusiestColumn(0.1),
+            embeddings_constraint=OfColumns(0.3, axis=1),
+        )[1],
+    ]
+    for errors, trained in cluster(engine, 2).run(regularize_and_constrain):
+        assert len(errors) == 8
+        for ours, theirs in zip(trained, expected, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 def overflow_in_one_row():
     """A gradient that overflows in row 1 alone, which one rank owns."""
     keras.config.set_dtype_policy("mixed_float16")

@@ -13,8 +13,6 @@ from keras_sparsity import checks
 # `keras.layers.Embedding` draws from the same initializer.
 BLOCK_ELEMENTS = 1 << 22
 
-_FAN_BASED = keras.initializers.VarianceScaling
-
 
 def draw(initializer, shape, dtype, rows):
     """Values of some rows of a table.
@@ -63,24 +61,17 @@ def _evaluate(initializer, shape, dtype):
 
 def _by_blocks(initializer, shape):
     """Function block -> initializer of that block, or None if impossible."""
-    if isinstance(
-        initializer, (keras.initializers.Zeros, keras.initializers.Ones)
-    ):
+    if _draws_as(initializer, ("Zeros", "Ones")):
         return lambda block: initializer
-    if isinstance(initializer, keras.initializers.Constant) and (
+    if _draws_as(initializer, ("Constant",)) and (
         np.ndim(initializer.value) == 0
     ):
         return lambda block: initializer
     elementwise = initializer
-    if isinstance(initializer, _FAN_BASED):
+    if _draws_as(initializer, ("VarianceScaling",)):
         elementwise = _with_fan_of(initializer, shape)
-    if not isinstance(
-        elementwise,
-        (
-            keras.initializers.RandomNormal,
-            keras.initializers.RandomUniform,
-            keras.initializers.TruncatedNormal,
-        ),
+    if not _draws_as(
+        elementwise, ("RandomNormal", "RandomUniform", "TruncatedNormal")
     ):
         return None
     config = elementwise.get_config()
@@ -95,6 +86,15 @@ def _by_blocks(initializer, shape):
         return type(elementwise).from_config(config)
 
     return block_initializer
+
+
+def _draws_as(initializer, names):
+    """Whether it draws by the code of one of Keras's initializers.
+
+    A subclass may draw each element by where it is.
+    """
+    kinds = [getattr(keras.initializers, name) for name in names]
+    return any(type(initializer).__call__ is kind.__call__ for kind in kinds)
 
 
 def _with_fan_of(initializer, shape):

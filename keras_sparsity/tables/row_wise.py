@@ -58,32 +58,52 @@ class SpreadRegularizer(keras.regularizers.Regularizer):
         return attach(tf.convert_to_tensor(variable.value), total, values)
 
 
+_ADDS_UP = tuple(
+    getattr(keras.regularizers, name) for name in ("L1", "L2", "L1L2")
+)
+_BY_ROWS = tuple(
+    getattr(keras.constraints, name)
+    for name in ("MaxNorm", "MinMaxNorm", "UnitNorm")
+)
+_INSTEAD = (
+    'With architecture="allreduce", given to the layer or the strategy, every '
+    "process has the whole table, which takes any."
+)
+
+
 def check_acts_on_rows(owner_name, regularizer, constraint):
     """Raises unless both act on each row by itself."""
-    by_elements = (
-        keras.regularizers.L1,
-        keras.regularizers.L2,
-        keras.regularizers.L1L2,
-    )
-    if regularizer is not None and not isinstance(regularizer, by_elements):
+    if regularizer is not None and not _computes_as(regularizer, _ADDS_UP):
         raise ValueError(
-            f"'{owner_name}': a table that is spread over processes takes the "
-            "regularizers L1, L2 and L1L2, which add up over its rows. "
-            f"Received: {regularizer}."
+            f"'{owner_name}': a table that is spread over processes takes "
+            "Keras's regularizers L1, L2 and L1L2, which add up over its rows, "
+            "and no subclass that computes something else. "
+            f"Received: {regularizer}. {_INSTEAD}"
         )
     if not acts_on_rows(constraint):
         raise ValueError(
             f"'{owner_name}': a table that is spread over processes takes "
-            "constraints that act on each row by itself: NonNeg, or MaxNorm, "
-            "MinMaxNorm and UnitNorm with axis=1. "
-            f"Received: {constraint} with "
-            f"axis={getattr(constraint, 'axis', None)}."
+            "Keras's constraints that act on each row by itself: NonNeg, or "
+            "MaxNorm, MinMaxNorm and UnitNorm with axis=1; and no subclass "
+            f"that computes something else. Received: {constraint} with "
+            f"axis={getattr(constraint, 'axis', None)}. {_INSTEAD}"
         )
 
 
 def acts_on_rows(constraint):
     """Whether a constraint, or None, changes each row of a table by itself."""
-    if constraint is None or isinstance(constraint, keras.constraints.NonNeg):
+    if constraint is None or _computes_as(
+        constraint, (keras.constraints.NonNeg,)
+    ):
         return True
     axis = getattr(constraint, "axis", None)
-    return axis in (1, -1, [1], (1,), [-1], (-1,))
+    is_of_rows = axis in (1, -1, [1], (1,), [-1], (-1,))
+    return is_of_rows and _computes_as(constraint, _BY_ROWS)
+
+
+def _computes_as(thing, kinds):
+    """Whether it is called as one of these classes is: by their own code.
+
+    A subclass may add another `__init__` or `get_config`.
+    """
+    return any(type(thing).__call__ is kind.__call__ for kind in kinds)

@@ -143,8 +143,7 @@ class ShardedTable:
             self, dtype=dtype, trainable=trainable, name=name
         )
         self.variable.constraint = constraint
-        if not self.is_sharded:
-            self.variable.regularizer = regularizer
+        self.variable.regularizer = regularizer
 
     @property
     def is_sharded(self):
@@ -228,14 +227,9 @@ class ShardedTable:
         """
         if layout is not None:
             self.check_can_be_spread()
-        if self.regularizer is not None:
-            self.variable.regularizer = (
-                self.regularizer
-                if layout is None
-                else row_wise.SpreadRegularizer(self, self.regularizer)
-            )
         touches.discard(self.variable)
         self.layout = layout
+        self.variable.regularizer = self.regularizer
         if layout is None:
             self.partitions = []
             return storage(rows[0], self.variable)
@@ -253,6 +247,23 @@ class ShardedTable:
         row_wise.check_acts_on_rows(
             self.owner_name, self.regularizer, self.constraint
         )
+
+    def use_regularizer(self, regularizer):
+        """Takes another regularizer; returns that of its variable."""
+        if self.is_sharded:
+            row_wise.check_acts_on_rows(self.owner_name, regularizer, None)
+        self.regularizer = regularizer
+        if regularizer is None or not self.is_sharded:
+            return regularizer
+        return row_wise.SpreadRegularizer(self, regularizer)
+
+    def use_constraint(self, constraint):
+        """Takes another constraint."""
+        if self.is_sharded:
+            row_wise.check_acts_on_rows(self.owner_name, None, constraint)
+        self.constraint = constraint
+        for partition in self.partitions:
+            partition.constraint = constraint
 
     def _place(self, communicator, architecture):
         """Takes its architecture, once all ranks are seen to agree."""

@@ -50,6 +50,26 @@ class TableVariable(keras.Variable):
     def is_built(self):
         return self._value is not None
 
+    # Both may be set at any time, as of every Keras variable.
+
+    @property
+    def regularizer(self):
+        return super().regularizer
+
+    @regularizer.setter
+    def regularizer(self, value):
+        value = self.table.use_regularizer(value)
+        keras.Variable.regularizer.fset(self, value)
+
+    @property
+    def constraint(self):
+        return super().constraint
+
+    @constraint.setter
+    def constraint(self, value):
+        self.table.use_constraint(value)
+        keras.Variable.constraint.fset(self, value)
+
     def use(self, value):
         """Takes a new `tf.Variable` as its value."""
         self._value = value
@@ -61,7 +81,10 @@ class TableVariable(keras.Variable):
         return np.asarray(self.numpy(), dtype=dtype)
 
     def assign(self, value):
-        self.table.assign(value)
+        if tf.is_tensor(value) and not self.table.is_sharded:
+            self.assign_whole(value)  # also in a step, as a constraint does
+        else:
+            self.table.assign(value)
         return self
 
     def assign_whole(self, value):
