@@ -1,9 +1,25 @@
 """Arguments that are not what they must be: errors that say what to pass."""
 
+import os
+
 import numpy as np
 import tensorflow as tf
 
 ARCHITECTURES = ("ps", "allgather", "allreduce")
+
+
+_MOST_CHARACTERS = 400
+
+
+def spell(value):
+    """A value for a message: its `repr`, where it has a short one."""
+    try:
+        text = repr(value)
+    except Exception as error:  # whatever an object's own method raises
+        return f"<its repr fails with {type(error).__name__}>"
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS]}..."
+    return text
 
 
 def check(is_valid, name, value, expected):
@@ -17,7 +33,7 @@ def check(is_valid, name, value, expected):
     """
     if not is_valid:
         raise ValueError(
-            f"`{name}` must be {expected}. Received: {name}={value!r} "
+            f"`{name}` must be {expected}. Received: {name}={spell(value)} "
             f"(of type {type(value).__name__})."
         )
 
@@ -71,6 +87,15 @@ def optional_string(name, value):
     check(is_valid, name, value, "None or a string")
 
 
+def path(name, value, expected):
+    """Checks for a path, as a string or an `os.PathLike` of one."""
+    is_path = isinstance(value, (str, os.PathLike))
+    is_valid = is_path and isinstance(os.fspath(value), str)
+    # None of the system's calls takes the others.
+    is_valid = is_valid and os.fspath(value) and "\0" not in os.fspath(value)
+    check(is_valid, name, value, expected)
+
+
 def processes(name, value):
     """Checks for `Collectives`, or what stands for them in a test."""
     check(
@@ -88,7 +113,7 @@ def tensor(name, value, expected):
         return tf.convert_to_tensor(value)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"`{name}` must be {expected}. Received: {name}={value!r} "
+            f"`{name}` must be {expected}. Received: {name}={spell(value)} "
             f"(of type {type(value).__name__}), of which TensorFlow makes no "
             f"tensor: {error}"
         ) from error
@@ -107,6 +132,6 @@ def keras_object(name, value, get, expected):
         return get(value)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"`{name}` must be {expected}. Received: {name}={value!r} "
+            f"`{name}` must be {expected}. Received: {name}={spell(value)} "
             f"(of type {type(value).__name__}). Keras says: {error}"
         ) from error

@@ -2,6 +2,7 @@
 
 import json
 import random
+import reprlib
 
 import keras
 import numpy as np
@@ -31,8 +32,34 @@ def host_states():
     return json.dumps([random.getstate(), [kind, keys.tolist(), *rest]])
 
 
+def parsed(text):
+    """Python's and NumPy's random states from the text of `host_states`.
+
+    Raises:
+        ValueError: if the text is not such a one. NumPy would read beyond
+            its state's end for a position that is not in it.
+    """
+    try:
+        (version, internal, gauss), numpy_state = json.loads(text)
+        kind, keys, position, has_gauss, next_gauss = numpy_state
+        if kind != "MT19937" or len(keys) != 624 or not 0 <= position <= 624:
+            raise ValueError("NumPy's is no state of its MT19937")
+        random.Random().setstate((version, tuple(internal), gauss))
+        numpy_state = (kind, keys, position, has_gauss, float(next_gauss))
+        np.random.RandomState(0).set_state(numpy_state)
+    except (
+        *(ValueError, TypeError, KeyError, OverflowError),
+        RecursionError,
+    ) as error:
+        raise ValueError(
+            "the random states are damaged: "
+            f"{type(error).__name__}: {reprlib.repr(str(error))}"
+        ) from error
+    return (version, tuple(internal), gauss), numpy_state
+
+
 def set_host_states(text):
     """Takes back what `host_states` gave."""
-    (version, internal, gauss), numpy_state = json.loads(text)
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(tuple(numpy_state))
+    python_state, numpy_state = parsed(text)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)

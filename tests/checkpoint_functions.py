@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+import time
 
 import keras
 import numpy as np
@@ -228,6 +229,58 @@ def fail_to_write(directory):
             (resource.RLIM_INFINITY, resource.RLIM_INFINITY),
         )
     return before, folder.complete(directory), outcome
+
+
+def save_spoiled(directory):
+    """Saves a table before and after rank 1's part of it is spoiled."""
+    model = build(dropout=0.0)
+    x, y = arrays()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    communicator = ks.collectives.current()
+    spoiled = None
+    for step in (1, 2):
+        position = {"epoch": 0, "step": step}
+        spoiled = storage.save(model, directory, position, communicator, keep=2)
+        if communicator.rank == 1:
+            table = next(
+                e for e in state.entries(model) if e.layout and e.parts(1)
+            )
+            table.variable.assign(table.variable * np.nan)
+    return folder.complete(directory), spoiled
+
+
+def fail_on_rank_1():
+    """How an error of rank 1 is told: its kind, the message, what is raised."""
+    communicator = ks.collectives.current()
+    told = []
+    for kind in (ZeroDivisionError, UnicodeError, PermissionError):
+
+        def fail(kind=kind):
+            if communicator.rank == 1:
+                raise kind("the cause")
+
+        try:
+            storage.on_all_ranks(communicator, "do it", fail)
+        except Exception as error:
+            cause = type(error.__cause__ or error).__name__
+            is_here = communicator.rank == 1
+            told.append(
+                (
+                    cause if is_here else kind.__name__,
+                    str(error),
+                    type(error).__name__,
+                )
+            )
+    return told
+
+
+def try_to_train(directory):
+    """The error of a `fit` in a directory, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        train(directory)
+    except OSError as error:
+        return str(error), time.monotonic() - start
 
 
 def peak_memory(directory, num_rows, dim):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import keras_sparsity as ks
-from keras_sparsity.checkpoint import folder, state, storage
+from keras_sparsity.checkpoint import folder, index, state, storage
 from tests import checkpoint_functions as functions
 from tests.conftest import engines
 
@@ -427,18 +427,140 @@ def test_another_model_is_refused(checkpoints):
         functions.train(checkpoints, optimizer="sgd")
 
 
-def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
-    class Spoil(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            if self.model.optimizer.iterations > 20:
-                self.model.layers[-1].bias.assign([np.nan] * 3)
+class Spoil(keras.callbacks.Callback):
+    """Gives the model's last bias a value before a step."""
 
-    functions.train(
-        tmp_path, callbacks=[Spoil(), keras.callbacks.TerminateOnNaN()]
-    )
+    def __init__(self, step, value=np.nan, logs=None):
+        super().__init__()
+        self._step = step
+        self._value = value
+        self._logs = logs or {}
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.model.optimizer.iterations == self._step:
+            self.model.layers[-1].bias.assign([self._value] * 3)
+
+    def on_train_batch_end(self, batch, logs=None):
+        logs.update(self._logs)
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs.update(self._logs)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_state_that_is_not_finite_is_not_saved(tmp_path, caplog, value):
+    spoil = Spoil(20, value)
+    functions.train(tmp_path, callbacks=[spoil])
+    # The end of the second epoch, of 8 steps, and two more.
+    assert folder.complete(tmp_path) == [
+        folder.name_of(2, 0),
+        folder.name_of(2, 3),
+    ]
+    (said,) = [r.message for r in caplog.records if "nothing" in r.message]
+    assert "one to go on from: epoch-00002-step-0000003" in said
     model = functions.build()
     ks.callbacks.ShardedCheckpoint(tmp_path).restore(model)
     assert all(np.isfinite(w).all() for w in model.get_weights())
+
+
+def test_finite_weights_are_saved_whatever_the_loss(tmp_path, caplog):
+    """As of a step that mixed precision leaves out."""
+    spoil = Spoil(-1, logs={"loss": np.float32("nan")})
+    functions.train(tmp_path, epochs=1, callbacks=[spoil])
+    assert folder.complete(tmp_path)[-1] == folder.name_of(1, 0)
+    assert not [r for r in caplog.records if "nothing" in r.message]
+
+
+def test_a_step_that_spoils_the_weights_is_not_saved(tmp_path):
+    """Its own loss was finite: that of the weights before it."""
+
+    class SpoilAfter(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if self.model.optimizer.iterations == 6:
+                self.model.layers[-1].bias.assign([np.nan] * 3)
+
+    functions.train(tmp_path, epochs=1, callbacks=[SpoilAfter()])
+    assert folder.complete(tmp_path) == [folder.name_of(0, 3)]
+
+
+def test_a_spoiled_part_of_a_table_is_not_saved(cluster, tmp_path):
+    """The rows are rank 1's alone."""
+    for saved, spoiled in cluster("native", 2).run(
+        functions.save_spoiled, tmp_path
+    ):
+        assert saved == [folder.name_of(0, 1)]
+        assert "embeddings" in spoiled
+
+
+LOGS = {
+    "float32": np.float32(0.1),
+    "int64": np.int64(3),
+    "bool": np.bool_(True),
+    "scalar": np.array(0.5),
+    "array": np.arange(3),
+    "tensor": keras.ops.convert_to_tensor(2.5),
+    "bfloat16": keras.ops.ones((), "bfloat16"),
+    "text": np.str_("words"),
+    "nested": {"list": [np.float64(1), (np.int8(2),)]},
+    "none": None,
+}
+
+
+def test_logs_with_numbers_of_any_kind_are_saved(tmp_path):
+    def kept():
+        return functions.train(
+            tmp_path, epochs=2, callbacks=[Spoil(-1, logs=LOGS)]
+        )
+
+    once, again = kept(), kept()
+    assert len(once[3]["loss"]) == len(again[3]["loss"]) == 2
+    for name, value in LOGS.items():
+        expected = {
+            "nested": {"list": [1.0, [2]]},
+            "array": [0, 1, 2],
+            "bfloat16": 1.0,
+            "tensor": 2.5,
+        }.get(name, value)
+        assert again[3][name] == [expected] * 2, name
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), b"bytes", 1j, {3: 4}, Unspeakable(), lambda: 1, [[object()]]],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_kept_is_named(tmp_path, value):
+    with pytest.raises(ValueError, match="history.*'mine'.*Received") as error:
+        functions.train(
+            tmp_path, epochs=1, callbacks=[Spoil(-1, logs={"mine": value})]
+        )
+    assert "Leave it out" in str(error.value)
+
+
+def test_an_error_on_one_rank_reaches_all_with_its_cause(cluster):
+    others, failing = cluster("native", 2).run(functions.fail_on_rank_1)
+    for kind, told, _ in others:
+        assert f"Could not do it. rank 1: {kind}: " in told
+        assert "rank 0" not in told
+    assert [error for *_, error in others] == [
+        *("RuntimeError", "ValueError", "OSError")
+    ]
+    # Where it is no error of writing, with the line that raised it.
+    assert all("in fail\n" in told for _, told, _ in others[:2])
+    assert failing == [
+        ("ZeroDivisionError", "the cause", "ZeroDivisionError"),
+        ("UnicodeError", "the cause", "UnicodeError"),
+        (
+            "PermissionError",
+            "Could not do it. rank 1: PermissionError: the cause.",
+            "OSError",
+        ),
+    ]
 
 
 def test_only_in_a_scope_only_one_and_only_where_there_is_none(checkpoints):
@@ -471,7 +593,7 @@ def test_reads_the_first_format():
         expected = json.load(file)
     model = functions.build()
     path = ks.callbacks.ShardedCheckpoint(directory).restore(model)
-    assert folder.read_index(path)["format_version"] == 1
+    assert index.read(path)["format_version"] == 1
     found = [*model.get_weights(), *model.optimizer.state()]
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_array_equal(np.float32(one), np.float32(other))

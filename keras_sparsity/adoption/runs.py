@@ -37,9 +37,16 @@ class Runs(Binding):
         callbacks = self._callbacks(arguments.get("callbacks"))
         self._add_auto_architecture(callbacks)
         arguments["callbacks"] = callbacks
-        order_seed = distribution.next_order_seed()
         callbacks = getattr(callbacks, "callbacks", callbacks)
         checkpoint = sharded_checkpoint.among(callbacks)
+        try:
+            return self._fit(arguments, callbacks, checkpoint)
+        finally:
+            if checkpoint:
+                checkpoint.end()
+
+    def _fit(self, arguments, callbacks, checkpoint):
+        order_seed = distribution.next_order_seed()
         if checkpoint:
             arguments["initial_epoch"] = checkpoint.begin(
                 self._model, callbacks, arguments

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 import logging
 import math
 import os
@@ -14,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import checks, collectives, compat, random_states
-from keras_sparsity.checkpoint import storage
+from keras_sparsity.checkpoint import folder, lock, storage
 from keras_sparsity.checkpoint.replay import replay
 
 # What Keras's own callbacks have learnt in training: Keras 3.5 to 3.15. Their
@@ -48,6 +47,14 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     own callbacks, TensorFlow's stateful random operations) starts anew, and
     `EarlyStopping(restore_best_weights=True)` has no weights from before.
 
+    While the model's weights have NaN, or are infinite and the loss is no
+    number, nothing is written, and rank 0 says so once: the latest checkpoint
+    stays the one to go on from.
+
+    The kernel keeps a second training out of the directory until this one
+    has ended, however it does. A checkpoint may come from someone else: what
+    is read is compared with the model first, and no code of it is run.
+
     The input's position is found by reading it once more up to there. Its
     order must be the same: seed it (`keras.utils.set_random_seed`), or start
     the processes by `keras-sparsity run --max-restarts`, which keeps the
@@ -58,17 +65,19 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             each `fit`.
         every_steps: save after so many steps, too; a multiple of
             `steps_per_execution` is kept best.
-        every_seconds: save after so many seconds, too. A checkpoint is always
-            made at the end of each epoch and of the training.
+        every_seconds: save after so many seconds, too. A checkpoint is made
+            at the end of each epoch and of the training, too.
         keep: how many of the latest complete checkpoints to keep.
         resume: whether to go on from the latest one. If False, the directory
             must have none.
 
     Raises:
         OSError: on every rank, if a rank cannot write (a full disk): training
-            ends, earlier checkpoints stay.
+            ends, earlier checkpoints stay. Also if another training holds
+            the directory.
         ValueError: on every rank, if the latest checkpoint is damaged or of
-            another model.
+            another model, or if `logs` have what is neither a number, a string
+            nor an array, list or dict of them.
 
     Example:
 
@@ -86,6 +95,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         resume=True,
     ):
         super().__init__()
+        checks.path("directory", directory, "the path of a folder")
         self.directory = os.fspath(directory)
         if every_steps is not None:
             checks.positive_integer("every_steps", every_steps, ", or None")
@@ -99,6 +109,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.resume = resume
         self._collectives = None
         self._found = None
+        self._lock = contextlib.ExitStack()
 
     def restore(self, model):
         """Gives a model the state of the latest checkpoint, without training.
@@ -147,6 +158,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             The epoch in which `fit` is to begin.
         """
         self._collectives = model.distribute_strategy.collectives
+        self._lock_directory()
         self._check_directory()
         first = arguments.get("initial_epoch", 0)
         self._others = [c for c in callbacks if c is not self]
@@ -154,7 +166,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._first = self._epoch = first
         self._steps = 0
         self._logs = {}
-        found = storage.latest(self.directory, self._collectives)
+        self._said_spoiled = False
+        found = storage.latest(self.directory, self._collectives, True)
         if not found:
             return first
         if not self.resume:
@@ -166,6 +179,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._path, index = found
         self._index = index
         self._found = position = index["position"]
+        _check_learnt(position["callbacks"], self._path)
         if position["epoch"] < first:
             raise ValueError(
                 f"The latest checkpoint in {self.directory} is of epoch "
@@ -181,6 +195,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         has_ended = position["has_stopped"] or position["epoch"] >= epochs
         self._say_resuming(position, has_ended)
         return max(epochs, position["epoch"]) if has_ended else self._latest[0]
+
+    def end(self):
+        """Lets other trainings have the directory, when `fit` has ended."""
+        self._lock.close()
 
     def order_seed(self, seed):
         """The seed of the order of arrays: that of the first run.
@@ -199,6 +217,20 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """Takes what `fit` is going to draw batches from."""
         self._epoch_iterator = epoch_iterator
 
+    def _together(self, attempt):
+        what = f"use the directory {self.directory} for checkpoints"
+        return storage.on_all_ranks(self._collectives, what, attempt)
+
+    def _lock_directory(self):
+        """Raises, on every rank, if another training has the directory."""
+
+        def take():
+            if self._collectives.rank == 0:
+                os.makedirs(self.directory, exist_ok=True)
+                self._lock.enter_context(lock.locked(self.directory))
+
+        self._together(take)
+
     def _check_directory(self):
         """Raises, on every rank, if one cannot write, or sees another one."""
         communicator = self._collectives
@@ -206,7 +238,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
         def write():
             os.makedirs(self.directory, exist_ok=True)
-            with open(probe, "w"):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(probe)
+            with open(probe, "x"):  # not what a link points to
                 pass
 
         def find():
@@ -217,14 +251,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                     "folder that all machines share"
                 )
 
-        together = functools.partial(
-            storage.on_all_ranks,
-            communicator,
-            f"use the directory {self.directory} for checkpoints",
-        )
         try:
-            together(write)
-            together(find)
+            self._together(write)
+            self._together(find)
             communicator.barrier(name="checkpoint/probed")
         finally:
             with contextlib.suppress(OSError):
@@ -338,26 +367,51 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def _save(self, epoch, step=0):
         if (epoch, step) == self._latest:
             return
-        loss = (self._logs or {}).get("loss", 0.0)
-        if not np.all(np.isfinite(loss)):
-            return  # what is on disk is worth more
+        history = self.model.history
         position = {
             "epoch": epoch,
             "step": step,
             "has_stopped": bool(self.model.stop_training),
             "seed": compat.global_seed(),
             "order_seed": self._order_seed,
-            "history": [self.model.history.epoch, self.model.history.history],
+            "history": [history.epoch, history.history],
             "callbacks": [
                 [type(callback).__name__, _learnt(callback)]
                 for callback in self._others
             ],
         }
-        storage.save(
-            self.model, self.directory, position, self._collectives, self.keep
+        loss = (self._logs or {}).get("loss")
+        spoiled = storage.save(
+            self.model,
+            self.directory,
+            position,
+            self._collectives,
+            self.keep,
+            is_doubtful=not _is_finite(loss),
         )
-        self._latest = epoch, step
         self._count_from_here()
+        if spoiled is None:
+            self._latest = epoch, step
+        else:
+            self._say_spoiled(spoiled, loss)
+
+    def _say_spoiled(self, weight, loss):
+        if self._said_spoiled or self._collectives.rank != 0:
+            return
+        self._said_spoiled = True
+        latest = "none so far"
+        if self._latest is not None:
+            latest = folder.name_of(*self._latest)
+        logging.getLogger(__name__).warning(
+            "ShardedCheckpoint writes nothing while weights have NaN or "
+            "infinity, and '%s' has; the loss is %s. The latest checkpoint in "
+            "%s stays the one to go on from: %s. To end such a training, use "
+            "`keras.callbacks.TerminateOnNaN`.",
+            weight,
+            checks.spell(loss),
+            self.directory,
+            latest,
+        )
 
     # Resuming.
 
@@ -379,7 +433,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             # Of several of a class, in their order; rank 0 may have more.
             for number, (kind, learnt) in enumerate(saved):
                 if kind == type(callback).__name__:
-                    vars(callback).update(learnt)
+                    # None: nothing learnt yet.
+                    vars(callback).update(
+                        {n: v for n, v in learnt.items() if v is not None}
+                    )
                     del saved[number]
                     break
         self._found = None
@@ -398,7 +455,33 @@ def among(callbacks):
 
 
 def _learnt(callback):
-    """JSON-able state of one of Keras's callbacks."""
+    """What one of Keras's callbacks has learnt: dict by attribute."""
     names = _LEARNT.get(type(callback).__name__, ())
-    values = {n: vars(callback)[n] for n in names if n in vars(callback)}
-    return {n: getattr(v, "item", lambda v=v: v)() for n, v in values.items()}
+    return {n: vars(callback)[n] for n in names if n in vars(callback)}
+
+
+def _check_learnt(saved, path):
+    """Raises where a checkpoint has more than callbacks learn in training.
+
+    It may be someone else's: settings, such as the path to which a callback
+    writes, are the script's own.
+    """
+    for kind, learnt in saved:
+        for name, value in learnt.items():
+            is_value = value is None or isinstance(value, (int, float))
+            if name not in _LEARNT.get(kind, ()) or not is_value:
+                raise ValueError(
+                    f"The checkpoint {path} would set {kind}.{name} to "
+                    f"{checks.spell(value)}, which no {kind} learns in "
+                    "training: it is damaged, or made to do harm. Use another."
+                )
+
+
+def _is_finite(loss):
+    """Whether a loss, as it is in `logs`, is a finite number, or not there."""
+    if loss is None:
+        return True
+    try:
+        return bool(np.all(np.isfinite(np.asarray(loss, "float64"))))
+    except (TypeError, ValueError):  # of a `train_step` that logs others
+        return True

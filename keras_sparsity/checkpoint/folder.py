@@ -13,15 +13,11 @@ all its files are on disk: whatever has a name is complete.
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
+import stat
 
-FORMAT = "keras_sparsity checkpoint"
-# Of what is written. Every earlier one can be read (tests/data).
-FORMAT_VERSION = 1
-INDEX = "index.json"
 DENSE = "dense.h5"
 _NAME = re.compile(r"epoch-(\d+)-step-(\d+)")
 _CHUNK_BYTES = 1 << 20
@@ -29,6 +25,31 @@ _CHUNK_BYTES = 1 << 20
 
 def rank_file(rank):
     return f"rank-{rank:05d}.h5"
+
+
+def files(num_processes):
+    """Names of the files of a checkpoint, but for its index."""
+    return [DENSE, *map(rank_file, range(num_processes))]
+
+
+def opened(path, flags=os.O_RDONLY, mode="rb"):
+    """An open file of a checkpoint's folder: a file of that folder itself.
+
+    Not what a link points to, and nothing that is read without an end.
+    """
+    try:
+        descriptor = os.open(
+            path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666
+        )
+    except OSError as error:
+        if os.path.islink(path):
+            raise OSError(f"{path} is a symbolic link") from error
+        raise
+    file = os.fdopen(descriptor, mode)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a regular file")
+    return file
 
 
 def name_of(epoch, step):
@@ -56,20 +77,14 @@ def partial(directory, name):
 def begin(directory, name):
     """Makes an empty folder to write in; removes what kills have left."""
     for other in os.listdir(directory):
-        if other.startswith(".epoch-") and other.endswith(".partial"):
+        if other.startswith(".epoch-") and ".partial" in other:
             shutil.rmtree(os.path.join(directory, other), ignore_errors=True)
     os.mkdir(partial(directory, name))
 
 
-def commit(directory, name, index, keep):
-    """Writes the index, gives the checkpoint its name, removes old ones."""
+def commit(directory, name, keep):
+    """Gives a checkpoint its name, when all is written; removes old ones."""
     path = partial(directory, name)
-    index = {"format": FORMAT, "format_version": FORMAT_VERSION, **index}
-    index["checksum"] = _checksum_of_index(index)
-    with open(os.path.join(path, INDEX), "w") as file:
-        json.dump(index, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
     _sync_folder(path)
     target = os.path.join(directory, name)
     if os.path.isdir(target):  # of an earlier training, to the same position
@@ -82,55 +97,35 @@ def commit(directory, name, index, keep):
             _discard(directory, old)
 
 
-def read_index(path):
-    """The index of a checkpoint.
-
-    Raises:
-        ValueError: if it is damaged, or of a later version.
-    """
-    file = os.path.join(path, INDEX)
-    try:
-        with open(file) as opened:
-            index = json.load(opened)
-        checksum = index.pop("checksum")
-        kind, version = index["format"], index["format_version"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"the index {file} cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    if kind == FORMAT and version > FORMAT_VERSION:
-        raise ValueError(
-            f"its format is version {version}, and this version of "
-            f"keras_sparsity reads up to {FORMAT_VERSION}: update it"
-        )
-    if kind != FORMAT or checksum != _checksum_of_index(index):
-        raise ValueError(f"the index {file} is damaged: its checksum is wrong")
-    return index
-
-
 def seal(path):
     """Has a file on disk; returns its size and checksum."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         os.fsync(file.fileno())
-        digest = hashlib.blake2b(digest_size=16)
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-        return {"bytes": file.tell(), "checksum": digest.hexdigest()}
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "checksum": _checksum(file),
+        }
 
 
 def damage(path, sealed):
     """What is wrong with a file; None if it is what `seal` has seen."""
     try:
-        found = seal(path)
+        with opened(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != sealed["bytes"]:
+                return f"{path} has {size} bytes in place of {sealed['bytes']}"
+            if _checksum(file) != sealed["checksum"]:
+                return f"{path} is damaged: its checksum is wrong"
     except OSError as error:
         return f"{path} cannot be read: {error}"
-    if found["bytes"] != sealed["bytes"]:
-        return (
-            f"{path} has {found['bytes']} bytes in place of {sealed['bytes']}"
-        )
-    if found["checksum"] != sealed["checksum"]:
-        return f"{path} is damaged: its checksum is wrong"
     return None
+
+
+def _checksum(file):
+    digest = hashlib.blake2b(digest_size=16)
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _discard(directory, name):
@@ -139,11 +134,6 @@ def _discard(directory, name):
     with contextlib.suppress(OSError):
         os.rename(os.path.join(directory, name), hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _checksum_of_index(index):
-    text = json.dumps(index, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _sync_folder(path):

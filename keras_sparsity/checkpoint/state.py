@@ -1,13 +1,16 @@
 """What the state of a training run consists of, and how it is stored."""
 
+import contextlib
 import dataclasses
 import math
+import os
 
 import h5py
 import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity.checkpoint import folder
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.layout import Layout
 from keras_sparsity.tables.table_variable import TableVariable
@@ -114,15 +117,142 @@ def write(group, name, variable, num_rows=None):
     shape = tuple(variable.shape)
     if num_rows is not None and shape:
         shape = (num_rows, *shape[1:])
-    stored = _STORED_AS.get(dtype, tf.as_dtype(dtype)).as_numpy_dtype
-    dataset = group.create_dataset(name, shape, stored)
-    if not shape:
-        dataset[()] = _to_stored(variable.value, dtype)
-        return
-    for start, stop in _blocks(shape, tf.as_dtype(dtype).size):
-        # Not a slice: reading a variable copies it whole after sparse writes.
-        rows = tf.gather(variable.value, tf.range(start, stop))
-        dataset[start:stop] = _to_stored(rows, dtype)
+    dataset = group.create_dataset(name, shape, _stored_dtype(dtype))
+    for place, values in _pieces(variable, shape):
+        dataset[place] = _to_stored(values, dtype)
+
+
+def spoiled(entries, rank, also_infinite):
+    """Name of one of the model's variables that is spoiled on this rank.
+
+    Args:
+        entries: what `entries` gave.
+        rank: this process's rank.
+        also_infinite: whether infinity counts, too, and not NaN alone.
+
+    Returns:
+        The name, or None.
+    """
+    for entry in entries:
+        is_float = tf.as_dtype(entry.dtype).is_floating
+        if entry.section != "model" or not is_float:
+            continue
+        for _, variable, num_rows in entry.parts(rank):
+            shape = entry.shape and (num_rows, *entry.shape[1:])
+            for _, values in _pieces(variable, shape):
+                values = tf.cast(values, tf.float32)
+                bad = tf.math.is_nan(values)
+                if also_infinite:
+                    bad = tf.logical_not(tf.math.is_finite(values))
+                if tf.reduce_any(bad):
+                    return entry.name
+    return None
+
+
+class Source:
+    """A checkpoint's HDF5 file, of which only the expected is read.
+
+    The file may be someone else's. Before anything is read or allocated, a
+    dataset must have the shape and the dtype of the variable it is for, and
+    hold all of its bytes in this file itself: not elsewhere, through a link, a
+    virtual dataset or external storage, and not in a filter's few bytes.
+    """
+
+    def __init__(self, path):
+        self._path = path
+        with folder.opened(path) as opened:
+            self._bytes = os.fstat(opened.fileno()).st_size
+
+    def __enter__(self):
+        with self._explained("/"):
+            self._file = h5py.File(self._path, "r")
+        return self
+
+    def __exit__(self, *exception):
+        self._file.close()
+
+    def dataset(self, names, shape, dtype):
+        """The dataset of a variable, or of one of its partitions.
+
+        Args:
+            names: of the groups in which it is, and its own.
+            shape: its expected shape; None for any number.
+            dtype: the variable's.
+
+        Raises:
+            ValueError: if it is not there, or another.
+        """
+        where = "/".join(names)
+        with self._explained(where):
+            *groups, name = names
+            group = self._file
+            for each in groups:
+                group = self._inside(group, each, h5py.Group, where)
+            found = self._inside(group, name, h5py.Dataset, where)
+            self._check_stored_here(found, where)
+            stored = np.dtype(_stored_dtype(dtype))
+            if found.dtype != stored:
+                self._refuse(where, f"is of {found.dtype} in place of {stored}")
+            shape = tuple(
+                size if expected is None else expected
+                for size, expected in zip(found.shape, shape, strict=False)
+            ) + tuple(shape[len(found.shape) :])
+            if found.shape != shape:
+                self._refuse(
+                    where, f"has shape {found.shape} in place of {shape}"
+                )
+            size = math.prod(shape) * stored.itemsize
+            if size and (
+                found.id.get_storage_size() != size
+                or found.id.get_offset() + size > self._bytes
+            ):
+                self._refuse(where, f"has not {size} bytes in the file")
+            return found
+
+    def text(self, name):
+        """A string that is an attribute of the file."""
+        with self._explained(name):
+            attributes = self._file.attrs
+            if name not in attributes:
+                self._refuse(name, "is missing")
+            facts = attributes.get_id(name)
+            kind = h5py.check_string_dtype(facts.dtype)
+            if facts.shape != () or kind is None or kind.length is not None:
+                self._refuse(name, "is not a string")
+            return attributes[name]
+
+    def _inside(self, group, name, kind, where):
+        links = group.id.links
+        if not links.exists(name.encode()):
+            self._refuse(where, "is missing")
+        if links.get_info(name.encode()).type != h5py.h5l.TYPE_HARD:
+            self._refuse(where, "is a link")
+        found = group[name]
+        if not isinstance(found, kind):
+            self._refuse(where, f"is not a {kind.__name__.lower()}")
+        return found
+
+    def _check_stored_here(self, dataset, where):
+        facts = dataset.id.get_create_plist()
+        if facts.get_layout() != h5py.h5d.CONTIGUOUS:
+            self._refuse(where, "is not stored in one piece")
+        if facts.get_external_count():
+            self._refuse(where, "is stored in other files")
+
+    @contextlib.contextmanager
+    def _explained(self, where):
+        try:
+            yield
+        except (KeyError, RuntimeError, TypeError, OSError) as error:
+            # HDF5's own, of a file that is none of ours.
+            self._refuse(where, f"cannot be read ({error})", error)
+
+    def _refuse(self, where, why, cause=None):
+        raise ValueError(
+            "The checkpoint does not hold what its index says: "
+            f"'{where}' in {self._path} {why}. Move it out of its folder to "
+            "go on from an earlier one, or to start anew."
+        ) from cause
 
 
 def read(dataset, variable):
@@ -168,11 +298,23 @@ def _common_rows(source, target, num_rows):
     return range(0, 0, step)
 
 
-def _blocks(shape, item_bytes):
-    row_bytes = max(1, math.prod(shape[1:]) * item_bytes)
+def _pieces(variable, shape):
+    """`(place, values)` of a variable, or of its first rows, block by block."""
+    if not shape:
+        yield (), variable.value
+        return
+    dtype = keras.backend.standardize_dtype(variable.dtype)
+    row_bytes = max(1, math.prod(shape[1:]) * tf.as_dtype(dtype).size)
     count = max(1, _BLOCK_BYTES // row_bytes)
     for start in range(0, shape[0], count):
-        yield start, min(start + count, shape[0])
+        stop = min(start + count, shape[0])
+        # Not a slice: reading a variable copies it whole after sparse writes.
+        rows = tf.gather(variable.value, tf.range(start, stop))
+        yield slice(start, stop), rows
+
+
+def _stored_dtype(dtype):
+    return _STORED_AS.get(dtype, tf.as_dtype(dtype)).as_numpy_dtype
 
 
 def _to_stored(value, dtype):
@@ -189,5 +331,5 @@ def _from_stored(values, dtype):
 
 
 def open_file(path, mode="r"):
-    """An HDF5 file, as a context manager."""
+    """An HDF5 file, as a context manager; see `Source` to read others'."""
     return h5py.File(path, mode)

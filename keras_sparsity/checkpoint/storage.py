@@ -7,6 +7,7 @@ import itertools
 import os
 import platform
 import shutil
+import traceback
 
 import keras
 import numpy as np
@@ -14,25 +15,34 @@ import tensorflow as tf
 
 from keras_sparsity import random_states
 from keras_sparsity._version import __version__
-from keras_sparsity.checkpoint import folder, state
+from keras_sparsity.checkpoint import folder, index, state
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.metrics import aggregation
 
 
-def save(model, directory, position, communicator, keep):
+def save(model, directory, position, communicator, keep, is_doubtful=False):
     """Writes a checkpoint; every rank calls it.
 
     Args:
         model: a model compiled inside `strategy.scope()`, with its optimizer
             built.
         directory: folder of checkpoints, the same for all ranks.
-        position: JSON-able dict; `epoch` and `step` name the checkpoint.
+        position: dict of what `index.plain` takes; `epoch` and `step` name
+            the checkpoint.
         communicator: the `Collectives` of all ranks.
         keep: how many of the latest checkpoints to leave.
+        is_doubtful: whether the loss was not finite, so that infinite
+            weights, too, are no state to go on from.
+
+    Returns:
+        None; or, where nothing was written because it was spoiled, the name
+        of a weight with NaN or infinity.
 
     Raises:
         OSError: on every rank, if any rank cannot write. What was complete
             before is left as it was.
+        ValueError: on every rank, if JSON has no place for what is in
+            `position`.
     """
     name = folder.name_of(position["epoch"], position["step"])
     path = folder.partial(directory, name)
@@ -41,22 +51,40 @@ def save(model, directory, position, communicator, keep):
     )
     is_first = communicator.rank == 0
     entries = state.entries(model)
+
+    def begin():
+        spoiled = state.spoiled(entries, communicator.rank, is_doubtful)
+        if not is_first:
+            return spoiled, None
+        plain = {key: index.plain(v, key) for key, v in position.items()}
+        if not spoiled:
+            folder.begin(directory, name)
+        return spoiled, plain
+
     try:
-        together(lambda: is_first and folder.begin(directory, name))
+        begun = together(begin)
+        spoiled = next((weight for weight, _ in begun if weight), None)
+        if spoiled:
+            shutil.rmtree(path, ignore_errors=True)
+            return spoiled
         differing = _differing(entries, communicator)
         sealed = together(
             lambda: _write_files(path, entries, differing, communicator.rank)
         )
-        index = {
-            "versions": _versions(),
-            "num_processes": communicator.size,
-            "position": position,
-            "variables": _records(entries, differing),
-            "files": {k: v for part in sealed for k, v in part.items()},
-        }
-        together(
-            lambda: is_first and folder.commit(directory, name, index, keep)
-        )
+
+        def commit():
+            if is_first:
+                contents = {
+                    "versions": _versions(),
+                    "num_processes": communicator.size,
+                    "position": begun[0][1],
+                    "variables": _records(entries, differing),
+                    "files": {k: v for part in sealed for k, v in part.items()},
+                }
+                index.write(path, contents)
+                folder.commit(directory, name, keep)
+
+        together(commit)
     except BaseException:
         if is_first:
             shutil.rmtree(path, ignore_errors=True)
@@ -70,53 +98,76 @@ def on_all_ranks(communicator, what, attempt):
         List of what `attempt()` gave, by rank.
 
     Raises:
-        OSError: if it raised on any rank.
+        OSError: if it raised one on any rank.
+        Exception: what `attempt` raised on this rank, if it is no `OSError`;
+            on others a `ValueError`, `TypeError` or `RuntimeError` with it.
     """
-    result = error = None
+    result = mine = told = None
     try:
         result = attempt()
     except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"
+        mine, told = raised, _told(raised)
     outcomes = communicator.gather_objects(
-        (result, error), name="checkpoint/outcomes"
+        (result, told), name="checkpoint/outcomes"
     )
-    errors = [
-        f"rank {rank}: {error}"
-        for rank, (_, error) in enumerate(outcomes)
-        if error
+    failures = [
+        (rank, *told) for rank, (_, told) in enumerate(outcomes) if told
     ]
-    if errors:
-        raise OSError(f"Could not {what}. {'; '.join(errors)}.")
-    return [result for result, _ in outcomes]
+    if not failures:
+        return [result for result, _ in outcomes]
+    if mine is not None and not isinstance(mine, OSError):
+        raise mine
+    listed = "; ".join(f"rank {rank}: {text}" for rank, _, text, _ in failures)
+    message = f"Could not {what}. {listed}."
+    for rank, kind, _, trace in failures:
+        if kind is not OSError:
+            raise kind(f"{message}\n\nOn rank {rank}:\n{trace}") from mine
+    raise OSError(message) from mine
 
 
-def latest(directory, communicator):
+def _told(error):
+    """What the other ranks are told of an error: kind, text, traceback."""
+    for kind in (OSError, ValueError, TypeError, RuntimeError):
+        if isinstance(error, kind):
+            break
+    text = f"{type(error).__name__}: {error}"
+    return kind, text, "".join(traceback.format_exception(error))
+
+
+def latest(directory, communicator, is_resumed=False):
     """Path and index of the latest checkpoint, found sound; None if none.
+
+    Args:
+        directory: folder of checkpoints.
+        communicator: the `Collectives` of all ranks.
+        is_resumed: whether a training is to go on from it.
 
     Raises:
         ValueError: on every rank, if a file of it is damaged. Says which
             checkpoint is the previous one.
     """
-    names, index, problem = [], None, None
+    names, contents, problem = [], None, None
     if communicator.rank == 0:
         names = folder.complete(directory)
         try:
             if names:
-                index = folder.read_index(os.path.join(directory, names[-1]))
+                last = os.path.join(directory, names[-1])
+                contents = index.read(last, is_resumed)
         except ValueError as error:
             problem = str(error)
-    names, index, problem = communicator.gather_objects(
-        (names, index, problem), name="checkpoint/latest"
+    names, contents, problem = communicator.gather_objects(
+        (names, contents, problem), name="checkpoint/latest"
     )[0]
     if not names:
         return None
     path = os.path.join(directory, names[-1])
-    if index is not None:
+    if contents is not None:
         # Each rank looks at some of the files.
-        mine = sorted(index["files"])[communicator.rank :: communicator.size]
+        sealed = contents["files"]
+        mine = sorted(sealed)[communicator.rank :: communicator.size]
         damages = communicator.gather_objects(
             [
-                folder.damage(os.path.join(path, file), index["files"][file])
+                folder.damage(os.path.join(path, file), sealed[file])
                 for file in mine
             ],
             name="checkpoint/damages",
@@ -128,10 +179,10 @@ def latest(directory, communicator):
             f"The latest checkpoint, {path}, cannot be read: {problem}. Move "
             f"it out of its folder to {where}."
         )
-    return path, index
+    return path, contents
 
 
-def restore(model, path, index, communicator, sections):
+def restore(model, path, contents, communicator, sections):
     """Gives a model, its optimizer and metrics their state; on every rank.
 
     The number of processes and of partitions may be others than those that
@@ -139,44 +190,54 @@ def restore(model, path, index, communicator, sections):
 
     Args:
         model: a model, with its optimizer built if that is to be restored.
-        path, index: what `latest` gave.
+        path, contents: what `latest` gave.
         communicator: the `Collectives` of all ranks.
         sections: of `"model"`, `"optimizer"` and `"metrics"`, which to
             restore.
 
     Raises:
-        ValueError: if the model has other variables.
+        ValueError: if the model has other variables, or a file holds other
+            data than its index says.
     """
     entries = [e for e in state.entries(model) if e.section in sections]
-    numbers, records = zip(
-        *(
-            (str(number), record)
-            for number, record in enumerate(index["variables"])
-            if record["section"] in sections
-        ),
-        strict=True,
-    )
-    _check_same_variables(entries, records, path)
-    with contextlib.ExitStack() as stack:
+    numbered = [
+        (str(number), record)
+        for number, record in enumerate(contents["variables"])
+        if record["section"] in sections
+    ]
+    _check_same_variables(entries, [record for _, record in numbered], path)
 
-        @functools.cache
-        def file(name):
-            return stack.enter_context(
-                state.open_file(os.path.join(path, name))
-            )
+    def read():
+        with contextlib.ExitStack() as stack:
 
-        for entry, number, record in zip(
-            entries, numbers, records, strict=True
-        ):
-            _restore(entry, number, record, file, index, communicator)
+            @functools.cache
+            def file(name):
+                source = state.Source(os.path.join(path, name))
+                return stack.enter_context(source)
+
+            for entry, (number, record) in zip(entries, numbered, strict=True):
+                _restore(entry, number, record, file, contents, communicator)
+
+    on_all_ranks(communicator, f"read the checkpoint {path}", read)
 
 
-def read_host_states(path, index, communicator):
-    """This rank's `random_states.host_states`; rank 0's, on another number."""
-    is_as_saved = index["num_processes"] == communicator.size
-    name = folder.rank_file(communicator.rank if is_as_saved else 0)
-    with state.open_file(os.path.join(path, name)) as file:
-        return file.attrs["host_random_states"]
+def read_host_states(path, contents, communicator):
+    """This rank's `random_states.host_states`; rank 0's, on another number.
+
+    Raises:
+        ValueError: if they are damaged.
+    """
+
+    def read():
+        is_as_saved = contents["num_processes"] == communicator.size
+        name = folder.rank_file(communicator.rank if is_as_saved else 0)
+        with state.Source(os.path.join(path, name)) as file:
+            text = file.text("host_random_states")
+        random_states.parsed(text)
+        return text
+
+    what = f"read the checkpoint {path}"
+    return on_all_ranks(communicator, what, read)[communicator.rank]
 
 
 def _write_files(path, entries, differing, rank):
@@ -294,17 +355,25 @@ def _spell_record(record):
     return str((record["name"], record["section"], shape, record["dtype"]))
 
 
-def _restore(entry, number, record, file, index, communicator):
+def _restore(entry, number, record, file, contents, communicator):
     rank = communicator.rank
-    is_as_saved = index["num_processes"] == communicator.size
+    is_as_saved = contents["num_processes"] == communicator.size
     if "num_partitions" in record or entry.layout is not None:
         _restore_rows(entry, number, record, file, rank)
         return
     sources = [folder.DENSE]
     if record.get("each_rank"):
-        ranks = [rank] if is_as_saved else range(index["num_processes"])
+        count = contents["num_processes"]
+        ranks = [rank] if is_as_saved else range(count)
         sources = [folder.rank_file(each) for each in ranks]
-    saved = [file(source)[number] for source in sources]
+    is_split = not is_as_saved and _is_split(entry, record)
+    shape = tuple(entry.variable.shape)
+    saved = [
+        file(source).dataset(
+            [number], (None, *shape[1:]) if is_split else shape, entry.dtype
+        )
+        for source in sources
+    ]
     if is_as_saved or not _is_own(entry, record):
         state.read(saved[0], entry.variable)
     else:
@@ -320,6 +389,16 @@ def _is_own(entry, record):
     )
 
 
+def _is_split(entry, record):
+    """Whether each rank has its own rows, of the examples of its part."""
+    return (
+        record.get("each_rank", False)
+        and entry.section != "metrics"
+        and not random_states.is_own(entry.variable)
+        and bool(entry.shape)
+    )
+
+
 def _restore_rows(entry, number, record, file, rank):
     """Rows from any partitions to those that this rank owns now."""
     count = record.get("num_partitions", 1)
@@ -327,12 +406,14 @@ def _restore_rows(entry, number, record, file, rank):
     new_count = entry.layout.num_partitions if entry.layout else 1
     for partition, variable, _ in entry.parts(rank):
         for source in range(count):
-            if owners is None:
-                dataset = file(folder.DENSE)[number]
-            else:
-                owner = owners[source % len(owners)]
-                group = file(folder.rank_file(owner))[number]
-                dataset = group[str(source)]
+            names = [number] if owners is None else [number, str(source)]
+            place = folder.DENSE
+            if owners is not None:
+                place = folder.rank_file(owners[source % len(owners)])
+            num_rows = len(range(source, entry.shape[0], count))
+            dataset = file(place).dataset(
+                names, (num_rows, *entry.shape[1:]), entry.dtype
+            )
             state.read_rows(
                 dataset,
                 (source, count),
