@@ -180,6 +180,35 @@ def is_variable(value):
     return isinstance(value, backend.Variable)
 
 
+@contextlib.contextmanager
+def assignments_are_told(tell):
+    """While entered, `tell(variable)` follows each `variable.assign(...)`.
+
+    `keras.src.backend.Variable`, whose other ways to assign call `assign`:
+    Keras 3.5 to 3.15.
+    """
+    from keras.src import backend
+
+    kind = backend.Variable
+    stock, own = kind.assign, vars(kind).get("assign")
+
+    @functools.wraps(stock)
+    def assign(variable, value):
+        value = stock(variable, value)
+        if not is_tracing_shapes():  # where nothing is assigned
+            tell(variable)
+        return value
+
+    kind.assign = assign
+    try:
+        yield
+    finally:
+        if own:
+            kind.assign = own
+        else:
+            del kind.assign
+
+
 def set_keras_mask(tensor, mask):
     """Lets a tensor carry a mask, as Keras's layers do.
 

@@ -81,6 +81,94 @@ def global_state(metrics, collectives=None):
 
 
 @contextlib.contextmanager
+def results_are_global(metrics, collectives):
+    """While entered, each metric's `result` is that over all ranks.
+
+    For a step. The first result sums the variables of all metrics in one
+    message; later ones need another only for variables that were assigned
+    meanwhile.
+
+    Args:
+        metrics: function without arguments that lists the metrics whose
+            results are likely to be asked for. Those of others are global
+            too, each by a message of its own.
+        collectives: the processes to combine.
+
+    Yields:
+        List that the tensors of all results are appended to.
+    """
+    state = _GlobalState(metrics, collectives)
+    stock = vars(keras.Metric).get("__getattribute__")
+
+    # Of the class: a step may use metrics that its model does not list.
+    def get(metric, name):
+        value = object.__getattribute__(metric, name)
+        if name != "result":
+            return value
+        return functools.partial(state.result, metric, value)
+
+    keras.Metric.__getattribute__ = get
+    try:
+        with compat.assignments_are_told(state.forget):
+            yield state.results
+    finally:
+        if stock:
+            keras.Metric.__getattribute__ = stock
+        else:
+            del keras.Metric.__getattribute__
+
+
+class _GlobalState:
+    """Metrics' variables over all ranks, as of one point of a step."""
+
+    def __init__(self, metrics, collectives):
+        self.results = []
+        self._metrics, self._collectives = metrics, collectives
+        self._values = {}  # by id: the variable, its graph, its global value
+        self._depth = 0
+
+    def result(self, metric, stock, *args, **kwargs):
+        # In a scope of somebody else: Keras is only after shapes.
+        if compat.is_tracing_shapes() and not self._depth:
+            return stock(*args, **kwargs)
+        self._depth += 1
+        try:
+            with keras.StatelessScope(self._global(metric.variables)):
+                results = _values(stock(*args, **kwargs))
+        finally:
+            self._depth -= 1
+        self.results.extend(keras.tree.flatten(results))
+        return results
+
+    def forget(self, variable):
+        self._values.pop(id(variable), None)
+
+    def _global(self, variables):
+        """Pairs of a variable and its global value."""
+        if not all(self._is_known(variable) for variable in variables):
+            listed = [v for m in self._metrics() for v in m.variables]
+            new = {
+                id(v): v for v in [*variables, *listed] if not self._is_known(v)
+            }
+            values = _reduced(list(new.values()), self._collectives)
+            for variable, value in zip(new.values(), values, strict=True):
+                known = variable, _graph(), value
+                self._values[id(variable)] = known
+        return [(v, self._values[id(v)][2]) for v in variables]
+
+    def _is_known(self, variable):
+        known = self._values.get(id(variable))
+        # A tensor of a branch or a loop stays within.
+        return known is not None and known[1] is _graph()
+
+
+def _graph():
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
+
+
+@contextlib.contextmanager
 def new_ones_are_global(collectives):
     """While entered, metrics that are made give results over all ranks.
 

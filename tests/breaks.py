@@ -14,6 +14,7 @@ from keras_sparsity import (
     compat,
     empty_parts,
     losses,
+    metrics,
     servers,
 )
 from keras_sparsity.optimizer import HybridOptimizer
@@ -140,6 +141,13 @@ def own_statistics():
     return mock.patch.object(empty_parts, "combine_statistics", lambda *_: None)
 
 
+def results_of_own_part():
+    """What a step reads of a metric is what its rank has counted."""
+    return mock.patch.object(
+        metrics, "results_are_global", lambda *_: contextlib.nullcontext(())
+    )
+
+
 BREAKS = {
     function.__name__: function
     for function in (
@@ -152,5 +160,6 @@ BREAKS = {
         own_denominators,
         decays_partitions,
         own_statistics,
+        results_of_own_part,
     )
 }

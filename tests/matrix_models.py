@@ -140,19 +140,38 @@ class OwnStep(keras.Model):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
-            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            outputs = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=outputs)
             scaled = self.optimizer.scale_loss(loss)
         gradients = tape.gradient(scaled, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
+        return self.logs(y, outputs, loss)
+
+    def logs(self, y, outputs, loss):
         for metric in self.metrics:
             if metric.name == "loss":
                 metric.update_state(loss)
         return {m.name: m.result() for m in self.metrics}
 
 
-def own_step(cell, table, size):
+@keras.saving.register_keras_serializable(package="tests")
+class OwnLogs(OwnStep):
+    """Logs a metric of each batch under another key than its name."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.mean = keras.metrics.Mean()
+
+    def logs(self, y, outputs, loss):
+        self.mean.reset_state()
+        # The ranks' parts weigh differently.
+        self.mean.update_state(tf.argmax(outputs, axis=1) - y, sample_weight=y)
+        return {"loss": self.mean.result() - 1}
+
+
+def own_step(cell, table, size, kind=OwnStep):
     model = pooled(cell, table, size)
-    return OwnStep(model.inputs, model.outputs)
+    return kind(model.inputs, model.outputs)
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -183,6 +202,7 @@ MODELS = {
         normalized, synchronized=True
     ),
     "own step": own_step,
+    "own logs": functools.partial(own_step, kind=OwnLogs),
     "added loss": with_added_loss,
 }
 

@@ -101,6 +101,18 @@ def test_is_variable():
     assert not compat.is_variable(tf.Variable(1.0))
 
 
+def test_assignments_are_told():
+    variable, told = keras.Variable([1.0]), []
+    with compat.assignments_are_told(told.append):
+        variable.assign([2.0])
+        variable.assign_add([1.0])
+        variable.assign_sub([1.0])
+        with keras.StatelessScope():
+            variable.assign([3.0])  # forgotten
+    variable.assign([4.0])
+    assert [v is variable for v in told] == [True] * 3
+
+
 def test_all_layers():
     inner = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     layers = compat.all_layers(keras.Sequential([inner]))

@@ -10,7 +10,7 @@ What `make test` runs: every cell at the places that `PLACES_OF` and
 Some optimizers have no cell of their own but share one with a way to train or
 a kind of model. SGD, momentum, Adagrad, RMSprop and Adam, each without and
 with `global_clipnorm`, are trained by both engines and by 2 and by 4
-processes. Five of the breaks are seen, by one kind of cell each. `make
+processes. Six of the breaks are seen, by one kind of cell each. `make
 test-all` runs every cell at every place, and every break with each kind of cell
 that it is for, and has Hypothesis draw further cells from the same fields.
 """
@@ -298,6 +298,9 @@ CELLS = {
         Cell(model="own step", optimizer="Nadam", partitions=(7,)),
         broken="rows_of_one_rank",
     ),
+    "own logs": Case(
+        Cell(model="own logs", batch=4), broken="results_of_own_part"
+    ),
     "own loop, schedule free": Case(
         Cell(
             loop="own loop",
@@ -430,6 +433,7 @@ PLACES_OF = {
     "fewer rows than ranks": (N3,),
     "unit norm": (H2,),
     "masked": (N2,),
+    "own logs": (N2, H2),
     "average that overwrites": (N2,),
     "accumulation, clipped": (H2,),
     "schedule": (N2,),
@@ -637,6 +641,7 @@ _BREAKS_IN_MAKE_TEST = {
     "dense_not_reduced",
     "own_denominators",
     "clipped_before_aggregation",
+    "results_of_own_part",
 }
 
 

@@ -1,5 +1,9 @@
 """Whole runs, and single batches, of an adopted model."""
 
+import contextlib
+import functools
+import types
+
 import keras
 
 from keras_sparsity import collectives, compat
@@ -25,6 +29,26 @@ class Runs(Binding):
         names = ["fit", "evaluate", "predict"]
         batches = ["train_on_batch", "test_on_batch", "predict_on_batch"]
         super().__init__(model, names + batches)
+
+    def _bind(self, name, method):
+        """Binds Keras's method, also where a method of the user's calls it.
+
+        A `fit(self, inputs)` of the user's class stays as it is; the
+        `super().fit(...)` in it is that of all ranks.
+        """
+        of_keras = getattr(keras.Model, name)
+        own = getattr(self._model, name)
+        if getattr(own, "__func__", None) is of_keras:
+            super()._bind(name, method)
+            return
+        self._stock[name] = types.MethodType(of_keras, self._model)
+
+        @functools.wraps(own)
+        def bound(*args, **kwargs):
+            with _in_place_of(name, self._model, method):
+                return own(*args, **kwargs)
+
+        object.__setattr__(self._model, name, bound)
 
     def _check_call(self, method, arguments):
         """Raises where ranks call different methods, or with a wrong model."""
@@ -141,3 +165,28 @@ class Runs(Binding):
                 )
         with collectives.explained(f"model.{name}"):
             return self._stock[name](**arguments)
+
+
+@contextlib.contextmanager
+def _in_place_of(name, model, method):
+    """While entered, Keras's own method of that name is `method` for a model.
+
+    Args:
+        name: the method's name.
+        model: the model; others keep Keras's method.
+        method: what is called in its place, without the model.
+    """
+    owner = next(c for c in keras.Model.__mro__ if name in vars(c))
+    stock = vars(owner)[name]
+
+    @functools.wraps(stock)
+    def dispatch(self, *args, **kwargs):
+        if self is model:
+            return method(*args, **kwargs)
+        return stock(self, *args, **kwargs)
+
+    setattr(owner, name, dispatch)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)

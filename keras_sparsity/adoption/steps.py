@@ -1,6 +1,7 @@
 """One step of an adopted model, on this rank's part of the batch."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import compat, empty_parts, metrics
@@ -91,43 +92,64 @@ class Steps(Binding):
         return self._logs_of("test_step", batch)
 
     def _step(self, name, batch):
-        self._is_in_step = True
+        was_in_step, self._is_in_step = self._is_in_step, True
         try:
             return self._stock[name](batch)
         finally:
-            self._is_in_step = False
+            self._is_in_step = was_in_step
 
     def _logs_of(self, name, batch):
-        logs = self._step(name, batch)
-        results = self._global_results()
-        if not isinstance(logs, dict):
-            return logs
-        # What is no metric's result, a step of the user's own computes.
-        others = [key for key in logs if key not in results]
+        if self._is_in_step or self._collectives.size == 1:
+            return self._step(name, batch)
+        with metrics.results_are_global(
+            self._metrics, self._collectives
+        ) as results:
+            logs = self._step(name, batch)
+        return self._means(logs, results)
+
+    def _means(self, logs, results):
+        """Logs with the ranks' means of what is no metric's result."""
+        of_metrics = {id(result) for result in results}
+        leaves = [
+            x.value if compat.is_variable(x) else x
+            for x in tf.nest.flatten(logs)
+        ]
+        own = {
+            i: tf.convert_to_tensor(x)
+            for i, x in enumerate(leaves)
+            if id(x) not in of_metrics and _is_number(x)
+        }
+        # One dtype, so that they travel together.
+        are_narrow = all(
+            x.dtype.is_floating and x.dtype.size <= 4 for x in own.values()
+        )
+        wide = tf.float32 if are_narrow else tf.float64
         means = self._collectives.all_reduce(
-            [tf.cast(logs[key], tf.float32) for key in others],
+            [tf.cast(x, wide) for x in own.values()],
             op="mean",
             name="model/logs",
         )
-        logs = {**logs, **dict(zip(others, means, strict=True))}
-        return {key: results.get(key, value) for key, value in logs.items()}
+        for (i, x), mean in zip(own.items(), means, strict=True):
+            leaves[i] = tf.cast(mean, x.dtype if x.dtype.is_floating else wide)
+        return tf.nest.pack_sequence_as(logs, leaves)
 
     def get_metrics_result(self):
-        # `_logs_of` aggregates once for the whole step.
+        # In a step, each metric's `result` is the global one already.
         if self._is_in_step or compat.in_symbolic_scope():
             return self._stock["get_metrics_result"]()
-        return self._global_results()
-
-    def _global_results(self):
-        built = [m for m in self._model.metrics if getattr(m, "built", True)]
+        built = self._metrics()
         if len(built) < len(self._model.metrics):
-            # A step of the user's own never updated what `compile` was given.
             return metrics.global_results(built, self._collectives)
         return metrics.global_results(
-            self._model.metrics,
-            self._collectives,
-            self._stock["get_metrics_result"],
+            built, self._collectives, self._stock["get_metrics_result"]
         )
+
+    def _metrics(self):
+        """The model's metrics, but for those that no step has updated.
+
+        A step of the user's own may do without what `compile` was given.
+        """
+        return [m for m in self._model.metrics if getattr(m, "built", True)]
 
     def predict_step(self, batch):
         outputs = self._step("predict_step", batch)
@@ -136,6 +158,13 @@ class Steps(Binding):
         return tf.nest.map_structure(
             lambda part: _whole_batch(part, self._collectives), outputs
         )
+
+
+def _is_number(value):
+    if isinstance(value, tf.Tensor | tf.Variable):
+        dtype = value.dtype
+        return dtype.is_floating or dtype.is_integer or dtype.is_bool
+    return np.asarray(value).dtype.kind in "biuf"
 
 
 def _whole_batch(part, communicator):
