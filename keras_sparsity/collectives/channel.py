@@ -5,11 +5,12 @@ which the engine has spread, is listened to. Once all ranks have connected
 nobody else can.
 """
 
+import contextlib
 import json
 import os
+import queue
 import secrets
 import socket
-import struct
 import threading
 import time
 from multiprocessing import connection
@@ -17,9 +18,22 @@ from multiprocessing import connection
 # All ranks come here together, from a collective: one that has not connected
 # by then never will.
 _CONNECT_SECONDS = 60.0
+# From a connection to the proof of knowing the secret: two messages each way.
+_HANDSHAKE_SECONDS = 10.0
+# How many others may be in theirs at a time. A rank takes milliseconds, so it
+# is not among the oldest, which go when there are more.
+_MOST_HANDSHAKES = 128
 
 _AS_SERVER = (connection.deliver_challenge, connection.answer_challenge)
 _AS_CLIENT = (connection.answer_challenge, connection.deliver_challenge)
+# Of a handshake with a stranger. (Python 3.10 asserts what it should check.)
+_NOT_OURS = (
+    OSError,
+    EOFError,
+    ValueError,
+    AssertionError,
+    connection.AuthenticationError,
+)
 
 
 class Channel:
@@ -82,9 +96,7 @@ def connect(rank, size, gather_objects):
         offer = hosts, server.getsockname()[1], secrets.token_bytes(32)
     hosts, port, secret = gather_objects(offer, "watch/address")[0]
     if rank != 0:
-        channel = _call(hosts, port, secret)
-        channel.send(rank=rank)
-        return channel, None
+        return _call(hosts, port, secret, rank), None
     own, far = connection.Pipe()
     with server:
         others = _accept_all(server, size, secret)
@@ -92,18 +104,19 @@ def connect(rank, size, gather_objects):
 
 
 def _listen(one_machine, size):
+    backlog = size + _MOST_HANDSHAKES
     if one_machine:
         hosts = ["127.0.0.1"]
-        return socket.create_server(("127.0.0.1", 0), backlog=size), hosts
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog), hosts
     if socket.has_dualstack_ipv6():
         server = socket.create_server(
             ("::", 0),
             family=socket.AF_INET6,
-            backlog=size,
+            backlog=backlog,
             dualstack_ipv6=True,
         )
     else:
-        server = socket.create_server(("", 0), backlog=size)
+        server = socket.create_server(("", 0), backlog=backlog)
     return server, _own_addresses()
 
 
@@ -143,15 +156,20 @@ def _own_addresses():
     return list(dict.fromkeys(hosts))
 
 
-def _call(hosts, port, secret):
+def _call(hosts, port, secret, rank):
     end = time.monotonic() + _CONNECT_SECONDS
     errors = {}
     while time.monotonic() < end:
         for host in hosts:
             try:
-                raw = socket.create_connection((host, port), timeout=5)
-                return _agreed(raw, secret, _AS_CLIENT)
-            except (OSError, EOFError, connection.AuthenticationError) as error:
+                with socket.create_connection((host, port), timeout=5) as raw:
+                    return _agreed(
+                        raw,
+                        secret,
+                        _AS_CLIENT,
+                        lambda channel: channel.send(rank=rank),
+                    )[0]
+            except _NOT_OURS as error:
                 errors[host] = error
         time.sleep(0.2)
     raise RuntimeError(
@@ -165,44 +183,128 @@ def _call(hosts, port, secret):
 def _accept_all(server, size, secret):
     channels = {}
     end = time.monotonic() + _CONNECT_SECONDS + 10
-    server.settimeout(1.0)
-    while len(channels) < size - 1:
-        if time.monotonic() > end:
-            missing = sorted(set(range(1, size)) - set(channels))
-            raise RuntimeError(f"Ranks {missing} did not connect to rank 0.")
-        try:
-            raw, _ = server.accept()
-            channel = _agreed(raw, secret, _AS_SERVER)
-        except (OSError, EOFError, connection.AuthenticationError):
-            continue  # nobody yet, or a stranger
-        hello = channel.receive() if channel.poll(10) else None
-        if hello:
-            channels[hello["rank"]] = channel
+    with _Handshakes(server, secret) as handshakes:
+        while len(channels) < size - 1:
+            try:
+                left = max(0, end - time.monotonic())
+                rank, channel = handshakes.agreed.get(timeout=left)
+            except queue.Empty:
+                missing = sorted(set(range(1, size)) - set(channels))
+                raise RuntimeError(
+                    f"Ranks {missing} did not connect to rank 0."
+                ) from None
+            if rank in channels:  # It gave up on the first one.
+                channels[rank].close()
+            channels[rank] = channel
     return channels
 
 
-def _agreed(raw, secret, challenges):
-    """The channel over a socket whose other end knows the secret."""
+class _Handshakes:
+    """Takes connections while entered, each in a thread of its own.
+
+    Strangers that are slow or silent keep nobody else waiting.
+
+    Attributes:
+        agreed: Queue of `(rank, Channel)`, of those that know the secret.
+    """
+
+    def __init__(self, server, secret):
+        self.agreed = queue.SimpleQueue()
+        self._server = server
+        self._secret = secret
+        self._pending = {}  # from socket to True, the oldest first
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._accept, name="keras_sparsity door", daemon=True
+        )
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self._is_over.set()
+        _shut(self._server)  # `accept` fails then.
+        self._thread.join()
+        with self._lock:
+            while self._pending:
+                self._end_oldest()
+
+    def _accept(self):
+        while not self._is_over.is_set():
+            try:
+                raw, _ = self._server.accept()
+            except OSError:  # Of a connection that is gone again, or the end.
+                self._is_over.wait(0.05)
+                continue
+            with self._lock:
+                self._pending[raw] = True
+                if len(self._pending) > _MOST_HANDSHAKES:
+                    self._end_oldest()
+            threading.Thread(
+                target=self._hear, args=(raw,), daemon=True
+            ).start()
+
+    def _end_oldest(self):
+        oldest = next(iter(self._pending))
+        del self._pending[oldest]
+        _shut(oldest)
+
+    def _hear(self, raw):
+        channel = hello = None
+        with raw:
+            with contextlib.suppress(*_NOT_OURS):
+                channel, hello = _agreed(
+                    raw, self._secret, _AS_SERVER, Channel.receive
+                )
+            with self._lock:
+                is_awaited = self._pending.pop(raw, False)
+        if hello and is_awaited:
+            self.agreed.put((hello["rank"], channel))
+        elif channel:
+            channel.close()
+
+
+def _agreed(raw, secret, challenges, after):
+    """The channel over a socket whose other end knows the secret.
+
+    Args:
+        raw: The socket; the caller closes it.
+        secret: What both ends know.
+        challenges: Whose turn is when.
+        after: Function of the channel that ends the handshake.
+
+    Returns:
+        `(channel, after(channel))`.
+
+    Raises:
+        OSError, EOFError: If it is not done in time, or the other end leaves.
+        AuthenticationError: If the other end does not know the secret.
+    """
     raw.setblocking(True)
-    _wait_at_most(raw, 10)
     _notice_lost_machine(raw)
-    channel = connection.Connection(raw.detach())
+    # One time for all: each byte by itself may come soon.
+    limit = threading.Timer(_HANDSHAKE_SECONDS, _shut, [raw])
+    limit.daemon = True
+    ours = connection.Connection(os.dup(raw.fileno()))
+    limit.start()
     try:
         for challenge in challenges:
-            challenge(channel, secret)
+            challenge(ours, secret)
+        channel = Channel(ours)
+        return channel, after(channel)
     except BaseException:
-        channel.close()
+        ours.close()
         raise
-    with socket.socket(fileno=os.dup(channel.fileno())) as raw:
-        _wait_at_most(raw, 0)
-    return Channel(channel)
+    finally:
+        limit.cancel()
 
 
-def _wait_at_most(raw, seconds):
-    """Lets reads of a blocking socket fail after some time; 0 for never."""
-    raw.setsockopt(
-        socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0)
-    )
+def _shut(raw):
+    """Ends a connection under whoever reads from it."""
+    with contextlib.suppress(OSError):  # It has ended.
+        raw.shutdown(socket.SHUT_RDWR)
 
 
 def _notice_lost_machine(raw):
