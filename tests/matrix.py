@@ -25,7 +25,7 @@ from tests import breaks, oracles
 from tests.cluster import Cluster
 from tests.matrix_models import CLASSES, LENGTH, build
 
-STEPS = 20
+STEPS = 12
 # Of the distance that a variable has moved. Half the digits, more rounding.
 TOLERANCE = {"float32": 1e-4, "mixed_float16": 0.03, "mixed_bfloat16": 0.1}
 # What a control must differ by.
@@ -133,6 +133,9 @@ def data(cell):
     others = oracles.zipf_ids(rng, cell.rows, (count, 2))
     if cell.same_id:
         ids, others = np.ones_like(ids), np.ones_like(others)
+    if cell.mask and cell.model != "sequence":
+        # The mean of no rows at all is NaN in stock Keras, too.
+        ids[:, 0], others[:, 0] = ids[:, 0].clip(1), others[:, 0].clip(1)
     ids, others = ids.astype("int32"), others.astype("int32")
     shape = (count, LENGTH) if cell.model == "sequence" else (count,)
     high = cell.rows if cell.model == "tied" else CLASSES
@@ -393,9 +396,11 @@ def _batches(cell):
     x, y, weights = data(cell)
     for _ in range(cell.epochs):
         for start in range(0, len(y), cell.batch):
-            yield tf.nest.map_structure(
-                lambda a: a[start : start + cell.batch],  # noqa: B023
-                (x, y, weights),
+            part = slice(start, start + cell.batch)
+            yield (
+                tf.nest.map_structure(lambda a: a[part], x),  # noqa: B023
+                y[part],
+                None if weights is None else weights[part],
             )
 
 

@@ -423,7 +423,7 @@ def run_distributed(folder, engine):
 
 # Keras says so of every `fit(dataset)` that does not say `shuffle=False`.
 @pytest.mark.filterwarnings("ignore:.*shuffle=True.*will be ignored")
-@pytest.mark.parametrize("engine", engines(usually="native"))
+@pytest.mark.parametrize("engine", engines())
 def test_patterns_of_the_guides(cluster, engine, tmp_path):
     expected = run(
         tf.distribute.get_strategy(),

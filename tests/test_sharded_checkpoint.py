@@ -240,7 +240,6 @@ def test_other_numbers_of_processes_and_partitions(
     )
 
 
-@pytest.mark.all_cells
 def test_saved_by_four_processes_loads_in_any_number(cluster, tmp_path):
     """The same predictions and the same next step, sharded or plain.
 

@@ -194,7 +194,6 @@ CASES = [
         codes=(1, -15),
         silent=(1,),
         engines=("native",),
-        is_rare=True,
     ),
     Case(
         "fail_in_fit",
@@ -203,7 +202,6 @@ CASES = [
         codes=(-15, 1),
         silent=(0,),
         engines=("horovod",),
-        is_rare=True,
     ),
     Case(
         "fail_in_fit",
