@@ -138,7 +138,8 @@ def data(cell):
         ids[:, 0], others[:, 0] = ids[:, 0].clip(1), others[:, 0].clip(1)
     ids, others = ids.astype("int32"), others.astype("int32")
     shape = (count, LENGTH) if cell.model == "sequence" else (count,)
-    high = cell.rows if cell.model == "tied" else CLASSES
+    is_tied = cell.model in ("tied", "read whole")
+    high = cell.rows if is_tied else CLASSES
     labels = rng.integers(0, high, shape)
     weights = None
     if cell.weights == "sample":

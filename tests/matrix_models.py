@@ -123,14 +123,24 @@ class Tied(keras.Model):
 
     def call(self, ids):
         hidden = self.hidden(keras.ops.mean(self.embedding(ids), axis=1))
-        kernel = self.embedding(keras.ops.arange(self.rows))
         return keras.ops.softmax(
-            keras.ops.matmul(hidden, keras.ops.transpose(kernel))
+            keras.ops.matmul(hidden, keras.ops.transpose(self.kernel()))
         )
 
+    def kernel(self):
+        return self.embedding(keras.ops.arange(self.rows))
 
-def tied(cell, table, size):
-    return _called(Tied(table("tied", cell.partitions[0]), cell.rows), cell)
+
+@keras.saving.register_keras_serializable(package="tests")
+class ReadsWhole(Tied):
+    """The same, as a retrieval layer that is given the table itself."""
+
+    def kernel(self):
+        return self.embedding.embeddings
+
+
+def tied(cell, table, size, kind=Tied):
+    return _called(kind(table("tied", cell.partitions[0]), cell.rows), cell)
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -196,6 +206,7 @@ MODELS = {
     "two inputs": two_inputs,
     "closure": closure,
     "tied": tied,
+    "read whole": functools.partial(tied, kind=ReadsWhole),
     "stateful": stateful,
     "normalized": normalized,
     "normalized, synchronized": functools.partial(

@@ -1030,6 +1030,8 @@ NOT_CALLED = {
                 "shard",
                 "stored_rows",
                 "to_stock",
+                "use_constraint",
+                "use_regularizer",
                 "whole",
             )
         ),

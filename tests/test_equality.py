@@ -330,6 +330,10 @@ CELLS = {
         ),
         broken="rows_of_one_rank",
     ),
+    "a table that is read whole": Case(
+        Cell(model="read whole", optimizer="Adagrad", partitions=(5,)),
+        broken="rows_of_one_rank",
+    ),
     "stateful, nesterov": Case(
         Cell(
             model="stateful",
@@ -439,6 +443,7 @@ PLACES_OF = {
     "accumulation, clipped": (H2,),
     "schedule": (N2,),
     "rows that a closure asks for": (N2, H2),
+    "a table that is read whole": (N2, H2),
     "normalized, synchronized": (H2,),
 }
 

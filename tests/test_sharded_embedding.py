@@ -538,6 +538,34 @@ def test_saved_on_two_loaded_on_one_and_back(cluster, engine, tmp_path):
 # Loss scaling.
 
 
+def call_before_fit():
+    """Of a compiled model, called outside of any strategy: outputs."""
+    model = compile_here(pooled_model(ks.layers.ShardedEmbedding))
+    x, y = batches(1)
+    called = model(x, training=True).numpy()
+    expected = model.predict(x, verbose=0)
+    with pytest.raises(ValueError, match="strategy.run"):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x, training=True))
+        tape.gradient(loss, model.trainable_variables)
+    hidden = keras.Input((4,), dtype="int32")
+    bag = ks.layers.ShardedEmbeddingBag(ROWS, DIM)
+    softmax = ks.layers.SampledSoftmax(20, 5)
+    sampled = keras.Model(hidden, softmax(bag(hidden)))
+    with ks.HybridStrategy().scope():
+        sampled.compile("sgd", softmax.loss())
+    sampled(x, training=True)
+    sampled.fit(x, np.abs(y.astype("int32")), verbose=0)
+    fit(model)
+    return called, expected
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_model_is_called_in_training_before_fit(cluster, engine):
+    for called, expected in cluster(engine, 2).run(call_before_fit):
+        np.testing.assert_allclose(called, expected, rtol=1e-6)
+
+
 # Regularizers and constraints.
 
 

@@ -197,7 +197,6 @@ class SampledSoftmax(keras.layers.Layer):
     def call(self, inputs, training=None):
         hidden = tf.cast(inputs, self.output_dtype)
         if training:
-            self.kernel_table.check_under_strategy()
             # A tensor of its own, which alone is marked.
             outputs = tf.identity(hidden)
         else:

@@ -152,8 +152,6 @@ class ShardedEmbedding(keras.layers.Embedding):
         self.built = True
 
     def call(self, inputs, training=None):
-        if training:
-            self.table.check_under_strategy()
         if isinstance(inputs, tf.RaggedTensor):
             return tf.ragged.map_flat_values(self._rows, inputs)
         return self._rows(inputs)

@@ -66,8 +66,6 @@ class ShardedEmbeddingBag(ShardedEmbedding):
         super().build(inputs_shape)
 
     def call(self, inputs, weights=None, training=None):
-        if training:
-            self.table.check_under_strategy()
         if isinstance(inputs, tf.RaggedTensor):
             return self._of_ragged(inputs, _like(weights, tf.RaggedTensor))
         if isinstance(inputs, tf.SparseTensor):

@@ -28,7 +28,8 @@ class TableVariable(keras.Variable):
     Its shape is the table's. While the table is in one piece it is an
     ordinary variable; once the table is spread it holds only a scalar, the
     anchor that gradients are taken with respect to, and reading or assigning
-    it moves the whole table, on every rank together.
+    it moves the whole table, on every rank together. In a step, the gradient
+    of what was read goes to the owners of the rows.
     """
 
     def __init__(self, table, dtype, trainable, name):
@@ -83,30 +84,32 @@ class TableVariable(keras.Variable):
     def assign(self, value):
         if tf.is_tensor(value) and not self.table.is_sharded:
             self.assign_whole(value)  # also in a step, as a constraint does
-        else:
+        elif tf.executing_eagerly():
             self.table.assign(value)
+        else:
+            raise ValueError(
+                f"The table '{self.table.owner_name}' is spread over "
+                f"{self.table.collectives.size} processes and cannot be "
+                "assigned inside of a step or a tf.function. Assign it "
+                "outside, on every rank."
+            )
         return self
 
     def assign_whole(self, value):
         super().assign(value)
 
     def __tf_tensor__(self, dtype=None, name=None):
-        # In a step it would be a constant, without a gradient.
         is_in_step = not tf.executing_eagerly() or (
             tf.distribute.has_strategy()
             and not tf.distribute.in_cross_replica_context()
         )
-        if self.table.is_sharded and not is_in_step:
-            return tf.convert_to_tensor(self.table.read(), dtype=dtype)
-        if self.table.is_sharded:
-            raise ValueError(
-                f"The table '{self.table.owner_name}' is spread over "
-                f"{self.table.collectives.size} processes and cannot be read "
-                "as one tensor inside a computation. Gather the rows you need "
-                "with `ShardedTable.gather(ids)`, or read the whole table, "
-                "outside of a step, with `table.read()`."
-            )
-        return super().__tf_tensor__(dtype, name)
+        if not self.table.is_sharded:
+            return super().__tf_tensor__(dtype, name)
+        if is_in_step:  # where a gradient may be asked for
+            whole = self.table.gather(tf.range(self.table.num_rows))
+        else:
+            whole = self.table.read()
+        return tf.convert_to_tensor(whole, dtype=dtype)
 
     def __repr__(self):
         kind = "sharded" if self.table.is_sharded else "whole"
