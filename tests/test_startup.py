@@ -117,8 +117,8 @@ def _processes(case, stack):
     for rank in case.ranks:
         own = dict(variables[rank])
         if not case.rendezvous:
+            own["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = "127.0.0.1"
             own["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(closed)
-
         own["PYTHONPATH"] = _ROOT
         own["TF_CPP_MIN_LOG_LEVEL"] = "2"
         yield subprocess.Popen(

@@ -16,11 +16,14 @@ import socket
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 
 # Ranks that are started together have come by then.
 _HINT_SECONDS = 20.0
 _PROBE_SECONDS = 2.0
+# That of firewall.py.
+_NETWORKS_VARIABLE = "KERAS_SPARSITY_ALLOWED_NETWORKS"
 
 
 @contextlib.contextmanager
@@ -32,10 +35,14 @@ def expected(timeout_seconds, addresses):
         addresses: See `unreachable`.
     """
     call = json.dumps([os.getpid(), timeout_seconds, addresses])
-    # Its input ends with this process.
     helper = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__, call], stdin=subprocess.PIPE
+        [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE
     )
+    # Not as an argument, which every user of the machine may read: there are
+    # secrets in addresses. The helper's input ends with this process.
+    with contextlib.suppress(BrokenPipeError):
+        helper.stdin.write(f"{call}\n".encode())
+        helper.stdin.flush()
     try:
         yield
     finally:
@@ -61,6 +68,8 @@ def unreachable(addresses):
 
 
 def _problem(address):
+    # Of an http address what may be shown.
+    shown = urllib.parse.urlsplit(address).netloc or address
     try:
         if address.startswith("http:"):
             urllib.request.urlopen(address, timeout=_PROBE_SECONDS).close()
@@ -70,9 +79,15 @@ def _problem(address):
                 (host.strip("[]"), int(port)), timeout=_PROBE_SECONDS
             ).close()
     except urllib.error.HTTPError as error:
-        return f"has not come (no {address}: {error})"
+        return f"has not come ({shown} has not heard of it: {error})"
+    except TimeoutError as error:
+        return (
+            f"at {shown} cannot be reached: {error}. Its machine is down, or "
+            "does not take connections from this one: a firewall, or "
+            f"{_NETWORKS_VARIABLE} there"
+        )
     except (OSError, ValueError) as error:
-        return f"at {address} cannot be reached: {error}"
+        return f"at {shown} cannot be reached: {error}"
     return None
 
 
@@ -104,11 +119,17 @@ def _is_over(seconds):
 def _say(what, addresses):
     lines = unreachable(addresses) or [
         "Whatever could be asked has answered: another program may have one "
-        "of the addresses, or the ranks were not given the same ones."
+        "of the addresses, or the ranks were not given the same ones, or they "
+        "connect from other addresses than these (address translation): name "
+        f"those in {_NETWORKS_VARIABLE}."
     ]
     text = "\n".join([f"\nkeras_sparsity: {what}", *lines])
     print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    _help(*json.loads(sys.argv[1]))
+    # Not through a buffer, of which `select` knows nothing.
+    first_line = b""
+    while not first_line.endswith(b"\n"):
+        first_line += os.read(0, 1) or sys.exit()
+    _help(*json.loads(first_line))

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import secrets
 import socket
 import threading
@@ -148,7 +149,8 @@ def _own_addresses():
     for variable in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "MASTER_ADDR"):
         if os.environ.get(variable):
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                probe.connect((os.environ[variable], 9))
+                # `keras-sparsity run` has a port and a secret behind it.
+                probe.connect((re.split("[:/]", os.environ[variable])[0], 9))
                 hosts.append(probe.getsockname()[0])
     if os.environ.get("HOROVOD_HOSTNAME"):
         hosts.append(os.environ["HOROVOD_HOSTNAME"])

@@ -75,7 +75,11 @@ def bring_up():
 
 
 def _rendezvous():
-    """The address of the server through which Gloo's ranks meet, or None."""
+    """Where Gloo's ranks meet, without its "http://"; None under MPI.
+
+    `keras-sparsity run` has a secret between the address and the port, which
+    Horovod puts behind whatever it is given.
+    """
     host, port = (
         os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}")
         for part in ("ADDR", "PORT")
@@ -87,7 +91,8 @@ def _check_rendezvous():
     # Horovod aborts the process where nobody answers, without the address.
     if _rendezvous() is None:
         return
-    problems = arrival.unreachable({"Horovod's rendezvous": _rendezvous()})
+    address = _rendezvous().partition("/")[0]
+    problems = arrival.unreachable({"Horovod's rendezvous": address})
     if problems:
         raise RuntimeError(
             f"{problems[0]}. What starts the ranks (`keras-sparsity run`, "

@@ -5,15 +5,17 @@ exchanges are padded to a capacity that all ranks compute from the same
 counts, and the capacity is part of the key.
 """
 
+import errno
 import hashlib
 import itertools
 import json
+import logging
 import os
 
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import compat
+from keras_sparsity import compat, firewall
 from keras_sparsity.collectives import meter, topology
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
@@ -75,19 +77,34 @@ def bring_up():
     machine = hosts[rank] if place is None else place.cross_rank
     place = place or topology.topology_of(rank, hosts)
     topology.pin_gpu(place.local_rank, place.local_size)
+    address = addresses[rank]
+    guarded = firewall.guarded_port(
+        _port(address),
+        [host.strip("[]") for host in hosts],
+        # Once on a machine.
+        logging.info if place.local_rank else logging.warning,
+    )
     try:
-        with compat.heartbeats_may_be_missed(_NEVER_SECONDS):
-            # The public way to start the runtime; it lives on by itself.
-            tf.distribute.MultiWorkerMirroredStrategy()
-    except tf.errors.UnknownError as error:
-        if "start gRPC server" not in error.message:
+        with guarded:
+            _start_runtime()
+    except (OSError, tf.errors.UnknownError) as error:
+        is_in_use = getattr(error, "errno", None) == errno.EADDRINUSE
+        if not is_in_use and "start gRPC server" not in str(error):
             raise
         raise RuntimeError(
-            f"Rank {rank} cannot listen at {addresses[rank]}, its address in "
+            f"Rank {rank} cannot listen at {address}, its address in "
             "TF_CONFIG: the port is in use on this machine, by another "
             "program or by an earlier run that has not ended. End that, or "
             "choose another port for all ranks."
         ) from error
+    return NativeEngine(rank, len(hosts), "all", 0), machine
+
+
+def _start_runtime():
+    try:
+        with compat.heartbeats_may_be_missed(_NEVER_SECONDS):
+            # The public way to start the runtime; it lives on by itself.
+            tf.distribute.MultiWorkerMirroredStrategy()
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise
@@ -98,7 +115,6 @@ def bring_up():
             "`keras-sparsity run`, which does it before the first line, or "
             "move the construction of the strategy to the top of the script."
         ) from error
-    return NativeEngine(rank, len(hosts), "all", 0), machine
 
 
 def others():
@@ -132,6 +148,16 @@ def _read_cluster():
         f"its cluster does not list. Its training processes are "
         f"{[f'{kind} {index}' for kind, index, _ in tasks]}."
     )
+
+
+def _port(address):
+    port = address.rpartition(":")[2]
+    if not port.isdecimal():
+        raise ValueError(
+            "TF_CONFIG must give the address of each process as host:port. "
+            f"Received: {address!r}."
+        )
+    return int(port)
 
 
 class NativeEngine(Engine):

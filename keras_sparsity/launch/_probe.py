@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 import keras_sparsity
+from keras_sparsity import firewall
 from keras_sparsity.launch import environment
 
 
@@ -34,6 +35,7 @@ def main():
         "num_cores": len(os.sched_getaffinity(0)),
         "ports": environment.free_ports(int(num_ports)),
         "has_script": not script or os.path.exists(script),
+        "addresses": firewall.own_addresses(),
         # Client address and port, server address and port.
         "connection": os.environ.get("SSH_CONNECTION", "").split(),
     }

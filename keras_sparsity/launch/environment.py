@@ -6,9 +6,8 @@ import json
 import os
 import random
 import socket
-import threading
 
-from keras_sparsity import checks
+from keras_sparsity import checks, firewall
 
 ENGINES = ("local", "native", "horovod")
 
@@ -146,7 +145,9 @@ def _can_bind(port):
 
 
 @contextlib.contextmanager
-def engine_variables(engine, slots, addresses=None, ports=None, here=None):
+def engine_variables(
+    engine, slots, addresses=None, ports=None, here=None, networks=None
+):
     """Yields each rank's variables, serving a rendezvous while in use.
 
     Args:
@@ -157,13 +158,14 @@ def engine_variables(engine, slots, addresses=None, ports=None, here=None):
         ports: Each rank's port for the native engine; by default free ones
             of this machine.
         here: This machine's address as the ranks reach it.
+        networks: Those of the machines' addresses; None for any.
     """
     with contextlib.ExitStack() as stack:
         if engine == "native":
             variables = _native_variables(slots, addresses, ports)
         elif engine == "horovod":
-            port = stack.enter_context(_rendezvous(slots, here))
-            variables = _horovod_variables(slots, here, port)
+            server = stack.enter_context(_rendezvous(slots, here, networks))
+            variables = _horovod_variables(slots, here, *server)
         else:
             variables = [{} for _ in slots]
         is_even = len({slot.local_size for slot in slots}) == 1
@@ -172,6 +174,8 @@ def engine_variables(engine, slots, addresses=None, ports=None, here=None):
             # processes on each; else the engine finds machines by address.
             if is_even:
                 rank_variables["KERAS_SPARSITY_TOPOLOGY"] = slot.topology
+            if networks is not None and here:
+                rank_variables[firewall.VARIABLE] = ",".join(map(str, networks))
             if slot.host.gpus:
                 rank_variables["CUDA_VISIBLE_DEVICES"] = ",".join(
                     slot.host.gpus
@@ -202,7 +206,7 @@ def _host_name(slot):
     return f"{slot.host.name}-{slot.machine}"
 
 
-def _horovod_variables(slots, here, port):
+def _horovod_variables(slots, here, address, port):
     loopback = {} if here else {"HOROVOD_GLOO_IFACE": "lo"}
     return [
         {
@@ -217,45 +221,29 @@ def _horovod_variables(slots, here, port):
             "HOROVOD_HOSTNAME": _host_name(slot),
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": here or "127.0.0.1",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
         }
         for slot in slots
     ]
 
 
-@contextlib.contextmanager
-def _rendezvous(slots, here):
-    """Serves Gloo's rendezvous, as horovodrun does; yields the port."""
+def _rendezvous(slots, here, networks):
+    """Serves Gloo's rendezvous while entered, as horovodrun does."""
     from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import (
-        RendezvousHandler,
-        RendezvousHTTPServer,
-    )
 
-    # Not RendezvousServer.start, which listens on every interface also for a
-    # run that stays on this machine.
-    server = RendezvousHTTPServer(
-        ("0.0.0.0" if here else "127.0.0.1", 0), RendezvousHandler, 0
-    )
-    server.daemon_threads = True
-    server.init(
-        [
-            SlotInfo(
-                hostname=_host_name(slot),
-                rank=slot.rank,
-                local_rank=slot.local_rank,
-                cross_rank=slot.cross_rank,
-                size=slot.size,
-                local_size=slot.local_size,
-                cross_size=slot.cross_size,
-            )
-            for slot in slots
-        ]
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_address[1]
-    finally:
-        server.shutdown()
-        server.server_close()
+    from keras_sparsity.launch import rendezvous
+
+    places = [
+        SlotInfo(
+            hostname=_host_name(slot),
+            rank=slot.rank,
+            local_rank=slot.local_rank,
+            cross_rank=slot.cross_rank,
+            size=slot.size,
+            local_size=slot.local_size,
+            cross_size=slot.cross_size,
+        )
+        for slot in slots
+    ]
+    return rendezvous.served(places, here, networks)

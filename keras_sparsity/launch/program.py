@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import ipaddress
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import tempfile
 import threading
 import time
 
+from keras_sparsity import firewall
 from keras_sparsity.collectives.startup import SEED_VARIABLE
 from keras_sparsity.launch import environment
 from keras_sparsity.launch.hosts import assign_slots
@@ -165,7 +167,23 @@ def _addresses(machines):
     for machine in machines:
         addresses += [machine.address or here] * machine.host.num_slots
         ports += machine.ports
-    return {"addresses": addresses, "ports": ports, "here": here}
+    return {
+        "addresses": addresses,
+        "ports": ports,
+        "here": here,
+        "networks": _networks(machines, here),
+    }
+
+
+def _networks(machines, here):
+    """The machines' addresses and the user's networks; None for any."""
+    networks = firewall.given_networks()
+    if networks is None:
+        return None
+    own = [here, *firewall.own_addresses()]
+    for machine in machines:
+        own += machine.own_addresses
+    return networks + [ipaddress.ip_network(a) for a in dict.fromkeys(own)]
 
 
 class _LogFolder:

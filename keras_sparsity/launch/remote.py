@@ -67,6 +67,7 @@ class Machine:
         num_cores: Processor cores.
         ports: A free port for each of its processes.
         launcher_address: Our address as it sees us, None if unknown.
+        own_addresses: All addresses of its interfaces.
     """
 
     host: object
@@ -74,6 +75,7 @@ class Machine:
     num_cores: int
     ports: list
     launcher_address: str | None
+    own_addresses: list
 
 
 class Remote:
@@ -234,6 +236,11 @@ def _machine(host, answer):
         num_cores=answer["num_cores"],
         ports=answer["ports"],
         launcher_address=_own_address(address, connection),
+        # What ssh connects to may be translated on the way.
+        own_addresses=[
+            found.partition("%")[0]
+            for found in answer["addresses"] + connection[2:3]
+        ],
     )
 
 
