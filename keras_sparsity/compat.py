@@ -350,6 +350,25 @@ def losses_are_scaled():
     return hasattr(loss, "unscale_loss_for_distribution")
 
 
+@contextlib.contextmanager
+def losses_are_not_scaled():
+    """While entered, Keras divides no loss by the number of replicas.
+
+    `scale_loss_for_distribution`: Keras 3.6 to 3.15; 3.5 has none.
+    """
+    from keras.src.losses import loss
+
+    if not losses_are_scaled():
+        yield
+        return
+    stock = loss.scale_loss_for_distribution
+    loss.scale_loss_for_distribution = lambda value: value
+    try:
+        yield
+    finally:
+        loss.scale_loss_for_distribution = stock
+
+
 def set_distribute_strategy(model, strategy):
     """Makes a model that was built anywhere train under `strategy`.
 

@@ -9,6 +9,7 @@ on the whole batch.
 """
 
 import contextlib
+import functools
 import typing
 
 import keras
@@ -58,6 +59,68 @@ def globalize(loss, collectives=None):
     return loss if _or_current(collectives).size == 1 else wrapped
 
 
+# What losses give at this moment, see the functions that set it.
+_mode = "of global batch"
+
+
+@contextlib.contextmanager
+def _in_mode(mode):
+    global _mode
+    before, _mode = _mode, mode
+    try:
+        yield
+    finally:
+        _mode = before
+
+
+def as_keras_multiplies():
+    """While entered, values are divided by the number of replicas.
+
+    For what Keras multiplies by it again: the losses of its own steps.
+    """
+    return _in_mode("as Keras multiplies")
+
+
+@contextlib.contextmanager
+def of_own_part():
+    """While entered, Keras's losses are what one process gives for this part.
+
+    Where another sum counts the parts: within a loss, in a layer, a metric.
+    """
+    with _in_mode("of own part"), compat.losses_are_not_scaled():
+        yield
+
+
+@contextlib.contextmanager
+def of_global_batch(collectives):
+    """While entered, Keras's loss objects give what a `GlobalMean` gives.
+
+    Keras's own value is that of the process's part, divided by the number of
+    processes.
+
+    Args:
+        collectives: the processes that share each batch.
+    """
+    stock = keras.losses.Loss.__call__
+    if collectives.size == 1 or hasattr(stock, "_is_global"):
+        yield
+        return
+
+    @functools.wraps(stock)
+    def call(loss, y_true, y_pred, sample_weight=None):
+        if _mode == "of own part" or compat.is_tracing_shapes():
+            return stock(loss, y_true, y_pred, sample_weight)
+        whole = GlobalMean(loss, collectives=collectives)
+        return whole(y_true, y_pred, sample_weight)
+
+    call._is_global = True
+    keras.losses.Loss.__call__ = call
+    try:
+        yield
+    finally:
+        keras.losses.Loss.__call__ = stock
+
+
 def unwrap(loss):
     """The inverse of `globalize`: what the user gave to `compile`.
 
@@ -76,10 +139,10 @@ class GlobalMean(keras.losses.Loss):
     """A loss whose value is that of the global batch, on every rank.
 
     With S_r the sum of rank r's (weighted, masked) values and D_r its
-    denominator, the value is `sum_r S_r / sum_r D_r`, and rank r's gradient
-    that of `size * S_r / sum_r D_r`. Under a strategy both are divided by the
-    number of replicas, as Keras does with any loss, so that the *sum* of the
-    ranks' gradients is the gradient of the global loss.
+    denominator, the value is `sum_r S_r / sum_r D_r`. Under a strategy, rank
+    r's gradient is that of `S_r / sum_r D_r`, so that the *sum* of the ranks'
+    gradients is the gradient of the global loss; without one it is `size`
+    times as much, for their *mean*.
 
     D depends on the loss's reduction: the number of values for
     `"sum_over_batch_size"` and `"mean"` (of those that are not masked, when
@@ -283,12 +346,13 @@ def _local_terms(loss, y_true, y_pred, sample_weight):
     rows = _num_examples(y_pred)
     in_mask = compat.keras_mask(y_pred)
     if type(loss).__call__ is keras.losses.Loss.__call__:
-        values = _values(loss, y_true, y_pred)
+        with of_own_part():  # it may consist of others
+            values = _values(loss, y_true, y_pred)
         masks = [in_mask, compat.keras_mask(values)]
         values = keras.ops.convert_to_tensor(values, dtype=loss.dtype)
         is_weighted = False
     else:  # it does its own weighting
-        with _reduction(loss, "none"):
+        with _reduction(loss, "none"), of_own_part():
             values = loss(y_true, y_pred, sample_weight)
         masks = [in_mask]
         is_weighted = True
@@ -418,11 +482,11 @@ def _weights(sample_weight, mask, dtype):
 def _with_slope(local, value, size, slope):
     """`value`, whose gradient is `slope * size` times that of `local`.
 
-    Both are divided by the number of replicas, as Keras (3.6 and later)
-    divides every loss it reduces and multiplies it again to show it.
+    Under a strategy, the gradient is divided by the number of replicas. So is
+    the value where Keras (3.6 and later) multiplies it again.
     """
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
-    divisor = num_replicas if compat.losses_are_scaled() else 1
+    divisor = num_replicas if _mode == "as Keras multiplies" else 1
 
     @tf.custom_gradient
     def replace(local, value, slope):

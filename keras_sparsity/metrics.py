@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives as collectives_module
-from keras_sparsity import compat
+from keras_sparsity import compat, losses
 
 _SUMMED = ("sum", "mean")
 
@@ -245,6 +245,10 @@ def ignore_empty_parts(metric):
     def update_state(y_true, y_pred, *args, **kwargs):
         if not getattr(metric, "built", True):
             metric.build(y_true, y_pred)  # not inside a condition
+        with losses.of_own_part():  # a metric may be one of Keras's losses
+            update_if_any(y_true, y_pred, *args, **kwargs)
+
+    def update_if_any(y_true, y_pred, *args, **kwargs):
         output = keras.tree.flatten(y_pred)[0]
         rows = output.shape[0]
         if rows is None and not compat.in_symbolic_scope():

@@ -9,6 +9,7 @@ from keras_sparsity import (
     architectures,
     checks,
     collectives,
+    losses,
     metrics,
 )
 from keras_sparsity.data import distribution
@@ -186,12 +187,14 @@ class HybridStrategy(tf.distribute.Strategy):
         Models compiled inside it (also by `keras.models.load_model`) train on
         all processes, wherever they were built. The results of metrics made
         inside it are those of all processes, wherever a custom loop asks for
-        them outside of `run`; every process must ask.
+        them outside of `run`; every process must ask. Here and in `run`, the
+        value of a Keras loss object that reduces is that of the global batch.
         """
         with (
             super().scope(),
             adoption.compile_adopts(self),
             metrics.new_ones_are_global(self.collectives),
+            losses.of_global_batch(self.collectives),
         ):
             yield self
 
@@ -257,7 +260,11 @@ class _HybridExtended(tf.distribute.StrategyExtended):
             self._container_strategy(),
             replica_id_in_sync_group=self._collectives.rank,
         )
-        with tf.device(self._device), context:
+        with (
+            tf.device(self._device),
+            context,
+            losses.of_global_batch(self._collectives),
+        ):
             return fn(*args, **kwargs)
 
     def _use_merge_call(self):

@@ -1,7 +1,10 @@
 """Methods of one model, replaced on that model alone."""
 
+import contextlib
 import functools
 import inspect
+
+import keras
 
 from keras_sparsity import agreement
 from keras_sparsity.optimizer import HybridOptimizer
@@ -74,3 +77,28 @@ def bound_arguments(function, args, kwargs):
     arguments = dict(bound.arguments)
     arguments.update(arguments.pop("kwargs", {}))
     return arguments
+
+
+@contextlib.contextmanager
+def in_place_of(name, model, method):
+    """While entered, Keras's own method of that name is `method` for a model.
+
+    Args:
+        name: the method's name.
+        model: the model; others keep Keras's method.
+        method: what is called in its place, without the model.
+    """
+    owner = next(c for c in keras.Model.__mro__ if name in vars(c))
+    stock = vars(owner)[name]
+
+    @functools.wraps(stock)
+    def dispatch(self, *args, **kwargs):
+        if self is model:
+            return method(*args, **kwargs)
+        return stock(self, *args, **kwargs)
+
+    setattr(owner, name, dispatch)
+    try:
+        yield
+    finally:
+        setattr(owner, name, stock)

@@ -1,13 +1,16 @@
 """Whole runs, and single batches, of an adopted model."""
 
-import contextlib
 import functools
 import types
 
 import keras
 
 from keras_sparsity import collectives, compat
-from keras_sparsity.adoption.binding import Binding, bound_arguments
+from keras_sparsity.adoption.binding import (
+    Binding,
+    bound_arguments,
+    in_place_of,
+)
 from keras_sparsity.callbacks import (
     auto_architecture,
     partition_search,
@@ -45,7 +48,7 @@ class Runs(Binding):
 
         @functools.wraps(own)
         def bound(*args, **kwargs):
-            with _in_place_of(name, self._model, method):
+            with in_place_of(name, self._model, method):
                 return own(*args, **kwargs)
 
         object.__setattr__(self._model, name, bound)
@@ -165,28 +168,3 @@ class Runs(Binding):
                 )
         with collectives.explained(f"model.{name}"):
             return self._stock[name](**arguments)
-
-
-@contextlib.contextmanager
-def _in_place_of(name, model, method):
-    """While entered, Keras's own method of that name is `method` for a model.
-
-    Args:
-        name: the method's name.
-        model: the model; others keep Keras's method.
-        method: what is called in its place, without the model.
-    """
-    owner = next(c for c in keras.Model.__mro__ if name in vars(c))
-    stock = vars(owner)[name]
-
-    @functools.wraps(stock)
-    def dispatch(self, *args, **kwargs):
-        if self is model:
-            return method(*args, **kwargs)
-        return stock(self, *args, **kwargs)
-
-    setattr(owner, name, dispatch)
-    try:
-        yield
-    finally:
-        setattr(owner, name, stock)

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import compat, empty_parts, metrics
-from keras_sparsity.adoption.binding import Binding
+from keras_sparsity import compat, empty_parts, losses, metrics
+from keras_sparsity.adoption.binding import Binding, in_place_of
 from keras_sparsity.data.following import Followed
 
 
@@ -18,20 +18,19 @@ class Steps(Binding):
         self._joint_pull = joint_pull
         names = ["call", "train_step", "test_step", "predict_step"]
         names.append("get_metrics_result")
+        names.append("compute_loss")
         private = {}
-        if not compat.losses_are_scaled():
-            names.append("compute_loss")
-        elif type(model).compute_loss is keras.Model.compute_loss:
-            names.append("compute_loss")
+        if compat.losses_are_scaled():
             private[compat.STEP_LOSS] = "compute_step_loss"
         super().__init__(model, names, private)
 
     def call(self, *args, **kwargs):
         if not args or self._collectives.size == 1:
             return self._stock["call"](*args, **kwargs)
-        if self._is_in_step:
-            return empty_parts.call(self._call, *args, **kwargs)
-        return self._call(*args, **kwargs)
+        with losses.of_own_part():
+            if self._is_in_step:
+                return empty_parts.call(self._call, *args, **kwargs)
+            return self._call(*args, **kwargs)
 
     def _call(self, inputs, *args, **kwargs):
         with self._joint_pull.entered():
@@ -39,40 +38,45 @@ class Steps(Binding):
 
     def compute_step_loss(self, *args, **kwargs):
         """What Keras's own steps call."""
-        self._is_in_keras_loss = True
+        was_in_loss, self._is_in_keras_loss = self._is_in_keras_loss, True
         try:
             return self._stock[compat.STEP_LOSS](*args, **kwargs)
         finally:
-            self._is_in_keras_loss = False
+            self._is_in_keras_loss = was_in_loss
 
     def compute_loss(self, *args, **kwargs):
         """The loss, with a gradient that the ranks' sum makes whole.
 
-        Keras 3.6 and later divides the value by the number of replicas too,
-        and multiplies it again in its own steps. A step of the user's own,
-        which does not, gets it undivided.
+        Within, losses are divided by the number of replicas, as in Keras 3.6
+        and later, whose own steps multiply the value again. A step of the
+        user's own, which does not, gets it undivided.
         """
-        if not compat.losses_are_scaled():
-            return self._unscaled_loss(*args, **kwargs)
-        loss = self._stock["compute_loss"](*args, **kwargs)
-        size = self._collectives.size
-        if self._is_in_keras_loss or size == 1:
+        num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+        if num_replicas == 1:
+            return self._stock["compute_loss"](*args, **kwargs)
+        with losses.as_keras_multiplies():
+            loss = self._divided_loss(*args, **kwargs)
+        if self._is_in_keras_loss:
             return loss
-        return loss + tf.stop_gradient(loss) * (size - 1)
+        return loss + tf.stop_gradient(loss) * (num_replicas - 1)
 
-    def _unscaled_loss(self, *args, **kwargs):
-        """For Keras 3.5, which scales no loss by the number of replicas.
+    def _divided_loss(self, *args, **kwargs):
+        stock = self._stock["compute_loss"]
+        if compat.losses_are_scaled():
+            return stock(*args, **kwargs)
+        of_keras = keras.Model.compute_loss
 
-        What layers add (regularizers) is then summed over the ranks with the
-        gradients; its value stays as it is.
-        """
-        loss = self._stock["compute_loss"](*args, **kwargs)
-        size = self._collectives.size
-        added = [tf.reduce_sum(x) for x in self._model.losses if size > 1]
-        if not added:
-            return loss
-        added = tf.add_n(added)
-        return loss - (added - tf.stop_gradient(added)) * (1 - 1 / size)
+        def divided(*args, **kwargs):
+            """Of Keras 3.5, which does not divide what layers add."""
+            loss = of_keras(self._model, *args, **kwargs)
+            added = [tf.reduce_sum(x) for x in self._model.losses]
+            share = 1 / tf.distribute.get_strategy().num_replicas_in_sync
+            return loss - tf.add_n(added) * (1 - share) if added else loss
+
+        if getattr(stock, "__func__", None) is of_keras:
+            return divided(*args, **kwargs)
+        with in_place_of("compute_loss", self._model, divided):
+            return stock(*args, **kwargs)
 
     def train_step(self, batch):
         self._check_optimizer()
