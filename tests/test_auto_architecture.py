@@ -1,6 +1,7 @@
 """Tables that find their architecture while they are trained."""
 
 import dataclasses
+from unittest import mock
 
 import keras
 import numpy as np
@@ -8,13 +9,14 @@ import pytest
 
 import keras_sparsity as ks
 from keras_sparsity import touches
-from keras_sparsity.callbacks import auto_architecture
+from keras_sparsity.callbacks import auto_architecture, rank_zero
 from keras_sparsity.collectives import speeds
 from tests.conftest import engines
 
 LARGE, SMALL, DIM, BATCH, STEPS = 4_000, 8, 2, 32, 40
-# Seconds for each byte: those of AllReduce are least.
-COSTS = {"allreduce": 1e-6, "ps": 2e-6, "allgather": 3e-6, "update": 0}
+# Seconds for each byte: those of AllReduce are least. So many that they pay for
+# another trace.
+COSTS = {"allreduce": 1.0, "ps": 2.0, "allgather": 3.0, "update": 0}
 
 
 def data():
@@ -54,6 +56,9 @@ def train(fixed, is_slower, steps_per_execution):
             path: speeds.Speed(0.0, cost) for path, cost in COSTS.items()
         }
     auto_architecture._LOSS = -1.0 if is_slower else 1e9
+    pays = auto_architecture.AutoArchitecture._pays
+    if is_slower:  # and there is time to go back
+        auto_architecture.AutoArchitecture._pays = lambda *_: True
     try:
         strategy = ks.HybridStrategy()
         model = new_model("ps" if fixed else "auto")
@@ -76,6 +81,7 @@ def train(fixed, is_slower, steps_per_execution):
         )
     finally:
         speeds.measure, auto_architecture._LOSS = measure, compare
+        auto_architecture.AutoArchitecture._pays = pays
     whole = [t.read() - start for t, start in zip(tables, before, strict=True)]
     return told, history.history["loss"], whole
 
@@ -98,11 +104,56 @@ def test_tables_move_and_training_goes_on(engine, cluster):
                 assert np.linalg.norm(one - other) < 1e-3 * moved
 
 
+def saving_little(epochs):
+    """What tables are under, and what is said, where AllReduce saves 10 us.
+
+    In each step of as many epochs, of which two are trained.
+    """
+    costs = {"ps": 2e-5, "allreduce": 1e-5}
+    lines = []
+    model = new_model(None)
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+
+    def end(epoch, logs):
+        model.stop_training = epoch == 1
+
+    x, y = data()
+    with (
+        mock.patch.object(
+            auto_architecture.AutoArchitecture, "_costs", lambda *_: costs
+        ),
+        mock.patch.object(auto_architecture, "_LOSS", 1e9),
+        mock.patch.object(rank_zero, "say", lines.append),
+    ):
+        model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=epochs,
+            verbose=2,
+            callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=end)],
+        )
+    tables = [model.get_layer(n).table for n in ("large", "small")]
+    return [t.architecture for t in tables], lines
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_move_pays_for_its_trace(engine, cluster):
+    processes = cluster(engine, 2)
+    short, long = (processes.run(saving_little, n) for n in (2, 10**9))
+    assert [kept for kept, _ in short] == [["ps", "ps"]] * 2
+    assert [kept for kept, _ in long] == [["allreduce", "allreduce"]] * 2
+    lines, nothing = short[0][1], short[1][1]
+    assert len(lines) == 2 and not nothing  # once, on rank 0
+    assert "allreduce would not save" in lines[0]
+
+
 def drift():
     """What a table is under after each step, where its alpha jumps."""
     rows, constant = 64, auto_architecture._FIRST_STEPS + 4
     measure, every = speeds.measure, touches._EVERY
-    costs = COSTS | {"allreduce": 3e-7}
+    costs = COSTS | {"allreduce": 0.3}
     speeds.measure = lambda *_: {
         path: speeds.Speed(0.0, cost) for path, cost in costs.items()
     }

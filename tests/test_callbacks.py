@@ -1,5 +1,6 @@
 """Keras's callbacks over several processes: decided alike, written once."""
 
+import contextlib
 import csv
 import os
 
@@ -397,3 +398,48 @@ def test_one_process_takes_every_callback(tmp_path):
     backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     trained(model, [backup])
     assert int(model.optimizer.iterations) == 3 * EPOCHS
+
+
+class Sayer(keras.callbacks.Callback):
+    """Says something in the middle of each epoch, and fails in the last."""
+
+    def __init__(self, is_failing):
+        super().__init__()
+        self.is_failing = is_failing
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            rank_zero.say(f"said in epoch {self.epoch}")
+        if batch == 2 and self.epoch == 1 and self.is_failing:
+            raise RuntimeError("of the test")
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_lines_do_not_tear_a_progress_bar(capsys, is_failing):
+    model = built()
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    x, y = examples(16)
+    expected = pytest.raises(RuntimeError, match="of the test")
+    with expected if is_failing else contextlib.nullcontext():
+        model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=2,
+            verbose=1,
+            callbacks=[Sayer(is_failing)],
+        )
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "said" in line] == [
+        "said in epoch 0",
+        "said in epoch 1",
+    ]
+    # Behind the whole bar of its epoch, before the next one's.
+    place = lines.index("said in epoch 0")
+    assert "4/4" in lines[place - 1]
+    assert lines[place + 1] == "Epoch 2/2"
+    assert lines.index("said in epoch 1") == len(lines) - 1

@@ -84,7 +84,9 @@ class Runs(Binding):
                 callback.see(callbacks)
         self._first_step.awaits_input = checkpoint
         self._first_step.begins_fit = True
-        with compat.array_orders_change(order_seed):
+        with rank_zero.Lines() as lines, compat.array_orders_change(order_seed):
+            if callbacks is arguments["callbacks"]:
+                arguments["callbacks"] = [lines, *callbacks]
             return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):

@@ -38,7 +38,9 @@ class AutoArchitecture(keras.callbacks.Callback):
     After some steps, whose alpha is measured, each table of `"auto"` gets the
     architecture that takes the least time by the bytes that it moves, the
     speeds of each path on this cluster, and what it has to update; and so do
-    the gradients of ordinary embeddings, if that is the strategy's. Then the
+    the gradients of ordinary embeddings, if that is the strategy's; all this
+    where it saves more time in the steps that are left than it takes to trace
+    the step anew. Then the
     steps' times are compared with those before: if they have become longer,
     all go back. Decided again when alpha drifts, also in the `fit`s that
     follow.
@@ -64,19 +66,35 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._alphas = {}  # by the variables' paths, at the last decision
         self._fixed = set()
         self._undo = None
+        # Of the slowest trace so far, the same on all ranks once they decide.
+        self._trace_seconds = 0.0
+        self._earlier_steps = self._steps = 0
+        self._refused = set()  # what was too short to pay for, by path
 
     def on_train_begin(self, logs=None):
-        self._steps = 0
+        self._earlier_steps += self._steps
+        self._steps = self._steps_of_epoch = 0
+        self._longest_epoch = self._epoch = 0
         self._next = _FIRST_STEPS
         self._forget_times()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch, self._steps_of_epoch = epoch, 0
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._longest_epoch = max(self._longest_epoch, self._steps_of_epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
         count = self.model.steps_per_execution
-        self._seconds.append((time.perf_counter() - self._start) / count)
+        seconds = time.perf_counter() - self._start
+        if not self._seconds:  # with the tracing
+            self._trace_seconds = max(self._trace_seconds, seconds)
+        self._seconds.append(seconds / count)
         self._steps += count
+        self._steps_of_epoch += count
         if self._steps < self._next or not self.is_ready():
             return
         if self._undo:
@@ -118,18 +136,28 @@ class AutoArchitecture(keras.callbacks.Callback):
             self._speeds = speeds.measure(
                 self._collectives, self._bytes_of_probe
             )
-        chosen = {}
-        for place, facts in found:
-            self._alphas[place.path] = facts.alpha
-            architecture = self._best(place, facts)
-            if architecture != place.architecture:
-                chosen[place.path] = architecture
+        costs = {
+            place.path: self._costs(place, facts) for place, facts in found
+        }
         # Rank 0's arithmetic: a rounding error is not to divide the ranks.
-        chosen = self._collectives.gather_objects(
-            chosen, name="auto_architecture/decision"
+        costs, self._trace_seconds = self._collectives.gather_objects(
+            (costs, self._trace_seconds), name="auto_architecture/decision"
         )[0]
-        places = [place for place, _ in found if place.path in chosen]
-        if not places:
+        chosen = {
+            place.path: _best(costs[place.path], place.architecture)
+            for place, _ in found
+        }
+        places = [p for p, _ in found if chosen[p.path] != p.architecture]
+        gain = sum(
+            costs[p.path][p.architecture] - costs[p.path][chosen[p.path]]
+            for p in places
+        )
+        pays = self._pays(gain)
+        for place, facts in found:
+            self._explain(place, facts, costs[place.path], chosen, pays)
+            if pays or place not in places:
+                self._alphas[place.path] = facts.alpha
+        if not places or not pays:
             return
         self._before = self._step_seconds()
         self._undo = [(place, place.target) for place in places]
@@ -167,25 +195,51 @@ class AutoArchitecture(keras.callbacks.Callback):
         low, high = sorted((max(alpha, 1e-12), max(before, 1e-12)))
         return high > _DRIFT * low
 
-    def _best(self, place, facts):
+    def _costs(self, place, facts):
+        """Seconds that each architecture takes for a place in a step."""
         spec = facts.spec(place.num_partitions)
         slots = len(self.model.optimizer.slots_of(place.variable))
         fits = spec.num_bytes() * (1 + slots) <= _MOST_BYTES
-        now = place.architecture
-        seconds = {
+        return {
             name: self._seconds_of(place.variable, spec, name, slots)
             for name in place.architectures
-            if fits or name in ("ps", now)
+            if fits or name in ("ps", place.architecture)
         }
-        best = min(seconds, key=seconds.get)
-        if seconds[best] > (1 - _GAIN) * seconds[now]:
-            best = now
-        costs = ", ".join(
-            f"{name} {1e3 * value:.3g} ms" for name, value in seconds.items()
+
+    def _pays(self, gain):
+        """Whether so many seconds of each step are worth another trace."""
+        return gain * self._steps_left() > self._trace_seconds
+
+    def _steps_left(self):
+        """How many more steps there will be, as far as this can be known."""
+        steps = self.params.get("steps") or max(
+            self._longest_epoch, 2 * self._steps_of_epoch
         )
-        change = f"stays {now}" if best == now else f"goes from {now} to {best}"
-        self._say(f"'{place.name}' {change}: alpha {facts.alpha:.3g}; {costs}.")
-        return best
+        epochs = max(1, self.params.get("epochs", 1) - self._epoch)
+        left = steps * epochs - self._steps_of_epoch
+        # After one `fit` as many more may come.
+        return max(left, self._earlier_steps)
+
+    def _explain(self, place, facts, costs, chosen, pays):
+        now, best = place.architecture, chosen[place.path]
+        change = f"stays {now}"
+        why = ""
+        if best != now and pays:
+            change = f"goes from {now} to {best}"
+        elif best != now:
+            if place.path in self._refused:
+                return
+            self._refused.add(place.path)
+            why = (
+                f"; {best} would not save, in about {self._steps_left()} more "
+                f"steps, the {self._trace_seconds:.2g} s of another trace"
+            )
+        listed = ", ".join(
+            f"{name} {1e3 * value:.3g} ms" for name, value in costs.items()
+        )
+        self._say(
+            f"'{place.name}' {change}: alpha {facts.alpha:.3g}; {listed}{why}."
+        )
 
     def _seconds_of(self, variable, spec, architecture, num_slots):
         cost = planning.engine_bytes(
@@ -228,6 +282,8 @@ class AutoArchitecture(keras.callbacks.Callback):
         after, undo, self._undo = self._step_seconds(), self._undo, None
         if after <= (1 + _LOSS) * self._before:
             return
+        if not self._pays(after - self._before):
+            return
         names = ", ".join(f"'{place.name}'" for place, _ in undo)
         self._say(
             f"{names} back: {1e3 * after:.3g} ms a step in place of "
@@ -238,7 +294,13 @@ class AutoArchitecture(keras.callbacks.Callback):
 
     def _say(self, text):
         if self.params.get("verbose") and self._collectives.rank == 0:
-            rank_zero.say(self, f"Architecture: {text}")
+            rank_zero.say(f"Architecture: {text}")
+
+
+def _best(costs, now):
+    """The cheapest architecture, if it is cheaper by enough."""
+    best = min(costs, key=costs.get)
+    return best if costs[best] <= (1 - _GAIN) * costs[now] else now
 
 
 class _Table:

@@ -355,7 +355,7 @@ class PartitionSearch(keras.callbacks.Callback):
     def _say(self, text):
         is_first = self._collectives is None or self._collectives.rank == 0
         if self.verbose and is_first:
-            rank_zero.say(self, f"PartitionSearch: {text}")
+            rank_zero.say(f"PartitionSearch: {text}")
 
 
 def _describe(optimizer):

@@ -49,13 +49,59 @@ def on_rank(callbacks, rank):
     return [c for c in callbacks if not isinstance(c, _WRITE_ONCE)]
 
 
-def say(callback, text):
+class Lines(keras.callbacks.Callback):
+    """Part of every `fit`: holds lines back while a progress bar is drawn.
+
+    Before Keras's own callback, which ends a bar when an epoch ends. Used in
+    a `with` statement, which prints what a training that is interrupted has
+    left.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._is_in_epoch = False
+        self._lines = []
+
+    def __enter__(self):
+        _open.append(self)
+        return self
+
+    def __exit__(self, *exception):
+        _open.remove(self)
+        if self._lines:
+            print(flush=True)  # ends the bar
+        self._print()
+
+    def add(self, text):
+        self._lines.append(text)
+        has_bar = self.params.get("verbose") in (1, "auto")
+        if not (has_bar and self._is_in_epoch):
+            self._print()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._print()
+        self._is_in_epoch = True
+
+    def on_train_end(self, logs=None):
+        self._is_in_epoch = False
+        self._print()
+
+    def _print(self):
+        for line in self._lines:
+            print(line, flush=True)
+        self._lines = []
+
+
+_open = []  # the `Lines` of each `fit` that runs, the innermost last
+
+
+def say(text):
     """Prints a line, not into the middle of Keras's progress bar.
 
     Args:
-        callback: the callback that says it, in `fit`, on rank 0.
         text: the line.
     """
-    has_bar = callback.params.get("verbose") in (1, "auto")
-    start = "\n" if has_bar else ""
-    print(f"{start}{text}", flush=True)
+    if _open:
+        _open[-1].add(text)
+    else:
+        print(text, flush=True)
