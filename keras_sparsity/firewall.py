@@ -109,7 +109,14 @@ def guarded_port(port, hosts, warn):
         with _sharing(), _asking_again(first, networks, hosts, missing):
             yield
         # All ranks have come by now, and with them their names.
-        _choose(first, [*networks, *_resolved(hosts)[0]])
+        found, missing = _resolved(hosts)
+        _choose(first, [*networks, *found])
+        if missing:
+            warn(
+                f"{', '.join(missing)}, of TF_CONFIG, cannot be resolved here: "
+                f"connections from there are dropped, unless {VARIABLE} names "
+                "their addresses."
+            )
         _sockets.append(first)
         stack.pop_all()
     for other in _listening(port):

@@ -261,6 +261,18 @@ def test_a_kernel_that_cannot(monkeypatch):
     assert "unshare" in message
 
 
+def test_a_name_that_is_never_known(monkeypatch):
+    monkeypatch.setattr(
+        firewall, "_resolved", lambda hosts: ([], ["nobody.test"])
+    )
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with firewall.guarded_port(port, ["nobody.test"], said.append):
+        assert not said  # It may be known later.
+    assert "nobody.test, of TF_CONFIG, cannot be resolved" in said.pop()
+
+
 @pytest.mark.parametrize("text", ["10.0.0", "10.0.0.0/33", "a", "10.0.0.1;::1"])
 def test_what_is_no_network(text, monkeypatch):
     monkeypatch.setenv(firewall.VARIABLE, text)
