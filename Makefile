@@ -19,9 +19,6 @@ NEW := .venv
 HOROVOD := .venv-horovod
 SOURCES := setup.py pyproject.toml README.md \
 	$(shell find keras_sparsity -name '*.py' -o -name '*.md')
-# From wheels alone: nothing is compiled, whatever the machine has.
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check \
-	--only-binary :all:
 
 # Made side by side.
 ENVIRONMENTS := $(HOROVOD)/.installed $(NEW)/.dev
@@ -76,29 +73,35 @@ clean:  ## Remove the virtual environments and what the tools wrote
 
 # The newest TensorFlow, native engine.
 $(NEW)/bin/python:
-	python="$$(scripts/find_python.sh $(PYTHON))" && \
+	@echo "Making $(NEW) ..."
+	@python="$$(scripts/find_python.sh $(PYTHON))" && \
 		"$$python" -m venv $(NEW)
 
 $(NEW)/.installed: $(SOURCES) | $(NEW)/bin/python
-	$(NEW)/bin/python $(PIP_INSTALL) '.[cpu]'
-	touch $@
+	@scripts/pip_install.sh $(NEW)/bin/python \
+		"TensorFlow and keras_sparsity" '.[cpu]'
+	@touch $@
 
 $(NEW)/.dev: $(NEW)/.installed
-	$(NEW)/bin/python $(PIP_INSTALL) '.[cpu,dev]'
-	touch $@
+	@scripts/pip_install.sh $(NEW)/bin/python \
+		"what tests need" '.[cpu,dev]'
+	@touch $@
 
 # The newest TensorFlow that Horovod compiles with, and Horovod.
 $(HOROVOD)/bin/python:
-	python="$$(scripts/find_python.sh $(PYTHON))" && \
+	@echo "Making $(HOROVOD) ..."
+	@python="$$(scripts/find_python.sh $(PYTHON))" && \
 		"$$python" -m venv $(HOROVOD)
 
 $(HOROVOD)/.horovod: setup.py scripts/install_horovod.sh \
 		| $(HOROVOD)/bin/python
-	$(HOROVOD)/bin/python $(PIP_INSTALL) 'tensorflow-cpu==2.18.*'
+	@scripts/pip_install.sh $(HOROVOD)/bin/python \
+		"TensorFlow 2.18" 'tensorflow-cpu==2.18.*'
 	scripts/install_horovod.sh $(HOROVOD)/bin/python
-	touch $@
+	@touch $@
 
 # After the other one's: both build this package in the source tree.
 $(HOROVOD)/.installed: $(SOURCES) $(HOROVOD)/.horovod | $(NEW)/.dev
-	$(HOROVOD)/bin/python $(PIP_INSTALL) '.[horovod,dev]'
-	touch $@
+	@scripts/pip_install.sh $(HOROVOD)/bin/python \
+		"keras_sparsity and what tests need" '.[horovod,dev]'
+	@touch $@

@@ -206,7 +206,7 @@ def parse_arguments():
     )
     add("--export", metavar="DIR", help="keep the exported model here")
     add("--epochs", type=int, default=2)
-    add("--steps-per-epoch", type=int, default=250)
+    add("--steps-per-epoch", type=int, default=150)
     add("--batch-size", type=int, default=128, help="global, in sequences")
     add("--time", type=int, default=20, help="words of a sequence")
     add("--dim", type=int, default=128, help="width of both tables")
