@@ -1,7 +1,10 @@
 """Trainings on an emulated cluster, each run once and kept in a file."""
 
+import argparse
+import collections
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -11,7 +14,9 @@ import time
 import traceback
 
 import _network
+import _timing
 from cluster import Cluster
+from workloads import _common
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 # Of what a run that failed has printed.
@@ -40,6 +45,8 @@ WAYS = {
     "hybrid bfloat16": Way(("--wire-dtype", "bfloat16", _ALONE)),
     "hybrid float16": Way(("--wire-dtype", "float16", _ALONE)),
     "hybrid, prefetch": Way(("--prefetch", _ALONE)),
+    "hybrid, clipped": Way(("--clip", "owners")),
+    "hybrid, clipped by workers": Way(("--clip", "workers")),
     "hybrid, no local aggregation": Way(("--no-local-aggregation",)),
     "ps, no local aggregation": Way(
         ("--architecture", "ps", "--no-local-aggregation")
@@ -60,7 +67,7 @@ WAYS = {
 # `--size large`, roughly: only how long a run takes is guessed from them.
 WORKLOADS = {
     "lm": ("words", 0.4, 11, 411, 0.05),
-    "nmt": ("words", 3, 6.5, 4, 0.2),
+    "nmt": ("words", 3.4, 3.4, 7.7, 0.25),
     "recommender": ("samples", 0.5, 14, 370, 0.05),
     "resnet50": ("images", 94, 0, 0, 0.8),
     "inception_v3": ("images", 87, 0, 0, 0.8),
@@ -256,25 +263,47 @@ def _common_arguments(runs):
     ]
 
 
+# Of a workload's arguments, those that are none of its sizes.
+_NO_SIZES = {"size", "steps", "warm_up", "learning_rate", "target", "every"}
+_NO_SIZES |= {"most_steps", "held_out", "follows"}
+
+
+@functools.cache
+def _sizes(workload, size, arguments):
+    options = argparse.ArgumentParser()
+    arguments = [*(("--size", size) if size else ()), *arguments]
+    found = _common.parse(_common.module(workload), options, arguments)
+    return {k: v for k, v in vars(found).items() if k not in _NO_SIZES}
+
+
+def sizes(run):
+    """What `--size` and the arguments stand for today."""
+    return _sizes(run.workload, run.size, run.arguments)
+
+
 class Results:
     """What runs have given, in a file of one JSON object on each line.
 
     A run that is in the file is not run again, unless it has failed. A line
     is written when its run is through, so nothing is lost when the program is
-    ended.
+    ended. It holds the versions and the workload's sizes: a line of other
+    sizes does not count, nor does one of other versions unless asked for.
 
     Args:
         path: the file, made if there is none; None to keep nothing.
         execute: function of a list of `Run`, which the same processes train,
             and a timeout, that gives the figures of each.
+        of_any_version: whether lines of other versions, or of unknown ones,
+            count.
 
     Attributes:
         failures: dict from each run that has failed to what it said.
     """
 
-    def __init__(self, path=None, execute=execute):
+    def __init__(self, path=None, execute=execute, of_any_version=False):
         self._path, self._execute = path, execute
-        self._found = {}
+        self._of_any_version = of_any_version
+        self._found, self._versions, self._ignored = {}, {}, {}
         self.failures = {}
         if path:
             # Whether it can be written to shows before hours of runs.
@@ -285,6 +314,17 @@ class Results:
     def get(self, run):
         """Its figures, or None."""
         return self._found.get(run)
+
+    def versions_of(self, runs):
+        """In words, those that these runs were measured with."""
+        found = [self._versions.get(run) for run in runs if run in self._found]
+        numbers = collections.Counter(map(_spell_versions, found))
+        return "; ".join(f"{of}: {n} runs" for of, n in numbers.items())
+
+    def why_missing(self, run):
+        """Why there are no figures of a run."""
+        why = self.failures.get(run) or self._ignored.get(run) or "not run"
+        return why.partition("\n")[0]
 
     def left_to_do(self, runs):
         """In words: how many of these runs, and how long they may take."""
@@ -337,6 +377,7 @@ class Results:
                 f"{WORKLOADS[run.workload][0]}/s"
             )
             self._found[run] = figures
+            self._versions[run] = _timing.versions()
             if self._path:
                 self._write(run, figures)
         say(f"  {seconds:.0f} s")
@@ -347,17 +388,53 @@ class Results:
                 found = json.loads(line)
                 fields = found["run"]
                 fields["arguments"] = tuple(fields["arguments"])
-                self._found[Run(**fields)] = found["figures"]
+                self._keep(Run(**fields), found)
             except (ValueError, KeyError, TypeError):
                 say(f"{self._path}, line {number}: no run; left alone")
+        for why, number in collections.Counter(self._ignored.values()).items():
+            say(f"{self._path}: {number} lines do not count: {why}")
         if text and not text.endswith("\n"):  # ended while it was written
             with open(self._path, "a") as file:
                 file.write("\n")
 
+    def _keep(self, run, line):
+        expected, versions = sizes(run), line.get("versions")
+        # Lines of before they had any say it among their figures.
+        of_line = line.get("sizes") or line["figures"].get("workload", {})
+        others = {k: of_line.get(k) for k in expected}
+        if others != expected:
+            of_line, now = (
+                {k: of[k] for k in expected if others[k] != expected[k]}
+                for of in (others, expected)
+            )
+            self._ignored[run] = (
+                f"{run.workload} of other sizes, {of_line}, now {now}"
+            )
+        elif not self._of_any_version and versions != _timing.versions():
+            self._ignored[run] = (
+                f"of {_spell_versions(versions)}, now "
+                f"{_spell_versions(_timing.versions())}"
+            )
+        else:
+            self._found[run], self._versions[run] = line["figures"], versions
+
     def _write(self, run, figures):
-        line = json.dumps({"run": dataclasses.asdict(run), "figures": figures})
+        line = json.dumps(
+            {
+                "run": dataclasses.asdict(run),
+                "versions": _timing.versions(),
+                "sizes": sizes(run),
+                "figures": figures,
+            }
+        )
         with open(self._path, "a") as file:
             file.write(line + "\n")
+
+
+def _spell_versions(versions):
+    if not versions:
+        return "versions that were not written down"
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
 def say(line):

@@ -57,12 +57,22 @@ def finish(figures, misses):
 
 def machine():
     """The processor and the versions."""
-    import keras
-    import tensorflow as tf
-
     return {
         "processor": _processor(),
         "num_cores": len(os.sched_getaffinity(0)),
+        **versions(),
+    }
+
+
+def versions():
+    """Of this library and what it stands on."""
+    import keras
+    import tensorflow as tf
+
+    import keras_sparsity as ks
+
+    return {
+        "keras_sparsity": ks.__version__,
         "tensorflow": tf.__version__,
         "keras": keras.__version__,
     }

@@ -5,7 +5,7 @@ count the bytes: a language model with sampled softmax, a recommender with
 tables of several sizes, and ResNet-50 at small images. Less the packets'
 headers and what an idle run of the same length sends, they must be within 5 %
 of what the plan's formulas say with the alpha that was measured meanwhile.
-ResNet-50 must be AllReduce alone. Needs root, as `cluster.py` does.
+Needs root, as `cluster.py` does.
 """
 
 import argparse
@@ -48,8 +48,6 @@ def main():
         )
         if abs(error) > LIMIT:
             misses.append(f"{name}: {error:+.1%}, at most {LIMIT:.0%} asked")
-        if name == "resnet50" and set(found["paths"]) != {"allreduce"}:
-            misses.append(f"resnet50 goes by {found['paths']}")
     _timing.finish(figures, misses)
 
 

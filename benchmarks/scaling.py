@@ -4,7 +4,9 @@ Each training is a run of its own on network namespaces with a limited rate
 (`cluster.py`), one after the other. Sets of runs answer one question each, with
 tables in Markdown and, with `--plots`, PNG files. What a run has given is kept
 in the file of `--results`, and not run again: end the program when you like,
-and start it again. A run that fails is a miss, and the others go on.
+and start it again. A run that fails is a miss, and the others go on. Lines of
+other sizes of a workload do not count, nor, but with `--report`, those of other
+versions of this library, TensorFlow or Keras; both are said.
 
     python benchmarks/scaling.py                        # a few minutes
     python benchmarks/scaling.py --set speed --results runs.jsonl
@@ -36,7 +38,7 @@ def main():
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     names = list(SETS) if "all" in options.set else options.set
     plots = _report.Plots(options.plots)
-    results = Results(options.results)
+    results = Results(options.results, of_any_version=options.report)
     runs = {name: SETS[name].runs(options) for name in names}
     if options.estimate:
         for name, of_set in runs.items():
@@ -64,10 +66,10 @@ def report(names, options, results, plots):
         runs = dict.fromkeys(SETS[name].runs(options))
         failed = [run for run in runs if results.get(run) is None]
         for run in failed:
-            why = results.failures.get(run, "not run")
-            misses.append(f"{name}: {run}: {why.partition(chr(10))[0]}")
+            misses.append(f"{name}: {run}: {results.why_missing(run)}")
         busy = [f["busy_before"] for f in map(results.get, runs) if f]
         if busy:
+            print(f"Measured with {results.versions_of(runs)}.")
             print(
                 "Of the processors others had, just before each run, "
                 f"{min(busy):.0%} to {max(busy):.0%}.\n"

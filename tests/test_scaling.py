@@ -12,6 +12,11 @@ import pytest
 import scaling
 from _runs import WAYS, WORKLOADS, Results, Run, RunError
 from sets import SETS
+from workloads import _common
+
+import keras_sparsity as ks
+
+lm = _common.module("lm")
 
 RUN = Run("lm", "hybrid", machines=4, rate=50)
 
@@ -44,7 +49,9 @@ def _share(pairs):
 
 # Two tables of 1,000 rows, one of them an output's kernel with its bias, and
 # 500 dense elements.
-def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0, headers=1.0):
+def _figures(
+    run, sparse_factor=1.0, words=1000.0, step=1.0, headers=1.0, to_target=50.0
+):
     """Such as a run gives whose sparse bytes are so many times the least."""
     together = "no local" not in run.way
     itemsize = 2 if "16" in run.way else 4
@@ -102,8 +109,8 @@ def _figures(run, sparse_factor=1.0, words=1000.0, step=1.0, headers=1.0):
             "target": 1.5,
             "least_loss": 0.5,
             "steps": 100,
-            "seconds": 50.0,
-            "curve": [{"steps": 100, "seconds": 50.0, "loss": 1.0}],
+            "seconds": to_target,
+            "curve": [{"steps": 100, "seconds": to_target, "loss": 1.0}],
         },
     }
 
@@ -212,6 +219,42 @@ def test_runs_are_kept_and_failures_run_again(tmp_path, capsys):
     assert [json.loads(line)["run"]["rate"] for line in lines] == [1, 3, 2]
 
 
+def test_lines_of_other_sizes_or_versions_do_not_count(tmp_path, capsys):
+    path = tmp_path / "runs.jsonl"
+    run = dataclasses.replace(RUN, size="large")
+    Results(str(path), lambda runs, _: [_figures(run) for run in runs]).run_all(
+        [run], 60
+    )
+    line = json.loads(path.read_text())
+    assert line["sizes"]["vocabulary"] == lm.SIZES["large"]["vocabulary"]
+    assert line["versions"]["keras_sparsity"] == ks.__version__
+    assert Results(str(path)).get(run) == line["figures"]
+
+    def read(line, **arguments):
+        path.write_text(json.dumps(line) + "\n")
+        results = Results(str(path), **arguments)
+        return results.get(run) is not None, results.why_missing(run)
+
+    older = {**line, "versions": {**line["versions"], "keras": "3.5.0"}}
+    unknown = {k: line[k] for k in ("run", "figures")}
+    unknown["figures"] = {**line["figures"], "workload": line["sizes"]}
+    for other, why in ((older, "keras 3.5.0"), (unknown, "not written down")):
+        counts, said = read(other)
+        assert not counts and why in said
+        assert why in capsys.readouterr().err
+        assert read(other, of_any_version=True)[0]
+        results = Results(str(path), of_any_version=True)
+        assert why in results.versions_of([run])
+    smaller = {**line, "sizes": {**line["sizes"], "vocabulary": 7}}
+    counts, said = read(smaller, of_any_version=True)
+    assert not counts and "{'vocabulary': 7}" in said
+    # The same options by hand are sizes, too.
+    other = dataclasses.replace(run, arguments=("--vocabulary", "7"))
+    by_hand = {**smaller, "run": dataclasses.asdict(other)}
+    path.write_text(json.dumps(by_hand) + "\n")
+    assert Results(str(path)).get(other) == line["figures"]
+
+
 def _options(**others):
     return argparse.Namespace(
         **{
@@ -246,11 +289,24 @@ _WORSE = {
     "bytes": {"hybrid bfloat16": {"sparse_factor": 1.12}},
     "aggregation": {"hybrid": {"sparse_factor": 1.05}},
     "bound": {"hybrid": {"step": 1.2}},
+    "others": {"hybrid float16": {"words": 999}},
+    "machines": {"hybrid bfloat16": {"words": 999}},
+    "ablation": {"ps": {"words": 4200}},
+    "sweep": {"naive ps": {"words": 4002}},
+    "target": {"hybrid": {"to_target": 51.0}},
 }
 
 
 def _good(run):
-    words = {"hybrid": 4001, "hybrid bfloat16": 7001, "naive ps": 2500}
+    words = {
+        "hybrid": 4001,
+        "hybrid bfloat16": 7001,
+        "naive ps": 2500,
+        "ps": 4000,
+        "ps, no local aggregation": 3500,
+        "hybrid, no local aggregation": 3800,
+        "hybrid, clipped": 1001,
+    }
     return {"words": words.get(run.way, 1000)}
 
 
@@ -258,9 +314,8 @@ def _good(run):
 def test_a_set_passes_or_misses(name, tmp_path):
     pytest.importorskip("matplotlib")
     options = _options()
-    plots = _report.Plots(tmp_path)
 
-    def report(worse, failed=()):
+    def report(worse, failed=(), folder=None):
         def execute(runs, timeout):
             if runs[0].way in failed:
                 raise RunError("no luck")
@@ -271,15 +326,15 @@ def test_a_set_passes_or_misses(name, tmp_path):
 
         results = Results(execute=execute)
         results.run_all(SETS[name].runs(options), 60)
+        plots = _report.Plots(folder)
         return scaling.report([name], options, results, plots)
 
-    figures, misses = report({})
+    figures, misses = report({}, folder=tmp_path)
     assert not misses
     assert figures[name]
     has_plots = name in ("machines", "ablation", "sweep", "target")
     assert bool(list(tmp_path.glob("*.png"))) == has_plots
-    if name in _WORSE:
-        _, misses = report(_WORSE[name])
-        assert misses and all("asked" in miss for miss in misses)
+    _, misses = report(_WORSE[name])
+    assert misses and all("asked" in miss for miss in misses)
     _, misses = report({}, failed=["hybrid"])
     assert any("RunError: no luck" in miss for miss in misses)

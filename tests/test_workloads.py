@@ -82,7 +82,9 @@ def train_both(cases):
         kit = common.module("_training").KIT
         workload, args = start(kit, name, optimizer)
         with strategy.scope():
-            workload.model.compile(workload.optimizer, workload.loss)
+            workload.model.compile(
+                workload.optimizer, workload.loss, run_eagerly=True
+            )
         common.fit(
             workload,
             None,
@@ -229,6 +231,73 @@ def test_sizes_are_defaults():
     ):
         with pytest.raises(SystemExit):
             parse(wrong)
+
+
+@pytest.mark.parametrize("name", list(_SMALL))
+def test_the_large_one_is_larger(name):
+    common = _common()
+    from peers import _stock
+
+    module, found = common.module(name), []
+    for size in ("small", "large"):
+        options = argparse.ArgumentParser()
+        args = common.parse(module, options, ["--size", size])
+        made = module.make(_stock.KIT, args, 4, np.random.default_rng(0))
+        # Of a table, and of the output's kernel, which is one the other way.
+        tables = [
+            int(np.prod(v.shape))
+            for v in made.model.trainable_variables
+            if "embedding" in v.path or max(v.shape) >= 1_000
+        ]
+        found.append((made.num_parameters(), sum(tables), max(tables)))
+    for small, large in zip(*found, strict=True):
+        assert small < large
+
+
+def clip_both():
+    """Weights of training with the norm found by owners, and by workers."""
+    _common()
+    from workloads import _training
+
+    weights = []
+    for way in ("owners", "workers", None):
+        keras.utils.set_random_seed(3)
+        workload, _, args = _made("lm", _training.KIT, 2)
+        strategy = ks.HybridStrategy(
+            architecture="hybrid",
+            transform_gradients=(
+                _training.clip_by_workers if way == "workers" else None
+            ),
+        )
+        if way == "owners":
+            workload.optimizer.global_clipnorm = _training.NORM
+        with strategy.scope():
+            workload.model.compile(
+                workload.optimizer, workload.loss, run_eagerly=True
+            )
+        workload.model.fit(workload.x, workload.y, 8, shuffle=False, verbose=0)
+        weights.append(workload.model.get_weights())
+    return weights
+
+
+def test_owners_and_workers_clip_the_same(cluster):
+    for owners, workers, neither in cluster("native", 2).run(clip_both):
+        for mine, other in zip(owners, workers, strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-6)
+        assert any(
+            np.abs(mine - other).max() > 1e-3
+            for mine, other in zip(owners, neither, strict=True)
+        )
+
+
+def test_a_search_that_finds_nothing_new_is_a_miss():
+    _common()
+    import partition_search
+
+    shapes = {name: {"best": 2} for name in partition_search.SHAPES}
+    assert list(partition_search.missed_together(shapes))
+    shapes["wide"]["best"] = 32
+    assert not list(partition_search.missed_together(shapes))
 
 
 def test_examples_begin_again():

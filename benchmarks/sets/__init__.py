@@ -10,6 +10,7 @@ from sets import paper, speed, target, wire
 SETS = {
     "quick": speed.QUICK,
     "speed": speed.SPEED,
+    "others": speed.OTHERS,
     "bytes": wire.BYTES,
     "aggregation": wire.AGGREGATION,
     "bound": wire.BOUND,

@@ -6,9 +6,12 @@ import functools
 import _common
 import _facts
 import _network
+import tensorflow as tf
 
 import keras_sparsity as ks
 
+# So small that gradients are clipped.
+NORM = 0.01
 KIT = _common.Kit(
     embedding=ks.layers.ShardedEmbedding,
     bag=functools.partial(ks.layers.ShardedEmbeddingBag, combiner="sum"),
@@ -37,17 +40,26 @@ def run(name):
     )
     add("--prefetch", action="store_true", help="of the strategy")
     add("--alone", action="store_true", help="time it without exchange, too")
+    add(
+        "--clip",
+        choices=["owners", "workers"],
+        help=f"to a global norm of {NORM}, which the owners of rows find with "
+        "one number of each, or every worker from the gradients of all owners",
+    )
     args = _common.parse(module, parser)
     strategy = ks.HybridStrategy(
         architecture=args.architecture,
         wire_dtype=args.wire_dtype,
         local_aggregation=args.local_aggregation,
         prefetch=args.prefetch,
+        transform_gradients=clip_by_workers if args.clip == "workers" else None,
     )
     window = _network.Window(is_first=strategy.rank == 0)
     if args.architecture != "auto":  # which measures the links
         window.open()
     workload, held_out = _common.made(module, KIT, args, strategy.size)
+    if args.clip == "owners":
+        workload.optimizer.global_clipnorm = NORM
     with strategy.scope():
         workload.model.compile(workload.optimizer, workload.loss)
     figures = _common.fit(
@@ -75,6 +87,24 @@ def run(name):
         num_parameters=workload.num_parameters(),
         **figures,
     )
+
+
+def clip_by_workers(gradients, variables):
+    """The norm from gradients that are gathered from their owners."""
+    ranks = ks.collectives.current()
+    squares = []
+    for index, gradient in enumerate(gradients):
+        if isinstance(gradient, tf.IndexedSlices):
+            gradient = ranks.all_gather(gradient.values, f"clip/{index}")
+        squares.append(tf.reduce_sum(tf.square(gradient)))
+    norm = tf.sqrt(tf.add_n(squares))
+    scale = NORM / tf.maximum(norm, NORM)
+    return [
+        tf.IndexedSlices(g.values * scale, g.indices, g.dense_shape)
+        if isinstance(g, tf.IndexedSlices)
+        else g * scale
+        for g in gradients
+    ]
 
 
 def _alone(module, args):

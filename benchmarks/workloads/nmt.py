@@ -1,4 +1,4 @@
-"""Translation: encoder, decoder, attention; about half of it dense; generated.
+"""Translation: encoder, decoder, attention; a third or more dense; generated.
 
     python benchmarks/cluster.py --machines 4 benchmarks/workloads/nmt.py
 
@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 # With 64 examples the dense part, which is the same for all who exchange it,
-# would outweigh the rows; with wider LSTMs the large one's step would be eight
-# machines' computation on few cores, and not network.
+# would outweigh the rows; with tables and LSTMs that are wider still, the large
+# one's step would be eight machines' computation on few cores, and not network.
 SIZES = {
     "small": {
         "vocabulary": 4_000,
@@ -22,10 +22,10 @@ SIZES = {
         "batch": 128,
     },
     "large": {
-        "vocabulary": 1_200,
-        "dim": 256,
-        "units": 192,
-        "sampled": 256,
+        "vocabulary": 5_000,
+        "dim": 128,
+        "units": 256,
+        "sampled": 512,
         "batch": 128,
     },
 }
