@@ -1,26 +1,50 @@
 """Sparsity-aware data-parallel training for Keras 3 on TensorFlow."""
 
-from keras_sparsity._requirements import check_requirements
+import os
+import sys
 
-check_requirements()
+from keras_sparsity._version import __version__ as __version__
 
-from keras_sparsity import (  # noqa: E402
-    callbacks,
-    collectives,
-    data,
-    launch,
-    layers,
-    losses,
-    moves,
-    planning,
-    sparsity,
-)
-from keras_sparsity._version import __version__ as __version__  # noqa: E402
-from keras_sparsity.model_plan import plan  # noqa: E402
-from keras_sparsity.optimizer import HybridOptimizer  # noqa: E402
-from keras_sparsity.saving import export, shard_embeddings  # noqa: E402
-from keras_sparsity.strategy import HybridStrategy  # noqa: E402
-from keras_sparsity.tables.sharded_table import ShardedTable  # noqa: E402
+
+def _is_command():
+    """Whether this process is the command `keras-sparsity`.
+
+    It starts others, trains nothing, and needs none of what follows: the
+    import of TensorFlow takes seconds.
+    """
+    (first,) = sys.argv[:1] or [""]
+    if first != "-m":
+        return os.path.basename(first) == "keras-sparsity"
+    # While `python -m` looks for the module, in the working folder first: its
+    # modules are the program's, not the launcher's.
+    ways = {"keras_sparsity.launch", "-mkeras_sparsity.launch"}
+    is_command = not ways.isdisjoint(sys.orig_argv)
+    if is_command and not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
+    return is_command
+
+
+if not _is_command():
+    from keras_sparsity._requirements import check_requirements
+
+    check_requirements()
+
+    from keras_sparsity import (
+        callbacks,
+        collectives,
+        data,
+        launch,
+        layers,
+        losses,
+        moves,
+        planning,
+        sparsity,
+    )
+    from keras_sparsity.model_plan import plan
+    from keras_sparsity.optimizer import HybridOptimizer
+    from keras_sparsity.saving import export, shard_embeddings
+    from keras_sparsity.strategy import HybridStrategy
+    from keras_sparsity.tables.sharded_table import ShardedTable
 
 __all__ = [
     "HybridOptimizer",

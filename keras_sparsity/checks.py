@@ -3,7 +3,6 @@
 import os
 
 import numpy as np
-import tensorflow as tf
 
 ARCHITECTURES = ("ps", "allgather", "allreduce")
 
@@ -109,6 +108,8 @@ def processes(name, value):
 
 def tensor(name, value, expected):
     """The argument as a tensor."""
+    import tensorflow as tf  # The launcher checks arguments without it.
+
     try:
         return tf.convert_to_tensor(value)
     except (ValueError, TypeError) as error:

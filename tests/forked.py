@@ -21,8 +21,7 @@ from unittest import mock
 
 import numpy as np
 
-from keras_sparsity.launch import _child, environment
-from keras_sparsity.launch.processes import LIFELINE_VARIABLE
+from keras_sparsity.launch import _boot, _child, environment
 
 if importlib.util.find_spec("horovod") is not None:
     import horovod.tensorflow  # noqa: F401  # loads its library
@@ -57,7 +56,7 @@ class _Popen:
         self, command, env, stdin, stdout, stderr, pass_fds, start_new_session
     ):
         (lifeline,) = pass_fds
-        arguments = command[command.index("-m") + 2 :]
+        arguments = command[command.index(_boot.__file__) + 1 :]
         files = [
             _Sent(file.fileno() if file else inherited)
             for file, inherited in ((stdout, 1), (stderr, 2))
@@ -115,12 +114,15 @@ def _run(arguments, variables, stdout, stderr, lifeline):
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(variables)
-    os.environ[LIFELINE_VARIABLE] = str(lifeline)
+    os.environ[_boot.LIFELINE_VARIABLE] = str(lifeline)
+    _boot.hold_lifeline()
     # A fresh process has random states of its own.
     random.seed()
     np.random.seed()
     # Nothing of this is ever garbage.
     gc.freeze()
+    kind, _, target, *_ = arguments
+    _boot.set_import_path(kind, target)
     try:
         _child.main(arguments)
     finally:

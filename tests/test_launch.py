@@ -340,7 +340,7 @@ def ssh(tmp_path):
             echo "ssh: connect to host down: Connection refused" >&2
             exit 255 ;;
         old)
-            cat > /dev/null
+            read -r greeting
             echo "Welcome to this host."
             echo '{"versions": {"python": "3.9.1"}, "has_script": false}'
             exit 0 ;;

@@ -17,7 +17,7 @@ import sys
 import pytest
 
 import keras_sparsity as ks
-from keras_sparsity.collectives import startup, watch
+from keras_sparsity import settings
 from keras_sparsity.launch import environment, hosts
 from tests.conftest import HAS_HOROVOD
 
@@ -183,14 +183,14 @@ def test_what_is_no_timeout(timeout, monkeypatch):
 
 def test_the_timeouts_defaults(monkeypatch):
     monkeypatch.delenv("KERAS_SPARSITY_TIMEOUT", raising=False)
-    assert watch.checked_timeout() == 600
+    assert settings.checked_timeout() == 600
     monkeypatch.setenv("KERAS_SPARSITY_TIMEOUT", "20")
-    assert watch.checked_timeout() == 20
-    assert watch.checked_timeout(7) == 7
+    assert settings.checked_timeout() == 20
+    assert settings.checked_timeout(7) == 7
 
 
 @pytest.mark.parametrize("seed", ["", "-1", "1.5", "one", str(2**32)])
 def test_what_is_no_seed(seed, monkeypatch):
     monkeypatch.setenv("KERAS_SPARSITY_SEED", seed)
     with pytest.raises(ValueError, match="KERAS_SPARSITY_SEED must be a whole"):
-        startup._given_seed()
+        settings.seed()

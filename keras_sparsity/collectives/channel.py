@@ -16,6 +16,8 @@ import threading
 import time
 from multiprocessing import connection
 
+from keras_sparsity import settings
+
 # All ranks come here together, from a collective: one that has not connected
 # by then never will.
 _CONNECT_SECONDS = 60.0
@@ -139,16 +141,17 @@ def _place():
 def _own_addresses():
     """The addresses at which other machines may reach this one."""
     hosts = []
-    cluster = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster")
-    for job in ("chief", "worker"):
-        if cluster and cluster.get(job):
-            hosts.append(cluster[job][0].rpartition(":")[0].strip("[]"))
-            break
+    for *_, address in settings.cluster()[:1]:
+        hosts.append(address.rpartition(":")[0].strip("[]"))
     # The address from which the one that started us is reached, which all
     # ranks reach; connecting a datagram socket sends nothing.
     for variable in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "MASTER_ADDR"):
         if os.environ.get(variable):
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # One that does not resolve is of no use here.
+            with (
+                contextlib.suppress(OSError, UnicodeError),
+                socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+            ):
                 # `keras-sparsity run` has a port and a secret behind it.
                 probe.connect((re.split("[:/]", os.environ[variable])[0], 9))
                 hosts.append(probe.getsockname()[0])

@@ -8,14 +8,12 @@ counts, and the capacity is part of the key.
 import errno
 import hashlib
 import itertools
-import json
 import logging
-import os
 
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import compat, firewall
+from keras_sparsity import compat, firewall, settings
 from keras_sparsity.collectives import meter, topology
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
@@ -130,24 +128,10 @@ def others():
 def _read_cluster():
     """`(address of each rank, own rank)`, in MultiWorkerMirroredStrategy's
     order: the chief first."""
-    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
-    if not config:
+    tasks = settings.cluster()
+    if not tasks:
         return ["localhost:0"], 0
-    cluster, task = config["cluster"], config["task"]
-    tasks = [
-        (kind, index, address)
-        for kind in ("chief", "worker")
-        for index, address in enumerate(cluster.get(kind, ()))
-    ]
-    addresses = [address for _, _, address in tasks]
-    for rank, (kind, index, _) in enumerate(tasks):
-        if (kind, index) == (task["type"], int(task["index"])):
-            return addresses, rank
-    raise ValueError(
-        f"TF_CONFIG names this process {task['type']} {task['index']}, which "
-        f"its cluster does not list. Its training processes are "
-        f"{[f'{kind} {index}' for kind, index, _ in tasks]}."
-    )
+    return [address for *_, address in tasks], settings.cluster_rank(tasks)
 
 
 def _port(address):

@@ -2,17 +2,15 @@
 
 import functools
 import importlib
-import json
 import os
 import platform
 import random
-import re
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import compat
+from keras_sparsity import compat, settings
 from keras_sparsity._version import __version__
 from keras_sparsity.collectives import arrival, journal, topology, watch
 from keras_sparsity.collectives.base import (
@@ -24,8 +22,6 @@ from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.collectives.topology import Topology
 
 ENGINES = ("local", "native", "horovod")
-# The random seed that the ranks agree on, in place of one drawn anew.
-SEED_VARIABLE = "KERAS_SPARSITY_SEED"
 
 _started = None
 _agreed_seeds = []
@@ -68,7 +64,7 @@ def start(engine=None, timeout=None):
             ranks' timeouts or versions differ.
     """
     global _started
-    seconds = watch.checked_timeout(timeout)
+    seconds = settings.checked_timeout(timeout)
     if engine is not None and engine not in ENGINES:
         raise ValueError(
             f"Unknown engine {engine!r}. Expected one of {ENGINES}, or None "
@@ -92,7 +88,7 @@ def start(engine=None, timeout=None):
         module = importlib.import_module(f"keras_sparsity.collectives.{engine}")
         with arrival.expected(seconds, module.others()):
             _started = _bring_up(module, seconds)
-    if _started.size > 1 or SEED_VARIABLE in os.environ:
+    if _started.size > 1 or settings.SEED_VARIABLE in os.environ:
         _agree_seeds(_started)
     return _started
 
@@ -100,9 +96,7 @@ def start(engine=None, timeout=None):
 def _found_engine():
     if "HOROVOD_RANK" in os.environ:
         return "horovod"
-    cluster = json.loads(os.environ.get("TF_CONFIG") or "{}").get("cluster", {})
-    workers = len(cluster.get("chief", ())) + len(cluster.get("worker", ()))
-    return "native" if workers > 1 else "local"
+    return "native" if len(settings.cluster()) > 1 else "local"
 
 
 @functools.cache
@@ -192,7 +186,7 @@ def _agree_seeds(collectives):
     The ranks run the same program: a shuffle without a seed must come to the
     same order on each.
     """
-    seed = _given_seed()
+    seed = settings.seed()
     if seed is None:
         seed = random.SystemRandom().randrange(2**31)
     seed = collectives.gather_objects(seed, "start/seed")[0]
@@ -201,18 +195,6 @@ def _agree_seeds(collectives):
         np.random.seed(seed)
         tf.random.set_seed(seed)
         _agreed_seeds.append(seed)
-
-
-def _given_seed():
-    given = os.environ.get(SEED_VARIABLE)
-    if given is None:
-        return None
-    if not re.fullmatch(r"\d{1,10}", given.strip()) or int(given) >= 2**32:
-        raise ValueError(
-            f"{SEED_VARIABLE} must be a whole number from 0 to 2**32 - 1. "
-            f"Received: {given!r}."
-        )
-    return int(given)
 
 
 def agreed_seed():

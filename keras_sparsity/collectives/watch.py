@@ -9,7 +9,6 @@ rank 0 what this rank is in. `coordinator.py` decides there, by the rules of
 
 import atexit
 import logging
-import math
 import multiprocessing
 import os
 import signal
@@ -27,38 +26,10 @@ from keras_sparsity.collectives.observer import Observer
 _POLL_SECONDS = 0.5
 # How long the program has to end by itself once it has been told.
 _GRACE_SECONDS = 10.0
-# The ranks look at each other twice a second, and Python's lock may be held
-# for a second or two (imports).
-_SHORTEST_TIMEOUT_SECONDS = 5.0
-TIMEOUT_VARIABLE = "KERAS_SPARSITY_TIMEOUT"
 # Rank 0 explains a failed operation within about 3 s.
 _EXPLAIN_SECONDS = 6.0
 
 _watch = None
-
-
-def checked_timeout(seconds=None, name="`timeout`"):
-    """A timeout as a number; by default the environment's, else 600.
-
-    Args:
-        seconds: What was given, None for nothing.
-        name: Its name, for the message.
-    """
-    if seconds is None:
-        name, seconds = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE, 600)
-    try:
-        if isinstance(seconds, bool):
-            raise TypeError
-        number = float(seconds)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not _SHORTEST_TIMEOUT_SECONDS <= number < math.inf:
-        raise ValueError(
-            f"{name} must be a number of seconds, at least "
-            f"{_SHORTEST_TIMEOUT_SECONDS:g} (less is easily spent without a "
-            f"failure). Received: {seconds!r}."
-        )
-    return number
 
 
 def start(collectives, abort, close, timeout_seconds):

@@ -1,36 +1,33 @@
-"""What each rank runs first: the engine comes up, then the user's program."""
+"""What each rank runs: the engine comes up, then the user's program."""
 
-import argparse
 import importlib
 import os
 import pickle
 import runpy
 import signal
 import sys
-import threading
-import time
 import traceback
 
 from keras_sparsity import collectives
 from keras_sparsity.collectives import watch
-from keras_sparsity.launch.processes import DUMP_LETTER, LIFELINE_VARIABLE
-
-_SIGNALS = {
-    b"I": signal.SIGINT,
-    b"T": signal.SIGTERM,
-    b"H": signal.SIGHUP,
-    b"K": signal.SIGKILL,
-}
-_ORPHAN_GRACE_SECONDS = 3.0
 
 
-def main(argv=None):
-    options = _parse(argv)
-    _hold_lifeline()
+def main(arguments):
+    """Runs a rank, or the check of a host before there is one.
+
+    Args:
+        arguments: List of strings: `"script"`, `"module"`, `"call"` or
+            `"probe"`; the engine; and what that takes.
+    """
+    kind, engine, *target = arguments
+    if kind == "probe":
+        from keras_sparsity.launch import _probe
+
+        sys.exit(_probe.main(engine, *target))
     # Before the program's first line: TensorFlow's own collectives must be
     # configured before its first operation.
     try:
-        collectives.start(options.engine)
+        collectives.start(engine)
     except collectives.CollectiveError as error:
         # Another rank failed meanwhile: where this one was says nothing.
         sys.exit(_report(error.with_traceback(None)))
@@ -38,61 +35,14 @@ def main(argv=None):
     # 2.21): as in any Python program it should end the rank, unless the
     # program itself sets a handler.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if options.kind == "call":
-        code = _run_call(*options.target)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if kind == "call":
+        code = _run_call(*target)
     else:
-        code = _run_program(options.kind, options.target)
+        code = _run_program(kind, target)
     # Not `return`: the interpreter's own end (atexit, threads) comes with it.
     sys.exit(code)
-
-
-def _parse(argv):
-    parser = argparse.ArgumentParser(prog="keras_sparsity.launch._child")
-    parser.add_argument("--engine")
-    parser.add_argument("kind", choices=("script", "module", "call"))
-    parser.add_argument("target", nargs=argparse.REMAINDER)
-    return parser.parse_args(argv)
-
-
-def _hold_lifeline():
-    descriptor = os.environ.pop(LIFELINE_VARIABLE, None)
-    if descriptor is None:
-        return
-    try:
-        # Behind ssh this is not yet a group of its own.
-        os.setpgid(0, 0)
-    except PermissionError:
-        pass  # It leads its session already.
-    descriptor = int(descriptor)
-    os.set_inheritable(descriptor, False)
-    threading.Thread(
-        target=_watch_lifeline,
-        args=(descriptor,),
-        name="keras_sparsity lifeline",
-        daemon=True,
-    ).start()
-
-
-def _watch_lifeline(descriptor):
-    """Does what the launcher asks for, and ends with it."""
-    while letter := os.read(descriptor, 1):
-        if letter == DUMP_LETTER:
-            _print_stacks()
-        elif letter in _SIGNALS:
-            os.killpg(os.getpgrp(), _SIGNALS[letter])
-    os.killpg(os.getpgrp(), signal.SIGTERM)
-    time.sleep(_ORPHAN_GRACE_SECONDS)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _print_stacks():
-    frames = sys._current_frames()
-    for thread in threading.enumerate():
-        # Our own threads wait, always at the same place.
-        if not thread.name.startswith("keras_sparsity"):
-            stack = traceback.format_stack(frames.get(thread.ident))
-            print(f"{thread.name} is at:\n{''.join(stack)}", file=sys.stderr)
-    sys.stderr.flush()
 
 
 def _run_program(kind, target):
@@ -100,9 +50,6 @@ def _run_program(kind, target):
     sys.argv = list(target)
     try:
         if kind == "script":
-            if not getattr(sys.flags, "safe_path", False):
-                folder = os.path.dirname(os.path.realpath(target[0]))
-                sys.path[0] = folder
             runpy.run_path(target[0], run_name="__main__")
         else:
             runpy.run_module(target[0], run_name="__main__", alter_sys=True)
@@ -140,7 +87,6 @@ def _run_call(call_path, result_path):
     try:
         with open(call_path, "rb") as file:
             call = pickle.load(file)
-        sys.path[:] = call["sys_path"]
         if call["main"]:
             _load_main(call["main"])
         function = importlib.import_module(call["module"])
@@ -179,7 +125,3 @@ def _write(path, content):
     with open(path + ".part", "wb") as file:
         file.write(content)
     os.replace(path + ".part", path)
-
-
-if __name__ == "__main__":
-    main()

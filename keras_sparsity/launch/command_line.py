@@ -3,17 +3,19 @@
 import argparse
 import os
 import re
-import shlex
 import sys
+import tempfile
 
-from keras_sparsity import reports
-from keras_sparsity.collectives.watch import (
-    TIMEOUT_VARIABLE,
-    checked_timeout,
-)
+from keras_sparsity._requirements import check_requirements
 from keras_sparsity.launch import environment, hosts
 from keras_sparsity.launch.program import RESTARTS_VARIABLE, Program
-from keras_sparsity.launch.remote import SSH_VARIABLE, HostError
+from keras_sparsity.launch.remote import SSH_VARIABLE, HostError, ssh_command
+from keras_sparsity.settings import TIMEOUT_VARIABLE, checked_timeout
+
+_SHOWN = {
+    "plan": "print how each variable travels",
+    "report": "print that, its costs, and what was searched",
+}
 
 
 def main(argv=None):
@@ -41,37 +43,37 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_run_options(run)
-    shows = {
-        "plan": (reports.show_plan, "print how each variable travels"),
-        "report": (
-            reports.show,
-            "print that, its costs, and what was searched",
-        ),
-    }
-    for name, (_, what) in shows.items():
+    for name, shown in _SHOWN.items():
         show = commands.add_parser(
             name,
-            help=what,
-            description=f"{what.capitalize()}, as "
+            help=shown,
+            description=f"{shown.capitalize()}, as "
             "`ks.callbacks.ArchitectureLogger(LOG_DIR)` wrote it.",
         )
         show.add_argument("log_dir", metavar="LOG_DIR")
     options = parser.parse_args(argv)
-    if options.command in shows:
+    try:
+        if options.command in _SHOWN:
+            _show(options.command, options.log_dir)
+            return 0
         try:
-            shows[options.command][0](options.log_dir)
-        except (ValueError, ImportError) as error:
-            parser.exit(1, f"keras-sparsity: {error}\n")
-        return 0
-    try:
-        program = _plan(options)
-    except (ValueError, OSError) as error:
-        run.error(str(error))
-    try:
+            program = _plan(options)
+        except (ValueError, OSError) as error:
+            run.error(str(error))
         return program.run()
-    except HostError as error:
+    except (HostError, ValueError, ImportError, OSError) as error:
         print(f"keras-sparsity: {error}", file=sys.stderr)
         return 1
+
+
+def _show(command, log_dir):
+    # Not before it is known that TensorFlow is needed: importing it takes
+    # seconds.
+    check_requirements()
+    from keras_sparsity import reports
+
+    show = {"plan": reports.show_plan, "report": reports.show}[command]
+    show(log_dir)
 
 
 def _add_run_options(parser):
@@ -165,6 +167,9 @@ def _plan(options):
     where = _hosts(options)
     environment.check_timeout(options.timeout)
     num_processes = sum(host.num_slots for host in where)
+    environment.check_memory(
+        sum(host.num_slots for host in where if host.is_local)
+    )
     if all(host.is_local for host in where):
         if options.python is not None:
             raise ValueError(
@@ -176,8 +181,8 @@ def _plan(options):
                 "--ssh is for other hosts; leave it out. "
                 f"Received: --ssh {options.ssh!r}."
             )
-    _check_ssh(options.ssh)
-    _check_log_dir(options.log_dir)
+    else:
+        ssh_command(options.ssh)
     variables = _variables(options.env)
     if options.rank_timeout is not None:
         seconds = checked_timeout(options.rank_timeout, "--rank-timeout")
@@ -187,11 +192,14 @@ def _plan(options):
             "--max-restarts must be 0 or more. "
             f"Received: {options.max_restarts}."
         )
+    engine = environment.resolve_engine(options.engine, num_processes)
+    target = _target(options)
+    _check_log_dir(options.log_dir)
     return Program(
         hosts=where,
-        engine=environment.resolve_engine(options.engine, num_processes),
+        engine=engine,
         kind="module" if options.module else "script",
-        target=_target(options),
+        target=target,
         variables=variables,
         log_dir=options.log_dir,
         timeout_seconds=options.timeout,
@@ -201,24 +209,19 @@ def _plan(options):
     )
 
 
-def _check_ssh(command):
-    try:
-        is_command = command is None or shlex.split(command)
-    except ValueError:  # a quote without its other one
-        is_command = False
-    if not is_command:
-        raise ValueError(
-            "--ssh takes a client and its options, as a shell would. "
-            f"Received: {command!r}."
-        )
-
-
 def _check_log_dir(path):
-    if path is not None and not os.path.isdir(path) and os.path.exists(path):
+    if path is None:
+        return
+    try:
+        os.makedirs(path, exist_ok=True)
+        # Root may write anywhere but where nobody can.
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"--log-dir takes a folder, made if it is not there. {path!r} is "
-            "something else."
-        )
+            "--log-dir takes a folder to write to, made if it is not there. "
+            f"Received: {path!r}, where this fails: {error}."
+        ) from error
 
 
 def _hosts(options):

@@ -6,10 +6,15 @@ import json
 import os
 import random
 import socket
+import sys
 
 from keras_sparsity import checks, firewall
+from keras_sparsity.launch import _boot
 
 ENGINES = ("local", "native", "horovod")
+# TensorFlow 2.21 and Keras, imported, take 500 MB, of which processes share
+# some: a bound that no process stays below.
+_LEAST_PROCESS_BYTES = 100_000_000
 
 # What an outer launcher may have left, which would contradict ours.
 _RANK_VARIABLES = (
@@ -26,16 +31,12 @@ _RANK_VARIABLES = (
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
 )
 
-_PACKAGE_ROOT = os.path.dirname(
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-)
-
 
 def resolve_engine(engine, num_processes):
     """The engine's name; without a choice native, or local for one process."""
     if engine is None:
         return "native" if num_processes > 1 else "local"
-    if engine not in ENGINES:
+    if not isinstance(engine, str) or engine not in ENGINES:
         raise ValueError(
             f"`engine` must be one of {', '.join(ENGINES)}. "
             f"Received: {engine!r}."
@@ -64,24 +65,35 @@ def check_timeout(timeout):
     )
 
 
-def inherited():
-    """This process's environment, for a rank.
+def check_memory(num_processes):
+    """Raises where this machine cannot hold so many processes.
 
-    Without what may make this process a rank itself, and with this very
-    package importable where it is not installed.
+    Args:
+        num_processes: How many are to run here.
     """
-    variables = {
-        k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES
-    }
-    if os.path.basename(_PACKAGE_ROOT) in ("site-packages", "dist-packages"):
-        return variables
-    paths = [_PACKAGE_ROOT, variables.get("PYTHONPATH")]
-    return {**variables, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    installed_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed_bytes = num_processes * _LEAST_PROCESS_BYTES
+    if needed_bytes > installed_bytes:
+        raise ValueError(
+            f"{num_processes} processes on one machine take more than "
+            f"{needed_bytes / 1e9:.0f} GB of memory, and this machine has "
+            f"{installed_bytes / 1e9:.0f} GB. Start fewer."
+        )
 
 
-def child_arguments(engine):
-    """Python's arguments for the ranks, but for what they are to run."""
-    return ["-m", "keras_sparsity.launch._child", f"--engine={engine}"]
+def inherited():
+    """This process's environment without what may make it a rank itself."""
+    return {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+
+
+def child_command(arguments):
+    """The command of a rank on this machine; see `_child.main`."""
+    return [sys.executable, *python_flags(), _boot.__file__, *arguments]
+
+
+def python_flags():
+    """This interpreter's flags that its ranks need too."""
+    return ["-P"] if _boot.is_path_safe() else []
 
 
 def shared_defaults():
@@ -128,9 +140,16 @@ def free_ports(count):
     the rank's own `bind` takes one.
     """
     ports = []
+    candidates = list(range(15000, 32000))
+    random.SystemRandom().shuffle(candidates)
     while len(ports) < count:
-        port = random.SystemRandom().randrange(15000, 32000)
-        if port not in ports and _can_bind(port):
+        if not candidates:
+            raise ValueError(
+                f"{count} processes need as many free ports; of those from "
+                f"15000 to 31999 this machine has {len(ports)}."
+            )
+        port = candidates.pop()
+        if _can_bind(port):
             ports.append(port)
     return ports
 

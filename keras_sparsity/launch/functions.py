@@ -91,6 +91,7 @@ class Job:
     ):
         slots = assign_slots(local_hosts(num_processes, machines))
         engine = environment.resolve_engine(engine, num_processes)
+        environment.check_memory(num_processes)
         _check_env(env)
         call = describe_call(function, args, {} if kwargs is None else kwargs)
         self._followers = []
@@ -115,17 +116,18 @@ class Job:
             "PYTHONUNBUFFERED": "1",
             **env,
         }
-        first = [sys.executable, *environment.child_arguments(engine)]
+        path = self._path
         for slot, rank_variables in zip(slots, variables, strict=True):
             rank = slot.rank
             self.processes.append(
                 RankProcess(
                     rank,
-                    first
-                    + ["call", self._path("call"), self._path("result", rank)],
+                    environment.child_command(
+                        ["call", engine, path("call"), path("result", rank)]
+                    ),
                     {**shared, **rank_variables},
-                    stdout=self._path("out" if rank == 0 else "err", rank),
-                    stderr=self._path("err", rank),
+                    stdout=path("out" if rank == 0 else "err", rank),
+                    stderr=path("err", rank),
                 )
             )
 
@@ -257,14 +259,21 @@ def _check_env(env):
         or (
             isinstance(env, dict)
             and all(isinstance(x, str) for item in env.items() for x in item)
+            and all(name and "=" not in name for name in env)
+            and not any("\0" in x for item in env.items() for x in item)
         ),
         "env",
         env,
-        "None or a dictionary of strings, from names to values",
+        "None or a dictionary of strings, from names to values, as an "
+        "environment can hold them",
     )
 
 
 def _is_importable(function, module, qualname):
+    if not callable(function) or not isinstance(module, str):
+        return False
+    if not isinstance(qualname, str):
+        return False
     found = sys.modules.get(module)
     if module == "__main__" and not hasattr(found, "__file__"):
         return False

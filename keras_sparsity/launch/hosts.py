@@ -5,7 +5,11 @@ import re
 
 from keras_sparsity import checks
 
-_NAME = re.compile(r"^[\w.@-]+$")
+_NAME = re.compile(r"[\w.@-]+")
+# More than the ports that `environment.free_ports` looks through are a mistake.
+_MAX_SLOTS = 10_000
+# A hostfile of a thousand hosts has some 20 kB.
+_MAX_HOSTFILE_BYTES = 1_000_000
 
 HOSTFILE_FORMAT = """\
 a hostfile has one host per line; what follows # is a comment:
@@ -103,6 +107,11 @@ def local_hosts(num_processes, machines=1):
     """`num_processes` on this machine, as if on `machines` of equal size."""
     checks.positive_integer("num_processes", num_processes)
     checks.positive_integer("machines", machines)
+    if num_processes > _MAX_SLOTS:
+        raise ValueError(
+            f"At most {_MAX_SLOTS} processes can run on one machine. "
+            f"Received: {num_processes}."
+        )
     if num_processes % machines:
         raise ValueError(
             "`machines` must divide the number of processes, so that all "
@@ -133,19 +142,32 @@ def parse_hosts(text):
 def parse_hostfile(path):
     """Hosts from a file; see `HOSTFILE_FORMAT`."""
     hosts = []
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            line = line.partition("#")[0].strip()
-            if line:
-                try:
-                    hosts.append(_parse_line(line))
-                except ValueError as error:
-                    raise ValueError(
-                        f"{path}, line {number}: {error}\n{HOSTFILE_FORMAT}"
-                    ) from None
+    for number, line in enumerate(_read_lines(path), 1):
+        line = line.partition("#")[0].strip()
+        if line:
+            try:
+                hosts.append(_parse_line(line))
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}, line {number}: {error}\n{HOSTFILE_FORMAT}"
+                ) from None
     if not hosts:
         raise ValueError(f"{path} names no host.\n{HOSTFILE_FORMAT}")
     return _without_repeats(hosts, path)
+
+
+def _read_lines(path):
+    # Not for ever, whatever it is.
+    with open(path, "rb") as file:
+        content = file.read(_MAX_HOSTFILE_BYTES + 1)
+    try:
+        if len(content) > _MAX_HOSTFILE_BYTES:
+            raise ValueError
+        return content.decode().split("\n")
+    except ValueError:
+        raise ValueError(
+            f"{path} is no text file of hosts.\n{HOSTFILE_FORMAT}"
+        ) from None
 
 
 def _parse_line(line):
@@ -172,16 +194,18 @@ def _parse_line(line):
 
 
 def _checked_name(name, where):
-    if not _NAME.match(name) or name.startswith("-"):
+    if not _NAME.fullmatch(name) or name.startswith("-"):
         raise ValueError(f"Not a host name: {name!r}, in {where}.")
     return name
 
 
 def _checked_count(count, where):
-    if not count.strip().isdecimal() or int(count) < 1:
+    # Python refuses to read thousands of digits.
+    is_number = count.strip().isdecimal() and len(count) < 20
+    if not is_number or not 1 <= int(count) <= _MAX_SLOTS:
         raise ValueError(
-            "The number of processes on a host must be a number, at least 1. "
-            f"Received: {count!r}, in {where!r}."
+            "The number of processes on a host must be a number, at least 1 "
+            f"and at most {_MAX_SLOTS}. Received: {count!r}, in {where!r}."
         )
     return int(count)
 

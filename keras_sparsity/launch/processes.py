@@ -1,26 +1,30 @@
 """Processes of one launch: started, watched and ended together."""
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import time
 
+from keras_sparsity.launch._boot import (
+    DUMP_LETTER,
+    LIFELINE_VARIABLE,
+    SIGNALS,
+)
+
 # The ranks that are left notice a lost one by themselves (collectives.watch)
 # and say what they were waiting for; they get this long to say it.
 LAST_WORDS_SECONDS = 5.0
-GRACE_SECONDS = 8.0
+# From the first signal to SIGKILL: whoever interrupts the launcher sees all
+# ranks gone within 10 s.
+GRACE_SECONDS = 7.0
+# How long an ssh client may take to end after the process behind it.
+_CLIENT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
-LIFELINE_VARIABLE = "KERAS_SPARSITY_LIFELINE"
-_LETTERS = {
-    signal.SIGINT: b"I",
-    signal.SIGTERM: b"T",
-    signal.SIGHUP: b"H",
-    signal.SIGKILL: b"K",
-}
-DUMP_LETTER = b"D"
+_LETTERS = {number: letter for letter, number in SIGNALS.items()}
 _SSH_FAILED = 255
 
 
@@ -32,8 +36,9 @@ class RankProcess:
     """One rank's process.
 
     The launcher holds the writing end of a pipe, the lifeline, of which the
-    rank watches the other end: it says which signal to raise (ssh forwards
-    none) and, at its end, that the launcher is gone and the rank must be too.
+    rank's guard (`_boot.py`) watches the other end: it says which signal to
+    raise (ssh forwards none) and, at its end, that the launcher is gone and
+    the rank must be too.
 
     Args:
         rank: Its number.
@@ -64,7 +69,11 @@ class RankProcess:
         self.we_ended_it = False
         self._remote_host = remote_host
         reading, self._lifeline = os.pipe()
-        with contextlib.ExitStack() as files:
+        with (
+            contextlib.ExitStack() as unstarted,
+            contextlib.ExitStack() as files,
+        ):
+            unstarted.callback(self.close_lifeline)
             files.callback(os.close, reading)
             out = files.enter_context(open(stdout, "ab")) if stdout else None
             err = files.enter_context(open(stderr, "ab")) if stderr else None
@@ -86,7 +95,8 @@ class RankProcess:
                 pass_fds=pass_fds,
                 start_new_session=True,
             )
-        self._write(greeting)
+            unstarted.pop_all()
+        self._greet(greeting)
 
     @property
     def pid(self):
@@ -121,13 +131,17 @@ class RankProcess:
             self._write(_LETTERS[signal_number])
             if signal_number == signal.SIGKILL:
                 self.close_lifeline()
-                # Its own end closes the connection; only when that does not
-                # come is it the client that hangs.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(1)
-                self._signal_group(signal.SIGKILL)
         else:
             self._signal_group(signal_number)
+
+    def end_client(self):
+        """Ends what is left here of a rank that was killed.
+
+        The end of a rank behind ssh closes the connection; only when that
+        does not come is it the client that hangs.
+        """
+        if self.poll() is None:
+            self._signal_group(signal.SIGKILL)
 
     def dump_stacks(self):
         """Makes the rank print where each of its threads is, to stderr."""
@@ -173,6 +187,14 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal_number)
 
+    def _greet(self, message):
+        # All of it fits into the pipe, whether or not its reader reads.
+        size_bytes = len(message) + 4096
+        with contextlib.suppress(OSError):
+            if size_bytes > fcntl.fcntl(self._lifeline, fcntl.F_GETPIPE_SZ):
+                fcntl.fcntl(self._lifeline, fcntl.F_SETPIPE_SZ, size_bytes)
+        self._write(message)
+
     def _write(self, message):
         if message and self._lifeline is not None:
             with contextlib.suppress(BrokenPipeError):
@@ -186,6 +208,7 @@ class ProcessGroup:
         self.processes = []
         self._deadline = None
         self._stop_signals = []
+        self._stage_seconds = GRACE_SECONDS
 
     def __enter__(self):
         return self
@@ -228,10 +251,9 @@ class ProcessGroup:
         Called again, it takes the next means at once.
         """
         if not self._stop_signals:
-            rest = [signal.SIGTERM, signal.SIGKILL]
-            self._stop_signals = [first_signal] + [
-                s for s in rest if s != first_signal
-            ]
+            signals = list(dict.fromkeys([first_signal, signal.SIGTERM]))
+            self._stop_signals = [*signals, signal.SIGKILL]
+            self._stage_seconds = GRACE_SECONDS / len(signals)
         elif len(self._stop_signals) > 1:
             self._stop_signals.pop(0)
         self._send_stop()
@@ -240,6 +262,7 @@ class ProcessGroup:
         """Lets the ranks end by themselves first."""
         if not self._stop_signals:
             self._stop_signals = [None, signal.SIGTERM, signal.SIGKILL]
+            self._stage_seconds = GRACE_SECONDS
             self._deadline = time.monotonic() + seconds
 
     @property
@@ -249,8 +272,11 @@ class ProcessGroup:
     def step(self):
         """Does what is due; to be called a few times per second."""
         if self._deadline and time.monotonic() > self._deadline:
-            self._stop_signals.pop(0)
-            self._send_stop()
+            if self._stop_signals == [signal.SIGKILL]:
+                self._end_clients()
+            else:
+                self._stop_signals.pop(0)
+                self._send_stop()
         time.sleep(_POLL_SECONDS)
 
     def wait(self, on_poll=lambda: None):
@@ -269,8 +295,11 @@ class ProcessGroup:
 
     def kill(self):
         """Ends the ranks that still run, at once."""
-        for process in self.running():
-            process.send_signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + _CLIENT_SECONDS
+        while self.running() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        self._end_clients()
         for process in self.processes:
             process.wait()
             process.poll()
@@ -278,8 +307,13 @@ class ProcessGroup:
 
     def _send_stop(self):
         self.send_signal(self._stop_signals[0])
-        final = len(self._stop_signals) == 1
-        self._deadline = None if final else time.monotonic() + GRACE_SECONDS
+        is_last = self._stop_signals == [signal.SIGKILL]
+        seconds = _CLIENT_SECONDS if is_last else self._stage_seconds
+        self._deadline = time.monotonic() + seconds
+
+    def _end_clients(self):
+        for process in self.running():
+            process.end_client()
 
 
 class Follower:

@@ -1,6 +1,5 @@
 """Runs a script or module on all ranks, in front of the user."""
 
-import contextlib
 import dataclasses
 import ipaddress
 import os
@@ -13,11 +12,11 @@ import threading
 import time
 
 from keras_sparsity import firewall
-from keras_sparsity.collectives.startup import SEED_VARIABLE
 from keras_sparsity.launch import environment
 from keras_sparsity.launch.hosts import assign_slots
 from keras_sparsity.launch.processes import ProcessGroup, RankProcess
 from keras_sparsity.launch.remote import Remote
+from keras_sparsity.settings import SEED_VARIABLE
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # As the command `timeout` has it.
@@ -65,6 +64,14 @@ class Program:
         Raises:
             HostError: If a host cannot take part; nothing was started then.
         """
+        with _Signals() as signals:
+            try:
+                return self._run(signals)
+            except _Interrupted:
+                _say(f"ended by {signals.name} before the start.")
+                return signals.exit_code
+
+    def _run(self, signals):
         # The same in each attempt: it then draws the same random numbers.
         shared = {
             **environment.shared_defaults(),
@@ -78,7 +85,7 @@ class Program:
             deadline = time.monotonic() + self.timeout_seconds
         with _LogFolder(self.log_dir) as logs:
             for logs.restart in range(self.max_restarts + 1):
-                watched = self._attempt(shared, logs, deadline)
+                watched = self._attempt(shared, logs, deadline, signals)
                 code = watched.exit_code()
                 if code == 0:
                     return 0
@@ -93,7 +100,7 @@ class Program:
             watched.report(logs.path)
             return code
 
-    def _attempt(self, shared, logs, deadline):
+    def _attempt(self, shared, logs, deadline, signals):
         """Runs all ranks once; returns what became of them."""
         shared = {**shared, RESTARTS_VARIABLE: str(logs.restart)}
         if all(host.is_local for host in self.hosts):
@@ -103,7 +110,9 @@ class Program:
             # GPUs of this machine say nothing about others.
             shared.pop("CUDA_VISIBLE_DEVICES", None)
             script = self.target[0] if self.kind == "script" else ""
-            machines = remote.check(self.hosts, self.engine, shared, script)
+            machines = remote.check(
+                self.hosts, self.engine, shared, script, signals.check
+            )
             where = _addresses(machines)
             cores = [machine.num_cores for machine in machines]
         slots = assign_slots(self.hosts)
@@ -124,20 +133,21 @@ class Program:
                     )
                 ]
                 self._start(processes, slots, environments, remote, logs)
-                watched = _Watched(processes, deadline, self.timeout_seconds)
+                watched = _Watched(
+                    processes, signals, deadline, self.timeout_seconds
+                )
                 watched.wait()
         return watched
 
     def _start(self, processes, slots, environments, remote, logs):
-        arguments = environment.child_arguments(self.engine)
-        arguments += [self.kind, *self.target]
+        arguments = [self.kind, self.engine, *self.target]
         for slot, variables in zip(slots, environments, strict=True):
             log = None
             if slot.rank > 0:
                 log = logs.file(slot.rank)
                 # Its last lines count most when it is killed.
                 variables = {"PYTHONUNBUFFERED": "1", **variables}
-            command, options = [sys.executable, *arguments], {}
+            command, options = environment.child_command(arguments), {}
             if not slot.host.is_local:
                 command = remote.command(slot.host)
                 options = {
@@ -217,20 +227,60 @@ class _LogFolder:
         self._is_temporary = False
 
 
+class _Interrupted(Exception):
+    """A signal came before there were ranks."""
+
+
+class _Signals:
+    """Collects the signals that end the launcher, while entered."""
+
+    def __init__(self):
+        self.received = []
+        self._before = {}
+
+    def __enter__(self):
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Only the main thread may set handlers.
+        for number in _FORWARDED:
+            # What a parent had us ignore (nohup) stays so.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *exception):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number, frame):
+        self.received.append(number)
+
+    def check(self):
+        if self.received:
+            raise _Interrupted
+
+    @property
+    def name(self):
+        return signal.Signals(self.received[0]).name
+
+    @property
+    def exit_code(self):
+        """As a shell has it."""
+        return 128 + self.received[0]
+
+
 class _Watched:
     """Waits for the ranks, passes signals on, and tells how it ended."""
 
-    def __init__(self, processes, deadline, timeout_seconds):
+    def __init__(self, processes, signals, deadline, timeout_seconds):
         self._processes = processes
+        self._signals = signals
         self._deadline = deadline
         self._timeout_seconds = timeout_seconds
         self._timed_out = False
-        self._signals = []
         self._num_passed = 0
 
     def wait(self):
-        with self._handlers():
-            self._processes.wait(self._on_poll)
+        self._processes.wait(self._on_poll)
 
     def exit_code(self):
         """0, or that of the rank that failed first."""
@@ -239,14 +289,14 @@ class _Watched:
         ranks = self._processes.processes
         if all(rank.returncode == 0 for rank in ranks):
             return 0
-        if self._signals:
-            return 128 + self._signals[0]
+        if self._signals.received:
+            return self._signals.exit_code
         return self._processes.failed()[0].exit_code
 
     @property
     def failed_by_itself(self):
         """Whether neither the user nor the time ended it."""
-        return not self._signals and not self._timed_out
+        return not self._signals.received and not self._timed_out
 
     def describe_cause(self):
         """The rank that failed first and how, in a line."""
@@ -265,8 +315,8 @@ class _Watched:
         if self._timed_out:
             _say(f"not done within {self._timeout_seconds:g} seconds; ended.")
             self._show(ranks, folder)
-        elif self._signals:
-            name = signal.Signals(self._signals[0]).name
+        elif self._signals.received:
+            name = self._signals.name
             _say(f"ended by {name}. Other ranks' output: {folder}")
         else:
             failed = self._processes.failed()
@@ -288,29 +338,11 @@ class _Watched:
         if len(with_file) > _MAX_TAILS:
             _say(f"the output of more ranks: {folder}")
 
-    @contextlib.contextmanager
-    def _handlers(self):
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Only the main thread may set handlers.
-            return
-        before = {
-            number: signal.signal(
-                number, lambda number, _: self._signals.append(number)
-            )
-            for number in _FORWARDED
-            # What a parent had us ignore (nohup) stays so.
-            if signal.getsignal(number) != signal.SIG_IGN
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _on_poll(self):
-        while self._num_passed < len(self._signals):
+        received = self._signals.received
+        while self._num_passed < len(received):
             # The first one as it is; the next ones mean: harder.
-            self._processes.stop(self._signals[self._num_passed])
+            self._processes.stop(received[self._num_passed])
             self._num_passed += 1
         if self._deadline and time.monotonic() > self._deadline:
             self._deadline = None

@@ -1,15 +1,18 @@
 """Processes on other machines, over the system's ssh client."""
 
-import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
 import shlex
 import socket
-import subprocess
 import sys
+import tempfile
+import time
 
-from keras_sparsity.launch.processes import LIFELINE_VARIABLE
+from keras_sparsity.launch._boot import LIFELINE_VARIABLE
+from keras_sparsity.launch.environment import python_flags
+from keras_sparsity.launch.processes import ProcessGroup, RankProcess
 
 SSH_VARIABLE = "KERAS_SPARSITY_SSH"
 # No questions, as nobody could answer; a dead machine is noticed in a minute.
@@ -39,17 +42,31 @@ _NOT_PASSED = ("PYTHONHOME", SSH_VARIABLE, LIFELINE_VARIABLE)
 # input (on the command line every user of the machine could read it) and
 # becomes the real command, which keeps that input as its lifeline.
 _STUB = f"""\
-import json, os, sys
+import sys
+if sys.path[0] == "":
+    del sys.path[0]
+import json, importlib.util, os
+def fail(problem):
+    sys.exit("keras-sparsity: " + str(problem))
 line = b""
 while not line.endswith(b"\\n"):
-    line += os.read(0, 1) or sys.exit("keras-sparsity: no greeting")
+    line += os.read(0, 1) or fail("no greeting")
 call = json.loads(line)
+variables = call["environment"]
 try:
     os.chdir(call["directory"])
 except OSError as error:
-    sys.exit("keras-sparsity: " + str(error))
-os.environ.update(call["environment"], {LIFELINE_VARIABLE}="0")
-os.execv(sys.executable, [sys.executable] + call["arguments"])
+    fail(error)
+package = call["package"]
+if not (package and os.path.isdir(package)):
+    sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(":"))
+    spec = importlib.util.find_spec("keras_sparsity")
+    if spec is None or spec.origin is None:
+        fail("no keras_sparsity is installed for " + sys.executable)
+    package = os.path.dirname(spec.origin)
+os.environ.update(variables, {LIFELINE_VARIABLE}="0")
+boot = [*call["flags"], os.path.join(package, "launch", "_boot.py")]
+os.execv(sys.executable, [sys.executable, *boot, *call["arguments"]])
 """
 
 
@@ -90,13 +107,15 @@ class Remote:
     """
 
     def __init__(self, ssh=None, python=None, directory=None, names=()):
-        self._ssh = shlex.split(ssh or os.environ.get(SSH_VARIABLE) or _SSH)
+        self._ssh = ssh_command(ssh)
         self._python = python or sys.executable
-        self._directory = directory or os.getcwd()
+        self._directory = directory or _working_folder()
         self._names = names
 
     def command(self, host):
         """The command that starts Python on `host`."""
+        if host.is_local:
+            return [sys.executable, "-c", _STUB]
         return [
             *self._ssh,
             host.name,
@@ -107,12 +126,14 @@ class Remote:
         """What that command must read first.
 
         Args:
-            arguments: Python's arguments.
+            arguments: See `_child.main`.
             environment: A local rank's whole environment, of which it passes
                 what belongs to the program.
         """
         call = {
             "arguments": arguments,
+            "flags": python_flags(),
+            "package": _own_package(),
             "directory": self._directory,
             "environment": {
                 name: value
@@ -126,7 +147,7 @@ class Remote:
         }
         return json.dumps(call).encode() + b"\n"
 
-    def check(self, hosts, engine, environment, script=""):
+    def check(self, hosts, engine, environment, script="", on_poll=None):
         """Checks all hosts at once.
 
         Args:
@@ -134,6 +155,7 @@ class Remote:
             engine: Name of the engine.
             environment: The environment that all ranks share.
             script: A path that must exist on each host, or empty.
+            on_poll: Called a few times per second; what it raises ends it.
 
         Returns:
             List of `Machine`.
@@ -141,13 +163,7 @@ class Remote:
         Raises:
             HostError: If any host cannot take part, with each one's problem.
         """
-        with concurrent.futures.ThreadPoolExecutor(len(hosts)) as pool:
-            found = list(
-                pool.map(
-                    lambda host: self._probe(host, engine, environment, script),
-                    hosts,
-                )
-            )
+        found = self._probe(hosts, engine, environment, script, on_poll)
         problems = {
             host.name: answer
             for host, answer in zip(hosts, found, strict=True)
@@ -169,42 +185,69 @@ class Remote:
             for host, answer in zip(hosts, found, strict=True)
         ]
 
-    def _probe(self, host, engine, environment, script):
-        """What the host has, or a string with its problem."""
-        arguments = ["-m", "keras_sparsity.launch._probe"]
-        arguments += [engine, str(host.num_slots), script]
-        command = self.command(host)
-        if host.is_local:
-            command = [sys.executable, "-c", _STUB]
-        try:
-            done = subprocess.run(
-                command,
-                input=self.greeting(arguments, environment),
-                capture_output=True,
-                timeout=_PROBE_TIMEOUT_SECONDS,
-                start_new_session=True,
-            )
-        except subprocess.TimeoutExpired:
-            return f"no answer within {_PROBE_TIMEOUT_SECONDS} seconds"
-        except OSError as error:
-            return f"cannot run {command[0]}: {error.strerror}"
-        if done.returncode == 0:
-            try:
-                return json.loads(done.stdout.decode().split("\n")[-2])
-            except (ValueError, IndexError):
-                pass
-        return self._problem(done)
+    def _probe(self, hosts, engine, environment, script, on_poll):
+        """What each host has, or a string with its problem."""
+        found, probes = {}, {}
+        deadline = time.monotonic() + _PROBE_TIMEOUT_SECONDS
+        with (
+            tempfile.TemporaryDirectory(prefix="keras-sparsity-") as folder,
+            ProcessGroup() as processes,
+        ):
+            for index, host in enumerate(hosts):
+                arguments = ["probe", engine, str(host.num_slots), script]
+                path = os.path.join(folder, str(index))
+                command = self.command(host)
+                try:
+                    probes[index] = RankProcess(
+                        index,
+                        command,
+                        dict(os.environ),
+                        stdout=f"{path}.out",
+                        stderr=f"{path}.err",
+                        remote_host=host.name,
+                        greeting=self.greeting(arguments, environment),
+                    )
+                except OSError as error:
+                    found[index] = f"cannot run {command[0]}: {error.strerror}"
+                else:
+                    processes.append(probes[index])
+            while processes.running() and time.monotonic() < deadline:
+                processes.step()
+                if on_poll is not None:
+                    on_poll()
+            for index, probe in probes.items():
+                path = os.path.join(folder, str(index))
+                found[index] = self._answer(probe, _read(f"{path}.out"))
+        return [found[index] for index in range(len(hosts))]
 
-    def _problem(self, done):
-        lines = done.stderr.decode(errors="replace").strip().split("\n")
-        if done.returncode == _SSH_FAILED:
-            return f"not reachable by ssh: {lines[-1]}"
-        if done.returncode in _NO_SUCH_COMMAND:
+    def _answer(self, probe, output):
+        code = probe.poll()
+        if code is None:
+            return f"no answer within {_PROBE_TIMEOUT_SECONDS} seconds"
+        if code == 0:
+            with contextlib.suppress(ValueError, IndexError):
+                answer = json.loads(output.split("\n")[-2])
+                if isinstance(answer, dict) and "versions" in answer:
+                    return answer
             return (
-                f"no Python at {self._python} ({lines[-1]}); name the one "
-                "there with --python"
+                "no answer from Python, though the command ended without an "
+                f"error: is {shlex.join(self._ssh)!r} an ssh client?"
             )
-        return lines[-1].removeprefix("keras-sparsity: ")
+        said = probe.last_lines(1)
+        line = said[0] if said else "it printed no error"
+        if code == _SSH_FAILED:
+            return f"not reachable by ssh: {line}"
+        if code in _NO_SUCH_COMMAND:
+            return (
+                f"no Python at {self._python} ({line}); name the one there "
+                "with --python"
+            )
+        if not said:
+            return (
+                f"{shlex.join(self._ssh)!r} ended with code {code} and printed "
+                "no error: is it an ssh client?"
+            )
+        return line.removeprefix("keras-sparsity: ")
 
     def _compare(self, answer, first, script):
         problems = [
@@ -220,6 +263,44 @@ class Remote:
         if not answer["has_script"]:
             problems.append(f"has no {script} in {self._directory}")
         return "; ".join(problems)
+
+
+def ssh_command(given=None):
+    """The ssh client and its options, as a list."""
+    name, text = "--ssh", given
+    if given is None:
+        name, text = SSH_VARIABLE, os.environ.get(SSH_VARIABLE) or _SSH
+    try:
+        command = shlex.split(text)
+    except ValueError:  # a quote without its other one
+        command = []
+    if not command:
+        raise ValueError(
+            f"{name} takes a client and its options, as a shell would. "
+            f"Received: {text!r}."
+        )
+    return command
+
+
+def _working_folder():
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ValueError(
+            "The working folder, in which the ranks would start, is gone."
+        ) from None
+
+
+def _own_package():
+    """This package's folder; None where an installation has it."""
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = os.path.basename(os.path.dirname(package))
+    return None if root in ("site-packages", "dist-packages") else package
+
+
+def _read(path):
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
 
 
 def _machine(host, answer):

@@ -1,0 +1,196 @@
+"""What a rank's process runs first of all, by this file's path.
+
+A rank ends when its launcher does, from its first moment on: before
+TensorFlow is imported, which takes seconds, and while TensorFlow starts its
+collectives, which holds Python's lock. So a small process of its own, forked
+here, watches the launcher. This file imports the standard library alone, and
+none of it from the working folder.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+
+LIFELINE_VARIABLE = "KERAS_SPARSITY_LIFELINE"
+# What the launcher may write on the lifeline.
+DUMP_LETTER = b"D"
+SIGNALS = {
+    b"I": signal.SIGINT,
+    b"T": signal.SIGTERM,
+    b"H": signal.SIGHUP,
+    b"K": signal.SIGKILL,
+}
+_ORPHAN_GRACE_SECONDS = 3.0
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def main():
+    """Becomes what the arguments say: see `_child.main`."""
+    if not is_path_safe():
+        del sys.path[0]  # the folder of this file
+    hold_lifeline()
+    # Ctrl-C before the program's first line needs no traceback.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    kind, _, target, *_ = sys.argv[1:]
+    set_import_path(kind, target)
+    _import_package()
+    from keras_sparsity.launch import _child
+
+    _child.main(sys.argv[1:])
+
+
+def is_path_safe():
+    """Whether Python was told to import from no script's folder."""
+    return getattr(sys.flags, "safe_path", False)  # Python 3.11
+
+
+def hold_lifeline():
+    """Has this process, and all that it starts, end with the launcher."""
+    lifeline = os.environ.pop(LIFELINE_VARIABLE, None)
+    if lifeline is None:
+        return
+    try:
+        # Behind ssh this is not yet a group of its own.
+        os.setpgid(0, 0)
+    except PermissionError:
+        pass  # It leads its session already.
+    lifeline = int(lifeline)
+    if lifeline == 0:
+        lifeline = os.dup(0)  # Standard input is the program's.
+        _to_nowhere(0)
+    requests, requesting = os.pipe()
+    ended, running = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        # No child of the rank, whose program may wait for all of its own.
+        if os.fork() == 0:
+            _Guard(lifeline, ended, requesting).run()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    for descriptor in (lifeline, requesting, ended):
+        os.close(descriptor)
+    # The guard sees this one close, so no other process may hold it.
+    os.register_at_fork(after_in_child=lambda: os.close(running))
+    threading.Thread(
+        target=_serve_requests,
+        args=(requests,),
+        name="keras_sparsity lifeline",
+        daemon=True,
+    ).start()
+
+
+class _Guard:
+    """The process that ends a rank's group of processes.
+
+    It is in the group itself, so the group's number is never another one's.
+
+    Args:
+        lifeline: The launcher's letters; closed when the launcher ends.
+        ended: Closed when the rank ends.
+        requesting: Where to pass on what only the rank itself can do.
+    """
+
+    def __init__(self, lifeline, ended, requesting):
+        self._lifeline = lifeline
+        self._ended = ended
+        self._requesting = requesting
+
+    def run(self):
+        try:
+            self._prepare()
+            while letter := self._next_letter():
+                if letter == DUMP_LETTER:
+                    os.write(self._requesting, letter)
+                elif letter in SIGNALS:
+                    os.killpg(0, SIGNALS[letter])
+            os.killpg(0, signal.SIGTERM)
+            select.select([self._ended], [], [], _ORPHAN_GRACE_SECONDS)
+        finally:
+            os.killpg(0, signal.SIGKILL)
+
+    def _prepare(self):
+        # What the rank is sent goes to its group.
+        for number in signal.valid_signals():
+            if number not in (signal.SIGKILL, signal.SIGSTOP):
+                try:
+                    signal.signal(number, signal.SIG_IGN)
+                except (OSError, ValueError):
+                    pass  # One that C's library keeps for itself.
+        for descriptor in (0, 1, 2):
+            _to_nowhere(descriptor)
+        kept = (0, 1, 2, self._lifeline, self._ended, self._requesting)
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) not in kept:
+                try:
+                    os.close(int(name))
+                except OSError:
+                    pass  # That of the listing itself.
+
+    def _next_letter(self):
+        """Empty when the launcher, or the rank, has ended."""
+        readable, _, _ = select.select([self._lifeline, self._ended], [], [])
+        return b"" if self._ended in readable else os.read(self._lifeline, 1)
+
+
+def _to_nowhere(descriptor):
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def _serve_requests(requests):
+    while os.read(requests, 1):
+        _print_stacks()
+
+
+def _print_stacks():
+    import traceback
+
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        # Our own threads wait, always at the same place.
+        if not thread.name.startswith("keras_sparsity"):
+            stack = traceback.format_stack(frames.get(thread.ident))
+            print(f"{thread.name} is at:\n{''.join(stack)}", file=sys.stderr)
+    sys.stderr.flush()
+
+
+def set_import_path(kind, target):
+    """Has modules found where `python` finds them for the same program."""
+    if kind == "call":
+        import pickle
+
+        with open(target, "rb") as file:
+            sys.path[:] = pickle.load(file)["sys_path"]
+    elif not is_path_safe():
+        if kind == "module":
+            sys.path.insert(0, os.getcwd())
+        elif kind == "script" and not _is_folder_or_archive(target):
+            sys.path.insert(0, os.path.dirname(os.path.realpath(target)))
+
+
+def _is_folder_or_archive(path):
+    """Whether `runpy`, as `python`, imports `__main__` from it."""
+    import pkgutil
+
+    return pkgutil.get_importer(path) is not None
+
+
+def _import_package():
+    """Imports this very package, wherever another of its name may be."""
+    import importlib.machinery
+    import importlib.util
+
+    name, root = os.path.basename(_PACKAGE), os.path.dirname(_PACKAGE)
+    if importlib.util.find_spec(name) is None:
+        sys.path.append(root)  # for processes that the program starts
+    spec = importlib.machinery.PathFinder.find_spec(name, [root])
+    package = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+
+
+if __name__ == "__main__":
+    main()
