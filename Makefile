@@ -25,7 +25,7 @@ ENVIRONMENTS := $(HOROVOD)/.installed $(NEW)/.dev
 # See pytest_collection_modifyitems.
 TWO_AT_ONCE := -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-all browser lint format bench clean
+.PHONY: help demo test test-all browser sshd lint format bench clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -47,9 +47,12 @@ test-all:  ## And the whole matrix: hours
 		-m "all_cells or not all_cells" $(PYTEST_ARGS)
 
 # Where it cannot be installed, what needs it is skipped; the script says why.
-test test-all: browser
-browser:
-	@scripts/install_browser.sh || true
+test test-all: browser sshd
+browser sshd:
+	@scripts/install_$@.sh || true
+
+# Two runs of apt-get do not wait for each other.
+sshd: | browser
 
 lint: $(NEW)/.dev  ## Ruff's checks and format
 	$(NEW)/bin/ruff check .

@@ -40,9 +40,9 @@ def checked_timeout(seconds=None, name="`timeout`"):
     return number
 
 
-def seed():
-    """The random seed of the environment, None where it has none."""
-    given = os.environ.get(SEED_VARIABLE)
+def seed(variables=os.environ):
+    """The random seed that `variables` set; None where they set none."""
+    given = variables.get(SEED_VARIABLE)
     if given is None:
         return None
     if not re.fullmatch(r"\d{1,10}", given.strip()) or int(given) >= 2**32:
@@ -51,6 +51,25 @@ def seed():
             f"Received: {given!r}."
         )
     return int(given)
+
+
+def check_horovod():
+    """Checks what `horovodrun` and others tell Horovod by its environment."""
+    for kind in ("", "LOCAL_", "CROSS_"):
+        names = f"HOROVOD_{kind}RANK", f"HOROVOD_{kind}SIZE"
+        given = {name: os.environ.get(name) for name in names}
+        if set(given.values()) == {None}:
+            continue
+        are_numbers = all(
+            re.fullmatch(r"\d{1,9}", v or "") for v in given.values()
+        )
+        if not are_numbers or int(given[names[0]]) >= int(given[names[1]]):
+            raise ValueError(
+                f"{names[0]} and {names[1]} must be whole numbers, the rank "
+                f"from 0 to the size - 1. Received: {given}. Start the ranks "
+                "with horovodrun, mpirun or `keras-sparsity run`, which set "
+                "them, or unset all of them."
+            )
 
 
 def cluster():

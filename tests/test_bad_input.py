@@ -949,10 +949,15 @@ BAD = [
         for arguments, message in [
             ({"function": 3}, "top level of a module.*Received: 3"),
             ({"function": lambda: 1}, "top level.*to a file of its own"),
+            ({"function": None}, "top level of a module.*Received: None"),
+            ({"function": np.zeros(2)}, "top level of a module.*Received: ar"),
+            ({"num_processes": 20_000}, "At most 10000 pro.*Received: 20000"),
+            ({"num_processes": 10_000}, "of memory, and this machine has"),
             ({"num_processes": 0}, f"{INTEGER}num_processes=0"),
             ({"num_processes": "a"}, f"{INTEGER}num_processes='a'"),
             ({"num_processes": 1.5}, f"{INTEGER}num_processes=1.5"),
             ({"engine": "mpi"}, "must be one of local.*Received: 'mpi'"),
+            ({"engine": np.zeros(2)}, "must be one of local.*Received: array"),
             (
                 {"engine": "local", "num_processes": 2},
                 "for one process.*2 processes. Use engine='native'",
@@ -970,6 +975,9 @@ BAD = [
             ({"timeout": 0}, "positive number of seconds.*timeout=0"),
             ({"timeout": "9"}, "positive number of seconds.*timeout='9'"),
             ({"env": 3}, "a dictionary of strings.*Received: env=3"),
+            ({"env": {"": "a"}}, "a dictionary of strings.*as an environment"),
+            ({"env": {"A=B": "a"}}, "a dictionary of strings.*env={'A=B': "),
+            ({"env": {"A": "\0"}}, "a dictionary of strings.*as an environm"),
             ({"env": {"A": 1}}, "a dictionary of strings.*env={'A': 1}"),
         ]
     ),
@@ -1178,7 +1186,23 @@ COMMAND_LINE = [
     ("-n 2 --rank-timeout nan SCRIPT", "at least 5"),
     ("-n 2 --timeout -1 SCRIPT", "positive number of seconds.*-1"),
     ("-n 2 --timeout x SCRIPT", "--timeout: invalid float value: 'x'"),
-    ("-n 2 --log-dir SCRIPT SCRIPT", "--log-dir takes a folder"),
+    ("-n 2 --log-dir SCRIPT SCRIPT", "--log-dir takes a folder.*File exists"),
+    ("-n 2 --log-dir /proc/a/b SCRIPT", "--log-dir takes a folder.*No such"),
+    ("-n 2 --log-dir /proc/self SCRIPT", "--log-dir takes a folder"),
+    ("-n 2 --log-dir SCRIPT/a SCRIPT", "--log-dir takes.*Not a directory"),
+    ("-n 20000 SCRIPT", "At most 10000 processes.*Received: 20000"),
+    (f"-n {'9' * 99} SCRIPT", "At most 10000 processes"),
+    ("-n 10000 SCRIPT", "of memory, and this machine has .* Start fewer"),
+    ("-n 1.5 SCRIPT", "invalid int value: '1.5'"),
+    (f"--hosts a:{'9' * 9999} SCRIPT", "At most 10000 processes"),
+    ("--hosts localhost:10000 SCRIPT", "of memory, and this machine has"),
+    ("--hosts a:1 --ssh \\ SCRIPT", "--ssh takes a client and its options"),
+    ("--hostfile /dev/zero SCRIPT", "/dev/zero is no text file of hosts"),
+    ("--hostfile /proc/self/exe SCRIPT", "is no text file of hosts"),
+    ("--hostfile / SCRIPT", "Is a directory"),
+    ("-n 2 --timeout nan SCRIPT", "positive number of seconds.*nan"),
+    ("-n 2 --env KERAS_SPARSITY_TIMEOUT=1 SCRIPT", "TIMEOUT must be a number"),
+    ("-n 2 --env KERAS_SPARSITY_SEED=x SCRIPT", "SEED must be a whole number"),
     ("-n 2 --module", "name the script to run"),
 ]
 ANY_OPTION = {
@@ -1203,6 +1227,41 @@ def test_wrong_usage_is_explained(arguments, message, script, capsys):
     # Lines are broken to the terminal's width.
     told = " ".join(capsys.readouterr().err.split())
     assert re.search(message, told), told
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("SSH", "'", 'KERAS_SPARSITY_SSH takes a client.*Received: "\'"'),
+        ("SSH", " ", "KERAS_SPARSITY_SSH takes a client.*Received: ' '"),
+        ("TIMEOUT", "soon", "KERAS_SPARSITY_TIMEOUT must be.*'soon'"),
+        ("SEED", "-1", "KERAS_SPARSITY_SEED must be.*'-1'"),
+    ],
+)
+def test_a_wrong_variable_is_explained(
+    name, value, message, script, capsys, monkeypatch
+):
+    monkeypatch.setenv(f"KERAS_SPARSITY_{name}", value)
+    with pytest.raises(SystemExit):
+        ks.launch.main(["run", "--hosts", "a:1", script])
+    told = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, told), told
+
+
+@pytest.mark.parametrize(
+    ("client", "message"),
+    [
+        ("false", "a: 'false' ended with code 1 and printed no error: is it"),
+        ("true", "a: no answer from Python, .*: is 'true' an ssh client?"),
+        ("echo", "a: no answer from Python, .*: is 'echo' an ssh client?"),
+        ("/", "a: cannot run /: Permission denied"),
+        ("/missing/ssh", "a: cannot run /missing/ssh: No such file"),
+    ],
+)
+def test_what_is_no_ssh_client(client, message, script, capsys):
+    hosts = ["--hosts", "a:1", "--ssh", client]
+    assert ks.launch.main(["run", *hosts, script]) == 1
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_every_option_is_in_the_table(capsys):

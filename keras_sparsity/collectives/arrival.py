@@ -93,6 +93,8 @@ def _problem(address):
 
 def _help(pid, timeout_seconds, addresses):
     """The helper: ends process `pid` when the time is over."""
+    # That process ends by Ctrl-C, and the helper's input with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     hint_seconds = min(_HINT_SECONDS, timeout_seconds)
     if _is_over(hint_seconds):
         return

@@ -14,7 +14,7 @@ import socket
 
 import tensorflow as tf
 
-from keras_sparsity import compat
+from keras_sparsity import compat, settings
 from keras_sparsity.collectives import arrival, meter, topology
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
@@ -103,6 +103,7 @@ def _check_rendezvous():
 
 def others():
     """dict from the other processes' names to where they leave a sign."""
+    settings.check_horovod()
     address = _rendezvous()
     if address is None:  # under MPI
         return {}

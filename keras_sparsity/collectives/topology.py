@@ -106,7 +106,12 @@ def override(rank, size):
             f"{OVERRIDE} is {text!r}. Expected four numbers: "
             "local_rank,local_size,cross_rank,cross_size."
         ) from None
-    return Topology(rank, size, local_rank, local_size, cross_rank, cross_size)
+    try:
+        return Topology(
+            rank, size, local_rank, local_size, cross_rank, cross_size
+        )
+    except ValueError as error:
+        raise ValueError(f"{OVERRIDE} is {text!r}: {error}") from None
 
 
 def pin_gpu(local_rank, local_size):

@@ -10,7 +10,7 @@ from keras_sparsity._requirements import check_requirements
 from keras_sparsity.launch import environment, hosts
 from keras_sparsity.launch.program import RESTARTS_VARIABLE, Program
 from keras_sparsity.launch.remote import SSH_VARIABLE, HostError, ssh_command
-from keras_sparsity.settings import TIMEOUT_VARIABLE, checked_timeout
+from keras_sparsity.settings import TIMEOUT_VARIABLE, checked_timeout, seed
 
 _SHOWN = {
     "plan": "print how each variable travels",
@@ -187,6 +187,9 @@ def _plan(options):
     if options.rank_timeout is not None:
         seconds = checked_timeout(options.rank_timeout, "--rank-timeout")
         variables[TIMEOUT_VARIABLE] = f"{seconds:g}"
+    given = {**os.environ, **variables}
+    checked_timeout(given.get(TIMEOUT_VARIABLE, 600), TIMEOUT_VARIABLE)
+    seed(given)
     if options.max_restarts < 0:
         raise ValueError(
             "--max-restarts must be 0 or more. "

@@ -107,11 +107,7 @@ def local_hosts(num_processes, machines=1):
     """`num_processes` on this machine, as if on `machines` of equal size."""
     checks.positive_integer("num_processes", num_processes)
     checks.positive_integer("machines", machines)
-    if num_processes > _MAX_SLOTS:
-        raise ValueError(
-            f"At most {_MAX_SLOTS} processes can run on one machine. "
-            f"Received: {num_processes}."
-        )
+    _within_limit(num_processes, num_processes)
     if num_processes % machines:
         raise ValueError(
             "`machines` must divide the number of processes, so that all "
@@ -200,14 +196,23 @@ def _checked_name(name, where):
 
 
 def _checked_count(count, where):
-    # Python refuses to read thousands of digits.
-    is_number = count.strip().isdecimal() and len(count) < 20
-    if not is_number or not 1 <= int(count) <= _MAX_SLOTS:
+    if not count.strip().isdecimal() or not count.strip("0 "):
         raise ValueError(
-            "The number of processes on a host must be a number, at least 1 "
-            f"and at most {_MAX_SLOTS}. Received: {count!r}, in {where!r}."
+            "The number of processes on a host must be a number, at least 1. "
+            f"Received: {count!r}, in {where!r}."
         )
-    return int(count)
+    # Python refuses to read thousands of digits.
+    number = int(count) if len(count) < 20 else _MAX_SLOTS + 1
+    return _within_limit(number, where)
+
+
+def _within_limit(num_processes, received):
+    if num_processes > _MAX_SLOTS:
+        raise ValueError(
+            f"At most {_MAX_SLOTS} processes can run on one machine. "
+            f"Received: {received!r}."
+        )
+    return num_processes
 
 
 def _without_repeats(hosts, where):
