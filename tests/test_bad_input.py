@@ -1264,6 +1264,33 @@ def test_what_is_no_ssh_client(client, message, script, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        *("-n", "--hosts", "--hostfile", "--engine", "--log-dir", "--timeout"),
+        *("--rank-timeout", "--max-restarts", "--env", "--python", "--ssh"),
+    ],
+)
+def test_no_value_of_an_option_breaks_the_command(option, tmp_path, capsys):
+    """Nothing starts, as there is no script."""
+    odd = ["", " ", "'", '"', "-", "--", "0", "-1", "nan", "1e999", "0x10"]
+    odd += ["None", "[]", "a,b", "a:1,,", ":", "@", "/", "/dev/null", "~"]
+    odd += ["é", "\udcff", "\n", "\x7f", "%s", "{}", "$(id)", "9" * 5000]
+    for value in odd:
+        where = [] if option in ("-n", "--hosts", "--hostfile") else ["-n", "1"]
+        if option in ("--python", "--ssh"):
+            where = ["--hosts", "a:1"]
+        with pytest.raises(SystemExit) as end:
+            ks.launch.main(
+                ["run", *where, f"{option}={value}", str(tmp_path / "none")]
+                if option.startswith("--")
+                else ["run", *where, option, value, str(tmp_path / "none")]
+            )
+        assert end.value.code == 2, value
+        errors = capsys.readouterr().err
+        assert "keras-sparsity run: error: " in errors, value
+
+
 def test_every_option_is_in_the_table(capsys):
     with pytest.raises(SystemExit):
         ks.launch.main(["run", "--help"])

@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import threading
+import time
 
 LIFELINE_VARIABLE = "KERAS_SPARSITY_LIFELINE"
 # What the launcher may write on the lifeline.
@@ -23,6 +24,8 @@ SIGNALS = {
     b"K": signal.SIGKILL,
 }
 _ORPHAN_GRACE_SECONDS = 3.0
+# How often the guard looks whether its rank has ended.
+_LOOK_SECONDS = 1.0
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -62,18 +65,15 @@ def hold_lifeline():
         lifeline = os.dup(0)  # Standard input is the program's.
         _to_nowhere(0)
     requests, requesting = os.pipe()
-    ended, running = os.pipe()
     pid = os.fork()
     if pid == 0:
         # No child of the rank, whose program may wait for all of its own.
         if os.fork() == 0:
-            _Guard(lifeline, ended, requesting).run()
+            _Guard(lifeline, requesting).run()
         os._exit(0)
     os.waitpid(pid, 0)
-    for descriptor in (lifeline, requesting, ended):
-        os.close(descriptor)
-    # The guard sees this one close, so no other process may hold it.
-    os.register_at_fork(after_in_child=lambda: os.close(running))
+    os.close(lifeline)
+    os.close(requesting)
     threading.Thread(
         target=_serve_requests,
         args=(requests,),
@@ -85,17 +85,16 @@ def hold_lifeline():
 class _Guard:
     """The process that ends a rank's group of processes.
 
-    It is in the group itself, so the group's number is never another one's.
+    It is in the group itself, so the group's number, which is the rank's, is
+    no other process's while it lives.
 
     Args:
         lifeline: The launcher's letters; closed when the launcher ends.
-        ended: Closed when the rank ends.
         requesting: Where to pass on what only the rank itself can do.
     """
 
-    def __init__(self, lifeline, ended, requesting):
+    def __init__(self, lifeline, requesting):
         self._lifeline = lifeline
-        self._ended = ended
         self._requesting = requesting
 
     def run(self):
@@ -107,7 +106,9 @@ class _Guard:
                 elif letter in SIGNALS:
                     os.killpg(0, SIGNALS[letter])
             os.killpg(0, signal.SIGTERM)
-            select.select([self._ended], [], [], _ORPHAN_GRACE_SECONDS)
+            deadline = time.monotonic() + _ORPHAN_GRACE_SECONDS
+            while self._rank_runs() and time.monotonic() < deadline:
+                time.sleep(0.05)
         finally:
             os.killpg(0, signal.SIGKILL)
 
@@ -121,18 +122,25 @@ class _Guard:
                     pass  # One that C's library keeps for itself.
         for descriptor in (0, 1, 2):
             _to_nowhere(descriptor)
-        kept = (0, 1, 2, self._lifeline, self._ended, self._requesting)
-        for name in os.listdir("/proc/self/fd"):
-            if int(name) not in kept:
-                try:
-                    os.close(int(name))
-                except OSError:
-                    pass  # That of the listing itself.
+        first = 3
+        for kept in sorted((self._lifeline, self._requesting)):
+            os.closerange(first, kept)
+            first = kept + 1
+        os.closerange(first, os.sysconf("SC_OPEN_MAX"))
 
     def _next_letter(self):
         """Empty when the launcher, or the rank, has ended."""
-        readable, _, _ = select.select([self._lifeline, self._ended], [], [])
-        return b"" if self._ended in readable else os.read(self._lifeline, 1)
+        while self._rank_runs():
+            if select.select([self._lifeline], [], [], _LOOK_SECONDS)[0]:
+                return os.read(self._lifeline, 1)
+        return b""
+
+    def _rank_runs(self):
+        try:
+            os.kill(os.getpgrp(), 0)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def _to_nowhere(descriptor):
@@ -142,8 +150,11 @@ def _to_nowhere(descriptor):
 
 
 def _serve_requests(requests):
-    while os.read(requests, 1):
-        _print_stacks()
+    try:
+        while os.read(requests, 1):
+            _print_stacks()
+    except OSError:
+        pass  # The program has closed what it does not know.
 
 
 def _print_stacks():
