@@ -77,7 +77,7 @@ def bring_up():
     topology.pin_gpu(place.local_rank, place.local_size)
     address = addresses[rank]
     guarded = firewall.guarded_port(
-        _port(address),
+        int(address.rpartition(":")[2]),
         [host.strip("[]") for host in hosts],
         # Once on a machine.
         logging.info if place.local_rank else logging.warning,
@@ -132,16 +132,6 @@ def _read_cluster():
     if not tasks:
         return ["localhost:0"], 0
     return [address for *_, address in tasks], settings.cluster_rank(tasks)
-
-
-def _port(address):
-    port = address.rpartition(":")[2]
-    if not port.isdecimal():
-        raise ValueError(
-            "TF_CONFIG must give the address of each process as host:port. "
-            f"Received: {address!r}."
-        )
-    return int(port)
 
 
 class NativeEngine(Engine):

@@ -164,6 +164,10 @@ def _add_run_options(parser):
 
 def _plan(options):
     """The checked options: what is to run where."""
+    for name, value in vars(options).items():
+        if value == [] and name not in ("env", "script") or [] in options.env:
+            # Python 3.10 to 3.12 make that of it.
+            raise ValueError("an option's value cannot be '--'.")
     where = _hosts(options)
     environment.check_timeout(options.timeout)
     num_processes = sum(host.num_slots for host in where)
@@ -183,6 +187,11 @@ def _plan(options):
             )
     else:
         ssh_command(options.ssh)
+        if options.python is not None and not options.python.strip():
+            raise ValueError(
+                "--python takes the path of Python on the hosts. "
+                f"Received: {options.python!r}."
+            )
     variables = _variables(options.env)
     if options.rank_timeout is not None:
         seconds = checked_timeout(options.rank_timeout, "--rank-timeout")
