@@ -46,7 +46,7 @@ import json, os, subprocess, sys, threading
 greeting = sys.stdin.buffer.readline()
 if json.loads(greeting)["arguments"][0] == "probe":
     print(json.dumps({{"versions": {{}}, "has_script": True, "num_cores": 1,
-                       "ports": {ports}, "connection": []}}))
+                       "ports": {ports}, "connection": [], "addresses": []}}))
     sys.exit()
 far = subprocess.Popen(sys.argv[2], shell=True, stdin=subprocess.PIPE,
                        start_new_session=True)
