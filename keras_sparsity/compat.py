@@ -241,6 +241,17 @@ def all_layers(model):
     return list(model._flatten_layers(include_self=False))
 
 
+def weights_that_were_trainable(model):
+    """Weights that layers have made to be trained, frozen since or not.
+
+    `_flatten_layers`, `_trainable_variables`: Keras 3.5 to 3.15.
+    """
+    found = {}
+    for layer in model._flatten_layers():
+        found.update((id(v), v) for v in layer._trainable_variables)
+    return list(found.values())
+
+
 class Call(typing.NamedTuple):
     """A call that a functional model makes, of symbolic tensors.
 

@@ -210,7 +210,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         self._aggregate(var_list, pieces)
         # First of all: some rules start their slots from the variables.
         whole = [v for v in var_list if not self._aggregation.is_spread(v)]
-        _same_on_all_ranks(whole)
+        _same_on_all_ranks(var_list, whole)
         inner = self.inner_optimizer
         state = None
         if inner.built and len(whole) < len(var_list):
@@ -538,17 +538,26 @@ def _check_under_strategy():
         )
 
 
-def _same_on_all_ranks(variables):
-    """Gives every rank rank 0's values, whatever its own seed was."""
+def _same_on_all_ranks(all_variables, variables):
+    """Gives every rank rank 0's values, whatever its own seed was.
+
+    Not those of spread tables, of which no rank has all.
+    """
     communicator = collectives.current()
-    if communicator.size == 1 or not variables:
+    if communicator.size == 1:
         return
+    facts = agreement.of_variables(variables)
+    for variable in all_variables:
+        if isinstance(variable, TableVariable) and variable.table.given:
+            facts[f"values given to {variable.path}"] = variable.table.given
     with tf.init_scope():  # now, not in the step that may be traced
         communicator.check_equal(
-            agreement.of_variables(variables),
+            facts,
             "The variables that an optimizer updates",
-            "Build the same model on every rank.",
+            "Build the same model on every rank, and set its weights there.",
         )
+        if not variables:
+            return
         values = communicator.broadcast(
             [tf.convert_to_tensor(v.value) for v in variables],
             name="optimizer/variables",

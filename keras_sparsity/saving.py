@@ -290,7 +290,13 @@ def _copy_variables(source, target):
             f"{len(sources)} variables. Got: {len(target.variables)}."
         )
     for old, new in zip(sources, target.variables, strict=True):
-        new.assign(_as_stock(old))
+        value = _as_stock(old)
+        if _is_spread(new) and not isinstance(old, TableVariable):
+            # Ranks may have drawn different ones; rank 0's count, as always.
+            (value,) = new.table.collectives.broadcast(
+                [tf.constant(value)], name=f"{new.table.role}/copy"
+            )
+        new.assign(value)
     optimizer = getattr(source, "optimizer", None)
     copied = getattr(target, "optimizer", None)
     if optimizer is None or copied is None or not optimizer.built:
@@ -302,6 +308,10 @@ def _copy_variables(source, target):
         if table is not None and value.shape == tuple(table.variable.shape):
             value = table.to_stock(value)
         variable.assign(value)
+
+
+def _is_spread(variable):
+    return isinstance(variable, TableVariable) and variable.table.is_sharded
 
 
 def _as_stock(variable):

@@ -451,6 +451,23 @@ def test_calls_of_a_functional_model_in_their_order():
     assert [id(x) for x in call.inputs] == [id(x) for x in sequential.inputs]
 
 
+def test_weights_that_were_trainable():
+    frozen = keras.layers.Dense(1)
+    model = keras.Sequential(
+        [
+            keras.Input((2,)),
+            keras.layers.Dropout(0.5),
+            keras.layers.BatchNormalization(),
+            frozen,
+        ]
+    )
+    frozen.trainable = False
+    found = compat.weights_that_were_trainable(model)
+    normalized = model.layers[1]
+    expected = [normalized.gamma, normalized.beta, frozen.kernel, frozen.bias]
+    assert {id(v) for v in found} == {id(v) for v in expected}
+
+
 def test_next_run_calls():
     inputs = keras.Input((2,))
     layer = keras.layers.Identity()

@@ -9,6 +9,7 @@ from keras_sparsity import compat, losses, metrics, moves
 from keras_sparsity.adoption.binding import bound_arguments
 from keras_sparsity.adoption.first_step import FirstStep
 from keras_sparsity.adoption.joint_pull import JointPull
+from keras_sparsity.adoption.replicas import Replicas
 from keras_sparsity.adoption.runs import Runs
 from keras_sparsity.adoption.saves import Saves
 from keras_sparsity.adoption.steps import Steps
@@ -92,6 +93,12 @@ def adopt(model, strategy):
     moves.settle(model, strategy)
     if getattr(model, _ADOPTION, None) is None:
         joint_pull = JointPull(model)
-        first_step = FirstStep(model, joint_pull)
-        bindings = first_step, Runs(model, first_step), Steps(model, joint_pull)
-        object.__setattr__(model, _ADOPTION, (*bindings, Saves(model)))
+        replicas = Replicas(model)
+        first_step = FirstStep(model, joint_pull, replicas)
+        bindings = (
+            first_step,
+            Runs(model, first_step, replicas),
+            Steps(model, joint_pull),
+            Saves(model, replicas),
+        )
+        object.__setattr__(model, _ADOPTION, bindings)

@@ -17,10 +17,9 @@ class FirstStep(Binding):
         begins_fit: whether the next input is that of a `fit`.
     """
 
-    def __init__(self, model, joint_pull):
+    def __init__(self, model, joint_pull, replicas):
         self._joint_pull = joint_pull
-        # By id; the variables too, so that no other one takes over an id.
-        self._synchronised = {}
+        self._replicas = replicas
         self.awaits_input = None
         self.begins_fit = False
         kinds = ["train", "test", "predict"]
@@ -75,11 +74,10 @@ class FirstStep(Binding):
         new = {
             id(v): v
             for v in self._model.variables
-            if id(v) not in self._synchronised
+            if id(v) not in self._replicas.synchronised
         }
         if not new:
             return
-        self._synchronised.update(new)
         variables = [
             v
             for v in new.values()
@@ -97,6 +95,8 @@ class FirstStep(Binding):
             "The model and its optimizer",
             "Build the same model on every rank.",
         )
+        self._replicas.check()  # of tables, which rank 0 has not whole
+        self._replicas.synchronised.update(new)
         values = communicator.broadcast(
             [tf.convert_to_tensor(v.value) for v in variables],
             name="model/variables",

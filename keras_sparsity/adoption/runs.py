@@ -26,8 +26,9 @@ from keras_sparsity.data.batches import split_batch
 class Runs(Binding):
     """`fit`, `evaluate` and `predict`, also on batches, on all ranks."""
 
-    def __init__(self, model, first_step):
+    def __init__(self, model, first_step, replicas):
         self._first_step = first_step
+        self._replicas = replicas
         self._auto = None  # from one `fit` to the next
         names = ["fit", "evaluate", "predict"]
         batches = ["train_on_batch", "test_on_batch", "predict_on_batch"]
@@ -57,6 +58,7 @@ class Runs(Binding):
         """Raises where ranks call different methods, or with a wrong model."""
         self._check_optimizer()
         self._check_same_call(method, arguments)
+        self._replicas.check(trains=method == "fit")
 
     def fit(self, *args, **kwargs):
         arguments = bound_arguments(self._stock["fit"], args, kwargs)

@@ -7,7 +7,8 @@ from keras_sparsity.adoption.binding import Binding
 class Saves(Binding):
     """`save` and `save_weights` on rank 0, and what Keras saves of compile."""
 
-    def __init__(self, model):
+    def __init__(self, model, replicas):
+        self._replicas = replicas
         super().__init__(model, ["save", "save_weights", "get_compile_config"])
 
     def save(self, *args, **kwargs):
@@ -38,6 +39,7 @@ class Saves(Binding):
 
     def _save(self, name, args, kwargs):
         self._check_same_call(name, {})
+        self._replicas.check()
         with saving.on_rank_zero(self._model) as is_writer:
             if is_writer:
                 self._stock[name](*args, **kwargs)
