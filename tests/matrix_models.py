@@ -71,9 +71,8 @@ def closure(cell, table, size):
         table(f"table_{i}", count) for i, count in enumerate(cell.partitions)
     )
     # Before the model calls it with ids of its own, and behind.
-    deep = keras.layers.Identity()(keras.layers.Identity()(second))
     rows = [
-        Calls(shared)(deep),
+        keras.layers.Identity()(Calls(shared)(second)),
         shared(first),
         keras.layers.Lambda(lambda ids: shared(ids))(first[:, ::-1]),
         other(first),
