@@ -52,13 +52,16 @@ _ASK_AGAIN_SECONDS = 1.0
 _sockets = []
 
 
-def given_networks():
+def given_networks(variables=os.environ):
     """The networks that the environment names; None where it says `any`.
+
+    Args:
+        variables: The environment.
 
     Raises:
         ValueError: If it names something else.
     """
-    text = os.environ.get(VARIABLE, "")
+    text = variables.get(VARIABLE, "")
     if text.strip().lower() == ANY:
         return None
     try:

@@ -13,7 +13,7 @@ import time
 import _namespaces
 import pytest
 
-from keras_sparsity import firewall
+from keras_sparsity import firewall, launch
 from tests.conftest import engines
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -281,6 +281,16 @@ def test_what_is_no_network(text, monkeypatch):
         firewall.given_networks()
 
 
+def test_the_launcher_says_what_is_no_network(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.touch()
+    variable = f"{firewall.VARIABLE}=10.0"
+    arguments = ["run", "-n", "2", "--env", variable, str(script)]
+    assert launch.main(arguments) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"keras-sparsity: {firewall.VARIABLE} must be")
+
+
 def test_more_addresses_than_a_program_takes(monkeypatch):
     hosts = [f"10.{n // 250}.{n % 250}.1" for n in range(3000)]
     said = []
@@ -411,12 +421,13 @@ def test_hosts_are_closed_to_others(engine, fit, machines, tmp_path):
         None,
         *("-m", "keras_sparsity.launch", "run", "--engine", engine),
         *("--hosts", "10.0.0.1,10.0.0.2", "--ssh", machines.ssh_command()),
+        *("--env", f"{firewall.VARIABLE}=10.0.9.0/24"),
     )
     for rank in range(2):
         _wait_for(tmp_path / f"fits-{rank}", run)
     variables = json.loads((tmp_path / "fits-0").read_text())
     allowed = variables[firewall.VARIABLE].split(",")
-    assert {"10.0.0.1", "10.0.0.2", "10.0.0.254"} < {
+    assert {"10.0.0.1", "10.0.0.2", "10.0.0.254", "10.0.9.0"} < {
         network.partition("/")[0] for network in allowed
     }
     if engine == "native":

@@ -78,6 +78,7 @@ class Program:
             **environment.inherited(),
             **self.variables,
         }
+        firewall.given_networks(shared)  # raises before anything starts
         if self.max_restarts or sum(host.num_slots for host in self.hosts) > 1:
             shared.setdefault(SEED_VARIABLE, environment.chosen_seed())
         deadline = None
@@ -113,7 +114,7 @@ class Program:
             machines = remote.check(
                 self.hosts, self.engine, shared, script, signals.check
             )
-            where = _addresses(machines)
+            where = _addresses(machines, firewall.given_networks(shared))
             cores = [machine.num_cores for machine in machines]
         slots = assign_slots(self.hosts)
         with environment.engine_variables(
@@ -167,7 +168,7 @@ class Program:
             )
 
 
-def _addresses(machines):
+def _addresses(machines, networks):
     """What `engine_variables` must know when not all is on this machine."""
     here = next(
         (m.launcher_address for m in machines if m.launcher_address),
@@ -181,19 +182,18 @@ def _addresses(machines):
         "addresses": addresses,
         "ports": ports,
         "here": here,
-        "networks": _networks(machines, here),
+        "networks": _networks(machines, here, networks),
     }
 
 
-def _networks(machines, here):
-    """The machines' addresses and the user's networks; None for any."""
-    networks = firewall.given_networks()
-    if networks is None:
+def _networks(machines, here, given):
+    """The machines' addresses and the `given` networks; None for any."""
+    if given is None:
         return None
     own = [here, *firewall.own_addresses()]
     for machine in machines:
         own += machine.own_addresses
-    return networks + [ipaddress.ip_network(a) for a in dict.fromkeys(own)]
+    return given + [ipaddress.ip_network(a) for a in dict.fromkeys(own)]
 
 
 class _LogFolder:
