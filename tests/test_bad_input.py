@@ -1236,6 +1236,11 @@ def test_wrong_usage_is_explained(arguments, message, script, capsys):
         ("SSH", " ", "KERAS_SPARSITY_SSH takes a client.*Received: ' '"),
         ("TIMEOUT", "soon", "KERAS_SPARSITY_TIMEOUT must be.*'soon'"),
         ("SEED", "-1", "KERAS_SPARSITY_SEED must be.*'-1'"),
+        (
+            "ALLOWED_NETWORKS",
+            "x",
+            "_ALLOWED_NETWORKS must be IP.*Received: 'x'",
+        ),
     ],
 )
 def test_a_wrong_variable_is_explained(

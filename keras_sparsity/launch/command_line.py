@@ -6,6 +6,7 @@ import re
 import sys
 import tempfile
 
+from keras_sparsity import firewall
 from keras_sparsity._requirements import check_requirements
 from keras_sparsity.launch import environment, hosts
 from keras_sparsity.launch.program import RESTARTS_VARIABLE, Program
@@ -199,6 +200,7 @@ def _plan(options):
     given = {**os.environ, **variables}
     checked_timeout(given.get(TIMEOUT_VARIABLE, 600), TIMEOUT_VARIABLE)
     seed(given)
+    firewall.given_networks()
     if options.max_restarts < 0:
         raise ValueError(
             "--max-restarts must be 0 or more. "
