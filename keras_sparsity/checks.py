@@ -8,14 +8,20 @@ ARCHITECTURES = ("ps", "allgather", "allreduce")
 
 
 _MOST_CHARACTERS = 400
+_MOST_INTEGER = 2**63 - 1  # int64's
+_MOST_PARTITIONS = 1_000_000
 
 
 def spell(value):
     """A value for a message: its `repr`, where it has a short one."""
     try:
-        text = repr(value)
+        return shortened(repr(value))
     except Exception as error:  # whatever an object's own method raises
         return f"<its repr fails with {type(error).__name__}>"
+
+
+def shortened(text):
+    text = str(text)
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS]}..."
     return text
@@ -37,16 +43,24 @@ def check(is_valid, name, value, expected):
         )
 
 
-def positive_integer(name, value, otherwise=""):
+def positive_integer(name, value, otherwise="", most=None):
     """The argument as an `int`; `otherwise` says what else it might be."""
     is_integer = isinstance(value, (int, np.integer))
+    limit = "" if most is None else f", at most {most:,}"
     check(
-        is_integer and not isinstance(value, bool) and value >= 1,
+        is_integer
+        and not isinstance(value, bool)
+        and 1 <= value <= (most or _MOST_INTEGER),
         name,
         value,
-        f"a positive integer{otherwise}",
+        f"a positive integer{otherwise}{limit}",
     )
     return int(value)
+
+
+def num_partitions(name, value, otherwise=""):
+    """A number of partitions of a table, each of which is a variable."""
+    return positive_integer(name, value, otherwise, _MOST_PARTITIONS)
 
 
 def positive_number(name, value, otherwise=""):
@@ -60,11 +74,24 @@ def positive_number(name, value, otherwise=""):
     )
 
 
+def one_of(name, value, choices, otherwise=""):
+    """Checks for one of some strings."""
+    known = f"one of {', '.join(map(repr, choices))}"
+    if len(choices) == 2:
+        known = " or ".join(map(repr, choices))
+    # Not by `==` alone: arrays and tensors compare element by element.
+    is_known = isinstance(value, str) and value in choices
+    check(is_known, name, value, f"{known}{otherwise}")
+
+
+def function(name, value, expected):
+    """Checks for None or a function."""
+    check(value is None or callable(value), name, value, expected)
+
+
 def architecture(name, value, otherwise=""):
     """Checks for one of the ways in which a table is held and trained."""
-    known = ", ".join(map(repr, ARCHITECTURES))
-    is_known = isinstance(value, str) and value in ARCHITECTURES
-    check(is_known, name, value, f"one of {known}{otherwise}")
+    one_of(name, value, ARCHITECTURES, otherwise)
 
 
 def requested_architecture(name, value, otherwise=""):
@@ -112,11 +139,11 @@ def tensor(name, value, expected):
 
     try:
         return tf.convert_to_tensor(value)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # whatever an object's own method raises
         raise ValueError(
             f"`{name}` must be {expected}. Received: {name}={spell(value)} "
             f"(of type {type(value).__name__}), of which TensorFlow makes no "
-            f"tensor: {error}"
+            f"tensor: {shortened(error)}"
         ) from error
 
 
@@ -130,9 +157,12 @@ def keras_object(name, value, get, expected):
         expected: what it must be, to follow "must be".
     """
     try:
-        return get(value)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        found = get(value)
+        if not (found is None or callable(found) or hasattr(found, "apply")):
+            raise ValueError(f"{type(found).__name__} is none.")
+        return found
+    except Exception as error:  # whatever an object's own method raises
         raise ValueError(
             f"`{name}` must be {expected}. Received: {name}={spell(value)} "
-            f"(of type {type(value).__name__}). Keras says: {error}"
+            f"(of type {type(value).__name__}). Keras says: {shortened(error)}"
         ) from error

@@ -13,6 +13,7 @@ import functools
 import typing
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import checks, compat
@@ -176,10 +177,10 @@ class GlobalMean(keras.losses.Loss):
     def __init__(self, loss, whole_batch=None, collectives=None, name=None):
         # Resolved late where Keras does, at once where that finds a typing
         # error before any data is read.
-        by_shape = str(loss).lower() in _DECIDED_BY_SHAPE
+        by_shape = isinstance(loss, str) and loss.lower() in _DECIDED_BY_SHAPE
         inner = None if by_shape else _resolved(loss)
         checks.check(
-            whole_batch in (None, True, False),
+            whole_batch is None or isinstance(whole_batch, (bool, np.bool_)),
             "whole_batch",
             whole_batch,
             "True, False, or None for where Keras's own losses need it",

@@ -229,7 +229,9 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
             "`ks.plan` in one process to plan for another cluster."
         )
     cluster = cluster or running_cluster(communicator)
-    if engine is None:
+    if engine is not None:  # before the batches are looked at
+        checks.one_of("engine", engine, planning.transfer_cost.ENGINES)
+    else:
         engine = "native" if communicator.size == 1 else communicator.engine
     variables = model.trainable_variables
     with touches.apart(variables):

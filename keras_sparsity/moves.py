@@ -146,10 +146,10 @@ def _checked_tables(model, moves, name, to_what):
     )
     tables = tables_of(model)
     for table in moves:
-        if table not in tables:
+        if not any(table is one for one in tables):
             raise ValueError(
                 f"The keys of `{name}` must be tables of the model. Received: "
-                f"{getattr(table, 'owner_name', table)!r} (of type "
+                f"{checks.spell(getattr(table, 'owner_name', table))} (of type "
                 f"{type(table).__name__}). The model '{model.name}' has the "
                 f"tables {[t.owner_name for t in tables]}: `layer.table` of a "
                 "`ShardedEmbedding`, `layer.tables` of a `SampledSoftmax`."
@@ -170,7 +170,7 @@ def _checked_target(table, target):
     count = table.requested_partitions
     if isinstance(target, tuple) and len(target) == 2:
         target, count = target
-        checks.positive_integer(f"{name}[1]", count)
+        checks.num_partitions(f"{name}[1]", count)
     checks.architecture(name, target, ", or ('ps', num_partitions)")
     return target, count
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_sparsity import (
     agreement,
+    checks,
     collectives,
     compat,
     row_update,
@@ -108,6 +109,8 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         name=None,
         **kwargs,
     ):
+        if name is not None:
+            checks.string("name", name)
         inner_optimizer = arguments.get(inner_optimizer, "inner_optimizer")
         if isinstance(inner_optimizer, HybridOptimizer):
             raise ValueError(
@@ -201,7 +204,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
     def build(self, var_list):
         if self.built:
             return
-        var_list = arguments.checked_variables(var_list)
+        var_list = arguments.checked_variables(var_list, "var_list")
         pieces = []
         for variable in var_list:
             if isinstance(variable, TableVariable):
@@ -290,7 +293,9 @@ class HybridOptimizer(keras.optimizers.Optimizer):
         _check_under_strategy()
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
-        trainable_variables = arguments.checked_variables(trainable_variables)
+        trainable_variables = arguments.checked_variables(
+            trainable_variables, "trainable_variables"
+        )
         arguments.check_gradients(grads, trainable_variables)
         if not self.built:
             self.build(trainable_variables)

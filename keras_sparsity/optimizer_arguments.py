@@ -19,16 +19,10 @@ CHOICES = {
 def checked_options(**options):
     """The options of a `HybridOptimizer`, once they are seen to be valid."""
     for name, choices in CHOICES.items():
-        if options[name] not in choices:
-            raise ValueError(
-                f"`{name}` must be {choices[0]!r} or {choices[1]!r}. "
-                f"Received: {name}={options[name]!r}."
-            )
-    function = options["transform_gradients"]
-    checks.check(
-        function is None or callable(function),
+        checks.one_of(name, options[name], choices)
+    checks.function(
         "transform_gradients",
-        function,
+        options["transform_gradients"],
         "None or a function of a list of gradients and a list of variables "
         "that returns the gradients",
     )
@@ -45,11 +39,11 @@ def get(optimizer, name="optimizer"):
     return found
 
 
-def checked_variables(variables):
+def checked_variables(variables, name="variables"):
     is_list = isinstance(variables, Iterable)
     checks.check(
         is_list and not isinstance(variables, tf.Tensor | tf.Variable),
-        "variables",
+        name,
         variables,
         "a list of variables, such as `model.trainable_variables`",
     )
@@ -57,7 +51,7 @@ def checked_variables(variables):
     for variable in variables:
         checks.check(
             compat.is_variable(variable) or isinstance(variable, tf.Variable),
-            "variables",
+            name,
             variable,
             "a list of variables, such as `model.trainable_variables`",
         )

@@ -153,7 +153,8 @@ def _rebuild(model, replace, with_compile=True):
     if not model.built:
         raise ValueError(
             f"The model '{model.name}' has no weights yet. Build it first, by "
-            "`model.build(input_shape)` or by calling it on a batch."
+            "`model.build(input_shape)` or by calling it on a batch. Received: "
+            f"model={checks.spell(model)}."
         )
     config = _walk(keras.saving.serialize_keras_object(model), replace)
     if not with_compile:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import reprlib
 
 TIMEOUT_VARIABLE = "KERAS_SPARSITY_TIMEOUT"
 # The random seed that the ranks agree on, in place of one drawn anew.
@@ -29,13 +30,13 @@ def checked_timeout(seconds=None, name="`timeout`"):
         if isinstance(seconds, bool):
             raise TypeError
         number = float(seconds)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # whatever an object's own method raises
         number = math.nan
     if not _SHORTEST_TIMEOUT_SECONDS <= number < math.inf:
         raise ValueError(
             f"{name} must be a number of seconds, at least "
             f"{_SHORTEST_TIMEOUT_SECONDS:g} (less is easily spent without a "
-            f"failure). Received: {seconds!r}."
+            f"failure). Received: {reprlib.repr(seconds)}."
         )
     return number
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import json
 import time
 
 import hypothesis
@@ -723,6 +724,14 @@ def test_one_search_at_a_time():
 
 # The file.
 
+CHOICE = {
+    "num_partitions": 2,
+    "size": 2,
+    "samples": [{"num_partitions": 2, "seconds": 0.1, "error_seconds": 0.0}],
+    "theta": [0.1, 0.0, 0.0, 0.0],
+    "misfit": 0.0,
+}
+
 
 @pytest.mark.parametrize(
     "text,reason",
@@ -731,6 +740,31 @@ def test_one_search_at_a_time():
         ("[]", "it cannot be read (TypeError"),
         ('{"version": 0}', "it is of version 0, not 1"),
         ('{"version": 1}', "it cannot be read (KeyError"),
+        ("[" * 100_000, "it cannot be read (RecursionError"),
+        *(
+            (
+                json.dumps(
+                    {
+                        "version": 1,
+                        "conditions": {},
+                        "choices": {"tables": {**CHOICE, **wrong}},
+                    }
+                ),
+                "it cannot be read",
+            )
+            for wrong in (
+                {"num_partitions": None},
+                {"num_partitions": 10**30},
+                {"num_partitions": "2"},
+                {"size": 0},
+                {"theta": [0.1, None]},
+                {"theta": 3},
+                {"misfit": "large"},
+                {"samples": [3]},
+                {"samples": [{"num_partitions": 2, "seconds": -1}]},
+                {"other": 3},
+            )
+        ),
     ],
 )
 def test_a_file_that_is_none(tmp_path, text, reason):

@@ -75,12 +75,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
 
     def __init__(self, log_dir, every_steps=100):
         super().__init__()
-        checks.check(
-            isinstance(log_dir, (str, os.PathLike)),
-            "log_dir",
-            log_dir,
-            "the path of a folder",
-        )
+        checks.path("log_dir", log_dir, "the path of a folder")
         search_plot.check_installed()
         self.log_dir = os.fspath(log_dir)
         self.every_steps = checks.positive_integer("every_steps", every_steps)

@@ -102,24 +102,21 @@ class PartitionSearch(keras.callbacks.Callback):
                 "memory_limit_bytes", memory_limit_bytes, ", or None"
             )
         if start is not None:
-            checks.positive_integer(
+            checks.num_partitions(
                 "start", start, ", or None for the number of machines"
             )
         checks.boolean("per_table", per_table)
-        checks.check(
-            path is None or isinstance(path, (str, os.PathLike)),
-            "path",
-            path,
-            "None or the path of a file",
-        )
-        checks.check(verbose in (0, 1), "verbose", verbose, "0 or 1")
+        if path is not None:
+            checks.path("path", path, "None or the path of a file")
+        is_flag = isinstance(verbose, (bool, int)) and verbose in (0, 1)
+        checks.check(is_flag, "verbose", verbose, "0 or 1")
         self.num_steps = num_steps
         self.num_warm_up_steps = num_warm_up_steps
         self.max_seconds = max_seconds
         self.memory_limit_bytes = memory_limit_bytes
         self.start = start
         self.per_table = per_table
-        self.path = os.fspath(path) if path else None
+        self.path = None if path is None else os.fspath(path)
         self.verbose = verbose
         self.result = {}
         self.step_end = StepEnd()

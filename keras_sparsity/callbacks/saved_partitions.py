@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 
+from keras_sparsity import checks
 from keras_sparsity.planning.partition_search import (
     PartitionChoice,
     PartitionSample,
@@ -57,24 +58,36 @@ def load(path, conditions, groups):
         if differing:
             return None, differing
         choices = {
-            group: PartitionChoice(
-                **{
-                    **choice,
-                    "samples": tuple(
-                        PartitionSample(**s) for s in choice["samples"]
-                    ),
-                    "theta": tuple(choice["theta"]),
-                }
-            )
+            group: _choice(choice)
             for group, choice in document["choices"].items()
         }
         if set(choices) != set(groups):
             return None, f"it has choices for {sorted(choices)}"
     except FileNotFoundError:
         return None, "there is no such file yet"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError),
+        *(RecursionError, IndexError),
+    ) as error:
         return None, f"it cannot be read ({type(error).__name__}: {error})"
     return choices, None
+
+
+def _choice(saved):
+    """The `PartitionChoice` of a file, once its entries are numbers."""
+    for sample in saved["samples"]:
+        checks.num_partitions("num_partitions", sample["num_partitions"])
+        checks.positive_number("seconds", sample["seconds"])
+    checks.num_partitions("num_partitions", saved["num_partitions"])
+    checks.positive_integer("size", saved["size"])
+    return PartitionChoice(
+        **{
+            **saved,
+            "samples": tuple(PartitionSample(**s) for s in saved["samples"]),
+            "theta": tuple(float(number) for number in saved["theta"]),
+            "misfit": float(saved["misfit"]),
+        }
+    )
 
 
 def _differences(saved, now):

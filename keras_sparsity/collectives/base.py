@@ -6,11 +6,12 @@ import pickle
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity import checks
 from keras_sparsity.collectives import order, wire
 from keras_sparsity.collectives.engine import NoJournal, Route
 from keras_sparsity.collectives.errors import explained
 from keras_sparsity.collectives.fusion import fused
-from keras_sparsity.collectives.naming import Names
+from keras_sparsity.collectives.naming import Names, check_role
 
 GROUPS = ("machine", "across")
 
@@ -80,9 +81,10 @@ class Collectives:
         Returns:
             `Collectives` whose rank and size are relative to the group.
         """
-        if name not in GROUPS:
+        if not (isinstance(name, str) and name in GROUPS):
             raise ValueError(
-                f"Unknown group {name!r}. Expected one of {GROUPS}."
+                f"Unknown group {checks.spell(name)}. Expected one of "
+                f"{GROUPS}. Received: name of type {type(name).__name__}."
             )
         if name not in self._groups:
             raise ValueError(
@@ -106,7 +108,7 @@ class Collectives:
         Returns:
             List of tensors.
         """
-        call = f'all_reduce "{name}"'
+        call = _spelled("all_reduce", name)
         tensors = _tensors(tensors, call)
         for tensor in tensors:
             wire.check_reduced(tensor.dtype, op, call)
@@ -145,7 +147,7 @@ class Collectives:
             route: `Route`, for `all_to_all_back` and `all_to_all_along`,
                 which then need no splits to be exchanged again.
         """
-        call = f'all_to_all "{name}"'
+        call = _spelled("all_to_all", name)
         tensor = _rows(tensor, call)
         splits = self._splits(splits, call)
 
@@ -176,7 +178,7 @@ class Collectives:
         Returns:
             `(sum(route.received_splits), ...)`. Differentiable.
         """
-        call = f'all_to_all_along "{name}"'
+        call = _spelled("all_to_all_along", name)
         tensor = _rows(tensor, call)
         _check_route(route, call)
         way_back = route.reversed()
@@ -203,7 +205,7 @@ class Collectives:
             `(sum(route.splits), ...)`, in the order of the rows that were
             sent. Differentiable.
         """
-        _check_route(route, f'all_to_all_back "{name}"')
+        _check_route(route, _spelled("all_to_all_back", name))
         return self.all_to_all_along(tensor, route.reversed(), name)
 
     def all_gather(self, tensor, name="all_gather"):
@@ -217,7 +219,7 @@ class Collectives:
             The rows of all ranks. Differentiable: the gradient of a row is
             the sum of all ranks' gradients of it.
         """
-        tensor = _rows(tensor, f'all_gather "{name}"')
+        tensor = _rows(tensor, _spelled("all_gather", name))
         row_shape = tensor.shape[1:]
 
         @tf.custom_gradient
@@ -251,12 +253,12 @@ class Collectives:
         Returns:
             List of tensors.
         """
-        call = f'broadcast "{name}"'
+        call = _spelled("broadcast", name)
         is_rank = isinstance(root, int) and not isinstance(root, bool)
         if not (is_rank and 0 <= root < self.size):
             raise ValueError(
-                f"{call} received root={root!r}. Expected a rank from 0 to "
-                f"{self.size - 1}."
+                f"{call} received root={checks.spell(root)}. Expected a rank "
+                f"from 0 to {self.size - 1}."
             )
         tensors = [tf.stop_gradient(t) for t in _tensors(tensors, call)]
         for tensor in tensors:
@@ -291,6 +293,7 @@ class Collectives:
             value: Anything that pickles.
             name: The call's role.
         """
+        check_role(name)
         if not tf.executing_eagerly():
             raise ValueError(
                 f'gather_objects "{name}" was called in a traced function, '
@@ -301,8 +304,9 @@ class Collectives:
         except Exception as error:  # whatever an object's own method raises
             raise ValueError(
                 f'gather_objects "{name}" sends what pickles. Received: '
-                f"{value!r}. Send the numbers, strings, lists or dicts that "
-                f"it is made of. Python says: {error}"
+                f"value={checks.spell(value)}. Send the numbers, strings, "
+                "lists or dicts that it is made of. Python says: "
+                f"{checks.shortened(error)}"
             ) from error
         lengths = self.all_gather([len(data)], f"{name}/lengths").numpy()
         data = self.all_gather(data, name).numpy()
@@ -331,7 +335,7 @@ class Collectives:
             raise_if_different(values, what, fix)
 
     def _splits(self, splits, call):
-        splits = _tensor(splits, call)
+        splits = _tensor(splits, call, "splits")
         if not splits.dtype.is_integer:
             raise ValueError(
                 f"{call} received splits of dtype {splits.dtype.name}. "
@@ -481,6 +485,12 @@ def _digest(shapes):
     return hashlib.blake2b(str(shapes).encode(), digest_size=6).hexdigest()
 
 
+def _spelled(operation, name):
+    """A call for messages, once its role is seen to be one."""
+    check_role(name)
+    return f'{operation} "{name}"'
+
+
 def _tensors(tensors, call):
     if not isinstance(tensors, list | tuple):
         raise ValueError(
@@ -494,30 +504,31 @@ def _tensors(tensors, call):
                 "use `tf.convert_to_tensor` on it first, or `all_gather` its "
                 "indices and values."
             )
-    return [_tensor(value, call) for value in tensors]
+    return [_tensor(value, call, "tensors") for value in tensors]
 
 
-def _tensor(value, call):
+def _tensor(value, call, name):
     try:
         return tf.convert_to_tensor(value)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # whatever an object's own method raises
         raise ValueError(
-            f"{call} received {value!r} (of type {type(value).__name__}). "
-            "Expected a tensor, or what TensorFlow makes one of. Send other "
-            "objects with `gather_objects`."
+            f"{call} received {checks.spell(value)} (of type "
+            f"{type(value).__name__}) for `{name}`. Expected a tensor, or what "
+            "TensorFlow makes one of. Send other objects with "
+            "`gather_objects`."
         ) from error
 
 
 def _check_route(route, call):
     if not isinstance(route, Route):
         raise ValueError(
-            f"{call} received route={route!r}. Expected the `Route` that an "
-            "`all_to_all` returned beside its rows."
+            f"{call} received route={checks.spell(route)}. Expected the "
+            "`Route` that an `all_to_all` returned beside its rows."
         )
 
 
 def _rows(tensor, call):
-    tensor = _tensor(tensor, call)
+    tensor = _tensor(tensor, call, "tensor")
     wire.check_moved(tensor.dtype, call)
     if tensor.shape.rank is None or tensor.shape.rank == 0:
         shape = "a scalar" if tensor.shape.rank == 0 else "an unknown rank"

@@ -19,12 +19,7 @@ class Names:
         self._counters = weakref.WeakKeyDictionary()
 
     def __call__(self, role):
-        checks.check(
-            isinstance(role, str),
-            "name",
-            role,
-            "a string, the call's role, the same on all ranks",
-        )
+        check_role(role)
         graph = compat.outermost_graph()
         if graph is None:
             return role
@@ -32,3 +27,12 @@ class Names:
         number = counter[role]
         counter[role] += 1
         return f"{role}#{number}"
+
+
+def check_role(role):
+    checks.check(
+        isinstance(role, str),
+        "name",
+        role,
+        "a string, the call's role, the same on all ranks",
+    )

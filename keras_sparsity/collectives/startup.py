@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import compat, settings
+from keras_sparsity import checks, compat, settings
 from keras_sparsity._version import __version__
 from keras_sparsity.collectives import arrival, journal, topology, watch
 from keras_sparsity.collectives.base import (
@@ -65,10 +65,13 @@ def start(engine=None, timeout=None):
     """
     global _started
     seconds = settings.checked_timeout(timeout)
-    if engine is not None and engine not in ENGINES:
+    if engine is not None and not (
+        isinstance(engine, str) and engine in ENGINES
+    ):
         raise ValueError(
-            f"Unknown engine {engine!r}. Expected one of {ENGINES}, or None "
-            "to find it from the environment."
+            f"Unknown engine {checks.spell(engine)}. Expected one of "
+            f"{ENGINES}, or None to find it from the environment. Received: "
+            f"engine of type {type(engine).__name__}."
         )
     if _started is not None:
         if engine not in (None, _started.engine):

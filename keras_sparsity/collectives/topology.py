@@ -5,6 +5,8 @@ import os
 
 import tensorflow as tf
 
+from keras_sparsity import checks
+
 OVERRIDE = "KERAS_SPARSITY_TOPOLOGY"
 
 
@@ -30,7 +32,8 @@ class Topology:
             if not (are_integers and 0 <= rank < size):
                 raise ValueError(
                     f"`{kind}rank` must be an integer from 0 to {kind}size - "
-                    f"1. Received: {kind}rank={rank!r}, {kind}size={size!r}."
+                    f"1. Received: {kind}rank={checks.spell(rank)}, "
+                    f"{kind}size={checks.spell(size)}."
                 )
 
 

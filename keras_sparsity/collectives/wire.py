@@ -4,6 +4,8 @@ import dataclasses
 
 import tensorflow as tf
 
+from keras_sparsity import checks
+
 REDUCE_OPS = ("sum", "mean", "max", "min")
 
 _MOVED = (
@@ -86,9 +88,9 @@ def check_moved(dtype, call):
 
 def check_reduced(dtype, op, call):
     """Raises ValueError for an operation that a dtype does not have."""
-    if op not in REDUCE_OPS:
+    if not (isinstance(op, str) and op in REDUCE_OPS):
         raise ValueError(
-            f"{call} received op={op!r}. Expected one of "
+            f"{call} received op={checks.spell(op)}. Expected one of "
             f"{', '.join(repr(known) for known in REDUCE_OPS)}."
         )
     if dtype.name not in _REDUCED:

@@ -99,7 +99,8 @@ def num_rows(leaf):
     if isinstance(shape, tuple) and not shape:
         raise ValueError(
             "A batch must have a first axis of examples, to be cut into one "
-            f"part for each rank. Received a scalar: {leaf}."
+            f"part for each rank. Received a scalar: {leaf}. Batch a dataset "
+            "first: `dataset.batch(global_batch_size)`."
         )
     return tf.cast(shape[0], tf.int64)
 

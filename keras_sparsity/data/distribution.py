@@ -195,11 +195,8 @@ def shard(dataset, collectives, by=None):
         ValueError: on every rank, if their datasets differ or cannot be
             split as asked.
     """
-    if by not in (None, "files", "elements", "batches"):
-        raise ValueError(
-            "`by` must be 'files', 'elements', 'batches' or None. "
-            f"Received: by={by!r}."
-        )
+    if by is not None:
+        checks.one_of("by", by, ("files", "elements", "batches"), ", or None")
     _check_is_dataset(dataset)
     checks.processes("collectives", collectives)
     if is_sharded(dataset):
@@ -258,7 +255,7 @@ def _check_is_dataset(dataset):
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
             "Expected a `tf.data.Dataset` of global batches. Received: "
-            f"{dataset} of type {type(dataset)}."
+            f"{checks.spell(dataset)} of type {type(dataset)}."
         )
 
 

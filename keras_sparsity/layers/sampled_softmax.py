@@ -4,6 +4,7 @@ import collections
 import typing
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import checks, collectives, compat
@@ -99,7 +100,7 @@ class SampledSoftmax(keras.layers.Layer):
         num_sampled = checks.positive_integer("num_sampled", num_sampled)
         checks.boolean("use_bias", use_bias)
         if num_partitions is not None:
-            num_partitions = checks.positive_integer(
+            num_partitions = checks.num_partitions(
                 "num_partitions",
                 num_partitions,
                 ", or None for the number of processes",
@@ -118,10 +119,22 @@ class SampledSoftmax(keras.layers.Layer):
                 "hands labels to losses as float32, which is exact up to "
                 f"there. Received: num_classes={num_classes}."
             )
+        if seed is not None:
+            is_integer = isinstance(seed, (int, np.integer))
+            is_seed = is_integer and not isinstance(seed, bool)
+            checks.check(
+                is_seed and -(2**31) <= seed < 2**32,
+                "seed",
+                seed,
+                "an integer of 32 bits, or None for a random one",
+            )
+            seed = int(seed)
         self.num_classes = num_classes
         self.num_sampled = num_sampled
         self.use_bias = use_bias
-        self.kernel_initializer = initial_values.standardize(kernel_initializer)
+        self.kernel_initializer = initial_values.standardize(
+            kernel_initializer, "kernel_initializer"
+        )
         self.seed = seed
         if architecture is not None:
             checks.requested_architecture(
@@ -352,7 +365,12 @@ class SampledSoftmaxLoss(keras.losses.Loss):
         name="sampled_softmax_loss",
         dtype=None,
     ):
-        super().__init__(name=name, reduction=reduction, dtype=dtype)
+        checks.optional_string("reduction", reduction)
+        super().__init__(
+            name=name,
+            reduction=reduction and checks.shortened(reduction),
+            dtype=dtype,
+        )
 
     def call(self, y_true, y_pred):
         origin = getattr(y_pred, _ORIGIN, None)

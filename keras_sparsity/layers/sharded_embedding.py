@@ -79,7 +79,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         output_dim = checks.positive_integer("output_dim", output_dim)
         checks.boolean("mask_zero", mask_zero)
         if num_partitions is not None:
-            num_partitions = checks.positive_integer(
+            num_partitions = checks.num_partitions(
                 "num_partitions",
                 num_partitions,
                 ", or None for the number of processes",
@@ -87,7 +87,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         checks.optional_string("partition_group", partition_group)
         if embeddings_initializer is not None:
             embeddings_initializer = initial_values.standardize(
-                embeddings_initializer
+                embeddings_initializer, "embeddings_initializer"
             )
         super().__init__(
             input_dim,
@@ -127,7 +127,7 @@ class ShardedEmbedding(keras.layers.Embedding):
             if getattr(weights, "shape", None) != shape:
                 raise ValueError(
                     f"`weights` must be an array of shape {shape}, or a list "
-                    f"of one. Received: {weights!r}."
+                    f"of one. Received: {checks.spell(weights)}."
                 )
             self.set_weights([weights])
 

@@ -148,7 +148,7 @@ def _like(weights, kind):
     if weights is not None and not isinstance(weights, kind):
         raise ValueError(
             f"`weights` must be a tf.{kind.__name__}, as the ids are. "
-            f"Received: weights={weights!r} (of type "
+            f"Received: weights={checks.spell(weights)} (of type "
             f"{type(weights).__name__})."
         )
     return weights

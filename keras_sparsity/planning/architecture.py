@@ -111,7 +111,8 @@ def plan(
     checks.check(
         isinstance(architectures, (list, tuple))
         and len(architectures) > 0
-        and all(a in ARCHITECTURES for a in architectures),
+        and all(isinstance(a, str) for a in architectures)
+        and set(architectures) <= set(ARCHITECTURES),
         "architectures",
         architectures,
         f"a list of some of {ARCHITECTURES}",

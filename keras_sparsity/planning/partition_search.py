@@ -164,7 +164,16 @@ class PartitionSampler:
         self.max_samples = checks.positive_integer("max_samples", max_samples)
         self._allowed = allowed or (lambda count: True)
         self._samples = {}
-        if not self._allowed(self.start):
+        try:
+            is_allowed = bool(self._allowed(self.start))
+        except Exception as error:  # whatever the function raises
+            raise ValueError(
+                "`allowed` must be a function from a number of partitions to "
+                f"a bool. Received: allowed={checks.spell(allowed)}, which for "
+                f"{start} raised {type(error).__name__}: "
+                f"{checks.shortened(error)}"
+            ) from error
+        if not is_allowed:
             raise ValueError(
                 "`start` must be an allowed number of partitions. Received: "
                 f"start={start}."

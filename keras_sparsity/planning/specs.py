@@ -7,6 +7,8 @@ import numpy as np
 
 from keras_sparsity import checks
 
+_MOST_PROCESSES = 100_000  # figures are kept for each
+
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
@@ -22,7 +24,9 @@ class Cluster:
 
     def __post_init__(self):
         for name in ("num_machines", "processes_per_machine"):
-            _set(self, name, checks.positive_integer(name, getattr(self, name)))
+            count = getattr(self, name)
+            count = checks.positive_integer(name, count, most=_MOST_PROCESSES)
+            _set(self, name, count)
 
     @property
     def size(self):
@@ -89,7 +93,7 @@ class VariableSpec:
             f"{self.alpha}) to 1",
         )
         if self.num_partitions is not None:
-            checks.positive_integer(
+            checks.num_partitions(
                 "num_partitions", self.num_partitions, " or None"
             )
 
@@ -145,11 +149,11 @@ def checked_variables(variables):
 
 
 def dtype_bytes(name, dtype):
-    if dtype == "bfloat16":  # which NumPy does not know
+    if isinstance(dtype, str) and dtype == "bfloat16":  # NumPy has none
         return 2
     try:
         known = np.dtype(dtype)
-    except (TypeError, ValueError):
+    except Exception:  # whatever an object's own method raises
         known = None
     checks.check(
         dtype is not None and known is not None and known.kind in "biufc",

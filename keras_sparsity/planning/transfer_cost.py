@@ -144,8 +144,8 @@ def transfer_bytes(
     """
     check_is(variable, VariableSpec, "variable")
     check_is(cluster, Cluster, "cluster")
-    _check_one_of("architecture", architecture, ARCHITECTURES)
-    _check_one_of("local_aggregation", local_aggregation, LOCAL_AGGREGATIONS)
+    checks.one_of("architecture", architecture, ARCHITECTURES)
+    checks.one_of("local_aggregation", local_aggregation, LOCAL_AGGREGATIONS)
     w = variable.num_bytes()
     if wire_dtype is not None:
         dtype_bytes("wire_dtype", wire_dtype)
@@ -241,7 +241,8 @@ def engine_bytes(
     References:
         EuroSys 3.1.
     """
-    _check_one_of("engine", engine, ENGINES)
+    checks.one_of("engine", engine, ENGINES)
+    checks.one_of("architecture", architecture, ARCHITECTURES)
     if architecture == "ps" and getattr(variable, "is_sparse", False):
         cost = sharded_table_bytes(
             variable,
@@ -506,8 +507,8 @@ def _shares(variable, cluster, num_owners):
     by machine (EuroSys 3.2).
     """
     count = num_partitions(variable, cluster)
-    partitions = np.arange(count) % num_owners
-    return np.bincount(partitions, minlength=num_owners) / count
+    each, more = divmod(count, num_owners)
+    return (each + (np.arange(num_owners) < more)) / count
 
 
 def _capacity(length):
@@ -519,12 +520,3 @@ def _capacity(length):
 
 def _add(first, second):
     return tuple(a + b for a, b in zip(first, second, strict=True))
-
-
-def _check_one_of(name, value, known):
-    checks.check(
-        isinstance(value, str) and value in known,
-        name,
-        value,
-        f"one of {', '.join(map(repr, known))}",
-    )

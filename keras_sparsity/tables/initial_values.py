@@ -4,6 +4,7 @@ import inspect
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from keras_sparsity import checks
 
@@ -56,7 +57,24 @@ def draw(initializer, shape, dtype, rows):
 
 
 def _evaluate(initializer, shape, dtype):
-    return keras.ops.convert_to_numpy(initializer(shape, dtype=dtype))
+    try:
+        values = keras.ops.convert_to_numpy(initializer(shape, dtype=dtype))
+        cause = None
+    except (tf.errors.OpError, MemoryError):  # of a table that is too large
+        raise
+    except Exception as error:  # whatever a function raises
+        values, cause = None, error
+    if values is None or values.shape != tuple(shape):
+        received = "an object" if values is None else f"shape {values.shape}"
+        if cause is not None:
+            received = f"{type(cause).__name__}: {checks.shortened(cause)}"
+        raise ValueError(
+            "`initializer` must be a Keras initializer, or a function of shape "
+            f"and dtype that gives an array. Received: initializer="
+            f"{checks.spell(initializer)}, which for shape {tuple(shape)} gave "
+            f"{received}"
+        ) from cause
+    return values
 
 
 def _by_blocks(initializer, shape):
@@ -118,16 +136,16 @@ def _with_fan_of(initializer, shape):
     )
 
 
-def standardize(initializer):
+def standardize(initializer, name="initializer"):
     """An initializer object or function from what a layer accepts."""
     if initializer is None:  # as Keras's `add_weight`
         initializer = "glorot_uniform"
-    if inspect.isclass(initializer):
-        initializer = initializer()
     return checks.keras_object(
-        "initializer",
+        name,
         initializer,
-        keras.initializers.get,
+        lambda value: keras.initializers.get(
+            value() if inspect.isclass(value) else value
+        ),
         "a Keras initializer, its name ('uniform'), or a function of shape "
         "and dtype",
     )

@@ -99,7 +99,7 @@ class ShardedTable:
         self.num_rows = checks.positive_integer("num_rows", num_rows)
         self.dim = checks.positive_integer("dim", dim)
         if num_partitions is not None:
-            num_partitions = checks.positive_integer(
+            num_partitions = checks.num_partitions(
                 "num_partitions",
                 num_partitions,
                 ", or None for the number of processes",
@@ -107,12 +107,16 @@ class ShardedTable:
         checks.boolean("trainable", trainable)
         checks.string("name", name)
         checks.optional_string("owner_name", owner_name)
-        checks.check(
-            to_stock is None or callable(to_stock),
-            "to_stock",
-            to_stock,
-            "None or a function of the table's array",
+        checks.function(
+            "to_stock", to_stock, "None or a function of the table's array"
         )
+        for kind, value in (
+            ("regularizer", regularizer),
+            ("constraint", constraint),
+        ):
+            checks.function(
+                kind, value, f"None or a callable, such as Keras's {kind}s"
+            )
         checks.optional_string("partition_group", partition_group)
         if architecture is not None:
             checks.requested_architecture(
@@ -525,16 +529,23 @@ class ShardedTable:
 
     def assign(self, whole):
         """Gives the table new values; every rank passes the whole table."""
-        whole = to_numpy(whole)
+        try:
+            whole = to_numpy(whole)
+        except Exception as error:  # whatever an object's own method raises
+            raise ValueError(
+                f"`whole` must be an array of the table '{self.owner_name}'. "
+                f"Received: {checks.spell(whole)}, of which NumPy makes none: "
+                f"{checks.shortened(error)}"
+            ) from error
         if whole.shape != (self.num_rows, self.dim):
             raise ValueError(
-                f"The shape of the value does not match the table "
+                "The shape of `whole` does not match the table "
                 f"'{self.owner_name}'. Received: shape {whole.shape}. "
                 f"Expected: {(self.num_rows, self.dim)}."
             )
         if whole.dtype.kind not in "fiubV":  # V: bfloat16
             raise ValueError(
-                f"The values of the table '{self.owner_name}' must be real "
+                f"`whole`, the table '{self.owner_name}', must be real "
                 f"numbers. Received: an array of dtype {whole.dtype}."
             )
         if not self.is_sharded:
@@ -584,8 +595,11 @@ def under_strategy():
 
 
 def _check_is_float(dtype):
+    kinds = (str, type, np.dtype, tf.DType)
     try:
-        is_float = dtype is None or tf.as_dtype(dtype).is_floating
+        is_float = dtype is None or (
+            isinstance(dtype, kinds) and tf.as_dtype(dtype).is_floating
+        )
     except TypeError:
         is_float = False
     checks.check(
