@@ -212,7 +212,7 @@ def parse_arguments():
     add("--dim", type=int, default=128, help="width of both tables")
     add("--units", type=int, default=256, help="width of the LSTM")
     add("--num-sampled", type=int, default=1024, help="of the softmax")
-    add("--learning-rate", type=float, default=0.003)
+    add("--learning-rate", type=float, default=0.008)
     add("--sparse-updates", choices=["exact", "lazy"], default="exact")
     return parser.parse_args()
 
