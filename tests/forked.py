@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from multiprocessing import reduction
 from unittest import mock
 
@@ -65,7 +66,15 @@ class _Popen:
             target=_run, args=(arguments, env, *files, _Sent(lifeline))
         )
         self._process.daemon = True
-        with _LOCK, mock.patch.dict(os.environ, _of_the_server()):
+        with (
+            _LOCK,
+            mock.patch.dict(os.environ, _of_the_server()),
+            # Else the fork would import the program's main module, which may
+            # use TensorFlow before the engine is up.
+            mock.patch.dict(
+                sys.modules, {"__main__": types.ModuleType("__main__")}
+            ),
+        ):
             self._process.start()
         # Whoever ends it ends its group, so that must be there.
         with contextlib.suppress(ProcessLookupError):  # It has ended already.

@@ -1,10 +1,13 @@
 """The tests' own worker clusters."""
 
+import sys
+import types
+
 import numpy as np
 import pytest
 
 from tests import launch_functions
-from tests.cluster import ClusterError
+from tests.cluster import Cluster, ClusterError
 from tests.conftest import engines
 
 
@@ -19,6 +22,21 @@ def test_processes_stay_between_calls(cluster, engine):
     assert first[0]["random"] == second[1]["random"]
     (doubled, _) = workers.run(launch_functions.double, np.arange(3))
     np.testing.assert_array_equal(doubled, [0, 2, 4])
+
+
+def test_a_rank_does_not_import_the_main_module(tmp_path, monkeypatch):
+    """As `python -m tests.matrix` is one that uses TensorFlow."""
+    main = types.ModuleType("__main__")
+    main.__file__ = str(tmp_path / "main.py")
+    seen = tmp_path / "seen"
+    (tmp_path / "main.py").write_text(f"open({str(seen)!r}, 'w')")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    workers = Cluster(1, "local")
+    try:
+        workers.run(launch_functions.describe)
+    finally:
+        workers.stop()
+    assert not seen.exists()
 
 
 def test_an_exception_on_every_rank_leaves_the_processes(cluster):
