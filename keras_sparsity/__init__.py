@@ -42,7 +42,7 @@ if not _is_command():
     )
     from keras_sparsity.model_plan import plan
     from keras_sparsity.optimizer import HybridOptimizer
-    from keras_sparsity.saving import export, shard_embeddings
+    from keras_sparsity.replacing import export, shard_embeddings
     from keras_sparsity.strategy import HybridStrategy
     from keras_sparsity.tables.sharded_table import ShardedTable
 

@@ -72,6 +72,31 @@ def captured(tensor):
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
+def around_control_flow(entered):
+    """Where a loop or branch stands in which operations are traced now.
+
+    `ControlFlowFuncGraph`, `FuncGraph.outer_graph`: TensorFlow 2.16 to 2.21.
+
+    Args:
+        entered: the graph in which a step began: what it is in itself, a loop
+            over steps, does not count.
+
+    Returns:
+        The graph of the outermost loop or branch of the step, and the one
+        around it; None outside of loops and branches.
+    """
+    from tensorflow.python.ops import control_flow_v2_func_graphs
+
+    found = None
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not entered:
+        outer = getattr(graph, "outer_graph", None)
+        if isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+            found = graph, outer
+        graph = outer
+    return found
+
+
 def timestamp():
     """Seconds, when this operation is reached: a float64 tensor.
 
@@ -250,6 +275,174 @@ def weights_that_were_trainable(model):
     for layer in model._flatten_layers():
         found.update((id(v), v) for v in layer._trainable_variables)
     return list(found.values())
+
+
+# What `Model.compile` and the first calls set, and its value before: Keras 3.5
+# to 3.15 (`Trainer.__init__`).
+COMPILE_STATE = {
+    "compiled": False,
+    "loss": None,
+    "optimizer": None,
+    "_compile_config": None,
+    "_compile_loss": None,
+    "_compile_metrics": None,
+    "_distribute_strategy": None,
+    "_loss_tracker": None,
+    "train_function": None,
+    "test_function": None,
+    "predict_function": None,
+}
+
+# What a layer is to a graph of operations and to the layers that it is part of:
+# Keras 3.5 to 3.15.
+LAYER_PLACE = (
+    "_called",
+    "_inbound_nodes",
+    "_outbound_nodes",
+    "_parent_path",
+    "_saved_model_arg_spec",
+    "_saved_model_inputs_spec",
+)
+
+
+def compile_arguments(model):
+    """The arguments that a model was compiled with, by name; {} if it was not.
+
+    `Model._compile_config`, a `SerializableDict` of the objects themselves:
+    Keras 3.5 to 3.15.
+    """
+    config = getattr(model, "_compile_config", None)
+    return dict(config.config) if model.compiled and config else {}
+
+
+def built_with(layer):
+    """The arguments of a layer's `build`, by name.
+
+    `Layer._build_shapes_dict`: Keras 3.5 to 3.15.
+    """
+    return dict(layer._build_shapes_dict or {})
+
+
+def replace_sublayer(layer, old, new):
+    """Has a layer hold another sublayer in place of one of its own.
+
+    `Layer._tracker`, `Tracker.config`: Keras 3.5 to 3.15.
+    """
+    stores = [store for _, store in layer._tracker.config.values()]
+    stack = [vars(layer), *stores]
+    while stack:
+        holder = stack.pop()
+        items = holder.items() if isinstance(holder, dict) else None
+        for key, value in list(items or enumerate(holder)):
+            if value is old:
+                kind = dict if isinstance(holder, dict) else list
+                kind.__setitem__(holder, key, new)
+            elif isinstance(value, (list, dict)):
+                stack.append(value)
+    renew_ids(layer._tracker, None)
+
+
+def calls_with_more_arguments(layer, name):
+    """Whether a layer is called with a second input, in any graph.
+
+    `Operation._inbound_nodes`, `Node.arguments`: Keras 3.5 to 3.15.
+
+    Args:
+        layer: the layer.
+        name: that of its second call argument.
+    """
+    return any(
+        len(node.arguments.args) > 1
+        or node.arguments.kwargs.get(name) is not None
+        for node in layer._inbound_nodes
+    )
+
+
+def is_tracker(value):
+    """Whether it is what finds the variables and layers among attributes.
+
+    `keras.src.utils.tracking.Tracker`: Keras 3.5 to 3.15.
+    """
+    from keras.src.utils import tracking
+
+    return isinstance(value, tracking.Tracker)
+
+
+def tracked_by_tensorflow(container):
+    """The plain container in one that TensorFlow tracks; None of others.
+
+    `tensorflow.python.trackable.data_structures`: TensorFlow 2.16 to 2.21.
+    """
+    from tensorflow.python.trackable import data_structures
+
+    if isinstance(container, data_structures.ListWrapper):
+        return list(container)
+    if isinstance(container, data_structures.TrackableDataStructure):
+        return getattr(container, "__wrapped__", None)
+    return None
+
+
+def is_dependency_of_tensorflow(name):
+    """Whether an attribute of this name lists what TensorFlow's files hold.
+
+    `_self_unconditional_checkpoint_dependencies` and `..._dependency_names` of
+    `Trackable`: TensorFlow 2.16 to 2.21.
+    """
+    return name.startswith("_self_unconditional")
+
+
+def track_by_tensorflow(container):
+    """The inverse: a container as TensorFlow's modules hold it.
+
+    `tf.__internal__.tracking.wrap`: TensorFlow 2.16 to 2.21.
+    """
+    return tf.__internal__.tracking.wrap(container)
+
+
+def renew_ids(copied, new_id):
+    """Gives the copy of a Keras object the ids of copies.
+
+    `Tracker.stored_ids`, and `Function._nodes`, whose keys
+    `keras.src.ops.function.make_node_key` makes: Keras 3.5 to 3.15.
+
+    Args:
+        copied: any copy.
+        new_id: function from the id of an object to that of its copy.
+    """
+    if is_tracker(copied):
+        copied.stored_ids = {
+            kind: {id(value) for value in store}
+            for kind, (_, store) in copied.config.items()
+        }
+    if hasattr(copied, "_nodes_by_depth"):
+        parts = [key.partition("_ib-") for key in copied._nodes]
+        vars(copied)["_nodes"] = {
+            f"{new_id(int(known))}{middle}{index}"
+            for known, middle, index in parts
+        }
+
+
+def variable_like(variable):
+    """Another `tf.Variable` with the same value and properties."""
+    return tf.Variable(
+        variable,
+        trainable=variable.trainable,
+        dtype=variable.dtype,
+        name=variable.name.partition(":")[0],
+        synchronization=variable.synchronization,
+        aggregation=variable.aggregation,
+    )
+
+
+def variable_state(variable):
+    """The attributes of a copy of a Keras variable.
+
+    `Variable._value`: Keras 3.5 to 3.15.
+    """
+    state = dict(vars(variable))
+    if state["_value"] is not None:
+        state["_value"] = variable_like(state["_value"])
+    return state
 
 
 class Call(typing.NamedTuple):

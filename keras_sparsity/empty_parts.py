@@ -101,7 +101,7 @@ def _fill(inputs, is_empty):
             return None
         if isinstance(leaf, tf.RaggedTensor):
             one = tf.RaggedTensor.from_row_splits(
-                leaf.values, tf.zeros([2], leaf.row_splits.dtype)
+                leaf.values[:0], tf.zeros([2], leaf.row_splits.dtype)
             )
             return _cond(is_empty, lambda: one, lambda: leaf)
         if isinstance(leaf, tf.SparseTensor):

@@ -15,6 +15,7 @@ from keras_sparsity import (
 from keras_sparsity import optimizer_arguments as arguments
 from keras_sparsity.aggregation import Aggregation, Update, each_row_once
 from keras_sparsity.collectives import journal
+from keras_sparsity.tables import control_flow
 from keras_sparsity.tables.row_wise import acts_on_rows
 from keras_sparsity.tables.sharded_table import under_strategy
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
@@ -301,6 +302,7 @@ class HybridOptimizer(keras.optimizers.Optimizer):
             self.build(trainable_variables)
         for variable in trainable_variables:
             self._check_known(variable)
+        control_flow.check_no_update(trainable_variables)
         grads, variables = compat.without_missing_gradients(
             self, grads, trainable_variables
         )

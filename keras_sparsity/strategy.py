@@ -14,6 +14,7 @@ from keras_sparsity import (
 )
 from keras_sparsity.data import distribution
 from keras_sparsity.optimizer_arguments import checked_options
+from keras_sparsity.tables import control_flow
 
 _WIRE_DTYPES = ("float32", "bfloat16", "float16")
 _REDUCE = {
@@ -260,6 +261,7 @@ class _HybridExtended(tf.distribute.StrategyExtended):
             self._container_strategy(),
             replica_id_in_sync_group=self._collectives.rank,
         )
+        control_flow.begin_step(context)
         with (
             tf.device(self._device),
             context,

@@ -518,3 +518,105 @@ def test_is_stateless():
     assert not of(ops.vectorized_map(add_noise, inputs))
     assert not of(Own()(inputs))
     assert not of(keras.layers.Lambda(add_noise)(inputs))
+
+
+# Copies of models.
+
+
+def test_compile_state():
+    fresh = vars(keras.Sequential())
+    for name, value in compat.COMPILE_STATE.items():
+        assert fresh.get(name) == value, name
+    model = keras.Sequential([keras.layers.Dense(1)])
+    assert compat.compile_arguments(model) == {}
+    model.compile("sgd", "mse", metrics=["mae"])
+    arguments = compat.compile_arguments(model)
+    assert arguments["loss"] == "mse" and arguments["metrics"] == ["mae"]
+    inspect.signature(keras.Model.compile).bind(
+        model, **arguments, auto_scale_loss=False
+    )
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    changed = {n for n, v in vars(model).items() if fresh.get(n) != v}
+    assert {"compiled", "train_function", "_compile_loss"} <= changed
+
+
+def test_place_of_a_layer():
+    inputs = keras.Input((3,))
+    layer = keras.layers.Dense(2)
+    outputs = layer(inputs)
+    assert set(compat.LAYER_PLACE) <= set(vars(layer))
+    assert compat.built_with(layer) == {"input_shape": (None, 3)}
+    assert compat.built_with(keras.layers.Dense(2)) == {}
+    assert not compat.calls_with_more_arguments(layer, "weights")
+    attention = keras.layers.Attention()
+    attention([outputs, outputs])
+    assert not compat.calls_with_more_arguments(attention, "mask")
+    attention([outputs, outputs], mask=[outputs, outputs])
+    assert compat.calls_with_more_arguments(attention, "mask")
+
+
+def test_trackers_and_ids():
+    layer = keras.Sequential([keras.layers.Dense(1)])
+    assert compat.is_tracker(layer._tracker)
+    assert not compat.is_tracker(layer)
+    old, new = layer.layers[0], keras.layers.Dense(2)
+    holder = keras.layers.Layer()
+    holder.attribute, holder.several = old, [{"a": old}]
+    compat.replace_sublayer(holder, old, new)
+    assert holder.attribute is new and holder.several[0]["a"] is new
+    assert holder._layers == [new]
+    assert holder._tracker.is_in_store("layers", new)
+    assert not holder._tracker.is_in_store("layers", old)
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, new(inputs))
+    compat.renew_ids(model, lambda known: known + 1)
+    assert f"{id(new) + 1}_ib-0" in model._nodes
+
+
+def test_containers_that_tensorflow_tracks():
+    layer = keras.layers.Dense(1)
+    inputs = keras.Input((3,))
+    model = keras.Model(inputs, layer(inputs))
+    assert layer in compat.tracked_by_tensorflow(model._operations)
+    for plain in ([layer], {"a": layer}, (layer,)):
+        tracked = compat.track_by_tensorflow(plain)
+        assert type(tracked) is not type(plain)
+        assert compat.tracked_by_tensorflow(tracked) == plain
+        assert compat.tracked_by_tensorflow(plain) is None
+    holder = keras.layers.Layer()
+    holder.inner = layer
+    names = [n for n in vars(holder) if compat.is_dependency_of_tensorflow(n)]
+    assert any(vars(holder)[name] for name in names)
+
+
+def test_copies_of_variables():
+    variable = keras.Variable(np.arange(3.0), trainable=False, name="v")
+    state = compat.variable_state(variable)
+    assert state.keys() == vars(variable).keys()
+    state["_value"].assign(np.zeros(3))
+    np.testing.assert_array_equal(variable, np.arange(3.0))
+    assert state["_value"].name == variable.value.name
+    assert not state["_value"].trainable
+
+
+def test_around_control_flow():
+    found = {}
+
+    def body(i):
+        found["loop"] = compat.around_control_flow(found["entered"])
+        inside = tf.compat.v1.get_default_graph()
+        found["inside"] = compat.around_control_flow(inside)
+        return i + 1
+
+    @tf.function
+    def function():
+        graph = tf.compat.v1.get_default_graph()
+        found["entered"] = found["graph"] = graph
+        found["outside"] = compat.around_control_flow(graph)
+        return tf.while_loop(lambda i: i < 2, body, [0])
+
+    function()
+    assert found["outside"] is None and found["inside"] is None
+    assert found["loop"] is None or found["loop"][1] is found["graph"]
+    assert found["loop"] is not None
+    assert compat.around_control_flow(None) is None

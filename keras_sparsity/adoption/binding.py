@@ -59,6 +59,7 @@ class Binding:
         )
 
     def _check_optimizer(self):
+        check_is_not_jit_compiled(self._model, self._collectives.size)
         optimizer = getattr(self._model, "optimizer", None)
         if optimizer is not None and not isinstance(optimizer, HybridOptimizer):
             raise ValueError(
@@ -69,6 +70,17 @@ class Binding:
                 "`with strategy.scope(): model.compile(...)`, or "
                 "`model.optimizer = ks.HybridOptimizer(optimizer)`."
             )
+
+
+def check_is_not_jit_compiled(model, size):
+    """Raises where XLA would be given what several processes exchange."""
+    if size > 1 and model.jit_compile and not model.run_eagerly:
+        raise ValueError(
+            f"The model '{model.name}' is compiled with `jit_compile=True`, "
+            "but XLA cannot compile the messages between processes. Received: "
+            f"jit_compile=True on {size} processes. Compile it with "
+            '`jit_compile=False` (or "auto"), or train in one process.'
+        )
 
 
 def bound_arguments(function, args, kwargs):

@@ -6,7 +6,10 @@ import functools
 import keras
 
 from keras_sparsity import compat, losses, metrics, moves
-from keras_sparsity.adoption.binding import bound_arguments
+from keras_sparsity.adoption.binding import (
+    bound_arguments,
+    check_is_not_jit_compiled,
+)
 from keras_sparsity.adoption.first_step import FirstStep
 from keras_sparsity.adoption.joint_pull import JointPull
 from keras_sparsity.adoption.replicas import Replicas
@@ -38,6 +41,7 @@ def compile_adopts(strategy):
         )
         adopt(model, strategy)
         original(model, **arguments)
+        check_is_not_jit_compiled(model, strategy.size)
         compiled_metrics = compat.compiled_metrics(model)
         if compiled_metrics is not None and strategy.size > 1:
             metrics.ignore_empty_parts(compiled_metrics)

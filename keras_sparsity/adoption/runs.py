@@ -13,6 +13,7 @@ from keras_sparsity.adoption.binding import (
 )
 from keras_sparsity.callbacks import (
     auto_architecture,
+    ema_swap,
     partition_search,
     rank_zero,
     sharded_checkpoint,
@@ -115,8 +116,10 @@ class Runs(Binding):
     def _callbacks(self, callbacks):
         communicator = self._collectives
         if isinstance(callbacks, keras.callbacks.CallbackList):
+            ema_swap.show_rule(callbacks.callbacks, self._model)
             return callbacks
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
+        ema_swap.show_rule(callbacks, self._model)
         if communicator.size > 1:
             callbacks = [
                 InputCheck(communicator),

@@ -15,7 +15,12 @@ from keras_sparsity import (
 )
 from keras_sparsity.collectives import order
 from keras_sparsity.collectives.base import raise_if_different
-from keras_sparsity.tables import exchange, initial_values, row_wise
+from keras_sparsity.tables import (
+    control_flow,
+    exchange,
+    initial_values,
+    row_wise,
+)
 from keras_sparsity.tables.layout import Layout, default_owners
 from keras_sparsity.tables.table_variable import (
     Partition,
@@ -373,6 +378,9 @@ class ShardedTable:
         if not self.is_sharded:
             rows = self._gather_here(ids)
             return tf.cast(rows if is_whole else rows[..., start:stop], dtype)
+        if control_flow.is_entered():
+            rows = self._gather_of(control_flow.read_before(self), ids)
+            return tf.cast(rows[..., start:stop], dtype)
         pull = exchange.Pull(
             [([self], tf.reshape(ids, [-1]))],
             columns=None if is_whole else (start, stop),
@@ -410,13 +418,16 @@ class ShardedTable:
             )
 
     def _gather_here(self, ids):
+        # On the variable itself, not on its value: reading the value after a
+        # sparse write copies the whole table.
+        return self._gather_of(self.variable.value, ids)
+
+    def _gather_of(self, whole, ids):
         if ids.dtype not in (tf.int32, tf.int64):
             ids = tf.cast(ids, tf.int64)
         inside = self.assert_inside(ids)
         with tf.control_dependencies(inside):
-            # On the variable itself, not on its value: reading the value
-            # after a sparse write copies the whole table.
-            return tf.gather(self.variable.value, ids)
+            return tf.gather(whole, ids)
 
     def assert_inside(self, ids):
         """Operations that fail if an id of int32 or int64 is outside."""
@@ -526,6 +537,28 @@ class ShardedTable:
         if self._to_stock is None:
             return whole
         return to_numpy(self._to_stock(whole))
+
+    def copy(self):
+        """Another table with the same options and the same rows."""
+        variable = self.variable
+        copied = ShardedTable(
+            self.num_rows,
+            self.dim,
+            num_partitions=self.requested_partitions,
+            initializer=self.initializer,
+            dtype=variable.dtype,
+            trainable=variable.trainable,
+            name=variable.name,
+            owner_name=self.owner_name,
+            regularizer=self.regularizer,
+            constraint=self.constraint,
+            to_stock=self._to_stock,
+            partition_group=self.partition_group,
+            architecture=self.requested_architecture,
+        )
+        if variable.is_built:
+            copied.assign(self.read())
+        return copied
 
     def assign(self, whole):
         """Gives the table new values; every rank passes the whole table."""
