@@ -158,7 +158,7 @@ def test_a_copied_model_is_one_of_its_own(tmp_path):
         names = [name for name, _ in tf.train.list_variables(path)]
         # An optimizer lists its variables among others' of the same values.
         kept.append([name for name in names if "optimizer" not in name])
-    assert kept[0] == kept[1] and len(kept[0]) > 8
+    assert kept[0] == kept[1] and len(kept[0]) >= 5
     copied.export(tmp_path / "saved", verbose=False)
     served = tf.saved_model.load(tmp_path / "saved").serve(x)
     np.testing.assert_allclose(served, expected, 1e-5)
