@@ -112,8 +112,11 @@ def run(tmp_path, monkeypatch, capfd):
     return run
 
 
-def test_losses_are_the_same_with_one_process_and_with_two(run):
-    script = TUTORIALS / "01_one_process_to_several.py"
+@pytest.mark.parametrize(
+    "name", ["01_one_process_to_several.py", "custom_loop.py"]
+)
+def test_losses_are_the_same_with_one_process_and_with_two(run, name):
+    script = TUTORIALS / name
     losses = [
         [
             list(map(float, line.split(": ")[1].split(", ")))
