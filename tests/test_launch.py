@@ -47,6 +47,8 @@ elif todo == "kill" and ranks.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 elif todo == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ranks.barrier("all are deaf")
+    print("deaf", flush=True)
     ctypes.PyDLL(None).sleep(600)  # with Python's lock
 else:
     time.sleep(600)
@@ -311,6 +313,7 @@ def test_signals_go_to_the_ranks(signal_number, exit_code, script):
 def test_ranks_do_not_outlive_the_launcher(script):
     with _running("-n", "2", script, "deaf") as (launcher, pids):
         assert len(pids) == 2
+        assert "deaf\n" in launcher.stdout
         launcher.kill()
         assert _wait_for_end(pids, 10)
 
