@@ -50,12 +50,17 @@ def positive_integer(name, value, otherwise="", most=None):
     check(
         is_integer
         and not isinstance(value, bool)
-        and 1 <= value <= (most or _MOST_INTEGER),
+        and 1 <= value <= (most or np.inf),
         name,
         value,
         f"a positive integer{otherwise}{limit}",
     )
     return int(value)
+
+
+def dimension(name, value):
+    """The argument as an `int` that a tensor's shape can have."""
+    return positive_integer(name, value, most=_MOST_INTEGER)
 
 
 def num_partitions(name, value, otherwise=""):

@@ -219,7 +219,7 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
         dataset,
         "a `tf.data.Dataset` of global batches, as `fit` takes them",
     )
-    num_batches = checks.positive_integer("num_batches", num_batches)
+    num_batches = checks.dimension("num_batches", num_batches)
     if cluster is not None:
         planning.specs.check_is(cluster, planning.Cluster, "cluster")
     if cluster is not None and communicator.size not in (1, cluster.size):

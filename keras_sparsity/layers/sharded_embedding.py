@@ -75,8 +75,8 @@ class ShardedEmbedding(keras.layers.Embedding):
                     f"`{name}` is not supported by ShardedEmbedding. Use "
                     "`keras.layers.Embedding` for this layer."
                 )
-        input_dim = checks.positive_integer("input_dim", input_dim)
-        output_dim = checks.positive_integer("output_dim", output_dim)
+        input_dim = checks.dimension("input_dim", input_dim)
+        output_dim = checks.dimension("output_dim", output_dim)
         checks.boolean("mask_zero", mask_zero)
         if num_partitions is not None:
             num_partitions = checks.num_partitions(

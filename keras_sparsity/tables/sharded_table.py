@@ -101,8 +101,8 @@ class ShardedTable:
         partition_group=None,
         architecture=None,
     ):
-        self.num_rows = checks.positive_integer("num_rows", num_rows)
-        self.dim = checks.positive_integer("dim", dim)
+        self.num_rows = checks.dimension("num_rows", num_rows)
+        self.dim = checks.dimension("dim", dim)
         if num_partitions is not None:
             num_partitions = checks.num_partitions(
                 "num_partitions",
