@@ -160,6 +160,6 @@ def test_a_copied_model_is_one_of_its_own(tmp_path):
         kept.append([name for name in names if "optimizer" not in name])
     assert kept[0] == kept[1] and len(kept[0]) >= 5
     copied.export(tmp_path / "saved", verbose=False)
-    served = tf.saved_model.load(tmp_path / "saved").serve(x)
-    np.testing.assert_allclose(served, expected, 1e-5)
+    saved = tf.saved_model.load(tmp_path / "saved")
+    np.testing.assert_allclose(saved.serve(x), expected, 1e-5)
     assert copied.get_config()["layers"][1]["name"] == "own"

@@ -350,6 +350,7 @@ def assert_is_stock(model):
     assert "fit" not in vars(model)
 
 
+@pytest.mark.filterwarnings("ignore:.build... was called on layer:UserWarning")
 @pytest.mark.parametrize("engine", engines())
 def test_models_like_keras_examples(cluster, engine, tmp_path):
     starts = {make: reference(make)[0] for make in MODELS}
