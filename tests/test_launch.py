@@ -43,6 +43,9 @@ elif todo == "exit" and ranks.rank == 1:
     sys.exit(7)
 elif todo == "raise" and ranks.rank == 1:
     raise ValueError("no luck")
+elif todo == "raise alike":
+    time.sleep(ranks.rank)  # rank 0 shows its own error
+    raise ValueError("no luck\\n  anywhere")
 elif todo == "kill" and ranks.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 elif todo == "deaf":
@@ -256,6 +259,15 @@ def test_a_failing_rank_ends_the_others_and_all_start_anew(
         chances += _said((logs / name).read_text(), "chance")
     assert len(chances) == 6
     assert len(set(chances)) == 1
+
+
+def test_an_error_of_all_ranks_is_shown_once(run, script):
+    with forked.ranks():
+        done = run("-n", "2", script, "raise alike")
+    assert done.code == 1, done.err
+    assert done.err.count("Traceback") == 1, done.err
+    assert done.err.count("ValueError: no luck\n  anywhere\n") == 1
+    assert "the same error on rank 1; output: " in done.err
 
 
 def test_a_script_that_takes_too_long(run, script):

@@ -15,6 +15,8 @@ import threading
 import time
 
 LIFELINE_VARIABLE = "KERAS_SPARSITY_LIFELINE"
+# Path of the file where rank 0 keeps the error that it shows on the terminal.
+SHOWN_ERROR_VARIABLE = "KERAS_SPARSITY_SHOWN_ERROR"
 # What the launcher may write on the lifeline.
 DUMP_LETTER = b"D"
 SIGNALS = {

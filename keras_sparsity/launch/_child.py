@@ -10,6 +10,10 @@ import traceback
 
 from keras_sparsity import collectives
 from keras_sparsity.collectives import watch
+from keras_sparsity.launch._boot import SHOWN_ERROR_VARIABLE
+
+# Where rank 0 keeps the error that it shows on the terminal.
+_shown_path = None
 
 
 def main(arguments):
@@ -19,6 +23,9 @@ def main(arguments):
         arguments: List of strings: `"script"`, `"module"`, `"call"` or
             `"probe"`; the engine; and what that takes.
     """
+    global _shown_path
+    # Not for what the program starts.
+    _shown_path = os.environ.pop(SHOWN_ERROR_VARIABLE, None)
     kind, engine, *target = arguments
     if kind == "probe":
         from keras_sparsity.launch import _probe
@@ -68,6 +75,9 @@ def _report(error):
     # Through the hook, which the failure watch and others may have set.
     frames = _users_frames(error.__traceback__)
     sys.excepthook(type(error), error.with_traceback(frames), frames)
+    if _shown_path:
+        text = "".join(traceback.format_exception_only(error))
+        _write(_shown_path, text.encode(errors="replace"))
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT
     return 1

@@ -1,5 +1,6 @@
 """Runs a script or module on all ranks, in front of the user."""
 
+import contextlib
 import dataclasses
 import ipaddress
 import os
@@ -13,8 +14,13 @@ import time
 
 from keras_sparsity import firewall
 from keras_sparsity.launch import environment
+from keras_sparsity.launch._boot import SHOWN_ERROR_VARIABLE
 from keras_sparsity.launch.hosts import assign_slots
-from keras_sparsity.launch.processes import ProcessGroup, RankProcess
+from keras_sparsity.launch.processes import (
+    ProcessGroup,
+    RankProcess,
+    last_lines,
+)
 from keras_sparsity.launch.remote import Remote
 from keras_sparsity.settings import SEED_VARIABLE
 
@@ -138,6 +144,7 @@ class Program:
                     processes, signals, deadline, self.timeout_seconds
                 )
                 watched.wait()
+                watched.shown = logs.take_shown_error()
         return watched
 
     def _start(self, processes, slots, environments, remote, logs):
@@ -148,6 +155,11 @@ class Program:
                 log = logs.file(slot.rank)
                 # Its last lines count most when it is killed.
                 variables = {"PYTHONUNBUFFERED": "1", **variables}
+            elif slot.host.is_local:
+                variables = {
+                    **variables,
+                    SHOWN_ERROR_VARIABLE: logs.shown_error,
+                }
             command, options = environment.child_command(arguments), {}
             if not slot.host.is_local:
                 command = remote.command(slot.host)
@@ -223,6 +235,18 @@ class _LogFolder:
         attempt = f".restart-{self.restart}" if self.restart else ""
         return os.path.join(self.path, f"rank-{rank}{attempt}.log")
 
+    @property
+    def shown_error(self):
+        """Path of the error that rank 0 shows on the terminal."""
+        return self.file(0) + ".error"
+
+    def take_shown_error(self):
+        """The last lines of that error; none when it has shown none."""
+        lines = last_lines(self.shown_error)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self.shown_error)
+        return lines
+
     def keep(self):
         self._is_temporary = False
 
@@ -272,6 +296,7 @@ class _Watched:
     """Waits for the ranks, passes signals on, and tells how it ended."""
 
     def __init__(self, processes, signals, deadline, timeout_seconds):
+        self.shown = []  # lines of the error that rank 0 has shown
         self._processes = processes
         self._signals = signals
         self._deadline = deadline
@@ -329,6 +354,11 @@ class _Watched:
 
     def _show(self, ranks, folder):
         with_file = [rank for rank in ranks if rank.log_path]
+        same = [r for r in with_file if _has(r.last_lines(), self.shown)]
+        if same:
+            numbers = ", ".join(str(rank.rank) for rank in same)
+            _say(f"the same error on rank {numbers}; output: {folder}")
+        with_file = [rank for rank in with_file if rank not in same]
         for rank in with_file[:_MAX_TAILS]:
             lines = rank.last_lines()
             said = "printed nothing" if not lines else "last lines"
@@ -350,6 +380,15 @@ class _Watched:
                 self._timed_out = True
                 self._processes.dump_stacks()
                 self._processes.stop()
+
+
+def _has(lines, block):
+    """Whether lines have a block of lines in them, or begin within it."""
+    if not block:
+        return False
+    block = block[-len(lines) :]
+    starts = range(len(lines) - len(block) + 1)
+    return any(lines[i : i + len(block)] == block for i in starts)
 
 
 def _say(text):
