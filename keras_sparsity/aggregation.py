@@ -4,7 +4,13 @@ import functools
 
 import tensorflow as tf
 
-from keras_sparsity import architectures, collectives, servers, touches
+from keras_sparsity import (
+    architectures,
+    collectives,
+    empty_parts,
+    servers,
+    touches,
+)
 from keras_sparsity.tables.addresses import narrowest
 from keras_sparsity.tables.exchange import split_gradient
 from keras_sparsity.tables.table_variable import TableVariable
@@ -99,6 +105,8 @@ class Aggregation:
         rows = set()
         for gradient, variable in zip(grads, variables, strict=True):
             is_slices = isinstance(gradient, tf.IndexedSlices)
+            if is_slices and not self.is_spread(variable):
+                gradient = empty_parts.cut_slices(gradient)
             if is_slices:
                 rows.add(id(variable))
             if self.is_spread(variable):
@@ -144,7 +152,7 @@ class Aggregation:
         if served and communicator.size > 1:
             summed = servers.summed(
                 communicator,
-                [update.gradient for update in served],
+                empty_parts.selected([update.gradient for update in served]),
                 in_one_message=architecture.merges,
             )
             for update, gradient in zip(served, summed, strict=True):
@@ -304,7 +312,7 @@ def _all_reduce(communicator, gradients):
         of_dtype = [gradients[place] for place in places]
         for number, bucket in enumerate(architectures.buckets(of_dtype)):
             reduced = reduce(
-                [of_dtype[i] for i in bucket],
+                empty_parts.selected([of_dtype[i] for i in bucket]),
                 name=f"{_DENSE}/{dtype.name}/{number}",
             )
             for i, value in zip(bucket, reduced, strict=True):

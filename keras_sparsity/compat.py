@@ -166,6 +166,48 @@ def global_seed():
     return None if seed == random_seed.DEFAULT_GRAPH_SEED else seed
 
 
+@contextlib.contextmanager
+def random_operations_seeded(change):
+    """While entered, seeds that random operations find by themselves differ.
+
+    Of `tf.random.normal(shape)` in the graph that is being traced, or eagerly,
+    and of `keras.random.normal(shape)`. What is drawn later is not changed.
+
+    `context()._seed`: TensorFlow 2.16 to 2.21; `GLOBAL_SEED_GENERATOR`,
+    `global_seed_generator`: Keras 3.5 to 3.15.
+
+    Args:
+        change: function of a seed, an integer or an integer tensor.
+    """
+    from keras.src.backend.common import global_state
+    from keras.src.random import seed_generator
+    from tensorflow.python.eager import context
+
+    name = seed_generator.GLOBAL_SEED_GENERATOR
+    own = global_state.get_global_attribute(name)
+
+    class Changed:
+        def next(self, ordered=True):
+            nonlocal own
+            global_state.set_global_attribute(name, own)
+            own = seed_generator.global_seed_generator()
+            global_state.set_global_attribute(name, self)
+            return change(own.next(ordered))
+
+    owner, attribute = context.context(), "_seed"
+    if not tf.executing_eagerly():
+        owner, attribute = tf.compat.v1.get_default_graph(), "seed"
+    seed = getattr(owner, attribute)
+    if seed is not None:  # else it is drawn
+        setattr(owner, attribute, change(seed))
+    global_state.set_global_attribute(name, Changed())
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(name, own)
+        setattr(owner, attribute, seed)
+
+
 def resolve_loss(identifier, y_true=None, y_pred=None):
     """The `keras.losses.Loss` that `compile(loss=identifier)` would use.
 
@@ -798,6 +840,53 @@ def compiled_metrics(model):
     `Model._compile_metrics`: Keras 3.5 to 3.15.
     """
     return getattr(model, "_compile_metrics", None)
+
+
+@contextlib.contextmanager
+def epoch_iterators_are_made_in(scope):
+    """While entered, `fit` and the like make their input inside of a scope.
+
+    `TFEpochIterator`, which distributes a dataset: Keras 3.5 to 3.15.
+
+    Args:
+        scope: function that gives a context manager.
+    """
+    from keras.src.backend.tensorflow import trainer
+
+    iterator = trainer.TFEpochIterator
+    stock = iterator.__init__
+
+    @functools.wraps(stock)
+    def initialize(self, *args, **kwargs):
+        with scope():
+            stock(self, *args, **kwargs)
+
+    iterator.__init__ = initialize
+    try:
+        yield
+    finally:
+        iterator.__init__ = stock
+
+
+# What aggregates what layers add to the loss; None before Keras 3.8.
+ADDED_LOSS = (
+    "_aggregate_additional_loss"
+    if hasattr(keras.Model, "_aggregate_additional_loss")
+    else None
+)
+
+
+@contextlib.contextmanager
+def losses_replaced(model, losses):
+    """While entered, `model.losses` are others.
+
+    `Layer._losses_override`: Keras 3.5 to 3.15.
+    """
+    object.__setattr__(model, "_losses_override", losses)
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "_losses_override", [])
 
 
 def batch_shapes(iterator):

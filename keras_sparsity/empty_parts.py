@@ -1,58 +1,143 @@
-"""Models on parts of a batch that have no examples.
+"""What a rank without examples adds to a step: nothing.
 
-A batch smaller than the number of ranks leaves some of them nothing.
-BatchNormalization divides by its number of examples, and some of TensorFlow's
-kernels refuse tensors without rows: the model then gets one example of zeros
-in place of none, and its outputs for it are cut off again. What is cut off
-has no gradient, so it trains nothing.
+A batch of fewer examples than ranks leaves some of them none. Few models can
+be computed on none: batch statistics divide by their number, and kernels
+refuse tensors without rows. Such a rank computes on a stand-in, see
+`data.stand_ins`, and takes part in all messages, but with zeros for whatever
+comes of it: gradients, losses, metrics and statistics. They are replaced, for
+zero times NaN is NaN.
 """
+
+import contextlib
 
 import keras
 import tensorflow as tf
 
 from keras_sparsity import compat
-from keras_sparsity.data.batches import num_rows
-from keras_sparsity.layers import sampled_softmax
+
+_parts = []  # of the steps that are computed, or traced, the last one inmost
 
 
-def call(stock, inputs, *args, **kwargs):
-    """Calls a model's `call` on inputs that may be without examples.
+class Part:
+    """How many of a batch's examples are this rank's.
 
     Args:
-        stock: the model's own `call`.
-        inputs: structure of tensors with a common batch axis.
-        *args: further arguments of `call`.
-        **kwargs: and those by name.
+        counts: int64 `(1,)` or `(2,)`: the number of this rank's examples,
+            and that of all ranks', if it is known.
+        collectives: the processes that share the batch.
 
-    Returns:
-        What `stock` returns, with as many rows as the inputs have.
+    Attributes:
+        has_examples: a scalar bool tensor, or a bool if it is known.
+    """
+
+    def __init__(self, counts, collectives):
+        self._counts = counts
+        self._collectives = collectives
+        self._share = None
+        known = tf.get_static_value(counts)
+        self.has_examples = counts[0] > 0 if known is None else bool(known[0])
+
+    @property
+    def number(self):
+        """The number of this rank's examples: a scalar."""
+        return self._counts[0]
+
+    @property
+    def share(self):
+        """This rank's fraction of the batch's examples: a float32 scalar."""
+        if self._share is None:
+            total = self._counts[-1]
+            if self._counts.shape[0] == 1:
+                (total,) = self._collectives.all_reduce(
+                    [total], name="model/examples"
+                )
+            self._share = tf.math.divide_no_nan(
+                tf.cast(self.number, tf.float32), tf.cast(total, tf.float32)
+            )
+        return self._share
+
+
+@contextlib.contextmanager
+def computing_on(part):
+    """While entered, a step is computed, or traced, on a `Part`."""
+    _parts.append(part)
+    try:
+        yield part
+    finally:
+        _parts.pop()
+
+
+def current():
+    """The `Part` that a step is computed on; None outside of a step."""
+    return _parts[-1] if _parts else None
+
+
+def has_examples():
+    """Whether this rank has any: True, False or a scalar bool tensor.
 
     Example:
 
-    >>> means = call(lambda x: x / tf.cast(tf.shape(x)[0], x.dtype),
-    ...              tf.zeros((0, 2)))
-    >>> means.shape
-    TensorShape([0, 2])
+    >>> has_examples()  # outside of a step nothing is replaced
+    True
     """
-    is_empty = _is_empty(inputs)
-    if is_empty is False:
-        return stock(inputs, *args, **kwargs)
-    outputs = stock(_fill(inputs, is_empty), *args, **kwargs)
-    return _cut(outputs, is_empty)
+    return _parts[-1].has_examples if _parts else True
 
 
-def filled(inputs):
-    """The inputs as `call` gives them to a model."""
-    is_empty = _is_empty(inputs)
-    return inputs if is_empty is False else _fill(inputs, is_empty)
+def selected(tensors):
+    """Tensors, or zeros in their place where this rank has no examples.
+
+    Args:
+        tensors: list of tensors.
+
+    Returns:
+        List of as many.
+
+    Example:
+
+    >>> nothing = Part(tf.constant([0, 3], tf.int64), collectives=None)
+    >>> with computing_on(nothing):
+    ...     (zero,) = selected([tf.constant(float("nan"))])
+    >>> float(zero)
+    0.0
+    """
+    return either(
+        lambda: [tf.convert_to_tensor(tensor) for tensor in tensors],
+        lambda: [tf.zeros_like(tensor) for tensor in tensors],
+    )
 
 
-def number(inputs):
-    """Of the examples that inputs have: a scalar."""
-    return num_rows(_leaves(inputs)[0])
+def either(of_examples, of_none):
+    """What one function gives, or the other where there are no examples."""
+    is_some = has_examples()
+    if is_some is True:
+        return of_examples()
+    return (
+        of_none()
+        if is_some is False
+        else tf.cond(is_some, of_examples, of_none)
+    )
 
 
-def combine_statistics(model, batch, communicator):
+def cut(rows):
+    """A tensor, or none of its rows where this rank has no examples."""
+    is_some = has_examples()
+    if is_some is True:
+        return rows
+    if is_some is False:
+        return rows[:0]
+    is_ragged = isinstance(rows, tf.RaggedTensor)
+    number = rows.nrows() if is_ragged else tf.shape(rows)[0]
+    return rows[: tf.where(is_some, number, 0)]
+
+
+def cut_slices(slices):
+    """`tf.IndexedSlices`, or none of them where there are no examples."""
+    return tf.IndexedSlices(
+        cut(slices.values), cut(slices.indices), slices.dense_shape
+    )
+
+
+def combine_statistics(model, communicator):
     """Gives every rank the mean of the ranks' moving statistics.
 
     BatchNormalization moves its statistics towards those of the rank's own
@@ -67,84 +152,13 @@ def combine_statistics(model, batch, communicator):
     ]
     if not statistics:
         return
-    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    rows = num_rows(tf.nest.flatten(inputs)[0])
+    number = current().number
     sums = [
-        tf.where(rows > 0, v.value * tf.cast(rows, v.dtype), tf.zeros_like(v))
+        tf.where(number > 0, v.value * tf.cast(number, v.dtype), 0)
         for v in statistics
     ]
     *sums, total = communicator.all_reduce(
-        [*sums, tf.cast(rows, tf.float32)], name="model/statistics"
+        [*sums, tf.cast(number, tf.float32)], name="model/statistics"
     )
     for statistic, value in zip(statistics, sums, strict=True):
         statistic.assign(value / tf.cast(total, statistic.dtype))
-
-
-def _is_empty(inputs):
-    """Whether there is no example; True and False if known beforehand."""
-    shape = tf.TensorShape(_leaves(inputs)[0].shape)  # of an array, too
-    rows = shape[0] if shape.rank else None
-    if rows is not None:  # as those of a single batch are
-        return rows == 0
-    return tf.equal(number(inputs), 0)
-
-
-def _leaves(inputs):
-    return [x for x in tf.nest.flatten(inputs) if x is not None]
-
-
-def _fill(inputs, is_empty):
-    """The inputs, or one example of zeros where there is none."""
-
-    def fill(leaf):
-        if leaf is None:
-            return None
-        if isinstance(leaf, tf.RaggedTensor):
-            one = tf.RaggedTensor.from_row_splits(
-                leaf.values[:0], tf.zeros([2], leaf.row_splits.dtype)
-            )
-            return _cond(is_empty, lambda: one, lambda: leaf)
-        if isinstance(leaf, tf.SparseTensor):
-            shape = tf.concat(
-                [tf.maximum(leaf.dense_shape[:1], 1), leaf.dense_shape[1:]], 0
-            )
-            return tf.SparseTensor(leaf.indices, leaf.values, shape)
-        leaf = tf.convert_to_tensor(leaf)
-        one_shape = tf.concat([[1], tf.shape(leaf)[1:]], axis=0)
-        filled = _cond(
-            is_empty, lambda: tf.zeros(one_shape, leaf.dtype), lambda: leaf
-        )
-        return _with_shape_of(leaf, filled)
-
-    return tf.nest.map_structure(fill, inputs)
-
-
-def _cut(outputs, is_empty):
-    """The outputs, without the row that stood in where there was none."""
-
-    def cut(leaf):
-        if isinstance(leaf, tf.RaggedTensor):
-            return _cond(is_empty, lambda: leaf[:0], lambda: leaf)
-        mask = compat.keras_mask(leaf)
-        kept = _cond(is_empty, lambda: leaf[:0], lambda: leaf)
-        kept = _with_shape_of(leaf, kept)
-        if mask is not None:
-            compat.set_keras_mask(kept, cut(mask))
-        # Of probabilities alone, losses would clip what is near 0 or 1.
-        logits = compat.keras_logits(leaf)
-        if logits is not None:
-            compat.set_keras_logits(kept, cut(logits))
-        sampled_softmax.copy_origin(leaf, kept)
-        return kept
-
-    return tf.nest.map_structure(cut, outputs)
-
-
-def _cond(is_true, then, otherwise):
-    return then() if is_true is True else tf.cond(is_true, then, otherwise)
-
-
-def _with_shape_of(leaf, other):
-    if not tf.executing_eagerly() and leaf.shape.rank is not None:
-        other.set_shape([None, *leaf.shape[1:]])
-    return other

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks, compat
+from keras_sparsity import checks, compat, empty_parts
 from keras_sparsity import collectives as collectives_module
 from keras_sparsity.layers.sampled_softmax import SampledSoftmaxLoss
 
@@ -241,7 +241,9 @@ class GlobalMean(keras.losses.Loss):
     def _of_parts(self, inner, collectives, y_true, y_pred, sample_weight):
         values, terms = _local_terms(inner, y_true, y_pred, sample_weight)
         if terms is None:  # not reduced
+            values = empty_parts.cut(values)
             return _with_slope(values, values, collectives.size, 1.0)
+        terms = _of_examples(terms)
         wide = tf.float64 if values.dtype == tf.float64 else tf.float32
 
         def summed(terms, name):
@@ -282,7 +284,7 @@ class GlobalMean(keras.losses.Loss):
         if sample_weight is not None:
             sample_weight = whole("weights", sample_weight)
         if mask is not None:
-            y_pred._keras_mask = whole("mask", mask)
+            compat.set_keras_mask(y_pred, whole("mask", mask))
         if logits is not None:
             compat.set_keras_logits(y_pred, whole("logits", logits))
         values, terms = _local_terms(inner, y_true, y_pred, sample_weight)
@@ -382,6 +384,21 @@ def _local_terms(loss, y_true, y_pred, sample_weight):
         values = tf.identity(values)
     terms = _terms(values, count, weights, mask, loss.reduction)
     return values, terms._replace(counts_come_first=True)
+
+
+def _of_examples(terms):
+    """The terms of a part, of which a stand-in is no example."""
+    has_examples = empty_parts.has_examples()
+    if has_examples is True:
+        return terms
+
+    def select(term):
+        return tf.where(has_examples, term, tf.zeros_like(term))
+
+    return terms._replace(
+        total=select(terms.total),
+        counts=[select(tf.convert_to_tensor(count)) for count in terms.counts],
+    )
 
 
 def _count_before(loss, values, y_true):
@@ -503,6 +520,7 @@ def _whole(part, collectives, name):
     """All ranks' parts in rank order; only this rank's carries a gradient."""
     is_bool = part.dtype == tf.bool
     part = tf.cast(part, tf.int32) if is_bool else tf.convert_to_tensor(part)
+    part = empty_parts.cut(part)
     rows = tf.shape(part)[0]
     all_rows = collectives.all_gather(rows[None], name=f"{name}/rows")
     others = collectives.all_gather(tf.stop_gradient(part), name=name)

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives as collectives_module
-from keras_sparsity import compat, losses
+from keras_sparsity import compat, empty_parts, losses
 
 _SUMMED = ("sum", "mean")
 
@@ -84,9 +84,9 @@ def global_state(metrics, collectives=None):
 def results_are_global(metrics, collectives):
     """While entered, each metric's `result` is that over all ranks.
 
-    For a step. The first result sums the variables of all metrics in one
-    message; later ones need another only for variables that were assigned
-    meanwhile.
+    And a rank without examples updates none. For a step. The first result sums
+    the variables of all metrics in one message; later ones need another only
+    for variables that were assigned meanwhile.
 
     Args:
         metrics: function without arguments that lists the metrics whose
@@ -103,9 +103,11 @@ def results_are_global(metrics, collectives):
     # Of the class: a step may use metrics that its model does not list.
     def get(metric, name):
         value = object.__getattribute__(metric, name)
-        if name != "result":
-            return value
-        return functools.partial(state.result, metric, value)
+        if name == "update_state":
+            return functools.partial(state.update, metric, value)
+        if name == "result":
+            return functools.partial(state.result, metric, value)
+        return value
 
     keras.Metric.__getattribute__ = get
     try:
@@ -126,6 +128,22 @@ class _GlobalState:
         self._metrics, self._collectives = metrics, collectives
         self._values = {}  # by id: the variable, its graph, its global value
         self._depth = 0
+        self._is_updating = False
+
+    def update(self, metric, stock, *args, **kwargs):
+        is_built = getattr(metric, "built", True)
+        if self._is_updating or not is_built or compat.is_tracing_shapes():
+            return stock(*args, **kwargs)
+
+        def update():
+            stock(*args, **kwargs)
+            return tf.constant(True)
+
+        self._is_updating = True
+        try:
+            empty_parts.either(update, lambda: tf.constant(False))
+        finally:
+            self._is_updating = False
 
     def result(self, metric, stock, *args, **kwargs):
         # In a scope of somebody else: Keras is only after shapes.

@@ -7,6 +7,11 @@ import reprlib
 import keras
 import numpy as np
 
+from keras_sparsity import compat
+
+# Keras's own seeds are below 933,199, so that no two ranks meet.
+_BETWEEN_RANKS = 2**20
+
 
 def is_own(variable):
     """Whether a variable is the random state of a layer, such as dropout.
@@ -24,6 +29,17 @@ def fold_rank(state, rank):
     mixed = np.random.SeedSequence([int(seed), rank]).generate_state(1)[0]
     if rank:
         state.assign(np.array([mixed, counter], dtype="uint32"))
+
+
+def drawn_by_rank(rank):
+    """While entered, random operations without a seed draw what no other does.
+
+    For a step, of which each rank computes another part. Rank 0 draws what it
+    would draw, and all ranks stay at the same place of their common streams.
+    """
+    return compat.random_operations_seeded(
+        lambda seed: seed + rank * _BETWEEN_RANKS
+    )
 
 
 def host_states():

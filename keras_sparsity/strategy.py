@@ -9,6 +9,7 @@ from keras_sparsity import (
     architectures,
     checks,
     collectives,
+    empty_parts,
     losses,
     metrics,
 )
@@ -207,6 +208,20 @@ class HybridStrategy(tf.distribute.Strategy):
         return distribution.shard(dataset, self.collectives)
 
 
+def _of_examples(value):
+    """What a rank adds, which is nothing where it has no examples."""
+    if empty_parts.has_examples() is True:
+        return value
+    flat = tf.nest.flatten(value)
+    selected = [
+        empty_parts.cut_slices(each)
+        if isinstance(each, tf.IndexedSlices)
+        else empty_parts.selected([each])[0]
+        for each in flat
+    ]
+    return tf.nest.pack_sequence_as(value, selected)
+
+
 class _HybridExtended(tf.distribute.StrategyExtended):
     """What TensorFlow and Keras ask of a strategy, for one local replica."""
 
@@ -292,6 +307,8 @@ class _HybridExtended(tf.distribute.StrategyExtended):
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         del options
+        if reduce_op == tf.distribute.ReduceOp.SUM:
+            value = _of_examples(value)
         return self._reduce_all(reduce_op, value, "strategy/all_reduce")
 
     def _reduce_all(self, reduce_op, value, name):

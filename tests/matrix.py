@@ -31,6 +31,7 @@ TOLERANCE = {"float32": 1e-4, "mixed_float16": 0.03, "mixed_bfloat16": 0.1}
 # What a control must differ by.
 FAR = {"float32": 1e-2, "mixed_float16": 0.3, "mixed_bfloat16": 0.5}
 
+TWO_INPUTS = ("two inputs", "closure", "without labels")
 LOOPS = ("fit", "train_on_batch", "own loop")
 WEIGHTS = ("sample", "class", "of one half")
 
@@ -136,6 +137,8 @@ def data(cell):
     if cell.mask and cell.model != "sequence":
         # The mean of no rows at all is NaN in stock Keras, too.
         ids[:, 0], others[:, 0] = ids[:, 0].clip(1), others[:, 0].clip(1)
+    if cell.model == "logarithm":
+        ids = np.maximum(ids, 1)
     ids, others = ids.astype("int32"), others.astype("int32")
     shape = (count, LENGTH) if cell.model == "sequence" else (count,)
     is_tied = cell.model in ("tied", "read whole")
@@ -152,7 +155,7 @@ def data(cell):
         weights[6 * cell.batch + 1] = np.inf
     if weights is not None:
         weights = weights.astype("float32")
-    has_two_inputs = cell.model in ("two inputs", "closure")
+    has_two_inputs = cell.model in TWO_INPUTS
     inputs = [ids, others] if has_two_inputs else ids
     return inputs, labels, weights
 
@@ -289,7 +292,7 @@ def _compile(cell, model, optimizer, strategy=None):
     with strategy.scope() if strategy else contextlib.nullcontext():
         model.compile(
             optimizer,
-            loss=_loss(cell),
+            loss=None if cell.model == "without labels" else _loss(cell),
             run_eagerly=cell.run_eagerly,
             steps_per_execution=cell.steps_per_execution,
             # The reference has its own.
@@ -327,7 +330,7 @@ def _fit(cell, model, optimizer, strategy=None):
             _compile(cell, model, optimizer, strategy)
         history = model.fit(
             tf.nest.map_structure(lambda a: a[part], x),  # noqa: B023
-            y[part],
+            None if cell.model == "without labels" else y[part],
             sample_weight=None if weights is None else weights[part],
             **options,
         )

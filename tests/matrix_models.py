@@ -199,7 +199,34 @@ def with_added_loss(cell, table, size):
     return keras.Model(ids, _head(cell, pool(rows)))
 
 
+def with_logarithm(cell, table, size):
+    """Of what is no number for an example of zeros."""
+    ids = keras.Input((LENGTH,), dtype="int32")
+    rows = table("table_0", cell.partitions[0])(ids - 1)
+    pool = keras.layers.GlobalAveragePooling1D()
+    logs = keras.ops.log(keras.ops.cast(ids, "float32"))
+    return keras.Model(ids, _head(cell, _joined([pool(rows), logs])))
+
+
+def with_added_losses(cell, table, size):
+    """A layer's, a regularizer's of activities and those of weights."""
+    ids = keras.Input((LENGTH,), dtype="int32")
+    rows = [AddsLoss()(rows) for rows in _all_tables(cell, table, ids)]
+    pool = keras.layers.GlobalAveragePooling1D()
+    features = keras.layers.ActivityRegularization(l2=0.5)(_joined(rows))
+    return keras.Model(ids, _head(cell, pool(features)))
+
+
+def without_labels(cell, table, size):
+    """Two inputs, and what a layer adds for the loss."""
+    model = two_inputs(cell, table, size)
+    return keras.Model(model.inputs, AddsLoss()(model.outputs[0]))
+
+
 MODELS = {
+    "logarithm": with_logarithm,
+    "added losses": with_added_losses,
+    "without labels": without_labels,
     "pooled": pooled,
     "sequence": sequence,
     "two inputs": two_inputs,

@@ -1,6 +1,8 @@
 """Each private name that is used, so that a new version says which broke."""
 
+import contextlib
 import inspect
+from unittest import mock
 
 import keras
 import numpy as np
@@ -620,3 +622,72 @@ def test_around_control_flow():
     assert found["loop"] is None or found["loop"][1] is found["graph"]
     assert found["loop"] is not None
     assert compat.around_control_flow(None) is None
+
+
+def test_random_operations_seeded():
+    def draw(change=None):
+        keras.utils.set_random_seed(4)
+        seeded = (
+            compat.random_operations_seeded(change)
+            if change
+            else contextlib.nullcontext()
+        )
+        with seeded:
+            inside = [keras.random.normal((3,)), tf.random.normal((3,))]
+        later = [keras.random.normal((3,)), tf.random.normal((3,))]
+        return [np.array(drawn) for drawn in (*inside, *later)]
+
+    stock, other = draw(), draw(lambda seed: seed + 5)
+    for one, two in zip(stock[:2], other[:2], strict=True):
+        assert np.abs(one - two).min() > 1e-4
+    np.testing.assert_array_equal(stock[2:], other[2:])
+    np.testing.assert_array_equal(stock, draw(lambda seed: seed))
+
+    @tf.function
+    def traced(difference):
+        with compat.random_operations_seeded(lambda seed: seed + difference):
+            return tf.random.normal((3,)), keras.random.normal((3,))
+
+    tf.random.set_seed(4)
+    for one, two in zip(traced(0), traced(5), strict=True):
+        assert np.abs(one - two).min() > 1e-4
+
+
+def test_epoch_iterators_are_made_in():
+    entered = []
+
+    @contextlib.contextmanager
+    def scope():
+        entered.append(True)
+        yield
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    x = np.ones((2, 1), "float32")
+    with compat.epoch_iterators_are_made_in(scope):
+        model.predict(x, verbose=0)
+        assert len(entered) == 1
+    model.predict(x, verbose=0)
+    assert len(entered) == 1
+
+
+def test_what_is_added_to_the_loss():
+    model = keras.Sequential([keras.layers.Dense(1, kernel_regularizer="l2")])
+    model.compile("sgd", "mse")
+    model.build((None, 1))
+    with compat.losses_replaced(model, [tf.constant(3.0)]):
+        assert [float(loss) for loss in model.losses] == [3.0]
+    assert float(model.losses[0]) < 3.0
+    if compat.ADDED_LOSS:
+        added = []
+        stock = getattr(model, compat.ADDED_LOSS)
+        with mock.patch.object(
+            model,
+            compat.ADDED_LOSS,
+            lambda loss: (added.append(loss), stock(loss))[1],
+            create=True,
+        ):
+            y = tf.zeros([1, 1])
+            model.compute_loss(y=y, y_pred=y)
+        assert len(added) == 1
+    else:
+        assert int(keras.__version__.split(".")[1]) < 8

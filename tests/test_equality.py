@@ -249,6 +249,25 @@ CELLS = {
         Cell(left_over=1, epochs=2, batch=4, optimizer="Adam"),
         ignored={"left_over": 0},
     ),
+    "empty parts, logarithm": Case(
+        Cell(model="logarithm", batch=6, left_over=2, epochs=2),
+        ignored={"left_over": 0},
+    ),
+    "empty parts, added losses": Case(
+        Cell(
+            model="added losses",
+            regularizer="l1l2",
+            ordinary=True,
+            batch=6,
+            left_over=3,
+            epochs=2,
+        ),
+        ignored={"left_over": 0},
+    ),
+    "empty parts, without labels": Case(
+        Cell(model="without labels", optimizer="Adam", batch=6, left_over=3),
+        ignored={"left_over": 0},
+    ),
     "masked": Case(
         Cell(model="sequence", mask=True), broken="own_denominators"
     ),
@@ -435,6 +454,9 @@ PLACES_OF = {
     "global_clipnorm": (H22,),
     "frozen table": (N2,),
     "empty parts": (N4,),
+    "empty parts, logarithm": (N4, H4),
+    "empty parts, added losses": (N4, H4),
+    "empty parts, without labels": (N4, H4),
     "fewer rows than ranks": (N3,),
     "unit norm": (H2,),
     "masked": (N2,),

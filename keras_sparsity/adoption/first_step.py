@@ -5,6 +5,7 @@ import tensorflow as tf
 from keras_sparsity import agreement, compat, moves, random_states
 from keras_sparsity.adoption.binding import Binding
 from keras_sparsity.data import following
+from keras_sparsity.data.stand_ins import without_counts
 from keras_sparsity.tables.table_variable import TableVariable
 
 
@@ -37,7 +38,9 @@ class FirstStep(Binding):
             if self.awaits_input:
                 self.awaits_input.use_input(iterator)
                 self.awaits_input = None
-        self._stock[compat.SYMBOLIC_BUILD](data_batch=data_batch)
+        self._stock[compat.SYMBOLIC_BUILD](
+            data_batch=without_counts(data_batch)
+        )
         begins_fit, self.begins_fit = self.begins_fit, False
         if (
             begins_fit

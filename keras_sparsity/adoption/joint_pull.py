@@ -5,7 +5,8 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from keras_sparsity import architectures, compat, empty_parts, losses
+from keras_sparsity import architectures, compat, losses
+from keras_sparsity.data.stand_ins import counted
 from keras_sparsity.layers.sampled_softmax import (
     SampledSoftmax,
     SampledSoftmaxLoss,
@@ -64,7 +65,8 @@ class JointPull:
 
         Args:
             labels: what the loss is to be given, of any structure.
-            following: inputs of the next step; None if they are not known.
+            following: inputs of the next step, and how many of their examples
+                count; None if they are not known.
         """
         self._labels, self._following = labels, following
         try:
@@ -159,12 +161,13 @@ class JointPull:
             for layer, of_call in zip(self._layers.values(), ids, strict=True)
         ]
 
-    def _asked_next(self, inputs):
-        """The same of the next step; nothing behind the last one."""
-        number = empty_parts.number(inputs)
+    def _asked_next(self, following):
+        """The same of the next step; nothing if it has no examples."""
+        inputs, number = following
+        (inputs,), _ = counted((inputs,))
         return [
             tf.reshape(ids, [-1])[: tf.where(number > 0, tf.size(ids), 0)]
-            for ids in self._asked(empty_parts.filled(inputs))
+            for ids in self._asked(inputs)
         ]
 
     def _softmax_of_step(self):

@@ -22,6 +22,7 @@ from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.data import distribution
 from keras_sparsity.data.batches import split_batch
+from keras_sparsity.data.stand_ins import counted_part
 
 
 class Runs(Binding):
@@ -110,7 +111,10 @@ class Runs(Binding):
         if name != "fit":
             callbacks = self._callbacks(arguments.get("callbacks"))
             arguments["callbacks"] = callbacks
-        with collectives.explained(f"model.{name}"):
+        with (
+            compat.epoch_iterators_are_made_in(distribution.for_steps),
+            collectives.explained(f"model.{name}"),
+        ):
             return self._stock[name](**arguments)
 
     def _callbacks(self, callbacks):
@@ -167,11 +171,14 @@ class Runs(Binding):
     def _on_batch(self, name, args, kwargs):
         self._check_optimizer()
         arguments = bound_arguments(self._stock[name], args, kwargs)
-        communicator = self._collectives
+        place = self._collectives.rank, self._collectives.size
         for key in ("x", "y", "sample_weight"):
-            if arguments.get(key) is not None:
-                arguments[key] = split_batch(
-                    arguments[key], communicator.rank, communicator.size
-                )
+            if arguments.get(key) is None:
+                continue
+            if place[1] == 1:
+                arguments[key] = split_batch(arguments[key], *place)
+                continue
+            part = counted_part(arguments[key], *place)
+            arguments[key] = part if key == "x" else part.batch
         with collectives.explained(f"model.{name}"):
             return self._stock[name](**arguments)

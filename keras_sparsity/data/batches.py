@@ -21,9 +21,23 @@ def split_batch(batch, rank, size):
     >>> split_batch({"x": tf.range(5)}, rank=1, size=2)["x"].numpy().tolist()
     [2, 3, 4]
     """
+    number = num_examples(batch)
+    if number is None:
+        return batch
+    start, stop = bounds(number, rank, size)
+    return rows_between(batch, start, stop)
+
+
+def bounds(number, rank, size):
+    """The first example of a rank's part, and the one behind its last."""
+    return rank * number // size, (rank + 1) * number // size
+
+
+def num_examples(batch):
+    """The number of a batch's examples: int64; None without any tensor."""
     leaves = [x for x in tf.nest.flatten(batch) if not _is_missing(x)]
     if not leaves:
-        return batch
+        return None
     rows = [num_rows(leaf) for leaf in leaves]
     if len(leaves) > 1:
         tf.debugging.assert_equal(
@@ -33,8 +47,11 @@ def split_batch(batch, rank, size):
             "rank's part of it can be cut. Give them the same first "
             "dimension, one row for each example.",
         )
-    start = rank * rows[0] // size
-    stop = (rank + 1) * rows[0] // size
+    return rows[0]
+
+
+def rows_between(batch, start, stop):
+    """The rows of a batch from `start` on, to that before `stop`."""
     return tf.nest.map_structure(
         lambda x: x if _is_missing(x) else _rows(x, start, stop), batch
     )

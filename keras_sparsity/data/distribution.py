@@ -7,6 +7,7 @@ fingerprint of every global batch as it passes, and the ranks compare them
 from time to time.
 """
 
+import contextlib
 import itertools
 
 import tensorflow as tf
@@ -17,12 +18,14 @@ from keras_sparsity.data.batches import split_batch
 from keras_sparsity.data.dataset_graph import CannotSplit, DatasetGraph
 from keras_sparsity.data.equal_steps import with_equal_steps
 from keras_sparsity.data.fingerprints import Fingerprints, fingerprint
+from keras_sparsity.data.stand_ins import counted_part, with_stand_ins
 
 __all__ = ["shard"]
 
 _SHARDED = "_keras_sparsity_is_sharded"
 _IN_STEP = "_keras_sparsity_agrees_in_step"
 _fits = itertools.count()
+_counts = []  # not empty while what `distribute` makes is `Counted`
 _SAME_DATASET = (
     "Give every rank the same dataset: each trains on its own part of every "
     "batch. Seed its shuffles and generators alike on every rank. What is "
@@ -49,7 +52,7 @@ def distribute(dataset, collectives):
     _check_is_dataset(dataset)
     if is_sharded(dataset):
         _check_nothing_reads_ahead(dataset)
-        return dataset
+        return with_stand_ins(dataset) if _counts else dataset
     collectives.check_equal(
         {
             "element_spec": str(dataset.element_spec),
@@ -61,6 +64,19 @@ def distribute(dataset, collectives):
     return split_batches(
         dataset, collectives.rank, collectives.size, Fingerprints(collectives)
     )
+
+
+@contextlib.contextmanager
+def for_steps():
+    """While entered, `distribute` gives `Counted` parts, as steps take them.
+
+    A custom loop gets parts as they are, which may have no examples.
+    """
+    _counts.append(True)
+    try:
+        yield
+    finally:
+        _counts.pop()
 
 
 def next_order_seed():
@@ -105,13 +121,14 @@ def split_batches(dataset, rank, size, fingerprints=None):
         "deterministic": True if is_tuned else None,
     }
 
+    cut = counted_part if _counts else split_batch
     # `map` hands over the entries of a tuple, of a tuple of one too.
     is_tuple = type(dataset.element_spec) is tuple
 
     @tf.autograph.experimental.do_not_convert
     def split(*element):
         batch = element if is_tuple else element[0]
-        part = split_batch(batch, rank, size)
+        part = cut(batch, rank, size)
         if fingerprints is None:
             return part
         return part, fingerprint(batch)

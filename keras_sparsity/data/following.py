@@ -5,7 +5,8 @@ import typing
 import keras
 import tensorflow as tf
 
-from keras_sparsity.data.batches import without_rows
+from keras_sparsity.data.batches import num_examples, without_rows
+from keras_sparsity.data.stand_ins import Counted, flat
 
 _KINDS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
 
@@ -16,10 +17,12 @@ class Followed(typing.NamedTuple):
     Attributes:
         batch: what `fit` trains on.
         following: its `x` of the next step; after the last one, of no rows.
+        number: how many of those examples count.
     """
 
     batch: typing.Any
     following: typing.Any
+    number: typing.Any
 
 
 def with_following(dataset):
@@ -38,24 +41,27 @@ def with_following(dataset):
 
     >>> batches = tf.data.Dataset.range(5).batch(2)
     >>> [(x.numpy().tolist(), following.numpy().tolist())
-    ...  for x, following in with_following(batches)]
+    ...  for x, following, _ in with_following(batches)]
     [([0, 1], [2, 3]), ([2, 3], [4]), ([4], [])]
     """
     spec = dataset.element_spec
     if not all(isinstance(s, _KINDS) for s in tf.nest.flatten(spec)):
         return None
     nothing = tf.nest.map_structure(without_rows, spec)
+    if isinstance(spec, Counted):
+        counts = tf.zeros(spec.counts.shape, tf.int64)
+        nothing = Counted(nothing.batch, counts)
     end = tf.data.Dataset.from_tensors(nothing)
 
     @tf.autograph.experimental.do_not_convert
     def step(before, element):
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(element)
+        batch, number = element, None
+        if isinstance(element, Counted):
+            batch, number = element.batch, element.counts[0]
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if number is None:
+            number = num_examples(inputs)
         before = tf.nest.pack_sequence_as(element, before, True)
-        return _flat(element), Followed(before, inputs)
+        return flat(element), Followed(before, inputs, number)
 
-    return dataset.concatenate(end).scan(_flat(nothing), step).skip(1)
-
-
-def _flat(batch):
-    """Its tensors: a scan keeps no ragged or sparse ones."""
-    return tuple(tf.nest.flatten(batch, expand_composites=True))
+    return dataset.concatenate(end).scan(flat(nothing), step).skip(1)

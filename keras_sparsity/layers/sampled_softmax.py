@@ -402,13 +402,6 @@ class SampledSoftmaxLoss(keras.losses.Loss):
         return {**super().get_config(), "dtype": self.dtype}
 
 
-def copy_origin(source, target):
-    """Lets the loss take `target`, some rows of `source`, in its place."""
-    origin = getattr(source, _ORIGIN, None)
-    if origin is not None:
-        setattr(target, _ORIGIN, origin)
-
-
 def _labels(y_true, y_pred, layer):
     labels = tf.cast(y_true, tf.int64)
     if labels.shape.rank == y_pred.shape.rank and labels.shape[-1] == 1:

@@ -4,7 +4,7 @@ import hashlib
 
 import tensorflow as tf
 
-from keras_sparsity import architectures, touches
+from keras_sparsity import architectures, empty_parts, touches
 from keras_sparsity.collectives import order
 from keras_sparsity.collectives.engine import num_up_to
 from keras_sparsity.tables.addresses import Addresses, is_marked, marked
@@ -112,6 +112,9 @@ class Pull:
             table.pulled_bytes = num_columns * pull_wire.dtype.size
         self._groups, self._tables = groups, tables
         self._addresses, self._columns = addresses, columns
+        # Without examples this rank needs no rows, and adds to none.
+        self._counts = [tf.size(ids) for _, ids in requests]
+        requests = [(of, empty_parts.cut(ids)) for of, ids in requests]
         self._request = _Request(requests, groups, addresses)
         self._way = way_of(communicator)(
             communicator,
@@ -250,7 +253,7 @@ class Pull:
                     # Summed per row here, then along the ids' own route: each
                     # owner already knows which rows these are.
                     padded = [
-                        _padded(of_request, length, width)
+                        _padded(empty_parts.cut(of_request), length, width)
                         for of_request, length in zip(
                             gradients, self._lengths, strict=True
                         )
@@ -262,10 +265,20 @@ class Pull:
                     owned.note_touches(way, self._request)
                 return *slices, None
 
-            results = [
-                _cut(tf.gather(rows, arrival), length, width)
-                for arrival, length in zip(arrivals, self._lengths, strict=True)
-            ]
+            results = empty_parts.either(
+                lambda: [
+                    _cut(tf.gather(rows, arrival), length, width)
+                    for arrival, length in zip(
+                        arrivals, self._lengths, strict=True
+                    )
+                ],
+                lambda: [
+                    tf.zeros([count, length], rows.dtype)
+                    for count, length in zip(
+                        self._counts, self._lengths, strict=True
+                    )
+                ],
+            )
             return (results[0] if len(results) == 1 else results), push
 
         anchors = [tf.convert_to_tensor(t.variable.value) for t in tables]

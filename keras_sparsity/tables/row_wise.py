@@ -6,6 +6,8 @@ import tensorflow as tf
 
 from keras_sparsity.tables.exchange import row_gradient
 
+_OF_OWNERS = "_keras_sparsity_is_of_owners"
+
 
 class SpreadRegularizer(keras.regularizers.Regularizer):
     """A regularizer of the whole table, from each owner's part of it.
@@ -55,7 +57,14 @@ class SpreadRegularizer(keras.regularizers.Regularizer):
 
             return tf.identity(total), spread
 
-        return attach(tf.convert_to_tensor(variable.value), total, values)
+        loss = attach(tf.convert_to_tensor(variable.value), total, values)
+        setattr(loss, _OF_OWNERS, True)
+        return loss
+
+
+def is_of_owners(loss):
+    """Whether a rank's gradient of a loss is of the rows that it owns."""
+    return getattr(loss, _OF_OWNERS, False)
 
 
 _ADDS_UP = tuple(
