@@ -842,6 +842,15 @@ def compiled_metrics(model):
     return getattr(model, "_compile_metrics", None)
 
 
+def loss_metrics(model):
+    """The metrics of a compiled model that show the losses of its outputs.
+
+    `Model._compile_loss`: Keras 3.5 to 3.15.
+    """
+    loss = getattr(model, "_compile_loss", None)
+    return [] if loss is None else list(loss.metrics)
+
+
 @contextlib.contextmanager
 def epoch_iterators_are_made_in(scope):
     """While entered, `fit` and the like make their input inside of a scope.

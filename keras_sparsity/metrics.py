@@ -81,7 +81,7 @@ def global_state(metrics, collectives=None):
 
 
 @contextlib.contextmanager
-def results_are_global(metrics, collectives):
+def results_are_global(metrics, collectives, of_losses=list):
     """While entered, each metric's `result` is that over all ranks.
 
     And a rank without examples updates none. For a step. The first result sums
@@ -93,11 +93,14 @@ def results_are_global(metrics, collectives):
             results are likely to be asked for. Those of others are global
             too, each by a message of its own.
         collectives: the processes to combine.
+        of_losses: function without arguments that lists the metrics of losses.
+            Their values are of the global batch on every rank, each counts
+            one, and so ranks without examples update them as well.
 
     Yields:
         List that the tensors of all results are appended to.
     """
-    state = _GlobalState(metrics, collectives)
+    state = _GlobalState(metrics, collectives, of_losses)
     stock = vars(keras.Metric).get("__getattribute__")
 
     # Of the class: a step may use metrics that its model does not list.
@@ -123,16 +126,22 @@ def results_are_global(metrics, collectives):
 class _GlobalState:
     """Metrics' variables over all ranks, as of one point of a step."""
 
-    def __init__(self, metrics, collectives):
+    def __init__(self, metrics, collectives, of_losses):
         self.results = []
         self._metrics, self._collectives = metrics, collectives
+        self._of_losses = of_losses
         self._values = {}  # by id: the variable, its graph, its global value
         self._depth = 0
         self._is_updating = False
 
     def update(self, metric, stock, *args, **kwargs):
         is_built = getattr(metric, "built", True)
-        if self._is_updating or not is_built or compat.is_tracing_shapes():
+        if (
+            self._is_updating
+            or not is_built
+            or compat.is_tracing_shapes()
+            or any(metric is other for other in self._of_losses())
+        ):
             return stock(*args, **kwargs)
 
         def update():

@@ -154,6 +154,52 @@ def test_inputs_without_labels_keep_their_structure(cluster, engine):
                 )
 
 
+def two_outputs():
+    """Losses of two outputs; the last batch has one example."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    outputs = {n: keras.layers.Dense(1, name=n)(inputs) for n in ("a", "b")}
+    model = keras.Model(inputs, outputs)
+    strategy = ks.HybridStrategy()
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1), {"a": "mse", "b": "mae"})
+    x = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
+    labels = {"a": x[:, :1], "b": x[:, 1:2]}
+    options = {"batch_size": 6, "shuffle": False, "verbose": 0}
+    return model.fit(x, labels, epochs=2, **options).history
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_losses_of_outputs_count_each_batch_alike(cluster, engine):
+    expected = two_outputs()
+    assert set(expected) == {"a_loss", "b_loss", "loss"}
+    for found in cluster(engine, 3).run(two_outputs):
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, 1e-5, err_msg=name)
+
+
+def predictions_of_sharded():
+    """What `predict` gives for a dataset that is split by elements."""
+    strategy = ks.HybridStrategy()
+    model = keras.Sequential([keras.layers.Identity()])
+    with strategy.scope():
+        model.compile()
+    dataset = tf.data.Dataset.range(11).map(lambda i: i[None]).batch(6)
+    shard = strategy.shard(dataset)
+    read = next(iter(shard)).numpy().ravel().tolist()
+    with pytest.raises(ValueError, match="without `strategy.shard`"):
+        model.predict(shard.map(lambda x: x), verbose=0)
+    return read, model.predict(shard, verbose=0)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_predictions_are_in_the_order_of_the_dataset(cluster, engine):
+    found = cluster(engine, 3).run(predictions_of_sharded)
+    for rank, (read, outputs) in enumerate(found):
+        assert read == [rank, rank + 3]  # else it would not be reordered
+        np.testing.assert_array_equal(outputs.ravel(), np.arange(11))
+
+
 # Logs of steps of the user's own.
 
 # Made by no model and in no scope, as in older guides of Keras.

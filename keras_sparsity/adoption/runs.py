@@ -102,6 +102,7 @@ class Runs(Binding):
     def predict(self, *args, **kwargs):
         arguments = bound_arguments(self._stock["predict"], args, kwargs)
         self._check_call("predict", arguments)
+        arguments["x"] = distribution.in_order(arguments["x"])
         return self._run("predict", arguments)
 
     def _run(self, name, arguments):

@@ -1,6 +1,7 @@
 """One step of an adopted model, on this rank's part of the batch."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -168,7 +169,9 @@ class Steps(Binding):
         if self._is_in_step or self._collectives.size == 1:
             return self._step(name, batch)
         with metrics.results_are_global(
-            self._metrics, self._collectives
+            self._metrics,
+            self._collectives,
+            functools.partial(compat.loss_metrics, self._model),
         ) as results:
             logs = self._step(name, batch)
         return self._means(logs, results)

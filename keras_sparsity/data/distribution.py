@@ -24,6 +24,7 @@ __all__ = ["shard"]
 
 _SHARDED = "_keras_sparsity_is_sharded"
 _IN_STEP = "_keras_sparsity_agrees_in_step"
+_ORIGINAL = "_keras_sparsity_original"
 _fits = itertools.count()
 _counts = []  # not empty while what `distribute` makes is `Counted`
 _SAME_DATASET = (
@@ -157,6 +158,40 @@ def is_sharded(dataset):
     return bool(inputs) and all(is_sharded(each) for each in inputs)
 
 
+def in_order(data):
+    """Data whose examples come in the order that one process sees.
+
+    A dataset that is split by files or by elements gives each rank examples
+    from all over a batch: predictions would be put together in another order.
+
+    Args:
+        data: what `predict` was given.
+
+    Returns:
+        The dataset from before `shard`, if `data` is one that reorders; else
+        `data` itself.
+
+    Raises:
+        ValueError: if steps of the pipeline come after `shard`.
+    """
+    if not isinstance(data, tf.data.Dataset) or not is_sharded(data):
+        return data
+    sharded = data
+    while not getattr(sharded, _SHARDED, False):
+        sharded = compat.dataset_inputs(sharded)[0]
+    original = getattr(sharded, _ORIGINAL, None)
+    if original is None:
+        return data
+    if sharded is not data:
+        raise ValueError(
+            "`predict` returns outputs in the dataset's order, which a "
+            "dataset that is split by files or elements has lost. Received: "
+            "a dataset with steps after `strategy.shard(dataset)`. Give "
+            "`predict` the dataset without `strategy.shard`, or shard it last."
+        )
+    return original
+
+
 def mark_as_part(dataset):
     """Has a strategy take the dataset for this rank's part, as it is.
 
@@ -197,6 +232,9 @@ def shard(dataset, collectives, by=None):
     ended. Where the number of steps is unknown beforehand (files, filters)
     the ranks agree in each step with one small message; this must be the
     last step of the pipeline then, and prefetches itself.
+
+    `predict` returns outputs in the order of the dataset. So it reads what is
+    split by files or elements as if it were not sharded.
 
     Args:
         dataset: `tf.data.Dataset` of global batches, the same on all ranks.
@@ -248,6 +286,7 @@ def shard(dataset, collectives, by=None):
     )
     part = mark_as_part(with_equal_steps(part, num_steps, collectives))
     setattr(part, _IN_STEP, num_steps == tf.data.UNKNOWN_CARDINALITY)
+    setattr(part, _ORIGINAL, dataset)
     return part
 
 
