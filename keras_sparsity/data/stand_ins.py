@@ -49,13 +49,7 @@ def counted_part(batch, rank, size):
     start, stop = bounds(number, rank, size)
     first = tf.where(stop > start, start, 0)  # of the batch, if it has none
     part = rows_between(batch, first, tf.maximum(stop, first + 1))
-    counts = tf.stack([stop - start, number])
-    known = tf.get_static_value(number)
-    if known is None:
-        part = _either(number > 0, part, zeros(part))
-    elif known == 0:
-        part = zeros(part)
-    return Counted(part, counts)
+    return Counted(_filled(part, number), tf.stack([stop - start, number]))
 
 
 def counted(batch):
@@ -75,13 +69,7 @@ def counted(batch):
     if shape.rank and shape[0]:  # as a single batch has
         return Counted(batch, tf.constant([shape[0]], tf.int64))
     number = num_examples(leaves[0])
-    counts = tf.stack([number])
-    known = tf.get_static_value(number)
-    if known is None:
-        batch = _either(number > 0, batch, zeros(batch))
-    elif known == 0:
-        batch = zeros(batch)
-    return Counted(batch, counts)
+    return Counted(_filled(batch, number), tf.stack([number]))
 
 
 def without_counts(batch):
@@ -145,6 +133,14 @@ def zeros(batch):
         return one
 
     return tf.nest.map_structure(example, batch)
+
+
+def _filled(batch, number):
+    """The batch, or one example of zeros where `number`, its own, is 0."""
+    known = tf.get_static_value(number)
+    if known is None:
+        return _either(number > 0, batch, zeros(batch))
+    return zeros(batch) if known == 0 else batch
 
 
 def _either(is_first, first, second):
