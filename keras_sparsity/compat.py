@@ -365,6 +365,14 @@ def built_with(layer):
     return dict(layer._build_shapes_dict or {})
 
 
+def sublayers(layer):
+    """The layers that a layer holds itself.
+
+    `_flatten_layers(recursive=False)`: Keras 3.5 to 3.15.
+    """
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
 def replace_sublayer(layer, old, new):
     """Has a layer hold another sublayer in place of one of its own.
 

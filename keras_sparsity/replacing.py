@@ -432,7 +432,7 @@ def _shard_what_build_makes(layer):
         stock(*args, **kwargs)
         with tf.init_scope():  # which has values, in a function too
             for holder in (layer, *compat.all_layers(layer)):
-                for made in holder._layers:
+                for made in compat.sublayers(holder):
                     if type(made) is keras.layers.Embedding:
                         sharded = _sharded(made)
                         _carried_over(made, sharded, _of_rank_zero)

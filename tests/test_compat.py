@@ -566,7 +566,7 @@ def test_trackers_and_ids():
     holder.attribute, holder.several = old, [{"a": old}]
     compat.replace_sublayer(holder, old, new)
     assert holder.attribute is new and holder.several[0]["a"] is new
-    assert holder._layers == [new]
+    assert holder._layers == compat.sublayers(holder) == [new]
     assert holder._tracker.is_in_store("layers", new)
     assert not holder._tracker.is_in_store("layers", old)
     inputs = keras.Input((3,))
