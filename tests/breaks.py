@@ -124,9 +124,14 @@ def last_of_equal_ids():
         yield
 
 
+@contextlib.contextmanager
 def own_denominators():
     """Each rank's loss is the mean over its own part."""
-    return mock.patch.object(losses, "globalize", lambda loss, _: loss)
+    of_keras = mock.patch.object(
+        losses, "of_global_batch", lambda _: contextlib.nullcontext()
+    )
+    with mock.patch.object(losses, "globalize", lambda loss, _: loss), of_keras:
+        yield
 
 
 def decays_partitions():

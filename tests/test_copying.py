@@ -162,4 +162,4 @@ def test_a_copied_model_is_one_of_its_own(tmp_path):
     copied.export(tmp_path / "saved", verbose=False)
     saved = tf.saved_model.load(tmp_path / "saved")
     np.testing.assert_allclose(saved.serve(x), expected, 1e-5)
-    assert copied.get_config()["layers"][1]["name"] == "own"
+    assert copied.get_config()["layers"][1]["name"] == model.layers[1].name

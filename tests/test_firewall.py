@@ -98,8 +98,10 @@ ids = np.arange(16)
 ended = False
 while not ended:
     model.fit(ids, np.ones((16, 1)), batch_size=8, verbose=0)
-    with open(os.path.join(folder, f"fits-{strategy.rank}"), "w") as file:
+    path = os.path.join(folder, f"fits-{strategy.rank}")
+    with open(f"{path}.part", "w") as file:
         json.dump(dict(os.environ), file)
+    os.replace(f"{path}.part", path)
     is_asked = os.path.exists(os.path.join(folder, "end"))
     ended = ks.collectives.current().gather_objects(is_asked, "end")[0]
 print("DONE", strategy.rank)
