@@ -30,7 +30,7 @@ setup(
     python_requires=">=3.10,<3.13",
     # TensorFlow is no hard requirement, as in Keras: `tensorflow-cpu` and
     # `tensorflow` are two names for one module, and a user has chosen one.
-    install_requires=["keras>=3.5", "h5py", "numpy", "scipy"],
+    install_requires=["keras>=3.5", "h5py", "numpy", "rich", "scipy"],
     extras_require={
         "cpu": ["tensorflow-cpu>=2.16"],
         "gpu": ["tensorflow[and-cuda]>=2.16"],
@@ -39,6 +39,7 @@ setup(
         "tensorboard": ["tensorboard", "matplotlib"],
         "dev": [
             "hypothesis",
+            "import-linter",  # which folder imports which
             "matplotlib",
             "pre-commit",
             "pytest>=8,<9.2",  # pytest-xdist 3.8's groups: not with 9.2

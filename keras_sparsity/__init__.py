@@ -25,7 +25,7 @@ def _is_command():
 
 
 if not _is_command():
-    from keras_sparsity._requirements import check_requirements
+    from keras_sparsity._tf.requirements import check_requirements
 
     check_requirements()
 
@@ -35,14 +35,15 @@ if not _is_command():
         data,
         launch,
         layers,
-        losses,
         moves,
         planning,
         sparsity,
     )
-    from keras_sparsity.model_plan import plan
+    from keras_sparsity.board.measured_plan import plan
+    from keras_sparsity.conversion.exporting import export
+    from keras_sparsity.conversion.sharding import shard_embeddings
+    from keras_sparsity.global_batch import losses
     from keras_sparsity.optimizer import HybridOptimizer
-    from keras_sparsity.replacing import export, shard_embeddings
     from keras_sparsity.strategy import HybridStrategy
     from keras_sparsity.tables.sharded_table import ShardedTable
 

@@ -8,16 +8,13 @@ from unittest import mock
 
 import tensorflow as tf
 
-from keras_sparsity import (
-    aggregation,
-    collectives,
-    compat,
-    empty_parts,
-    losses,
-    metrics,
-    servers,
-)
+from keras_sparsity import collectives
+from keras_sparsity._tf import keras_optimizers
+from keras_sparsity.data import empty_parts
+from keras_sparsity.global_batch import losses, step_metrics
 from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.placement import server_sums, slices
+from keras_sparsity.update import clip
 
 
 def entered(name):
@@ -56,9 +53,10 @@ def dense_not_reduced():
 
 
 def dense_not_served():
-    return mock.patch.object(
-        servers, "summed", lambda ranks, gradients, in_one_message: gradients
-    )
+    def unsummed(ranks, options, gradients):
+        return gradients
+
+    return mock.patch.multiple(server_sums, at_all=unsummed, in_turn=unsummed)
 
 
 def norms_of_own_rows():
@@ -91,7 +89,7 @@ def clipped_before_aggregation():
     with (
         mock.patch.object(HybridOptimizer, "apply", apply),
         mock.patch.object(
-            aggregation.Aggregation,
+            clip.Clipping,
             "clip",
             lambda self, rule, grads, updates: grads,
         ),
@@ -108,19 +106,17 @@ def last_of_equal_ids():
             tf.zeros(shape, values.dtype), index[:, tf.newaxis], values
         )
 
-    def each_row_once(slices, variable):
+    def merged(slices):
         rows, index = tf.unique(slices.indices)
-        shape = [tf.size(rows), variable.shape[1]]
+        shape = [tf.size(rows), slices.values.shape[1]]
         values = last(shape, index, slices.values)
         return tf.IndexedSlices(values, rows, slices.dense_shape)
 
-    def dense(slices, variable):
-        return last(variable.shape, slices.indices, slices.values)
+    def dense(slices, num_rows):
+        shape = [num_rows, slices.values.shape[1]]
+        return last(shape, slices.indices, slices.values)
 
-    with (
-        mock.patch.object(aggregation, "_each_row_once", each_row_once),
-        mock.patch.object(aggregation, "_dense", dense),
-    ):
+    with mock.patch.multiple(slices, merged=merged, dense=dense):
         yield
 
 
@@ -137,7 +133,7 @@ def own_denominators():
 def decays_partitions():
     """What is excluded from weight decay is not, where it is spread."""
     return mock.patch.object(
-        compat, "exclude_from_weight_decay_too", lambda *_: None
+        keras_optimizers, "exclude_from_weight_decay_too", lambda *_: None
     )
 
 
@@ -149,7 +145,9 @@ def own_statistics():
 def results_of_own_part():
     """What a step reads of a metric is what its rank has counted."""
     return mock.patch.object(
-        metrics, "results_are_global", lambda *_: contextlib.nullcontext(())
+        step_metrics,
+        "results_are_global",
+        lambda *_: contextlib.nullcontext(()),
     )
 
 

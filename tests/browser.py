@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pathlib
 import subprocess
+import time
 
 import numpy as np
 import pytest
@@ -40,6 +41,25 @@ function words(node) {
 }
 """
 _WORDS = "return words(document.body);"
+_LAYOUT = """
+const width = document.documentElement.clientWidth;
+const wide = shown(document.body, "*").filter(
+  (element) => element.getBoundingClientRect().right > width + 1);
+return {
+  title: shown(document.body, "h1")[0]?.textContent.trim() ?? "",
+  overflow: document.documentElement.scrollWidth - width,
+  widest: wide.slice(-1).map((element) => element.outerHTML.slice(0, 200)),
+  links: [...document.links].map((link) => link.href),
+  ids: [...document.querySelectorAll("[id]")].map((element) => element.id),
+  blank: shown(document.body, "img")
+    .filter((image) => !(image.complete && image.naturalWidth))
+    .map((image) => image.src),
+  resources: performance.getEntriesByType("resource").map(({name}) => name),
+};
+"""
+_SEEN = """
+return shown(document.body, arguments[0]).map(words).join(" ");
+"""
 _CLICK = """
 const found = shown(document.body, arguments[0]);
 found.forEach((element) => element.click());
@@ -82,6 +102,29 @@ class Card:
     rows: list
 
 
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A page as it is laid out in the window.
+
+    Attributes:
+        title: its first heading.
+        overflow: by how many pixels it is wider than the window.
+        widest: the last element that reaches beyond the window.
+        links: the addresses that it links to.
+        ids: those of its elements.
+        blank: addresses of pictures that were not loaded.
+        resources: addresses of all that it has loaded.
+    """
+
+    title: str
+    overflow: int
+    widest: list
+    links: list
+    ids: list
+    blank: list
+    resources: list
+
+
 class Browser:
     """A page, as someone sees it who looks at it."""
 
@@ -95,12 +138,34 @@ class Browser:
     def reload(self):
         self._driver.refresh()
 
+    def resize(self, width, height):
+        """Sets the size of the window, which may be that of a telephone."""
+        self._driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {
+                **{"width": width, "height": height},
+                **{"deviceScaleFactor": 1, "mobile": False},
+            },
+        )
+
+    def layout(self):
+        return Layout(**self._run(_LAYOUT))
+
     def words(self):
         return self._run(_WORDS)
 
     def click(self, selector):
         """Clicks on all that can be seen; returns how many these are."""
         return self._run(_CLICK, selector)
+
+    def waits_for(self, words, selector, seconds=20):
+        """Whether what can be seen of a selector comes to have words."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if words in self._run(_SEEN, selector):
+                return True
+            time.sleep(0.1)
+        return False
 
     def cards(self, card, heading, figure):
         """All that can be seen of what these three selectors find."""

@@ -3,7 +3,10 @@
 import functools
 import gc
 import importlib.util
+import os
+import pathlib
 import signal
+import sys
 
 import pytest
 
@@ -148,3 +151,35 @@ def pytest_collection_modifyitems(items):
         has_cluster = "cluster" in item.fixturenames
         group = engine_of(item) if has_cluster else item.path.name
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A `tests.browser.Browser`."""
+    from tests.browser import browsing  # and with it TensorFlow
+
+    with browsing(tmp_path_factory.mktemp("browser")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    """The folder of the screenshots, which stay."""
+    folder = os.environ.get("KERAS_SPARSITY_ARTIFACTS")
+    if not folder:
+        return tmp_path_factory.mktemp("screenshots")
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def counts():
+    """The module `scripts/counts.py`."""
+    path = pathlib.Path(__file__).parents[1] / "scripts" / "counts.py"
+    spec = importlib.util.spec_from_file_location("counts", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]

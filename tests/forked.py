@@ -41,13 +41,9 @@ def ranks():
 
 def _of_the_server():
     """Variables of the process that is forked, which the first fork starts."""
-    return {
-        **environment.inherited(),
-        **environment.shared_defaults(),
-        # No threads: of those a fork has but one.
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-    }
+    # No threads: a fork has but one.
+    one = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return environment.shared(one)
 
 
 class _Popen:

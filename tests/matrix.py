@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity import saving
+from keras_sparsity.conversion import saving
 from tests import breaks, oracles
 from tests.cluster import Cluster
 from tests.matrix_models import CLASSES, LENGTH, build

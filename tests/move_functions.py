@@ -10,9 +10,10 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity import saving
 from keras_sparsity.checkpoint import storage
-from keras_sparsity.tables import relocation
+from keras_sparsity.conversion import saving
+from keras_sparsity.moves import relocation
+from keras_sparsity.placement import choice
 from tests import checkpoint_functions, matrix
 from tests.checkpoint_functions import Peak
 
@@ -145,9 +146,11 @@ def relocate_in_blocks():
             ("ps", communicator.size),
             ("ps", 2 * communicator.size),
         ]:
-            layout = table.layout_of(architecture, count)
-            args = communicator, table.pieces, table.layout, layout, "test"
-            table.variable.use(table.hold(layout, relocation.relocate(*args)))
+            to = choice.entered().of_table(table, architecture, count)
+            rows = relocation.relocate(
+                communicator, table.pieces, table.layout, to.layout, "test"
+            )
+            table.variable.use(table.hold(to, rows))
             read = table.read()
             np.testing.assert_array_equal(
                 read.view(np.uint32), whole.view(np.uint32)

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.tables.addresses import narrowest
+from keras_sparsity.exchange.addresses import narrowest
 
 NUM_PROCESSES = 3
 STEPS = 8

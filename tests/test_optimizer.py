@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity import optimizer as optimizer_module
-from keras_sparsity import row_update
+from keras_sparsity.update import rows as row_update
+from keras_sparsity.update import rules
 from tests.conftest import engines
 
 ROWS, DIM = 9, 3
@@ -64,7 +64,7 @@ OF_OTHERS = ("MultiOptimizer",)
 @pytest.fixture(autouse=True)
 def by_rows_however_small(monkeypatch):
     """All tables here are small ones, which else are updated whole."""
-    monkeypatch.setattr(optimizer_module, "_SMALL_ELEMENTS", 0)
+    monkeypatch.setattr(rules, "_SMALL_ELEMENTS", 0)
 
 
 def made(name, **more):
@@ -147,7 +147,7 @@ def test_exact_is_stock_on_the_dense_gradient(name):
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])
 def test_small_tables_are_updated_whole(name, monkeypatch):
     by_rows = hybrid(made(name))
-    monkeypatch.setattr(optimizer_module, "_SMALL_ELEMENTS", ROWS * DIM)
+    monkeypatch.setattr(rules, "_SMALL_ELEMENTS", ROWS * DIM)
     for a, b in zip(hybrid(made(name)), by_rows, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 

@@ -3,6 +3,7 @@
 import ast
 import email
 import importlib
+import inspect
 import pathlib
 import re
 import shutil
@@ -11,6 +12,7 @@ import sys
 import zipfile
 
 import pytest
+import tensorflow as tf
 
 import keras_sparsity
 
@@ -77,7 +79,8 @@ def test_metadata(wheel):
     assert metadata["License"] == "Apache-2.0"
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.13"}
     by_extra = requirements(metadata)
-    assert by_extra.pop(None) == {"keras>=3.5", "h5py", "numpy", "scipy"}
+    needed = {"keras>=3.5", "h5py", "numpy", "rich", "scipy"}
+    assert by_extra.pop(None) == needed
     assert by_extra.keys() == EXTRAS.keys()
     for extra, expected in EXTRAS.items():
         assert expected <= by_extra[extra]
@@ -151,14 +154,124 @@ def imported_names(path):
                 yield node.value
 
 
-def test_private_names_stand_in_compat_only():
+# Keras calls or reads these of its subclasses.
+OVERRIDDEN = {
+    "HybridOptimizer": {"_trainable_variables"},
+    "Partition": {"_path"},
+    "ShardedEmbedding": {"_embeddings"},
+    "TableVariable": {"_initialize_with_initializer", "_value"},
+}
+PRIVATE = re.compile(r"_[a-z]\w*")
+
+
+def defined_names(tree):
+    """Names that a file defines, and attributes that its objects set."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(
+            node.ctx, ast.Store
+        ):
+            yield node.attr if ast.unparse(node.value) == "self" else ""
+        elif isinstance(node, ast.Subscript) and isinstance(
+            node.ctx, ast.Store
+        ):
+            yield getattr(node.slice, "value", "")  # of a `__dict__`
+
+
+def used_private_names(tree):
+    """Private attributes that a file reads, and private names in strings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            is_of_python = ast.unparse(node.value) in ("os", "sys")
+            name = "" if is_of_python else node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value
+        else:
+            continue
+        is_marker = name.startswith("_keras_sparsity") or name.endswith("_")
+        if PRIVATE.fullmatch(name) and not is_marker:
+            yield node.lineno, name
+
+
+def test_private_names_stand_in_tf_only():
+    """Modules, and attributes that no file of this package defines."""
+    outside = [path for path in MODULES if path.parent != PACKAGE / "_tf"]
+    trees = {p: ast.parse(p.read_text(encoding="utf-8")) for p in MODULES}
+    own = {name for tree in trees.values() for name in defined_names(tree)}
+    own |= set(dir(tuple)) | {"_replace", "_fields"}  # of a NamedTuple
     private = re.compile(r"(tensorflow\.python|keras\.src|keras\._)\b")
     found = [
         f"{path.relative_to(ROOT)}: {name}"
-        for path in MODULES
+        for path in outside
         for name in imported_names(path)
-        if private.match(name) and path != PACKAGE / "compat.py"
+        if private.match(name)
     ]
+    found += [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for path in outside
+        for line, name in used_private_names(trees[path])
+        if name not in own
+    ]
+    assert not found
+
+
+def classes_of_keras():
+    """Classes of the package that derive from one of Keras or TensorFlow."""
+    for path in MODULES:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if module.endswith("__main__") or path.parent == PACKAGE / "launch":
+            continue
+        try:
+            members = vars(importlib.import_module(module))
+        except ImportError:  # the engine that is not installed
+            continue
+        for kind in members.values():
+            if inspect.isclass(kind) and kind.__module__ == module:
+                bases = [b for b in kind.__mro__ if is_foreign(b)]
+                if bases:
+                    yield kind, bases
+
+
+def is_foreign(kind):
+    return kind.__module__.partition(".")[0] in ("keras", "tensorflow")
+
+
+def own_attributes(kind):
+    """Private methods and attributes in the source of a class."""
+    found = re.findall(r"(?:self\.|def )(\w+)", inspect.getsource(kind))
+    return {name for name in found if PRIVATE.fullmatch(name)}
+
+
+def test_no_class_uses_a_private_name_of_its_base():
+    found = {}
+    for kind, bases in classes_of_keras():
+        if issubclass(kind, tf.distribute.StrategyExtended):
+            continue  # whose interface consists of such names
+        of_bases = set().union(*map(own_attributes, bases))
+        names = own_attributes(kind) & of_bases
+        found[kind.__name__] = names - OVERRIDDEN.get(kind.__name__, set())
+    assert not any(found.values()), found
+
+
+def test_global_names_are_replaced_in_patches_only():
+    roots = re.compile(r"(keras|tf|tensorflow)\.")
+    found = []
+    for path in MODULES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            target = ""
+            if isinstance(node, ast.Attribute) and not isinstance(
+                node.ctx, ast.Load
+            ):
+                target = ast.unparse(node)
+            elif isinstance(node, ast.Call) and node.args:
+                if ast.unparse(node.func) in ("setattr", "delattr"):
+                    target = ast.unparse(node.args[0]) + "."
+            if roots.match(target):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not found
 
 

@@ -1,4 +1,4 @@
-"""`HybridStrategy`: TensorFlow's interface, Keras's `fit`, own loops."""
+"""`HybridStrategy`: Keras's `fit`, own loops."""
 
 import keras
 import numpy as np
@@ -6,13 +6,19 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity import compat
+from keras_sparsity._tf import keras_losses
 from tests import oracles
 from tests.conftest import engines
 
 ROWS = 13
+
+
 BATCH = 8
+
+
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+
 LOSS = "sparse_categorical_crossentropy"
 
 
@@ -44,107 +50,6 @@ def examples(count):
 def assert_same(got, expected, tolerance=1e-6, what=""):
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=tolerance, err_msg=what)
-
-
-# TensorFlow's interface.
-
-
-def check_interface():
-    strategy = ks.HybridStrategy()
-    rank, size = strategy.rank, strategy.size
-    assert strategy.num_replicas_in_sync == size == 2
-    with strategy.scope():
-        assert tf.distribute.get_strategy() is strategy
-        variable = tf.Variable(3.0)
-        assert tf.distribute.in_cross_replica_context()
-    assert tf.distribute.get_strategy() is not strategy
-
-    def replica(value):
-        context = tf.distribute.get_replica_context()
-        assert context.num_replicas_in_sync == size
-        replica_id = context.replica_id_in_sync_group
-        rows = tf.fill([rank + 1, 2], value)
-        slices = tf.IndexedSlices(
-            tf.ones([1, 2]) * value, tf.constant([rank]), tf.constant([3, 2])
-        )
-        with tf.GradientTape() as tape:
-            tape.watch(value)
-            square = context.all_reduce(SUM, value) ** 2
-        return {
-            "id": tf.identity(replica_id),
-            "sum": context.all_reduce(SUM, {"a": value, "b": [rows[0]]}),
-            "mean": context.all_reduce(MEAN, value),
-            "rows": tf.convert_to_tensor(context.all_reduce(SUM, slices)),
-            "gathered": context.all_gather(rows, axis=0),
-            "columns": context.all_gather(tf.transpose(rows), axis=1),
-            "nest": context.all_gather([rows, rows], axis=0)[1],
-            "gradient": tape.gradient(square, value),
-            "product": value * variable,
-        }
-
-    value = tf.constant(1.0 + rank)
-    for run in (
-        lambda: strategy.run(replica, args=(value,)),
-        tf.function(lambda: strategy.run(replica, args=(value,))),
-    ):
-        result = tf.nest.map_structure(lambda x: x.numpy(), run())
-        assert result["id"] == rank
-        assert result["sum"]["a"] == 3.0
-        np.testing.assert_array_equal(result["sum"]["b"][0], [3.0, 3.0])
-        assert result["mean"] == 1.5
-        np.testing.assert_array_equal(result["rows"], [[1, 1], [2, 2], [0, 0]])
-        gathered = [[1, 1], [2, 2], [2, 2]]
-        np.testing.assert_array_equal(result["gathered"], gathered)
-        np.testing.assert_array_equal(result["nest"], gathered)
-        np.testing.assert_array_equal(result["columns"], np.transpose(gathered))
-        assert result["gradient"] == 2 * 2 * 3.0
-        assert result["product"] == 3.0 * (1.0 + rank)
-
-    def inside():
-        tf.distribute.get_strategy().run(lambda: 1)
-
-    message = raised(lambda: strategy.run(inside), RuntimeError)
-    assert "cross-replica context" in message
-    # Across replicas.
-    part = tf.range(rank + 1, dtype=tf.float32)
-    assert float(strategy.reduce(SUM, value, axis=None)) == 3.0
-    assert float(strategy.reduce("MEAN", value, axis=None)) == 1.5
-    assert float(strategy.reduce(SUM, part, axis=0)) == 1.0
-    assert float(strategy.reduce(MEAN, part, axis=0)) == pytest.approx(1 / 3)
-    np.testing.assert_array_equal(strategy.gather(part, axis=0), [0, 0, 1])
-    assert strategy.experimental_local_results(value) == (value,)
-    seen = strategy.experimental_distribute_values_from_function(
-        lambda c: (c.replica_id_in_sync_group, c.num_replicas_in_sync)
-    )
-    assert seen == (rank, size)
-    resolver = strategy.cluster_resolver
-    assert (resolver.task_type, resolver.task_id) == ("worker", rank)
-    assert resolver.cluster_spec().num_tasks("worker") == size
-    # Datasets.
-    dataset = tf.data.Dataset.range(6).batch(4)
-    parts = strategy.experimental_distribute_dataset(dataset)
-    assert [p.numpy().tolist() for p in parts] == (
-        [[0, 1], [4]] if rank == 0 else [[2, 3], [5]]
-    )
-
-    def own_part(context):
-        batch = context.get_per_replica_batch_size(4)
-        shards = context.num_input_pipelines, context.input_pipeline_id
-        return tf.data.Dataset.range(6).shard(*shards).batch(batch)
-
-    parts = strategy.distribute_datasets_from_function(own_part)
-    expected = [[rank, rank + 2], [rank + 4]]
-    assert [p.numpy().tolist() for p in parts] == expected
-    again = strategy.experimental_distribute_dataset(parts)
-    assert [p.numpy().tolist() for p in again] == expected
-
-
-@pytest.mark.parametrize("engine", engines())
-def test_interface_of_tensorflow(cluster, engine):
-    cluster(engine, 2).run(check_interface)
-
-
-# A loop in the manner of TensorFlow's guide.
 
 
 def own_loop(wrap, embedding=None, seed=None, eager=False):
@@ -204,9 +109,6 @@ def test_own_loop_is_that_of_one_process(cluster, engine):
             assert_same(result[1], weights, what=name)
 
 
-# Keras's methods.
-
-
 def compiled(optimizer="adagrad", model=None, **options):
     strategy = ks.HybridStrategy()
     model = model or network()
@@ -231,7 +133,7 @@ METHODS = {
     "run_eagerly": {"run_eagerly": True},
     "steps_per_execution": {
         # Keras 3.5 loses the logs of steps that do not fill an execution.
-        "steps_per_execution": 2 if compat.losses_are_scaled() else 3
+        "steps_per_execution": 2 if keras_losses.losses_are_scaled() else 3
     },
     "train_on_batch": {"run_eagerly": True},
 }
@@ -296,9 +198,6 @@ def test_every_method_of_keras_is_that_of_one_process(cluster, engine):
             np.testing.assert_allclose(result[3], evaluated, rtol=1e-5)
 
 
-# What is wrapped by half.
-
-
 def train_half_wrapped():
     """The errors of what would train without any aggregation."""
     x, y = examples(BATCH)
@@ -342,9 +241,6 @@ def test_half_wrapped_is_refused(cluster, engine):
                 assert "strategy.scope()" in message, (case, message)
 
 
-# What differs between the ranks, and what must not.
-
-
 def random_and_normalized():
     """Dropout of each rank, and the statistics of batch normalization."""
     keras.utils.set_random_seed(2)
@@ -378,9 +274,6 @@ def test_ranks_draw_apart_and_stay_together(cluster, engine):
     for a, b in zip(weights, other_weights, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, rtol=1e-5)
-
-
-# Loss scaling, which Keras puts around the optimizer by itself.
 
 
 @pytest.fixture
@@ -429,9 +322,6 @@ def test_loss_scaling_is_inside(mixed_float16, given, tmp_path):
     plain = ks.export(model)
     assert nesting(plain.optimizer) == NESTED[1:]
     assert_same([v.numpy() for v in plain.optimizer.variables], state)
-
-
-# Layers that cannot work without examples.
 
 
 def train_on_few_examples():

@@ -10,19 +10,20 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks, model_plan, servers, sparsity
-from keras_sparsity.callbacks import search_plot
+from keras_sparsity import sparsity
+from keras_sparsity._tf import checks
+from keras_sparsity.board import model_plan, search_plot
 from keras_sparsity.callbacks.partition_search import PartitionSearch
-from keras_sparsity.collectives import journal
-from keras_sparsity.collectives.meter import Totals
+from keras_sparsity.health import journal
+from keras_sparsity.health.meter import Totals
+from keras_sparsity.placement import gathered, mirrored, server_sums
 from keras_sparsity.tables.table_variable import TableVariable
 
 # The run's name in TensorBoard, beside Keras's "train" and "validation".
 RUN = "architecture"
 PLAN = "plan"
 _MOST_ROWS = 100_000
-# What the roles of a step's calls begin with.
-_ROWS, _DENSE = "optimizer/rows/", "optimizer/dense"
+_ROWS, _DENSE = gathered.ROLE, mirrored.ROLE
 _UPDATE = "optimizer/update"
 
 
@@ -296,7 +297,7 @@ def path_of(role):
         return "machine"
     if role.startswith(_ROWS):
         return "allgather"
-    if role.startswith(servers.ROLE):
+    if role.startswith(server_sums.ROLE):
         return "pull" if role.endswith("pull") else "push"
     if role.startswith(_DENSE):
         return "allreduce"
@@ -342,4 +343,4 @@ def _start_of_roles(planned, variable):
         return f"{_ROWS}{variable.path}/"
     if isinstance(variable, TableVariable):
         return f"{variable.table.messages}/"
-    return servers.ROLE
+    return server_sums.ROLE

@@ -1,4 +1,4 @@
-"""Gives sparse variables the fastest architecture, while a model trains."""
+"""Gives sparse variables the fastest placement while a model trains."""
 
 import collections
 import time
@@ -6,51 +6,44 @@ import time
 import keras
 import numpy as np
 
-from keras_sparsity import architectures, moves, planning, saving, sparsity
+from keras_sparsity import planning, sparsity
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives import speeds
-from keras_sparsity.model_plan import (
-    as_sent,
-    pulled_bytes_of,
-    running_cluster,
-)
-from keras_sparsity.planning import transfer_cost
-from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.conversion import saving
+from keras_sparsity.moves import moving
+from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
 
-# The first decision: by then the first steps, all of them sampled, are over.
+# Steps before the first decision: touches of each of these are counted.
 _FIRST_STEPS = 16
-# Decided anew, if a variable's alpha has drifted by such a factor since, after
-# twice as many steps each time, and at the latest after so many.
+# Decided anew if alpha has drifted by this factor; looked at after twice as
+# many steps each time, at most after this many.
 _DRIFT = 2.0
 _MOST_STEPS = 4_096
 _MOST_TIMES = 256
-# Another architecture must promise so much of the time that one takes.
+# Fraction of a variable's time that another placement must save.
 _GAIN = 0.2
-# A step that has become slower by so much is no noise: back again.
+# A step that is slower by this fraction is no noise: the moves are taken back.
 _LOSS = 0.2
-# Every process would have the whole table, with its slots.
+# Largest table, with its slots, that every process may hold.
 _MOST_BYTES = 256 * 2**20
 
 
 class AutoArchitecture(keras.callbacks.Callback):
-    """Part of every `fit` of a model, where an architecture is to be found.
+    """Chooses placements during `fit`, under the architecture `"auto"`.
 
-    After some steps, whose alpha is measured, each table of `"auto"` gets the
-    architecture that takes the least time by the bytes that it moves, the
-    speeds of each path on this cluster, and what it has to update; and so do
-    the gradients of ordinary embeddings, if that is the strategy's; all this
-    where it saves more time in the steps that are left than it takes to trace
-    the step anew. Then the
-    steps' times are compared with those before: if they have become longer,
-    all go back. Decided again when alpha drifts, also in the `fit`s that
-    follow.
+    After the first steps, which measure alpha, each variable of rows moves to
+    the placement with the lowest predicted time: of its messages, by their
+    bytes and the measured speeds of this cluster, and of its update. The move
+    must save more time in the remaining steps than tracing the step anew
+    costs. Longer steps after the move take it back. A drift of alpha, also in
+    a later `fit`, repeats the decision.
 
     Args:
         strategy: the `HybridStrategy`.
 
     Attributes:
-        is_ready: function that tells whether a decision may be made now; the
-            same on all ranks.
+        is_ready: function that returns whether a decision may be made now,
+            the same on all ranks.
 
     References:
         EuroSys 3.1 (the hybrid architecture).
@@ -59,17 +52,17 @@ class AutoArchitecture(keras.callbacks.Callback):
     def __init__(self, strategy):
         super().__init__()
         self.is_ready = lambda: True
-        self._strategy = strategy
+        self._placements = strategy.placements
         self._collectives = strategy.collectives
         self._cluster = running_cluster(strategy.collectives)
         self._speeds = None
         self._alphas = {}  # by the variables' paths, at the last decision
         self._fixed = set()
         self._undo = None
-        # Of the slowest trace so far, the same on all ranks once they decide.
+        # Of the slowest trace so far; the same on all ranks after a decision.
         self._trace_seconds = 0.0
         self._earlier_steps = self._steps = 0
-        self._refused = set()  # what was too short to pay for, by path
+        self._refused = set()  # paths of moves that were not worth a trace
 
     def on_train_begin(self, logs=None):
         self._earlier_steps += self._steps
@@ -105,13 +98,13 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._next = self._steps + _FIRST_STEPS if self._undo else interval
 
     def _forget_times(self):
-        # The last ones: a long training has many steps between decisions.
+        # A long training has many steps between decisions: the last count.
         self._seconds = collections.deque(maxlen=_MOST_TIMES)
 
     def _step_seconds(self):
-        """Of the steps since the last decision, by the slowest rank.
+        """Seconds of a step since the last decision, on the slowest rank.
 
-        Their lower quartile: other work on a machine makes steps longer only.
+        The lower quartile: other work on a machine only adds time.
         """
         seconds = list(self._seconds)
         seconds = seconds[2:] or seconds  # without the tracing
@@ -139,17 +132,17 @@ class AutoArchitecture(keras.callbacks.Callback):
         costs = {
             place.path: self._costs(place, facts) for place, facts in found
         }
-        # Rank 0's arithmetic: a rounding error is not to divide the ranks.
+        # Rank 0's numbers: a rounding error must not divide the ranks.
         costs, self._trace_seconds = self._collectives.gather_objects(
             (costs, self._trace_seconds), name="auto_architecture/decision"
         )[0]
         chosen = {
-            place.path: _best(costs[place.path], place.architecture)
+            place.path: _best(costs[place.path], place.name)
             for place, _ in found
         }
-        places = [p for p, _ in found if chosen[p.path] != p.architecture]
+        places = [p for p, _ in found if chosen[p.path] != p.name]
         gain = sum(
-            costs[p.path][p.architecture] - costs[p.path][chosen[p.path]]
+            costs[p.path][p.name] - costs[p.path][chosen[p.path]]
             for p in places
         )
         pays = self._pays(gain)
@@ -164,28 +157,16 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._move([(place, chosen[place.path]) for place in places])
 
     def _places(self):
-        """Each `_Table` and `_Rows` that may change, and its sparsity."""
+        """Each `_Place` that may change, and its sparsity."""
         variables = self.model.trainable_variables
-        architecture = architectures.of(self._strategy)
         for variable, facts in zip(
             variables, sparsity.measured(variables), strict=True
         ):
-            if isinstance(variable, TableVariable):
-                if _is_found(variable.table, architecture):
-                    yield _Table(variable), facts
-            elif architecture.rows == "auto":
-                yield _Rows(variable, self._strategy), facts
+            if self._placements.is_found(variable):
+                yield _Place(variable, self._placements), facts
 
     def _move(self, targets):
-        moves.move_for_now(
-            self.model,
-            {
-                p.variable.table: to
-                for p, to in targets
-                if isinstance(p, _Table)
-            },
-            [(p.variable, to) for p, to in targets if isinstance(p, _Rows)],
-        )
+        moving.move_for_now(self.model, [(p.variable, to) for p, to in targets])
         self._forget_times()
 
     def _has_drifted(self, path, alpha):
@@ -196,32 +177,32 @@ class AutoArchitecture(keras.callbacks.Callback):
         return high > _DRIFT * low
 
     def _costs(self, place, facts):
-        """Seconds that each architecture takes for a place in a step."""
+        """Seconds that each placement takes in a step: dict from names."""
         spec = facts.spec(place.num_partitions)
         slots = len(self.model.optimizer.slots_of(place.variable))
         fits = spec.num_bytes() * (1 + slots) <= _MOST_BYTES
         return {
-            name: self._seconds_of(place.variable, spec, name, slots)
-            for name in place.architectures
-            if fits or name in ("ps", place.architecture)
+            name: self._seconds_of(place.variable, spec, placement, slots)
+            for name, placement in place.candidates.items()
+            if fits or placement.layout is not None or name == place.name
         }
 
     def _pays(self, gain):
-        """Whether so many seconds of each step are worth another trace."""
+        """Whether saving these seconds in each step is worth another trace."""
         return gain * self._steps_left() > self._trace_seconds
 
     def _steps_left(self):
-        """How many more steps there will be, as far as this can be known."""
+        """Estimate of the number of remaining steps."""
         steps = self.params.get("steps") or max(
             self._longest_epoch, 2 * self._steps_of_epoch
         )
         epochs = max(1, self.params.get("epochs", 1) - self._epoch)
         left = steps * epochs - self._steps_of_epoch
-        # After one `fit` as many more may come.
+        # A `fit` may be followed by another one as long.
         return max(left, self._earlier_steps)
 
     def _explain(self, place, facts, costs, chosen, pays):
-        now, best = place.architecture, chosen[place.path]
+        now, best = place.name, chosen[place.path]
         change = f"stays {now}"
         why = ""
         if best != now and pays:
@@ -238,39 +219,33 @@ class AutoArchitecture(keras.callbacks.Callback):
             f"{name} {1e3 * value:.3g} ms" for name, value in costs.items()
         )
         self._say(
-            f"'{place.name}' {change}: alpha {facts.alpha:.3g}; {listed}{why}."
+            f"'{place.label}' {change}: alpha {facts.alpha:.3g}; {listed}{why}."
         )
 
-    def _seconds_of(self, variable, spec, architecture, num_slots):
-        cost = planning.engine_bytes(
-            as_sent(spec, self._strategy),
-            architecture,
-            self._cluster,
-            self._collectives.engine,
-            local_aggregation=architectures.aggregates_locally(self._strategy),
-            pulled_bytes=pulled_bytes_of(variable),
+    def _seconds_of(self, variable, spec, placement, num_slots):
+        reducer = placement.reducer(is_of_rows=True)
+        cost = reducer.transfer_bytes(
+            as_sent(spec, self._placements.options),
+            Traffic.of(variable, self._placements),
         )
-        path = self._speeds[architecture]
+        path = self._speeds[reducer.path]
         seconds = path.seconds(cost.busiest_bytes)
-        if architecture == "allreduce" or (
-            architecture == "ps" and variable.table.shares_messages
-        ):  # with dense ones, or with other tables
+        if reducer.shares_message(variable):
             seconds -= path.latency_seconds
         whole = spec.num_bytes()
-        # By one process: its part of a spread table, or all of it.
-        updated = whole / self._collectives.size
+        own = whole / self._collectives.size
         if self.model.optimizer.updates_rows_of(variable):
-            updated = spec.alpha * whole
-        if architecture != "ps":
-            updated = min(whole, updated * self._collectives.size)
-        updated *= 1 + num_slots
-        if architecture == "allreduce":  # the gradient is made dense
-            updated += 2 * whole
+            own = spec.alpha * whole
+        updated = reducer.updated_bytes(
+            own, whole, self._collectives.size, num_slots
+        )
         return seconds + self._speeds["update"].seconds_per_byte * updated
 
     def _bytes_of_probe(self, path, num_rows):
-        rows = num_rows * (self._collectives.size if path == "ps" else 1)
-        spec = planning.VariableSpec("probe", (rows, 16), alpha=1.0)
+        of_each = {"ps": self._collectives.size}  # owners
+        spec = planning.VariableSpec(
+            "probe", (num_rows * of_each.get(path, 1), 16), alpha=1.0
+        )
         return planning.engine_bytes(
             spec, path, self._cluster, self._collectives.engine
         ).busiest_bytes
@@ -278,13 +253,13 @@ class AutoArchitecture(keras.callbacks.Callback):
     # Looking back.
 
     def _compare(self):
-        """Takes moves back that have made the steps slower."""
+        """Takes back moves that have made steps slower."""
         after, undo, self._undo = self._step_seconds(), self._undo, None
         if after <= (1 + _LOSS) * self._before:
             return
         if not self._pays(after - self._before):
             return
-        names = ", ".join(f"'{place.name}'" for place, _ in undo)
+        names = ", ".join(f"'{place.label}'" for place, _ in undo)
         self._say(
             f"{names} back: {1e3 * after:.3g} ms a step in place of "
             f"{1e3 * self._before:.3g} ms."
@@ -298,48 +273,29 @@ class AutoArchitecture(keras.callbacks.Callback):
 
 
 def _best(costs, now):
-    """The cheapest architecture, if it is cheaper by enough."""
+    """Name of the fastest placement, if it saves enough."""
     best = min(costs, key=costs.get)
     return best if costs[best] <= (1 - _GAIN) * costs[now] else now
 
 
-class _Table:
-    """A sharded table's variable, as it is held now."""
+class _Place:
+    """The placement of a variable of rows, and its alternatives."""
 
-    architectures = transfer_cost.ARCHITECTURES
-
-    def __init__(self, variable):
-        table = variable.table
+    def __init__(self, variable, placements):
         self.variable, self.path = variable, variable.path
-        self.name = table.owner_name
-        self.num_partitions = table.requested_partitions
-        self.architecture = self.target = table.architecture
-        if table.is_sharded:
-            self.target = ("ps", table.layout.num_partitions)
-
-
-class _Rows:
-    """A variable that each rank has, with a gradient of rows."""
-
-    architectures = ("allreduce", "allgather")
-    num_partitions = None
-
-    def __init__(self, variable, strategy):
-        self.variable, self.path = variable, variable.path
-        self.name = variable.path
-        self.architecture = self.target = architectures.of_rows(
-            variable, strategy
-        )
+        table = getattr(variable, "table", None)
+        self.label = table.owner_name if table else variable.path
+        self.num_partitions = table and table.requested_partitions
+        placement = placements.of(variable)
+        self.name = self.target = placement.name
+        if placement.layout is not None:
+            self.target = (self.name, placement.layout.num_partitions)
+        self.candidates = placements.candidates(variable)
 
 
 def is_asked_for(model, strategy):
-    """Whether there may be an architecture to find."""
-    architecture = architectures.of(strategy)
-    return architecture.rows == "auto" or any(
-        _is_found(table, architecture) for table in saving.tables_of(model)
+    """Whether there may be a placement to find."""
+    placements = strategy.placements
+    return placements.finds_rows or any(
+        placements.is_found(table.variable) for table in saving.tables_of(model)
     )
-
-
-def _is_found(table, architecture):
-    """Whether a table's own architecture is to be found."""
-    return (table.requested_architecture or architecture.tables) == "auto"

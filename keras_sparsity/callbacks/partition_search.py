@@ -6,11 +6,13 @@ import time
 
 import keras
 
-from keras_sparsity import checks, moves, saving
+from keras_sparsity import moves
+from keras_sparsity._tf import checks
 from keras_sparsity.callbacks import rank_zero, saved_partitions
 from keras_sparsity.callbacks.step_seconds import StepEnd, StepSeconds
 from keras_sparsity.callbacks.table_groups import TableMemory, groups_of
 from keras_sparsity.checkpoint import storage
+from keras_sparsity.conversion import saving
 from keras_sparsity.planning.partition_search import MAX_SAMPLES
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
 from keras_sparsity.planning.partition_search import (
     PartitionChoice,
     PartitionSample,

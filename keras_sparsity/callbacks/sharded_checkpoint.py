@@ -12,22 +12,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks, collectives, compat, random_states
+from keras_sparsity import collectives
+from keras_sparsity._tf import (
+    checks,
+    keras_callbacks,
+    keras_input,
+    random_seeds,
+)
 from keras_sparsity.checkpoint import folder, lock, storage
 from keras_sparsity.checkpoint.replay import replay
-
-# What Keras's own callbacks have learnt in training: Keras 3.5 to 3.15. Their
-# settings are the script's.
-_LEARNT = {
-    "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
-    "ReduceLROnPlateau": ("best", "wait", "cooldown_counter"),
-    "ModelCheckpoint": (
-        "best",
-        "epochs_since_last_save",
-        "_batches_seen_since_last_saving",
-        "_last_batch_seen",
-    ),
-}
+from keras_sparsity.global_batch import random_states
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):
@@ -208,7 +202,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """
         if self._found:
             seed = self._found["order_seed"]
-        elif seed is None and compat.global_seed() is None:
+        elif seed is None and random_seeds.global_seed() is None:
             seed = random.SystemRandom().randrange(2**62)
         self._order_seed = seed
         return seed
@@ -268,7 +262,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 f"{position['step']} of its steps"
             )
             print(f"Resuming from {self._path}: {then}.", flush=True)
-        seed = compat.global_seed()
+        seed = random_seeds.global_seed()
         if position["step"] and not has_ended and position["seed"] != seed:
             logging.getLogger(__name__).warning(
                 "The random seed is %s, and was %s before the interruption. "
@@ -302,7 +296,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
         def go_on():
             # What Python draws to make batches it has drawn again.
-            if not compat.is_read_by_python(self._epoch_iterator):
+            if not keras_input.is_read_by_python(self._epoch_iterator):
                 random_states.set_host_states(states)
 
         replay(
@@ -372,7 +366,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "epoch": epoch,
             "step": step,
             "has_stopped": bool(self.model.stop_training),
-            "seed": compat.global_seed(),
+            "seed": random_seeds.global_seed(),
             "order_seed": self._order_seed,
             "history": [history.epoch, history.history],
             "callbacks": [
@@ -456,7 +450,7 @@ def among(callbacks):
 
 def _learnt(callback):
     """What one of Keras's callbacks has learnt: dict by attribute."""
-    names = _LEARNT.get(type(callback).__name__, ())
+    names = keras_callbacks.LEARNT.get(type(callback).__name__, ())
     return {n: vars(callback)[n] for n in names if n in vars(callback)}
 
 
@@ -469,7 +463,7 @@ def _check_learnt(saved, path):
     for kind, learnt in saved:
         for name, value in learnt.items():
             is_value = value is None or isinstance(value, (int, float))
-            if name not in _LEARNT.get(kind, ()) or not is_value:
+            if name not in keras_callbacks.LEARNT.get(kind, ()) or not is_value:
                 raise ValueError(
                     f"The checkpoint {path} would set {kind}.{name} to "
                     f"{checks.spell(value)}, which no {kind} learns in "

@@ -12,7 +12,7 @@ import reprlib
 
 import numpy as np
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
 from keras_sparsity.checkpoint import folder
 
 FORMAT = "keras_sparsity checkpoint"

@@ -2,7 +2,7 @@
 
 import warnings
 
-from keras_sparsity import compat
+from keras_sparsity._tf import keras_input
 
 
 def replay(epoch_iterator, num_epochs, num_steps, on_done):
@@ -26,7 +26,7 @@ def replay(epoch_iterator, num_epochs, num_steps, on_done):
             f"steps_per_execution={num_per_execution}. Resume with a divisor "
             f"of {num_steps}."
         )
-    first_is_enough = compat.repeats_an_order_at_once(epoch_iterator)
+    first_is_enough = keras_input.repeats_an_order_at_once(epoch_iterator)
 
     def pull(iterator):
         next(iterator)
@@ -63,6 +63,6 @@ def replay(epoch_iterator, num_epochs, num_steps, on_done):
         yield from executions
 
     if num_epochs or num_steps:
-        compat.on_next_epoch(epoch_iterator, enumerate_epoch)
+        keras_input.on_next_epoch(epoch_iterator, enumerate_epoch)
     else:
         on_done()

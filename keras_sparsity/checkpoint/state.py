@@ -11,8 +11,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.checkpoint import folder
+from keras_sparsity.exchange.layout import Layout, common_rows, local_row_of
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.tables.layout import Layout
 from keras_sparsity.tables.table_variable import TableVariable
 
 # So much of a variable is in memory a second time, when written or read.
@@ -272,7 +272,7 @@ def read_rows(dataset, source, variable, target, num_rows):
         target: `(partition, number of partitions)` of the variable.
         num_rows: the number of rows of the whole table.
     """
-    common = _common_rows(source, target, num_rows)
+    common = common_rows(source, target, num_rows)
     dtype = keras.backend.standardize_dtype(variable.dtype)
     row_bytes = math.prod(dataset.shape[1:]) * tf.as_dtype(dtype).size
     # Rows of the dataset are read as they lie, those between them too.
@@ -280,22 +280,12 @@ def read_rows(dataset, source, variable, target, num_rows):
     count = max(1, _BLOCK_BYTES // max(row_bytes * between, 1))
     for start in range(0, len(common), count):
         rows = common[start : start + count]
-        local = [(row - source[0]) // source[1] for row in (rows[0], rows[-1])]
+        local = [local_row_of(row, source[1]) for row in (rows[0], rows[-1])]
         values = dataset[local[0] : local[1] + 1][::between]
-        positions = (np.asarray(rows) - target[0]) // target[1]
+        positions = local_row_of(np.asarray(rows), target[1])
         variable.value.scatter_update(
             tf.IndexedSlices(_from_stored(values, dtype), positions)
         )
-
-
-def _common_rows(source, target, num_rows):
-    """Range of the rows that two partitions have in common."""
-    (first, first_count), (second, second_count) = source, target
-    step = math.lcm(first_count, second_count)
-    for row in range(first, min(step, num_rows), first_count):
-        if row % second_count == second:
-            return range(row, num_rows, step)
-    return range(0, 0, step)
 
 
 def _pieces(variable, shape):

@@ -13,11 +13,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import random_states
 from keras_sparsity._version import __version__
 from keras_sparsity.checkpoint import folder, index, state
 from keras_sparsity.data.batches import split_batch
-from keras_sparsity.metrics import aggregation
+from keras_sparsity.global_batch import random_states
+from keras_sparsity.global_batch.metrics import aggregation
 
 
 def save(model, directory, position, communicator, keep, is_doubtful=False):

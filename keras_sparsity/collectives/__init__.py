@@ -1,18 +1,14 @@
 """Operations among the processes of one training run.
 
-`current()` gives the `Collectives` of this process: those of the engine that
-`start()` has brought up, or of a single process.
+`current()` returns the `Collectives` of this process: those of the engine that
+`start()` has started, or those of a single process.
 """
 
 from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Route
-from keras_sparsity.collectives.errors import (
-    CollectiveError,
-    explained,
-    failure,
-)
 from keras_sparsity.collectives.startup import agreed_seed, current, start
-from keras_sparsity.collectives.topology import Topology
+from keras_sparsity.health.errors import CollectiveError, explained, failure
+from keras_sparsity.machines.topology import Topology
 
 __all__ = [
     "CollectiveError",

@@ -1,4 +1,4 @@
-"""What an engine must do, and what stands between it and its callers."""
+"""The interface of an engine, and the route of exchanged rows."""
 
 import abc
 import dataclasses
@@ -8,13 +8,25 @@ import tensorflow as tf
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Route:
-    """The way an all_to_all went, so that other tensors need not ask again.
+    """Row counts of an `all_to_all`, with which more rows can follow it.
 
-    Attributes:
+    Args:
         splits: int32 `(size,)`, the rows sent to each rank.
         received_splits: int32 `(size,)`, the rows received from each rank.
-        largest: int32 scalar, a bound on the rows any rank sends any other,
-            the same on all ranks, for engines that pad; 0 for others.
+        largest: int32 scalar, a bound on the rows that any rank sends to any
+            other, the same on all ranks, for engines that pad; 0 for others.
+
+    Raises:
+        ValueError: By `Collectives`, if rows and splits do not fit.
+
+    Example:
+
+    >>> route = Route(tf.constant([2, 1]), tf.constant([0, 3]), 3)
+    >>> route.senders.numpy(), route.receivers.numpy()
+    (array([1, 1, 1], dtype=int32), array([0, 0, 1], dtype=int32))
+
+    References:
+        EuroSys 3.1 (pull and push follow one route).
     """
 
     splits: tf.Tensor
@@ -22,7 +34,7 @@ class Route:
     largest: tf.Tensor
 
     def reversed(self):
-        """The way back."""
+        """The route back."""
         return Route(self.received_splits, self.splits, self.largest)
 
     @property
@@ -39,16 +51,16 @@ class Route:
 def repeated(counts):
     """`counts[0]` times 0, `counts[1]` times 1 and so on, as int32.
 
-    As `tf.repeat`, which takes any shape and is 50 operations.
+    `tf.repeat` does the same for any shape, in 50 operations.
     """
     return num_up_to(tf.cumsum(counts), tf.range(tf.reduce_sum(counts)))
 
 
 def num_up_to(numbers, values):
-    """int32, for each of `values`, how many of the `numbers` are at most it.
+    """int32: for each value, how many of the sorted numbers are at most it.
 
-    As `tf.searchsorted` on the right, which takes any shape and is 30
-    operations. The numbers are sorted, both have one dimension.
+    Both have one dimension. `tf.searchsorted` (side "right") does the same for
+    any shape, in 30 operations.
     """
     found = tf.raw_ops.UpperBound(
         sorted_inputs=tf.expand_dims(numbers, 0),
@@ -60,14 +72,18 @@ def num_up_to(numbers, values):
 class Engine(abc.ABC):
     """The raw operations of one engine among the processes of one group.
 
-    Tensors come in a dtype that `reduce_wire` or `move_wire` gave, and names
-    are the same on all ranks, different for each call in flight. Naming,
-    checks, fusion and gradients are `Collectives`' part.
+    Tensors have the dtype of a `reduce_wire` or `move_wire`. Names are the
+    same on all ranks and different for each call in flight. `Collectives`
+    adds checks and gradients, `Calls` names, fusion and the journal.
+
+    Beside its class, an engine's module has two functions for `startup`:
+    `bring_up()`, which returns `(engine of all processes, name of this
+    process's machine)`, and `others()`, a dict from the other processes' names
+    to addresses as `arrival.unreachable` takes them.
 
     Attributes:
-        name: The engine's name, as `start` takes it.
-        pads: Whether it sends each rank as much as any gets of any other, a
-            `Route.largest`.
+        name: The engine's name in `settings.ENGINES`.
+        pads: Whether every part of an exchange is padded to `Route.largest`.
         rank, size: This process in the group.
     """
 
@@ -78,19 +94,19 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def reduce_wire(self, dtype):
-        """The `Wire` in which `dtype` is reduced."""
+        """The `Wire` that reduces `dtype`."""
 
     @abc.abstractmethod
     def move_wire(self, dtype):
-        """The `Wire` in which `dtype` is moved."""
+        """The `Wire` that moves `dtype`."""
 
     @abc.abstractmethod
     def all_reduce(self, flat, op, name):
-        """Reduces `flat` `(n,)` by `op`, one of sum, max and min."""
+        """Reduces `flat`, `(n,)`, by `op`: "sum", "max" or "min"."""
 
     @abc.abstractmethod
     def all_to_all(self, rows, splits, name):
-        """Sends `splits[r]` rows to each rank r: `(received, Route)`."""
+        """Sends `splits[r]` rows to each rank r; `(received, Route)`."""
 
     @abc.abstractmethod
     def all_to_all_along(self, rows, route, name):
@@ -98,41 +114,26 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def all_gather(self, rows, name):
-        """The rows of all ranks, which may be of different numbers."""
+        """The rows of all ranks, whose numbers may differ."""
 
     @abc.abstractmethod
     def broadcast(self, flat, root, name):
-        """Root's `flat` `(n,)`."""
+        """Root's `flat`, `(n,)`."""
 
     @abc.abstractmethod
     def split(self, groups, label):
         """The engine among one group's processes.
 
         Args:
-            groups: Disjoint lists of ranks that cover all ranks, the same on
-                every rank. Called once per label, by all ranks, eagerly.
-            label: The group's name, the same on every rank.
+            groups: Disjoint lists that cover all ranks, the same on all
+                ranks. Called once per label, by all ranks, eagerly.
+            label: The group's name, the same on all ranks.
         """
 
     @abc.abstractmethod
     def abort(self, message):
-        """Ends blocked operations with an error. Called from any thread."""
+        """Makes blocked operations fail. Called from any thread."""
 
     @abc.abstractmethod
     def close(self):
-        """Leaves, after all ranks agreed to. Called once, at exit."""
-
-
-class NoJournal:
-    """Keeps nothing: one process cannot disagree with itself.
-
-    The interface is that of `journal.Journal`.
-    """
-
-    def site(self, op, name, dtype="", shape=None, ranks=None, dynamic=False):
-        """The place in the program where a collective is called."""
-        return None
-
-    def run(self, site, tensors, collective):
-        """Runs `collective()`, whose inputs are `tensors`."""
-        return collective()
+        """Ends the engine at exit, after all ranks agreed to."""

@@ -9,11 +9,11 @@ def fused(tensors, wires, send):
     Args:
         tensors: List of tensors of any shapes.
         wires: The `Wire` of each.
-        send: Function `(flat message, the tensors in it) -> flat message` of
-            the same length, called once per dtype in order of appearance.
+        send: Function `(flat message, its tensors) -> flat message` of the
+            same length, called once per dtype in order of appearance.
 
     Returns:
-        List of what arrived, in the shapes and dtypes of `tensors`.
+        List of the received tensors, in the shapes and dtypes of `tensors`.
     """
     messages = {}
     for index, wire in enumerate(wires):

@@ -1,10 +1,9 @@
 """The engine on Horovod, which needs to be compiled (see the README).
 
 Horovod's operations are not stateful: TensorFlow may fold one whose input is
-constant, merge equal ones, and drop one whose result is not used. Where that
-happens on one rank only, the others wait. `_unfolded` prevents the first two
-(each call has a read of its own, after its own entry in the journal), and
-`_keep` the third.
+constant, merge equal ones, and drop one whose result is unused. If that happens
+on one rank only, the others wait. `_unfolded` prevents the first two (each call
+has a read of its own, after its own entry in the journal), `_keep` the third.
 """
 
 import functools
@@ -14,11 +13,13 @@ import socket
 
 import tensorflow as tf
 
-from keras_sparsity import compat, settings
-from keras_sparsity.collectives import arrival, meter, topology
+from keras_sparsity._tf import tf_graphs
+from keras_sparsity.collectives import devices
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
-from keras_sparsity.collectives.wire import Wires
+from keras_sparsity.collectives.wire import wires
+from keras_sparsity.health import arrival, meter
+from keras_sparsity.machines import settings, topology
 
 try:
     import horovod.tensorflow as hvd
@@ -30,22 +31,11 @@ except ImportError as error:
     ) from error
 
 _MOVED = "bool int8 uint8 int16 uint16 int32 int64 float16 float32 float64"
-_MOVE_BITCASTS = {
-    "bfloat16": "uint16",
-    "uint32": "int32",
-    "uint64": "int64",
-    "complex64": "int64",
-}
+_MOVE_BITCASTS = {"bfloat16": "uint16", "uint32": "int32"}
+_MOVE_BITCASTS |= dict.fromkeys(("uint64", "complex64"), "int64")
 _REDUCED = "int32 int64 float16 float32 float64"
-_REDUCE_CASTS = {
-    "bool": "int32",
-    "int8": "int32",
-    "uint8": "int32",
-    "int16": "int32",
-    "uint16": "int32",
-    "uint32": "int64",
-    "bfloat16": "float32",
-}
+_REDUCE_CASTS = dict.fromkeys("bool int8 uint8 int16 uint16".split(), "int32")
+_REDUCE_CASTS |= {"uint32": "int64", "bfloat16": "float32"}
 _REDUCE_OPS = {"sum": hvd.Sum, "max": hvd.Max, "min": hvd.Min}
 
 
@@ -55,11 +45,11 @@ def bring_up():
     Returns:
         `(engine of all processes, name of this process's machine)`.
     """
-    # Horovod fuses what is ready at the same time, which differs from step
-    # to step, and with it the order of the sum. `Collectives` fuses already.
+    # Horovod fuses messages that are ready at the same time, so the order of
+    # a sum would differ from step to step. `Calls` fuses already.
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-    # Gloo ends all processes when one has been stopped for 30 s. The watch
-    # decides how long to wait, and gives the reason.
+    # Gloo ends all processes when one is silent for 30 s. The watch of
+    # `health` decides how long to wait instead, and gives the reason.
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(24 * 3600))
     _check_rendezvous()
     hvd.init(process_sets="dynamic" if _may_need_groups() else None)
@@ -70,15 +60,15 @@ def bring_up():
     else:
         machine, local_rank = _machine(), hvd.local_rank()
         local_size = hvd.local_size()
-    topology.pin_gpu(local_rank, local_size)
+    devices.pin_gpu(local_rank, local_size)
     return HorovodEngine(range(hvd.size()), hvd.global_process_set), machine
 
 
 def _rendezvous():
-    """Where Gloo's ranks meet, without its "http://"; None under MPI.
+    """The address of Gloo's rendezvous, without "http://"; None under MPI.
 
-    `keras-sparsity run` has a secret between the address and the port, which
-    Horovod puts behind whatever it is given.
+    The address of `keras-sparsity run` contains a secret, and Horovod appends
+    the port to it.
     """
     host, port = (
         os.environ.get(f"HOROVOD_GLOO_RENDEZVOUS_{part}")
@@ -88,37 +78,36 @@ def _rendezvous():
 
 
 def _check_rendezvous():
-    # Horovod aborts the process where nobody answers, without the address.
+    # Without an answer Horovod aborts the process and names no address.
     if _rendezvous() is None:
         return
     address = _rendezvous().partition("/")[0]
     problems = arrival.unreachable({"Horovod's rendezvous": address})
     if problems:
         raise RuntimeError(
-            f"{problems[0]}. What starts the ranks (`keras-sparsity run`, "
-            "`horovodrun`) serves it for as long as they run: it has ended, "
-            "or its machine cannot be reached from here."
+            f"{problems[0]}. The launcher (`keras-sparsity run`, "
+            "`horovodrun`) serves it while the ranks run: it has ended, or its "
+            "machine cannot be reached from here."
         )
 
 
 def others():
-    """dict from the other processes' names to where they leave a sign."""
+    """dict from each process's name to its entry at the rendezvous."""
     settings.check_horovod()
     address = _rendezvous()
-    if address is None:  # under MPI
+    if address is None:
         return {}
     return {
-        # Each rank leaves its own address there first.
         f"rank {rank}": f"http://{address}/global/{rank}"
         for rank in range(int(os.environ.get("HOROVOD_SIZE", 0)))
     }
 
 
 def _may_need_groups():
-    """Whether groups other than all and one process may be asked for.
+    """Whether there may be groups other than all processes and single ones.
 
-    Process sets cost Horovod's controllers more idle traffic. All ranks come
-    to the same answer here, whatever their machine's number of processes.
+    Process sets add idle traffic between Horovod's controllers. All ranks
+    give the same answer here, whatever their machine's number of processes.
     """
     size, local_size, cross_size = (
         os.environ.get(f"HOROVOD_{name}")
@@ -145,8 +134,8 @@ class HorovodEngine(Engine):
     """
 
     name = "horovod"
-    reduce_wire = Wires(_REDUCED.split(), _REDUCE_CASTS)
-    move_wire = Wires(_MOVED.split(), bitcasts=_MOVE_BITCASTS)
+    reduce_wire = wires(_REDUCED.split(), _REDUCE_CASTS)
+    move_wire = wires(_MOVED.split(), bitcasts=_MOVE_BITCASTS)
 
     def __init__(self, ranks, process_set):
         self._ranks = list(ranks)
@@ -194,7 +183,7 @@ class HorovodEngine(Engine):
         )
 
     def split(self, groups, label):
-        # Each set must be made by all ranks, in the same order.
+        # All ranks must add each set, in the same order.
         sets = [
             (ranks, hvd.add_process_set(ranks))
             for ranks in groups
@@ -231,7 +220,7 @@ class HorovodEngine(Engine):
             outputs = operation(_unfolded(tensor), *splits, **call)
             self._keep(outputs, name)
             return outputs
-        # An eager operation has no name: any two would fit each other.
+        # Eager operations have no names, so Horovod would match any two.
         specs = [tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)]
         specs += [tf.TensorSpec(part.shape, part.dtype) for part in splits]
         key = (name, *specs)
@@ -243,12 +232,11 @@ class HorovodEngine(Engine):
         return self._functions[key](tensor, *splits)
 
     def _keep(self, outputs, name):
-        """Has an operation run even if nothing uses its outputs.
+        """Lets an operation run even if nothing uses its outputs.
 
-        Horovod's operations count as free of side effects: Grappler turns one
-        whose outputs only control others into nothing. So a variable takes an
-        element: one variable for each name, as TensorFlow orders what uses
-        the same one.
+        Grappler removes operations without side effects, as Horovod's count,
+        if their outputs only control others. So a variable takes an element:
+        one variable per name, as TensorFlow orders the uses of a variable.
         """
         flat = tf.reshape(tf.nest.flatten(outputs)[0], [-1])
         # A copy: a slice would keep the whole buffer.
@@ -262,7 +250,7 @@ class HorovodEngine(Engine):
                     shared_name=f"keras_sparsity/sink/{name}",
                 )
         tf.raw_ops.AssignVariableOp(
-            resource=compat.captured(self._sinks[key]), value=element
+            resource=tf_graphs.captured(self._sinks[key]), value=element
         )
 
 
@@ -275,13 +263,13 @@ def _operation_name(name):
 
 
 def _unfolded(tensor):
-    """`tensor`, of which TensorFlow cannot know that it is constant.
+    """`tensor`, which TensorFlow cannot recognize as constant.
 
-    A slice of all of it, which copies nothing, from a position that only the
-    run tells. (Grappler sees through a reshape to its own shape.)
+    It is a slice of the whole tensor, without a copy, from a position that is
+    known at run time only. (Grappler sees through a reshape to its own shape.)
     """
     zero = tf.raw_ops.ReadVariableOp(
-        resource=compat.captured(_zero()), dtype=tf.int32
+        resource=tf_graphs.captured(_zero()), dtype=tf.int32
     )
     begin = tf.fill([tensor.shape.rank], zero)
     unfolded = tf.slice(tensor, begin, tf.shape(tensor))

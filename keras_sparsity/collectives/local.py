@@ -1,4 +1,4 @@
-"""The engine of a single process: nothing travels."""
+"""The engine of a single process, which sends nothing."""
 
 import tensorflow as tf
 
@@ -7,10 +7,10 @@ from keras_sparsity.collectives.wire import Wire
 
 
 class LocalEngine(Engine):
-    """One process, which holds everything already.
+    """The operations of a group of one process.
 
     Args:
-        name: The engine of the run, in which the process is a group alone.
+        name: The engine of the run.
     """
 
     rank = 0

@@ -1,8 +1,8 @@
-"""The engine on TensorFlow's own collectives: nothing to install.
+"""The engine on TensorFlow's own collectives, which needs nothing else.
 
-These operations know even sizes only, and one shape per instance key. Uneven
-exchanges are padded to a capacity that all ranks compute from the same
-counts, and the capacity is part of the key.
+These operations take equal parts only, and one shape per instance key. Uneven
+parts are padded to a capacity that all ranks compute from the same counts, and
+the capacity is part of the key.
 """
 
 import errno
@@ -13,50 +13,37 @@ import logging
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import compat, firewall, settings
-from keras_sparsity.collectives import meter, topology
+from keras_sparsity._tf import tf_context, tf_graphs
+from keras_sparsity.collectives import devices
 from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
-from keras_sparsity.collectives.wire import Wires
+from keras_sparsity.collectives.wire import wires
+from keras_sparsity.health import meter
+from keras_sparsity.machines import firewall, settings, topology
+from keras_sparsity.machines.capacities import CAPACITIES
 
 _CARRIED = "float16 float32 float64 int32 int64".split()
 # The operations that only move tensors copy bytes: 16 bits are 16 bits.
-_MOVE_BITCASTS = {
-    "bfloat16": "float16",
-    "int16": "float16",
-    "uint16": "float16",
-    "uint32": "int32",
-    "uint64": "int64",
-    "complex64": "int64",
-}
-_MOVE_CASTS = {"bool": "int32", "int8": "int32", "uint8": "int32"}
-_REDUCE_CASTS = {
-    "bool": "int32",
-    "int8": "int32",
-    "uint8": "int32",
+_MOVE_BITCASTS = dict.fromkeys(("bfloat16", "int16", "uint16"), "float16")
+_MOVE_BITCASTS |= {"uint32": "int32", "uint64": "int64", "complex64": "int64"}
+_MOVE_CASTS = dict.fromkeys(("bool", "int8", "uint8"), "int32")
+_REDUCE_CASTS = _MOVE_CASTS | {
     "int16": "int32",
     "uint16": "int32",
     "uint32": "int64",
 }
 _MERGE_OPS = {"sum": "Add", "max": "Max", "min": "Min"}
 
-# TensorFlow ends all processes when one has been stopped for 10 s. The watch
-# decides how long to wait, and gives the reason.
+# TensorFlow ends all processes when one is silent for 10 s. The watch of
+# `health` decides how long to wait instead, and gives the reason.
 _NEVER_SECONDS = 24 * 3600
 
 _KEYS = 2**31
 # Odd, so that multiplying by it permutes the keys (Knuth's multiplier).
 _SPREAD = 2654435761 % _KEYS
 
-# Capacities in elements: 8 to an octave, so at most 12.5 % is padding to the
-# next one. A new capacity costs 0.2 ms once (2 processes, loopback). Whole
-# numbers, for all machines must come to the same ones.
-_CAPACITIES = np.array(
-    [step << octave for octave in range(38) for step in range(8, 16)], np.int64
-)
-
 _CAPACITY_KEYS = np.array(
-    [length % _KEYS * _SPREAD % _KEYS for length in _CAPACITIES.tolist()],
+    [length % _KEYS * _SPREAD % _KEYS for length in CAPACITIES.tolist()],
     np.int32,
 )
 
@@ -73,13 +60,13 @@ def bring_up():
         return LocalEngine("native"), hosts[rank]
     place = topology.override(rank, len(hosts))
     machine = hosts[rank] if place is None else place.cross_rank
-    place = place or topology.topology_of(rank, hosts)
-    topology.pin_gpu(place.local_rank, place.local_size)
+    place = place or topology.topologies(hosts)[rank]
+    devices.pin_gpu(place.local_rank, place.local_size)
     address = addresses[rank]
     guarded = firewall.guarded_port(
         int(address.rpartition(":")[2]),
         [host.strip("[]") for host in hosts],
-        # Once on a machine.
+        # One warning for each machine.
         logging.info if place.local_rank else logging.warning,
     )
     try:
@@ -100,8 +87,8 @@ def bring_up():
 
 def _start_runtime():
     try:
-        with compat.heartbeats_may_be_missed(_NEVER_SECONDS):
-            # The public way to start the runtime; it lives on by itself.
+        with tf_context.heartbeats_may_be_missed(_NEVER_SECONDS):
+            # The public way to start the runtime, which outlives this object.
             tf.distribute.MultiWorkerMirroredStrategy()
     except RuntimeError as error:
         if "program startup" not in str(error):
@@ -126,8 +113,7 @@ def others():
 
 
 def _read_cluster():
-    """`(address of each rank, own rank)`, in MultiWorkerMirroredStrategy's
-    order: the chief first."""
+    """`(address of each rank, own rank)`."""
     tasks = settings.cluster()
     if not tasks:
         return ["localhost:0"], 0
@@ -140,13 +126,13 @@ class NativeEngine(Engine):
     Args:
         rank, size: This process in the group.
         label: The group's name.
-        number: Which of the groups of that name it is.
+        number: The group's index among those of that name.
     """
 
     name = "native"
     pads = True
-    reduce_wire = Wires([*_CARRIED, "bfloat16"], _REDUCE_CASTS)
-    move_wire = Wires(_CARRIED, _MOVE_CASTS, _MOVE_BITCASTS)
+    reduce_wire = wires([*_CARRIED, "bfloat16"], _REDUCE_CASTS)
+    move_wire = wires(_CARRIED, _MOVE_CASTS, _MOVE_BITCASTS)
 
     def __init__(self, rank, size, label, number):
         self.rank = rank
@@ -154,10 +140,9 @@ class NativeEngine(Engine):
         self._group_key = (_hash(f"group {label}") + number) % _KEYS
         self._names = {}
         self._tokens = {}
-        # TensorFlow orders the members by the name of their task: 10 before 2.
+        # TensorFlow orders the members by their task's name: 10 before 2.
         order = self._gather(tf.constant([rank]), "order").numpy()
-        self._slots = None if (np.diff(order) > 0).all() else np.argsort(order)
-        self._order = order
+        self._order = None if (np.diff(order) > 0).all() else order
 
     def all_reduce(self, flat, op, name):
         meter.count_ring(flat, self.size)
@@ -180,7 +165,7 @@ class NativeEngine(Engine):
         meter.count(lambda: [capacity * (self.size - 1)] * 2, rows.dtype)
         message = _padded(rows, route.splits, width, capacity, self.size)
         arrived = tf.raw_ops.CollectiveAllToAllV2(
-            input=self._by_slot(message), **self._instance(name, capacity_key)
+            input=self._by_task(message), **self._instance(name, capacity_key)
         )
         arrived = self._by_rank(arrived)
         return _unpadded(arrived, route.received_splits, width, self.size, rows)
@@ -211,7 +196,7 @@ class NativeEngine(Engine):
         return NativeEngine(ranks.index(self.rank), len(ranks), label, number)
 
     def abort(self, message):
-        compat.abort_collectives(message)
+        tf_context.abort_collectives(message)
 
     def close(self):
         pass
@@ -227,14 +212,17 @@ class NativeEngine(Engine):
             input=tensor, **self._instance(name, length_key)
         )
 
-    def _by_rank(self, slots):
-        return slots if self._slots is None else tf.gather(slots, self._slots)
+    def _by_rank(self, parts):
+        """Parts in TensorFlow's order of tasks, in the order of ranks."""
+        if self._order is None:
+            return parts
+        return tf.gather(parts, np.argsort(self._order))
 
-    def _by_slot(self, ranks):
-        return ranks if self._slots is None else tf.gather(ranks, self._order)
+    def _by_task(self, parts):
+        return parts if self._order is None else tf.gather(parts, self._order)
 
     def _instance(self, name, length_key):
-        """What tells one collective from another, as arguments."""
+        """The arguments that identify a collective."""
         name_key = self._name_key(name)
         if isinstance(length_key, int):
             key = tf.constant(name_key ^ length_key)
@@ -250,21 +238,21 @@ class NativeEngine(Engine):
     def _name_key(self, name):
         """A number for `name`, the same on all ranks.
 
-        Names of different lengths that come to one key by chance are found
-        by TensorFlow, which compares the lengths. Of one length they could be
-        taken for each other, so that is an error here.
+        TensorFlow compares the lengths of messages, so it notices two names
+        with one key by chance if their lengths differ. Otherwise it would
+        confuse them, so one key for two names is an error here.
         """
         key = _hash(name)
         known = self._names.setdefault(key, name)
         if known != name:
             raise ValueError(
-                f"The collectives {known!r} and {name!r} come to the same "
-                f"key, {key}. Give the layer or table another name."
+                f"The collectives {known!r} and {name!r} have the same key, "
+                f"{key}. Give the layer or table another name."
             )
         return key
 
     def _token(self, name):
-        """A resource of this name's own, to order its uses in a function.
+        """A resource for this name, which orders its uses in a function.
 
         Without one, TensorFlow runs all collectives of a function one after
         the other.
@@ -278,7 +266,7 @@ class NativeEngine(Engine):
                     shape=[],
                     shared_name=f"keras_sparsity/{self._group_key}/{name}",
                 )
-        return [compat.captured(self._tokens[name])]
+        return [tf_graphs.captured(self._tokens[name])]
 
 
 def _hash(text):
@@ -287,19 +275,19 @@ def _hash(text):
 
 
 def _spread(length):
-    """A key of a length, a whole number or a tensor of such."""
+    """The key of a length, an integer or an integer tensor."""
     return length % _KEYS * _SPREAD % _KEYS
 
 
 def _length_key(flat):
-    """The key of the length of a flat tensor: a number if that is known."""
+    """The key of a flat tensor's length: an integer if that is known."""
     if flat.shape[0] is not None:
         return _spread(flat.shape[0])
     return tf.cast(_spread(tf.size(flat, tf.int64)), tf.int32)
 
 
 def _width(rows):
-    """The number of elements of a row: a number where it is known."""
+    """The number of elements of a row: an integer if that is known."""
     width = rows.shape[1:].num_elements()
     if width is None:
         return tf.reduce_prod(tf.shape(rows, tf.int64)[1:])
@@ -307,19 +295,15 @@ def _width(rows):
 
 
 def _capacity(largest, width):
-    """The length to which parts of up to `largest` rows are padded.
-
-    Returns:
-        `(the length, its key)`.
-    """
+    """`(padded length of parts of up to `largest` rows, its key)`."""
     largest = tf.cast(largest, tf.int64) * width
-    # tf.searchsorted, which takes any shape, is 30 operations.
+    # As tf.searchsorted, which takes 30 operations.
     bucket = tf.raw_ops.LowerBound(
-        sorted_inputs=_CAPACITIES[np.newaxis],
+        sorted_inputs=CAPACITIES[np.newaxis],
         values=tf.reshape(largest, [1, 1]),
     )
     bucket = tf.reshape(bucket, [])
-    return tf.gather(_CAPACITIES, bucket), tf.gather(_CAPACITY_KEYS, bucket)
+    return tf.gather(CAPACITIES, bucket), tf.gather(_CAPACITY_KEYS, bucket)
 
 
 def _padded(rows, counts, width, capacity, num_parts):
@@ -334,7 +318,7 @@ def _padded(rows, counts, width, capacity, num_parts):
 
 
 def _unpadded(padded, counts, width, num_parts, rows):
-    """The rows, shaped like those of `rows`, in the lines of `padded`."""
+    """The first `counts[i]` rows of each line, shaped as those of `rows`."""
     capacity = tf.shape(padded, tf.int64)[1]
     lengths = tf.cast(counts, tf.int64) * width
     pieces = tf.reshape(tf.stack([lengths, capacity - lengths], 1), [-1])

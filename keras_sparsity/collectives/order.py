@@ -1,4 +1,4 @@
-"""Calls of a traced function that wait for others."""
+"""Order between a traced function's messages."""
 
 import tensorflow as tf
 
@@ -6,12 +6,11 @@ _HELD = "keras_sparsity/sums wait for"
 
 
 def hold_sums(tensors):
-    """Has each `all_reduce` that is traced from now on wait for these.
-
-    In the function that is being traced, and those within it.
+    """Each `all_reduce` that is traced from now on waits for `tensors`.
 
     Args:
-        tensors: list of tensors of that function.
+        tensors: List of tensors of the function being traced; the rule holds
+            in it and in functions within it.
     """
     if not tf.executing_eagerly():
         for tensor in tensors:
@@ -19,8 +18,8 @@ def hold_sums(tensors):
 
 
 def held_sums():
-    """What an `all_reduce` waits for, for `tf.control_dependencies`."""
+    """The tensors of `hold_sums`, for `tf.control_dependencies`."""
     if tf.executing_eagerly():
         return []
-    # A function has its outer ones' collections, as they were.
+    # A function starts with a copy of its outer function's collections.
     return tf.compat.v1.get_collection(_HELD)

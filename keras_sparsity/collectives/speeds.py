@@ -1,4 +1,4 @@
-"""How fast this cluster moves bytes, by a short probe."""
+"""The speed of this cluster, by a short probe."""
 
 import dataclasses
 import time
@@ -14,11 +14,11 @@ _ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """Time as a line over bytes.
+    """Time as a linear function of bytes.
 
-    Attributes:
-        latency_seconds: of a message without content.
-        seconds_per_byte: of what the busiest machine sends and receives.
+    Args:
+        latency_seconds: Time of an empty message.
+        seconds_per_byte: Per byte that the busiest machine moves.
     """
 
     latency_seconds: float
@@ -29,18 +29,18 @@ class Speed:
 
 
 def measure(communicator, num_bytes):
-    """Times each path at two sizes. Every rank calls it, between steps.
+    """Times each path at two sizes. A collective call, between steps.
 
     Args:
         communicator: `Collectives` of all ranks.
-        num_bytes: function of a path's name ("allreduce", "ps", "allgather")
+        num_bytes: Function of a path's name ("allreduce", "ps", "allgather")
             and a number of rows of 16 float32: the bytes that the busiest
-            machine moves for them. On a parameter server each process asks
-            each owner for as many rows.
+            machine moves for them. By "ps" each process asks each owner for
+            that many rows.
 
     Returns:
-        dict from a path's name to its `Speed`, the slowest rank's, and
-        "update": that of a variable which is read and written.
+        dict from a path's name to its `Speed` on the slowest rank, and from
+        "update" to that of reading and writing a variable.
     """
     found = {}
     for name, run in _paths(communicator).items():
@@ -84,7 +84,7 @@ def _paths(communicator):
 
 
 def _seconds(communicator, run, num_rows):
-    """Of one run: the slowest rank's median over some rounds."""
+    """Seconds of one run: the slowest rank's median over some rounds."""
     rows = tf.Variable(tf.ones([num_rows, _DIM]))
 
     @tf.function

@@ -1,4 +1,4 @@
-"""Brings the engine of this process up, once."""
+"""Starts the engine of this process, once."""
 
 import functools
 import importlib
@@ -10,42 +10,50 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks, compat, settings
+from keras_sparsity._tf import checks, random_seeds
 from keras_sparsity._version import __version__
-from keras_sparsity.collectives import arrival, journal, topology, watch
 from keras_sparsity.collectives.base import (
     GROUPS,
     Collectives,
     raise_if_different,
 )
 from keras_sparsity.collectives.local import LocalEngine
-from keras_sparsity.collectives.topology import Topology
-
-ENGINES = ("local", "native", "horovod")
+from keras_sparsity.health import arrival, errors, journal, watch
+from keras_sparsity.machines import helper, settings, topology
+from keras_sparsity.machines.topology import Topology
 
 _started = None
-_agreed_seeds = []
+_agreed_seed = None
 
 
 def current():
-    """The collectives of this process; those of one process if none began.
+    """The collectives of this process; before `start`, those of one process.
+
+    Returns:
+        `Collectives`.
+
+    Raises:
+        Nothing; see `start`.
 
     Example:
 
     >>> from keras_sparsity import collectives
     >>> collectives.current().size
     1
+
+    References:
+        EuroSys 4.1.
     """
     return _started or _single_process()
 
 
 def start(engine=None, timeout=None):
-    """Brings the engine up, before TensorFlow runs its first operation.
+    """Starts the engine, before TensorFlow runs its first operation.
 
-    Calling it again changes nothing but the timeout, where one is given.
+    Later calls change nothing but the timeout, if they give one.
 
-    Where the program has set no random seed by then, the ranks agree on one:
-    the environment's KERAS_SPARSITY_SEED, else one drawn anew.
+    If the program has set no random seed by then, the ranks agree on one: the
+    environment's KERAS_SPARSITY_SEED, or a random one.
 
     Args:
         engine: "local", "native" or "horovod". By default "horovod" if
@@ -62,17 +70,21 @@ def start(engine=None, timeout=None):
     Raises:
         ValueError: If another engine runs already, or is unknown; if the
             ranks' timeouts or versions differ.
+
+    Example:
+
+    >>> from keras_sparsity import collectives
+    >>> collectives.start("local").engine
+    'local'
+
+    References:
+        EuroSys 4.1.
     """
     global _started
     seconds = settings.checked_timeout(timeout)
-    if engine is not None and not (
-        isinstance(engine, str) and engine in ENGINES
-    ):
-        raise ValueError(
-            f"Unknown engine {checks.spell(engine)}. Expected one of "
-            f"{ENGINES}, or None to find it from the environment. Received: "
-            f"engine of type {type(engine).__name__}."
-        )
+    if engine is not None:
+        otherwise = ", or None to find it from the environment"
+        checks.one_of("engine", engine, settings.ENGINES, otherwise)
     if _started is not None:
         if engine not in (None, _started.engine):
             raise ValueError(
@@ -84,15 +96,20 @@ def start(engine=None, timeout=None):
             _started.check_equal(seconds, "The timeout")
             watch.set_timeout(seconds)
         return _started
+    seed = settings.seed()
+    if seed is None:
+        seed = random.SystemRandom().randrange(2**31)
     engine = engine or _found_engine()
     if engine == "local":
         _started = _single_process()
     else:
         module = importlib.import_module(f"keras_sparsity.collectives.{engine}")
-        with arrival.expected(seconds, module.others()):
-            _started = _bring_up(module, seconds)
+        with helper.running(
+            arrival.end_when_late, os.getpid(), seconds, module.others()
+        ):
+            _started, seed = _bring_up(module, seconds, seed)
     if _started.size > 1 or settings.SEED_VARIABLE in os.environ:
-        _agree_seeds(_started)
+        _take_seed(seed)
     return _started
 
 
@@ -109,22 +126,35 @@ def _single_process():
     return Collectives(engine, Topology(), groups=alone)
 
 
-def _bring_up(module, timeout_seconds):
+def _bring_up(module, timeout_seconds, seed):
+    """`(Collectives of all processes, rank 0's seed)`."""
     engine, machine = module.bring_up()
     notes = journal.current()
+    errors.set_sources(notes)
     first = Collectives(
         engine, Topology(engine.rank, engine.size), journal=notes
     )
-    # One message for all that the ranks must know of each other.
+    # One message for all facts that the ranks compare or share.
     facts = first.gather_objects(
         {
             "machine": machine,
-            "versions": _versions(),
+            "versions": {
+                "Python": platform.python_version(),
+                "TensorFlow": tf.__version__,
+                "Keras": keras.__version__,
+                "keras_sparsity": __version__,
+            },
             "timeout": timeout_seconds,
+            "seed": seed,
         },
         "start/facts",
     )
-    _check_facts(facts)
+    raise_if_different(
+        [each["versions"] for each in facts],
+        "The versions",
+        "Install the same ones for every rank.",
+    )
+    raise_if_different([each["timeout"] for each in facts], "The timeout")
     machines = [each["machine"] for each in facts]
     collectives = Collectives(
         engine,
@@ -134,30 +164,14 @@ def _bring_up(module, timeout_seconds):
         machines=topology.numbered(machines),
     )
     if collectives.size > 1:
-        watch.start(collectives, engine.abort, engine.close, timeout_seconds)
-    return collectives
-
-
-def _versions():
-    return {
-        "Python": platform.python_version(),
-        "TensorFlow": tf.__version__,
-        "Keras": keras.__version__,
-        "keras_sparsity": __version__,
-    }
-
-
-def _check_facts(facts):
-    raise_if_different(
-        [each["versions"] for each in facts],
-        "The versions",
-        "Install the same ones for every rank.",
-    )
-    raise_if_different([each["timeout"] for each in facts], "The timeout")
+        watch.start(
+            collectives, notes, engine.abort, engine.close, timeout_seconds
+        )
+    return collectives, facts[0]["seed"]
 
 
 def _place(engine, machines):
-    place = topology.topology_of(engine.rank, machines)
+    place = topology.topologies(machines)[engine.rank]
     given = topology.override(engine.rank, engine.size)
     if given is not None and given != place:
         raise ValueError(
@@ -169,7 +183,7 @@ def _place(engine, machines):
 
 
 def _groups(engine, machines, notes):
-    """dict of the `Collectives` of the groups that this process is in."""
+    """dict of the `Collectives` of this process's groups."""
     found = {}
     for label, groups in topology.groups(machines).items():
         ranks = next(ranks for ranks in groups if engine.rank in ranks)
@@ -183,23 +197,33 @@ def _groups(engine, machines, notes):
     return found
 
 
-def _agree_seeds(collectives):
-    """Gives all ranks one random stream, where the user has set none.
+def _take_seed(seed):
+    """Seeds the random streams, unless the user has.
 
-    The ranks run the same program: a shuffle without a seed must come to the
-    same order on each.
+    The ranks run one program: a shuffle without a seed must give all of them
+    the same order.
     """
-    seed = settings.seed()
-    if seed is None:
-        seed = random.SystemRandom().randrange(2**31)
-    seed = collectives.gather_objects(seed, "start/seed")[0]
-    if compat.global_seed() is None:
+    global _agreed_seed
+    if random_seeds.global_seed() is None:
         random.seed(seed)
         np.random.seed(seed)
         tf.random.set_seed(seed)
-        _agreed_seeds.append(seed)
+        _agreed_seed = seed
 
 
 def agreed_seed():
-    """TensorFlow's global seed that `start` chose; None where the user did."""
-    return _agreed_seeds[-1] if _agreed_seeds else None
+    """TensorFlow's global seed, if `start` chose it, else None.
+
+    Raises:
+        Nothing; see `start`.
+
+    Example:
+
+    >>> from keras_sparsity import collectives
+    >>> collectives.agreed_seed() is None  # this program started no engine
+    True
+
+    References:
+        None: one random stream replaces the seeds of the paper's scripts.
+    """
+    return _agreed_seed

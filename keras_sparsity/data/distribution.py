@@ -12,7 +12,7 @@ import itertools
 
 import tensorflow as tf
 
-from keras_sparsity import checks, compat
+from keras_sparsity._tf import checks, keras_input, random_seeds
 from keras_sparsity.collectives import agreed_seed
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.data.dataset_graph import CannotSplit, DatasetGraph
@@ -88,7 +88,7 @@ def next_order_seed():
     the ranks' seed and on how often this was called, so they agree on it.
     """
     seed = agreed_seed()
-    if seed is None or compat.global_seed() != seed:
+    if seed is None or random_seeds.global_seed() != seed:
         return None
     return (seed + next(_fits) * 2**31) % 2**62
 
@@ -154,7 +154,7 @@ def is_sharded(dataset):
     """
     if getattr(dataset, _SHARDED, False):
         return True
-    inputs = compat.dataset_inputs(dataset)
+    inputs = keras_input.dataset_inputs(dataset)
     return bool(inputs) and all(is_sharded(each) for each in inputs)
 
 
@@ -178,7 +178,7 @@ def in_order(data):
         return data
     sharded = data
     while not getattr(sharded, _SHARDED, False):
-        sharded = compat.dataset_inputs(sharded)[0]
+        sharded = keras_input.dataset_inputs(sharded)[0]
     original = getattr(sharded, _ORIGINAL, None)
     if original is None:
         return data
@@ -336,7 +336,7 @@ def _check_nothing_reads_ahead(dataset):
         kind = type(dataset).__name__
         if "Prefetch" in kind or "Parallel" in kind:
             reads_ahead = kind.strip("_")
-        dataset = compat.dataset_inputs(dataset)[0]
+        dataset = keras_input.dataset_inputs(dataset)[0]
     if reads_ahead and getattr(dataset, _IN_STEP, False):
         raise ValueError(
             "How many batches this dataset has is not known beforehand, so "

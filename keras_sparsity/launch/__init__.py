@@ -1,13 +1,12 @@
 """Starts the processes of a training run.
 
-`keras-sparsity run -n 4 train.py` on the command line, `launch.run` for a
-function. Two ways in, `command_line.py` with `program.py`, and
-`functions.py`, stand on: `hosts.py` (which process runs where),
-`environment.py` (the variables that tell it so), `processes.py` (starting,
-watching and ending them), `_boot.py` and `_child.py` (what each runs before
-the program), and `remote.py` (other machines over ssh).
+Doors: `command_line.py` with `program.py` for `keras-sparsity run -n 4
+train.py`, and `functions.py` for `launch.run`. Both use `hosts.py` (the place
+of each process), `environment.py` (its variables), `processes.py` (starting,
+watching and ending processes), `remote.py` (hosts over ssh), and `_boot.py`
+and `_child.py`, which each process runs before the program.
 
-The launcher's process imports no TensorFlow, as that takes seconds.
+The launcher imports no TensorFlow, which takes seconds.
 """
 
 from keras_sparsity.launch.command_line import main

@@ -1,10 +1,10 @@
-"""What a rank's process runs first of all, by this file's path.
+"""The start of a rank's process, run by this file's path.
 
-A rank ends when its launcher does, from its first moment on: before
-TensorFlow is imported, which takes seconds, and while TensorFlow starts its
-collectives, which holds Python's lock. So a small process of its own, forked
-here, watches the launcher. This file imports the standard library alone, and
-none of it from the working folder.
+From its first moment on, a rank ends when its launcher does: also while it
+imports TensorFlow, which takes seconds, and while TensorFlow starts its
+collectives, which holds Python's lock. So a small forked process, the guard,
+watches the launcher. This file imports the standard library alone, never from
+the working folder.
 """
 
 import os
@@ -15,9 +15,9 @@ import threading
 import time
 
 LIFELINE_VARIABLE = "KERAS_SPARSITY_LIFELINE"
-# Path of the file where rank 0 keeps the error that it shows on the terminal.
+# Path of the file to which rank 0 writes the error that it shows.
 SHOWN_ERROR_VARIABLE = "KERAS_SPARSITY_SHOWN_ERROR"
-# What the launcher may write on the lifeline.
+# Letters of the launcher on the lifeline.
 DUMP_LETTER = b"D"
 SIGNALS = {
     b"I": signal.SIGINT,
@@ -26,13 +26,13 @@ SIGNALS = {
     b"K": signal.SIGKILL,
 }
 _ORPHAN_GRACE_SECONDS = 3.0
-# How often the guard looks whether its rank has ended.
+# Interval at which the guard checks its rank.
 _LOOK_SECONDS = 1.0
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def main():
-    """Becomes what the arguments say: see `_child.main`."""
+    """Prepares the process, and then runs `_child.main`."""
     if not is_path_safe():
         del sys.path[0]  # the folder of this file
     hold_lifeline()
@@ -48,12 +48,12 @@ def main():
 
 
 def is_path_safe():
-    """Whether Python was told to import from no script's folder."""
+    """Whether Python runs with `-P` or PYTHONSAFEPATH."""
     return getattr(sys.flags, "safe_path", False)  # Python 3.11
 
 
 def hold_lifeline():
-    """Has this process, and all that it starts, end with the launcher."""
+    """Makes this process and its children end with the launcher."""
     lifeline = os.environ.pop(LIFELINE_VARIABLE, None)
     if lifeline is None:
         return
@@ -69,7 +69,7 @@ def hold_lifeline():
     requests, requesting = os.pipe()
     pid = os.fork()
     if pid == 0:
-        # No child of the rank, whose program may wait for all of its own.
+        # Not as a child of the rank, whose program may wait for all children.
         if os.fork() == 0:
             _Guard(lifeline, requesting).run()
         os._exit(0)
@@ -85,14 +85,14 @@ def hold_lifeline():
 
 
 class _Guard:
-    """The process that ends a rank's group of processes.
+    """The process that ends a rank's process group.
 
-    It is in the group itself, so the group's number, which is the rank's, is
-    no other process's while it lives.
+    It is in that group itself, so no other process gets the group's number,
+    which is the rank's, while it lives.
 
     Args:
-        lifeline: The launcher's letters; closed when the launcher ends.
-        requesting: Where to pass on what only the rank itself can do.
+        lifeline: Pipe of the launcher's letters, which closes at its end.
+        requesting: Pipe to the rank, for requests that it must serve.
     """
 
     def __init__(self, lifeline, requesting):
@@ -115,13 +115,13 @@ class _Guard:
             os.killpg(0, signal.SIGKILL)
 
     def _prepare(self):
-        # What the rank is sent goes to its group.
+        # The guard ignores signals to its group.
         for number in signal.valid_signals():
             if number not in (signal.SIGKILL, signal.SIGSTOP):
                 try:
                     signal.signal(number, signal.SIG_IGN)
                 except (OSError, ValueError):
-                    pass  # One that C's library keeps for itself.
+                    pass  # reserved by the C library
         for descriptor in (0, 1, 2):
             _to_nowhere(descriptor)
         first = 3
@@ -131,7 +131,7 @@ class _Guard:
         os.closerange(first, os.sysconf("SC_OPEN_MAX"))
 
     def _next_letter(self):
-        """Empty when the launcher, or the rank, has ended."""
+        """The next letter; empty when the launcher or the rank has ended."""
         while self._rank_runs():
             if select.select([self._lifeline], [], [], _LOOK_SECONDS)[0]:
                 return os.read(self._lifeline, 1)
@@ -156,7 +156,7 @@ def _serve_requests(requests):
         while os.read(requests, 1):
             _print_stacks()
     except OSError:
-        pass  # The program has closed what it does not know.
+        pass  # The program has closed the pipe.
 
 
 def _print_stacks():
@@ -164,7 +164,7 @@ def _print_stacks():
 
     frames = sys._current_frames()
     for thread in threading.enumerate():
-        # Our own threads wait, always at the same place.
+        # Without this package's threads, which always wait.
         if not thread.name.startswith("keras_sparsity"):
             stack = traceback.format_stack(frames.get(thread.ident))
             print(f"{thread.name} is at:\n{''.join(stack)}", file=sys.stderr)
@@ -172,7 +172,7 @@ def _print_stacks():
 
 
 def set_import_path(kind, target):
-    """Has modules found where `python` finds them for the same program."""
+    """Sets `sys.path` as `python` does for the same program."""
     if kind == "call":
         import pickle
 
@@ -186,14 +186,14 @@ def set_import_path(kind, target):
 
 
 def _is_folder_or_archive(path):
-    """Whether `runpy`, as `python`, imports `__main__` from it."""
+    """Whether `python` imports `__main__` from it."""
     import pkgutil
 
     return pkgutil.get_importer(path) is not None
 
 
 def _import_package():
-    """Imports this very package, wherever another of its name may be."""
+    """Imports this very package, even if `sys.path` has another one."""
     import importlib.machinery
     import importlib.util
 

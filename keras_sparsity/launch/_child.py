@@ -1,4 +1,4 @@
-"""What each rank runs: the engine comes up, then the user's program."""
+"""Each rank's program: starts the engine, then the user's program."""
 
 import importlib
 import os
@@ -9,10 +9,10 @@ import sys
 import traceback
 
 from keras_sparsity import collectives
-from keras_sparsity.collectives import watch
+from keras_sparsity.health import watch
 from keras_sparsity.launch._boot import SHOWN_ERROR_VARIABLE
 
-# Where rank 0 keeps the error that it shows on the terminal.
+# Path of the file to which rank 0 writes the error that it shows.
 _shown_path = None
 
 
@@ -21,10 +21,10 @@ def main(arguments):
 
     Args:
         arguments: List of strings: `"script"`, `"module"`, `"call"` or
-            `"probe"`; the engine; and what that takes.
+            `"probe"`; the engine; and further arguments of that kind.
     """
     global _shown_path
-    # Not for what the program starts.
+    # Not for the program's child processes.
     _shown_path = os.environ.pop(SHOWN_ERROR_VARIABLE, None)
     kind, engine, *target = arguments
     if kind == "probe":
@@ -36,11 +36,10 @@ def main(arguments):
     try:
         collectives.start(engine)
     except collectives.CollectiveError as error:
-        # Another rank failed meanwhile: where this one was says nothing.
+        # Another rank failed: this one's traceback says nothing.
         sys.exit(_report(error.with_traceback(None)))
-    # TensorFlow's own collectives catch SIGTERM and go on (seen on 2.18 and
-    # 2.21): as in any Python program it should end the rank, unless the
-    # program itself sets a handler.
+    # TensorFlow's collectives catch SIGTERM and go on (seen on 2.18 and 2.21).
+    # It must end the rank, unless the program sets a handler.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,7 +47,7 @@ def main(arguments):
         code = _run_call(*target)
     else:
         code = _run_program(kind, target)
-    # Not `return`: the interpreter's own end (atexit, threads) comes with it.
+    # Not `return`, so that threads and atexit functions end as usual.
     sys.exit(code)
 
 
@@ -62,7 +61,7 @@ def _run_program(kind, target):
             runpy.run_module(target[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if end.code not in (None, 0):
-            # The other ranks must not wait for one that gave up.
+            # The other ranks must not wait for this one.
             watch.report_exception(end)
         raise
     except BaseException as error:
@@ -72,7 +71,7 @@ def _run_program(kind, target):
 
 def _report(error):
     """Shows an exception without the frames of the launcher; exit code."""
-    # Through the hook, which the failure watch and others may have set.
+    # By the hook, which `health/watch.py` and others may have set.
     frames = _users_frames(error.__traceback__)
     sys.excepthook(type(error), error.with_traceback(frames), frames)
     if _shown_path:
@@ -88,12 +87,12 @@ def _users_frames(frames):
     position = frames
     while position and position.tb_frame.f_code.co_filename in ours:
         position = position.tb_next
-    # A script that does not compile or exist has no frame of its own.
+    # A script that does not compile or exist has no frame.
     return position
 
 
 def _run_call(call_path, result_path):
-    """Runs the function that `launch.run` was given; returns the exit code."""
+    """Runs the function of `launch.run`; returns the exit code."""
     try:
         with open(call_path, "rb") as file:
             call = pickle.load(file)
@@ -120,10 +119,9 @@ def _run_call(call_path, result_path):
 
 
 def _load_main(path):
-    """Runs the launching script under another name than `__main__`.
+    """Runs the launching script as `__mp_main__`, as multiprocessing does.
 
-    In the manner of multiprocessing, and under its name, which is the one
-    that people know from "if __name__ == ...".
+    So `if __name__ == "__main__":` is false in it.
     """
     contents = runpy.run_path(path, run_name="__mp_main__")
     module = type(sys)("__mp_main__")

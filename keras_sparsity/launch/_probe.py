@@ -1,6 +1,6 @@
-"""Says what a host has, as JSON on the last line of its output.
+"""Checks a host; prints its facts as JSON on the last line of output.
 
-The launcher runs it on every host before it starts anything.
+The launcher runs this on every host before it starts any rank.
 """
 
 import importlib.metadata
@@ -11,20 +11,21 @@ import platform
 import keras
 import tensorflow as tf
 
-from keras_sparsity import __version__, firewall
+from keras_sparsity import __version__
 from keras_sparsity.launch import environment
+from keras_sparsity.machines import addresses
 
 
 def main(engine, num_ports, script):
-    """Prints what this host has.
+    """Prints the facts of this host.
 
     Args:
         engine: Name of the engine.
-        num_ports: How many free ports to look for, as a string.
-        script: A path to look for, or empty.
+        num_ports: Number of free ports to find, as a string.
+        script: A path that must exist, or empty.
 
     Returns:
-        0, or why it cannot take part.
+        0, or the reason why the host cannot take part.
     """
     versions = {
         "python": platform.python_version(),
@@ -47,7 +48,7 @@ def main(engine, num_ports, script):
         "num_cores": len(os.sched_getaffinity(0)),
         "ports": ports,
         "has_script": not script or os.path.exists(script),
-        "addresses": firewall.own_addresses(),
+        "addresses": addresses.of_interfaces(),
         # Client address and port, server address and port.
         "connection": os.environ.get("SSH_CONNECTION", "").split(),
     }

@@ -1,46 +1,41 @@
 """The environment variables that make a process a rank."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
 import random
 import socket
-import sys
+from collections import Counter
 
-from keras_sparsity import checks, firewall
-from keras_sparsity.launch import _boot
+from keras_sparsity._tf import checks
+from keras_sparsity.machines import firewall
+from keras_sparsity.machines.settings import ENGINES
+from keras_sparsity.machines.topology import OVERRIDE, Topology
 
-ENGINES = ("local", "native", "horovod")
-# TensorFlow 2.21 and Keras, imported, take 500 MB, of which processes share
-# some: a bound that no process stays below.
+# TensorFlow 2.21 and Keras take 500 MB, partly shared among processes: a
+# bound that no process stays below.
 _LEAST_PROCESS_BYTES = 100_000_000
 
-# What an outer launcher may have left, which would contradict ours.
+_RENDEZVOUS = "HOROVOD_GLOO_RENDEZVOUS_"
+_PLACES = [field.name for field in dataclasses.fields(Topology)]
+# An outer launcher's variables would contradict ours.
 _RANK_VARIABLES = (
     "TF_CONFIG",
-    "KERAS_SPARSITY_TOPOLOGY",
-    "HOROVOD_RANK",
-    "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK",
-    "HOROVOD_LOCAL_SIZE",
-    "HOROVOD_CROSS_RANK",
-    "HOROVOD_CROSS_SIZE",
+    OVERRIDE,
     "HOROVOD_HOSTNAME",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    f"{_RENDEZVOUS}ADDR",
+    f"{_RENDEZVOUS}PORT",
+    *(f"HOROVOD_{name.upper()}" for name in _PLACES),
 )
 
 
 def resolve_engine(engine, num_processes):
-    """The engine's name; without a choice native, or local for one process."""
+    """The engine's name; by default native, or local for one process."""
     if engine is None:
         return "native" if num_processes > 1 else "local"
-    if not isinstance(engine, str) or engine not in ENGINES:
-        raise ValueError(
-            f"`engine` must be one of {', '.join(ENGINES)}. "
-            f"Received: {engine!r}."
-        )
+    checks.one_of("engine", engine, ENGINES)
     if engine == "local" and num_processes > 1:
         raise ValueError(
             "The local engine is for one process. Received: "
@@ -66,11 +61,7 @@ def check_timeout(timeout):
 
 
 def check_memory(num_processes):
-    """Raises where this machine cannot hold so many processes.
-
-    Args:
-        num_processes: How many are to run here.
-    """
+    """Raises ValueError if this machine cannot hold so many processes."""
     installed_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed_bytes = num_processes * _LEAST_PROCESS_BYTES
     if needed_bytes > installed_bytes:
@@ -81,63 +72,49 @@ def check_memory(num_processes):
         )
 
 
-def inherited():
-    """This process's environment without what may make it a rank itself."""
-    return {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES}
+def shared(variables):
+    """The variables that all ranks of a launch share.
 
-
-def child_command(arguments):
-    """The command of a rank on this machine; see `_child.main`."""
-    return [sys.executable, *python_flags(), _boot.__file__, *arguments]
-
-
-def python_flags():
-    """This interpreter's flags that its ranks need too."""
-    return ["-P"] if _boot.is_path_safe() else []
-
-
-def shared_defaults():
-    """Defaults that must be the same in all ranks of one launch."""
+    Args:
+        variables: dict that takes precedence over defaults and over this
+            process's environment.
+    """
     return {
-        # The same program on every rank also walks its sets in one order:
-        # traced graphs, and with them the collectives, come in that order.
+        # Sets have one order on all ranks, and so have the collectives of
+        # traced graphs.
         "PYTHONHASHSEED": str(random.SystemRandom().randrange(2**32)),
         # Warnings and banners of N processes would hide the first error.
         "TF_CPP_MIN_LOG_LEVEL": "2",
         # Last words of a rank that crashes in C++.
         "PYTHONFAULTHANDLER": "1",
+        **{k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES},
+        **variables,
     }
 
 
-def chosen_seed():
-    """A seed for the ranks to agree on, where the user has given none."""
-    return str(random.SystemRandom().randrange(2**31))
-
-
-def thread_defaults(local_size, num_cores=None):
+def _thread_defaults(num_processes, num_cores):
     """Shares a machine's cores among its processes.
 
-    TensorFlow takes all cores in every process otherwise, and N processes
-    that wait for each other then mostly wait for a core.
+    By default TensorFlow uses all cores in every process, and processes that
+    wait for each other then mostly wait for a core.
     """
     if num_cores is None:
         num_cores = len(os.sched_getaffinity(0))
-    threads = max(1, num_cores // local_size)
+    threads = max(1, num_cores // num_processes)
     return {
         "OMP_NUM_THREADS": str(threads),
         "TF_NUM_INTRAOP_THREADS": str(threads),
-        # An operation that blocks (a Python function) must not keep the only
-        # inter-op thread from the collective that it waits for.
+        # A blocking operation (a Python function) must leave an inter-op
+        # thread to the collective that it waits for.
         "TF_NUM_INTEROP_THREADS": str(max(2, threads)),
     }
 
 
 def free_ports(count):
-    """Ports of this machine that are free now.
+    """Free ports of this machine.
 
-    They lie below the range from which the system hands out ports by itself
-    (32768 and up on Linux), so that no connection made between this call and
-    the rank's own `bind` takes one.
+    They lie below the range that the system assigns to connections (32768 and
+    up on Linux), so none is taken between this call and the rank's `bind`.
     """
     ports = []
     candidates = list(range(15000, 32000))
@@ -163,106 +140,124 @@ def _can_bind(port):
     return True
 
 
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The addresses of a run; the defaults are for this machine alone.
+
+    Args:
+        addresses: Each rank's address for the others; None for loopback.
+        ports: Each rank's port, for the native engine; None for free ones of
+            this machine.
+        here: This machine's address for the ranks; None for loopback.
+        networks: Networks of the machines; None for any.
+        cores: Number of cores of each host; None for this machine's.
+    """
+
+    addresses: list | None = None
+    ports: list | None = None
+    here: str | None = None
+    networks: list | None = None
+    cores: list | None = None
+
+
 @contextlib.contextmanager
-def engine_variables(
-    engine, slots, addresses=None, ports=None, here=None, networks=None
-):
-    """Yields each rank's variables, serving a rendezvous while in use.
+def of_ranks(engine, places, shared, network=None):
+    """Yields each rank's environment; serves a rendezvous while entered.
 
     Args:
         engine: Name of the engine.
-        slots: List of `Slot`.
-        addresses: Each rank's address as the others reach it; by default
-            this machine's loopback.
-        ports: Each rank's port for the native engine; by default free ones
-            of this machine.
-        here: This machine's address as the ranks reach it.
-        networks: Those of the machines' addresses; None for any.
+        places: List of `Place`, by rank.
+        shared: The variables that all ranks share.
+        network: `Network`; by default this machine.
     """
-    with contextlib.ExitStack() as stack:
-        if engine == "native":
-            variables = _native_variables(slots, addresses, ports)
-        elif engine == "horovod":
-            server = stack.enter_context(_rendezvous(slots, here, networks))
-            variables = _horovod_variables(slots, here, *server)
-        else:
-            variables = [{} for _ in slots]
-        is_even = len({slot.local_size for slot in slots}) == 1
-        for slot, rank_variables in zip(slots, variables, strict=True):
-            # It names the machine by the cross rank, which needs as many
-            # processes on each; else the engine finds machines by address.
-            if is_even:
-                rank_variables["KERAS_SPARSITY_TOPOLOGY"] = slot.topology
-            if networks is not None and here:
-                rank_variables[firewall.VARIABLE] = ",".join(map(str, networks))
-            if slot.host.gpus:
-                rank_variables["CUDA_VISIBLE_DEVICES"] = ",".join(
-                    slot.host.gpus
-                )
-        yield variables
+    network = network or Network()
+    cores = network.cores or [None] * len(places)
+    # Emulated machines are one host.
+    num_processes = Counter(place.host.name for place in places)
+    with _VARIABLES[engine](places, network) as of_engine:
+        yield [
+            {
+                **_thread_defaults(
+                    num_processes[place.host.name], cores[place.machine]
+                ),
+                **shared,
+                **variables,
+                **_of_place(place, places, network),
+            }
+            for place, variables in zip(places, of_engine, strict=True)
+        ]
 
 
-def _native_variables(slots, addresses, ports):
-    addresses = addresses or ["127.0.0.1"] * len(slots)
-    ports = ports or free_ports(len(slots))
+def _of_place(place, places, network):
+    variables = {}
+    # The override names a machine by its cross rank, which is unique only if
+    # all have as many processes; else the engine finds machines by address.
+    if len({other.topology.local_size for other in places}) == 1:
+        variables[OVERRIDE] = place.topology.to_override()
+    if network.networks is not None and network.here:
+        allowed = ",".join(map(str, network.networks))
+        variables[firewall.VARIABLE] = allowed
+    if place.host.gpus:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(place.host.gpus)
+    return variables
+
+
+@contextlib.contextmanager
+def _local_variables(places, network):
+    yield [{} for _ in places]
+
+
+@contextlib.contextmanager
+def _native_variables(places, network):
+    addresses = network.addresses or ["127.0.0.1"] * len(places)
+    ports = network.ports or free_ports(len(places))
     workers = [f"{a}:{p}" for a, p in zip(addresses, ports, strict=True)]
-    return [
+    yield [
         {
             "TF_CONFIG": json.dumps(
                 {
                     "cluster": {"worker": workers},
-                    "task": {"type": "worker", "index": slot.rank},
+                    "task": {"type": "worker", "index": place.rank},
                 }
             )
         }
-        for slot in slots
+        for place in places
     ]
 
 
-def _host_name(slot):
-    # Emulated machines need names of their own: Gloo makes the groups of a
-    # machine by them.
-    return f"{slot.host.name}-{slot.machine}"
-
-
-def _horovod_variables(slots, here, address, port):
-    loopback = {} if here else {"HOROVOD_GLOO_IFACE": "lo"}
-    return [
-        {
-            # First, so that who launches may set another interface.
-            **{k: os.environ.get(k, v) for k, v in loopback.items()},
-            "HOROVOD_RANK": str(slot.rank),
-            "HOROVOD_SIZE": str(slot.size),
-            "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-            "HOROVOD_LOCAL_SIZE": str(slot.local_size),
-            "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-            "HOROVOD_CROSS_SIZE": str(slot.cross_size),
-            "HOROVOD_HOSTNAME": _host_name(slot),
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        }
-        for slot in slots
-    ]
-
-
-def _rendezvous(slots, here, networks):
-    """Serves Gloo's rendezvous while entered, as horovodrun does."""
-    from horovod.runner.common.util.hosts import SlotInfo
-
+@contextlib.contextmanager
+def _horovod_variables(places, network):
     from keras_sparsity.launch import rendezvous
 
-    places = [
-        SlotInfo(
-            hostname=_host_name(slot),
-            rank=slot.rank,
-            local_rank=slot.local_rank,
-            cross_rank=slot.cross_rank,
-            size=slot.size,
-            local_size=slot.local_size,
-            cross_size=slot.cross_size,
-        )
-        for slot in slots
-    ]
-    return rendezvous.served(places, here, networks)
+    # Gloo groups processes by the names of machines, emulated ones too.
+    hostnames = [f"{place.host.name}-{place.machine}" for place in places]
+    loopback = {} if network.here else {"HOROVOD_GLOO_IFACE": "lo"}
+    with rendezvous.served(
+        hostnames,
+        [place.topology for place in places],
+        network.here,
+        network.networks,
+    ) as (address, port):
+        yield [
+            {
+                # The user may set another interface.
+                **{k: os.environ.get(k, v) for k, v in loopback.items()},
+                **{
+                    f"HOROVOD_{name.upper()}": str(value)
+                    for name, value in vars(place.topology).items()
+                },
+                "HOROVOD_HOSTNAME": hostname,
+                "HOROVOD_CONTROLLER": "gloo",
+                "HOROVOD_CPU_OPERATIONS": "gloo",
+                f"{_RENDEZVOUS}ADDR": address,
+                f"{_RENDEZVOUS}PORT": str(port),
+            }
+            for place, hostname in zip(places, hostnames, strict=True)
+        ]
+
+
+_VARIABLES = {
+    "local": _local_variables,
+    "native": _native_variables,
+    "horovod": _horovod_variables,
+}

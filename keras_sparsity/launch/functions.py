@@ -1,5 +1,6 @@
 """Runs a Python function in several fresh processes."""
 
+import contextlib
 import os
 import pickle
 import shutil
@@ -7,18 +8,25 @@ import sys
 import tempfile
 import time
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
 from keras_sparsity.launch import environment
-from keras_sparsity.launch.hosts import assign_slots, local_hosts
-from keras_sparsity.launch.processes import (
-    Follower,
-    ProcessGroup,
-    RankProcess,
-)
+from keras_sparsity.launch.hosts import local_hosts, places
+from keras_sparsity.launch.processes import Follower, ProcessGroup, start_here
 
 
 class LaunchError(RuntimeError):
-    """Raised when a launched process fails, with what each one said."""
+    """Raised when a launched process fails; quotes each one's output.
+
+    Example:
+
+    >>> raise LaunchError("Rank 1 of 2 exited with code 1.")
+    Traceback (most recent call last):
+        ...
+    keras_sparsity.launch.functions.LaunchError: Rank 1 of 2 exited with code 1.
+
+    References:
+        `torch.distributed.elastic`'s `ChildFailedError`.
+    """
 
 
 def run(
@@ -33,21 +41,20 @@ def run(
 ):
     """Calls a function in `num_processes` fresh processes of this machine.
 
-    The collectives are up when the function is called. What rank 0 prints is
-    shown as it comes; the other ranks' output is part of the error when one
+    The collectives have started when the function is called. The output of
+    rank 0 is shown at once; the other ranks' is part of the error if one
     fails.
 
     Args:
         function: A function at the top level of a module or script (each
             process imports it by name).
-        num_processes: How many processes.
+        num_processes: Number of processes.
         engine: `"native"`, `"horovod"` or `"local"`; by default `"native"`,
             for one process `"local"`.
         args: Its positional arguments, the same on every rank.
         kwargs: Its keyword arguments.
-        machines: Makes the processes believe that they are on so many
-            machines, with as many processes each (for tests and
-            measurements).
+        machines: Number of machines to emulate, with as many processes each
+            (for tests and measurements).
         timeout: Seconds after which all processes are ended.
         env: Dictionary of further environment variables.
 
@@ -55,8 +62,9 @@ def run(
         List of the function's results, by rank.
 
     Raises:
-        LaunchError: If a process fails or the time is over; it holds every
-            failing rank's traceback or last lines.
+        LaunchError: If a process fails or the time is over; it contains
+            every failing rank's traceback or last lines.
+        ValueError: If an argument is invalid.
 
     Example:
 
@@ -64,6 +72,9 @@ def run(
     >>> from keras_sparsity import launch
     >>> launch.run(math.hypot, 2, args=(3, 4))  # doctest: +SKIP
     [5.0, 5.0]
+
+    References:
+        Horovod's `horovod.run`.
     """
     environment.check_timeout(timeout)
     with Job(
@@ -76,7 +87,8 @@ def run(
 class Job:
     """Processes that run one function; `run` in two steps.
 
-    Leaving the `with` block ends what still runs. Arguments as for `run`.
+    Leaving the `with` block ends the running processes. Arguments as for
+    `run`.
     """
 
     def __init__(
@@ -89,60 +101,49 @@ class Job:
         machines=1,
         env=None,
     ):
-        slots = assign_slots(local_hosts(num_processes, machines))
+        of_ranks = places(local_hosts(num_processes, machines))
         engine = environment.resolve_engine(engine, num_processes)
         environment.check_memory(num_processes)
         _check_env(env)
         call = describe_call(function, args, {} if kwargs is None else kwargs)
+        shared = environment.shared(
+            # Lines of a killed rank are in its file.
+            {"PYTHONUNBUFFERED": "1", **(env or {})}
+        )
         self._followers = []
-        self._folder = tempfile.mkdtemp(prefix="keras-sparsity-")
-        with open(self._path("call"), "wb") as file:
-            pickle.dump(call, file)
-        self._variables = environment.engine_variables(engine, slots)
-        self.processes = ProcessGroup()
-        try:
-            self._start(engine, slots, env or {})
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def _start(self, engine, slots, env):
-        variables = self._variables.__enter__()
-        shared = {
-            **environment.shared_defaults(),
-            **environment.thread_defaults(len(slots)),
-            **environment.inherited(),
-            # Each line is in the file also when the rank is killed.
-            "PYTHONUNBUFFERED": "1",
-            **env,
-        }
-        path = self._path
-        for slot, rank_variables in zip(slots, variables, strict=True):
-            rank = slot.rank
-            self.processes.append(
-                RankProcess(
-                    rank,
-                    environment.child_command(
-                        ["call", engine, path("call"), path("result", rank)]
-                    ),
-                    {**shared, **rank_variables},
-                    stdout=path("out" if rank == 0 else "err", rank),
-                    stderr=path("err", rank),
-                )
+        with contextlib.ExitStack() as stack:
+            self._folder = tempfile.mkdtemp(prefix="keras-sparsity-")
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            with open(self._path("call"), "wb") as file:
+                pickle.dump(call, file)
+            environments = stack.enter_context(
+                environment.of_ranks(engine, of_ranks, shared)
             )
+            self.processes = stack.enter_context(ProcessGroup())
+            for rank, variables in enumerate(environments):
+                self._start(rank, engine, variables)
+            self._stack = stack.pop_all()
+
+    def _start(self, rank, engine, variables):
+        target = [self._path("call"), self._path("result", rank)]
+        self.processes.append(
+            start_here(
+                rank,
+                ["call", engine, *target],
+                variables,
+                stdout=self._path("err" if rank else "out", rank),
+                stderr=self._path("err", rank),
+            )
+        )
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exception):
-        self.processes.kill()
-        if self._variables is not None:
-            self._variables.__exit__(None, None, None)
-            self._variables = None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._stack.close()
 
     def follow_main_rank(self):
-        """Shows rank 0's output here while `wait` waits."""
+        """Lets `wait` show rank 0's output."""
         self._followers = [
             Follower(self._path("out", 0), sys.stdout),
             Follower(self._path("err", 0), sys.stderr),
@@ -168,7 +169,7 @@ class Job:
         return [self._result(p.rank)[1] for p in self.processes.processes]
 
     def timeout_error(self, timeout, after=""):
-        """Ends all ranks; the error says where each of them was."""
+        """Ends all ranks; the error shows each rank's last position."""
         self.processes.dump_stacks()
         waiting = {p.rank for p in self.processes.running()}
         self.processes.kill()
@@ -185,7 +186,7 @@ class Job:
         )
 
     def failure(self):
-        """The error that tells what went wrong, the cause first."""
+        """The error that describes each rank's end, the cause first."""
         failed = self.processes.failed()
         told = [p for p in self.processes.processes if p not in failed]
         lines = [
@@ -214,7 +215,7 @@ class Job:
 
 
 def describe_call(function, args, kwargs):
-    """What a process needs to find a function and call it."""
+    """A dict from which a process finds a function and calls it."""
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", "")
     if not _is_importable(function, module, qualname):
@@ -238,8 +239,8 @@ def describe_call(function, args, kwargs):
     except Exception as error:  # whatever an object's own method raises
         raise ValueError(
             "`args` and `kwargs` are sent to the processes, so they must "
-            f"pickle. Received: args={args!r}, kwargs={kwargs!r}. Make what "
-            f"does not pickle inside of the function. Python says: {error}"
+            f"pickle. Received: args={args!r}, kwargs={kwargs!r}. Create other "
+            f"objects inside the function. Python says: {error}"
         ) from error
     main = None
     if module == "__main__" or b"__main__" in arguments:

@@ -1,18 +1,19 @@
-"""Which process runs where: hosts, hostfiles and each process's slot."""
+"""Hosts, hostfiles, and the place of each process."""
 
 import dataclasses
 import re
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
+from keras_sparsity.machines import topology
 
 _NAME = re.compile(r"[\w.@-]+")
-# More than the ports that `environment.free_ports` looks through are a mistake.
-_MAX_SLOTS = 10_000
-# A hostfile of a thousand hosts has some 20 kB.
+# Fewer than the ports that `environment.free_ports` searches.
+_MAX_PROCESSES = 10_000
+# A thousand hosts take some 20 kB.
 _MAX_HOSTFILE_BYTES = 1_000_000
 
 HOSTFILE_FORMAT = """\
-a hostfile has one host per line; what follows # is a comment:
+a hostfile has one host per line; a # begins a comment:
   node1            one process
   node1:4          four processes
   node1 slots=4    the same, as Open MPI and DeepSpeed write it
@@ -23,17 +24,17 @@ a hostfile has one host per line; what follows # is a comment:
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A machine, the processes it runs, and the GPUs they may use.
+    """A machine, its number of processes, and their GPUs.
 
     Args:
-        name: As ssh knows it, or `localhost`.
-        num_slots: How many processes run there.
-        gpus: Ids of the GPUs its processes see; empty: the machine's own
-            `CUDA_VISIBLE_DEVICES` stays as it is.
+        name: Its name for ssh, or `localhost`.
+        num_processes: The number of its processes.
+        gpus: Ids of the GPUs that its processes see; empty to keep the
+            machine's own `CUDA_VISIBLE_DEVICES`.
     """
 
     name: str
-    num_slots: int = 1
+    num_processes: int = 1
     gpus: tuple = ()
 
     @property
@@ -42,77 +43,61 @@ class Host:
 
 
 @dataclasses.dataclass(frozen=True)
-class Slot:
-    """One process's place, numbered as in Horovod.
+class Place:
+    """The place of one process.
 
     Args:
-        machine: Index of its host in the list of hosts.
-        cross_rank: Its number among the processes with its local rank; this
-            is the machine's index only where all hosts have as many slots.
+        host: `Host`.
+        machine: The host's index in the list of hosts. `topology.cross_rank`
+            equals it only if all hosts have as many processes.
+        topology: `Topology`.
     """
 
     host: Host
     machine: int
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
+    topology: topology.Topology
 
     @property
-    def topology(self):
-        """The value of `KERAS_SPARSITY_TOPOLOGY` for this process."""
-        return (
-            f"{self.local_rank},{self.local_size},"
-            f"{self.cross_rank},{self.cross_size}"
-        )
+    def rank(self):
+        return self.topology.rank
 
 
-def assign_slots(hosts):
-    """Numbers the processes of `hosts`, those of one host in a row.
+def places(hosts):
+    """Numbers the processes of `hosts`, host by host.
 
     Args:
         hosts: List of `Host`.
 
     Returns:
-        List of `Slot`, by rank.
+        List of `Place`, by rank.
 
     Example:
 
-    >>> [slot.topology for slot in assign_slots([Host("a", 2), Host("b")])]
-    ['0,2,0,2', '1,2,0,1', '0,1,1,2']
+    >>> [place.machine for place in places([Host("a", 2), Host("b")])]
+    [0, 0, 1]
     """
-    size = sum(host.num_slots for host in hosts)
-    slots = []
-    for machine, host in enumerate(hosts):
-        for local_rank in range(host.num_slots):
-            with_local_rank = [h.num_slots > local_rank for h in hosts]
-            slots.append(
-                Slot(
-                    host=host,
-                    machine=machine,
-                    rank=len(slots),
-                    size=size,
-                    local_rank=local_rank,
-                    local_size=host.num_slots,
-                    cross_rank=sum(with_local_rank[:machine]),
-                    cross_size=sum(with_local_rank),
-                )
-            )
-    return slots
+    machines = [
+        machine
+        for machine, host in enumerate(hosts)
+        for _ in range(host.num_processes)
+    ]
+    return [
+        Place(hosts[machine], machine, place)
+        for machine, place in zip(
+            machines, topology.topologies(machines), strict=True
+        )
+    ]
 
 
 def local_hosts(num_processes, machines=1):
-    """`num_processes` on this machine, as if on `machines` of equal size."""
+    """Hosts of `num_processes` here, as if on `machines` of equal size."""
     checks.positive_integer("num_processes", num_processes)
     checks.positive_integer("machines", machines)
     _within_limit(num_processes, num_processes)
     if num_processes % machines:
         raise ValueError(
-            "`machines` must divide the number of processes, so that all "
-            f"have as many. Received: {num_processes} processes and "
-            f"machines={machines}."
+            "`machines` must divide the number of processes. Received: "
+            f"{num_processes} processes and machines={machines}."
         )
     return [Host("localhost", num_processes // machines)] * machines
 
@@ -120,8 +105,8 @@ def local_hosts(num_processes, machines=1):
 def parse_hosts(text):
     """Hosts from the command line's form, `a:2,b:2`.
 
-    >>> parse_hosts("a:2,b")
-    [Host(name='a', num_slots=2, gpus=()), Host(name='b', num_slots=1, gpus=())]
+    >>> [(host.name, host.num_processes) for host in parse_hosts("a:2,b")]
+    [('a', 2), ('b', 1)]
     """
     hosts = []
     for entry in text.split(","):
@@ -153,7 +138,7 @@ def parse_hostfile(path):
 
 
 def _read_lines(path):
-    # Not for ever, whatever it is.
+    # A device would have no end.
     with open(path, "rb") as file:
         content = file.read(_MAX_HOSTFILE_BYTES + 1)
     try:
@@ -162,7 +147,7 @@ def _read_lines(path):
         return content.decode().split("\n")
     except ValueError:
         raise ValueError(
-            f"{path} is no text file of hosts.\n{HOSTFILE_FORMAT}"
+            f"{path} is not a text file of hosts.\n{HOSTFILE_FORMAT}"
         ) from None
 
 
@@ -175,13 +160,13 @@ def _parse_line(line):
     name, rest = _checked_name(name.strip(), line), rest.strip()
     if not colon:
         return Host(name)
-    # "node: 2" is a count and "node: 2," or "node: 0,2" are GPU ids.
+    # "node: 2" is a count; "node: 2," and "node: 0,2" are GPU ids.
     if "," not in rest:
         return Host(name, _checked_count(rest, line))
     gpus = tuple(gpu.strip() for gpu in rest.removesuffix(",").split(","))
     if not all(re.fullmatch(r"\d+|GPU-[\w-]+|MIG-[\w/-]+", g) for g in gpus):
         raise ValueError(
-            "GPU ids must be numbers (or UUIDs) with commas between. "
+            "GPU ids must be numbers (or UUIDs) separated by commas. "
             f"Received: {line!r}."
         )
     if len(set(gpus)) != len(gpus):
@@ -202,14 +187,14 @@ def _checked_count(count, where):
             f"Received: {count!r}, in {where!r}."
         )
     # Python refuses to read thousands of digits.
-    number = int(count) if len(count) < 20 else _MAX_SLOTS + 1
+    number = int(count) if len(count) < 20 else _MAX_PROCESSES + 1
     return _within_limit(number, where)
 
 
 def _within_limit(num_processes, received):
-    if num_processes > _MAX_SLOTS:
+    if num_processes > _MAX_PROCESSES:
         raise ValueError(
-            f"At most {_MAX_SLOTS} processes can run on one machine. "
+            f"At most {_MAX_PROCESSES} processes can run on one machine. "
             f"Received: {received!r}."
         )
     return num_processes

@@ -1,4 +1,4 @@
-"""Processes of one launch: started, watched and ended together."""
+"""The processes of one launch: started, watched and ended together."""
 
 import contextlib
 import fcntl
@@ -6,39 +6,34 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
-from keras_sparsity.launch._boot import (
-    DUMP_LETTER,
-    LIFELINE_VARIABLE,
-    SIGNALS,
-)
+from keras_sparsity.launch import _boot
+from keras_sparsity.launch._boot import DUMP_LETTER, LIFELINE_VARIABLE, SIGNALS
 
-# The ranks that are left notice a lost one by themselves (collectives.watch)
-# and say what they were waiting for; they get this long to say it.
+# Ranks notice a lost one by themselves (`health/watch.py`) and report the
+# collective they were waiting in; they get this long to do so.
 LAST_WORDS_SECONDS = 5.0
-# From the first signal to SIGKILL: whoever interrupts the launcher sees all
-# ranks gone within 10 s.
+# From the first signal to SIGKILL: all ranks end within 10 s of Ctrl-C.
 GRACE_SECONDS = 7.0
-# How long an ssh client may take to end after the process behind it.
+# Until an ssh client ends after its remote process.
 _CLIENT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 _LETTERS = {number: letter for letter, number in SIGNALS.items()}
-_SSH_FAILED = 255
+SSH_FAILED = 255  # the ssh client's exit code
 
-
-# What TensorFlow 2.21 prints in every process whatever the log level.
+# TensorFlow 2.21 prints these in every process at any log level.
 _BANNER = re.compile(r"WARNING: All log messages before absl|I0000 00:00:")
 
 
 class RankProcess:
     """One rank's process.
 
-    The launcher holds the writing end of a pipe, the lifeline, of which the
-    rank's guard (`_boot.py`) watches the other end: it says which signal to
-    raise (ssh forwards none) and, at its end, that the launcher is gone and
-    the rank must be too.
+    The launcher holds the writing end of a pipe, the lifeline, and the rank's
+    guard (`_boot.py`) reads from it: a letter names a signal to raise (ssh
+    forwards none); when the launcher ends, the pipe closes and the rank ends.
 
     Args:
         rank: Its number.
@@ -46,7 +41,7 @@ class RankProcess:
         environment: The whole environment.
         stdout: Path of the file for its output, or None to inherit ours.
         stderr: As `stdout`; the same path puts both in one file.
-        remote_host: Where it runs if the command is an ssh client, whose
+        remote_host: The host of an ssh client's remote process. The client's
             standard input then is the lifeline.
         greeting: Bytes to write on the lifeline first.
         inherit_stdin: Whether it reads our standard input.
@@ -83,9 +78,8 @@ class RankProcess:
                 stdin = None if inherit_stdin else subprocess.DEVNULL
                 pass_fds = (reading,)
                 environment = {**environment, LIFELINE_VARIABLE: str(reading)}
-            # A session of its own: the terminal's Ctrl-C reaches the launcher
-            # alone, which passes it on once, and all that the rank starts
-            # can be ended with it.
+            # In its own session, Ctrl-C reaches it only through the launcher,
+            # once, and its child processes end with it.
             self._process = subprocess.Popen(
                 command,
                 env=environment,
@@ -104,25 +98,25 @@ class RankProcess:
 
     @property
     def returncode(self):
-        """As `subprocess` has it: negative for a signal."""
+        """As in `subprocess`: negative for a signal."""
         return self._process.returncode
 
     @property
     def exit_code(self):
-        """As a shell has it: 128 and more for a signal."""
+        """As in a shell: 128 and more for a signal."""
         code = self.returncode
         return 128 - code if code < 0 else code
 
     def poll(self):
-        """Returns the exit code, None while it runs."""
+        """The `returncode`, None while it runs."""
         code = self._process.poll()
         if code is not None and self.ended_seconds is None:
             self.ended_seconds = time.monotonic()
-            self._signal_group(signal.SIGKILL)  # what it left behind
+            self._signal_group(signal.SIGKILL)  # its child processes
         return code
 
     def send_signal(self, signal_number):
-        """Sends a signal to the rank and to the processes it started."""
+        """Sends a signal to the rank and to its child processes."""
         if self.poll() is not None:
             return
         if signal_number in (signal.SIGTERM, signal.SIGKILL):
@@ -135,16 +129,16 @@ class RankProcess:
             self._signal_group(signal_number)
 
     def end_client(self):
-        """Ends what is left here of a rank that was killed.
+        """Ends the process of a rank that was killed.
 
-        The end of a rank behind ssh closes the connection; only when that
-        does not come is it the client that hangs.
+        The end of a remote rank normally closes the connection and with it
+        the ssh client; this ends a client that hangs.
         """
         if self.poll() is None:
             self._signal_group(signal.SIGKILL)
 
     def dump_stacks(self):
-        """Makes the rank print where each of its threads is, to stderr."""
+        """Lets the rank print its threads' stacks to stderr."""
         self._write(DUMP_LETTER)
 
     def close_lifeline(self):
@@ -161,12 +155,12 @@ class RankProcess:
         where = f" on {self._remote_host}" if self._remote_host else ""
         if self.we_ended_it:
             return f"was ended by the launcher{where}"
-        if self._remote_host and code == _SSH_FAILED:
+        if self._remote_host and code == SSH_FAILED:
             return (
                 f"ended{where} without an exit code: it was killed, or ssh "
                 "lost the connection"
             )
-        if self._remote_host and code > 128:  # The remote shell's notation.
+        if self._remote_host and code > 128:  # as in a shell
             code = 128 - code
         if code >= 0:
             return f"exited with code {code}{where}"
@@ -180,7 +174,7 @@ class RankProcess:
         return f"was killed by {name}{where}{hint}"
 
     def last_lines(self, count=20):
-        """The last lines of its output file; nothing when it has none."""
+        """The last lines of its output file, if it has one."""
         return last_lines(self.log_path, count) if self.log_path else []
 
     def _signal_group(self, signal_number):
@@ -188,7 +182,7 @@ class RankProcess:
             os.killpg(self._process.pid, signal_number)
 
     def _greet(self, message):
-        # All of it fits into the pipe, whether or not its reader reads.
+        # The pipe must hold all of it: its reader may not read yet.
         size_bytes = len(message) + 4096
         with contextlib.suppress(OSError):
             if size_bytes > fcntl.fcntl(self._lifeline, fcntl.F_GETPIPE_SZ):
@@ -199,6 +193,27 @@ class RankProcess:
         if message and self._lifeline is not None:
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._lifeline, message)
+
+
+def start_here(rank, arguments, variables, **files):
+    """Starts a rank on this machine.
+
+    Args:
+        rank: Its number.
+        arguments: See `_child.main`.
+        variables: Its whole environment.
+        **files: Further arguments of `RankProcess`.
+
+    Returns:
+        `RankProcess`.
+    """
+    command = [sys.executable, *python_flags(), _boot.__file__, *arguments]
+    return RankProcess(rank, command, variables, **files)
+
+
+def python_flags():
+    """Those of this interpreter's flags that its ranks need."""
+    return ["-P"] if _boot.is_path_safe() else []
 
 
 class ProcessGroup:
@@ -223,15 +238,15 @@ class ProcessGroup:
         return [p for p in self.processes if p.poll() is None]
 
     def failed(self):
-        """Ended with an error by themselves, what failed first in front."""
+        """The ranks that ended with an error by themselves, the cause first."""
         ended = [
             p
             for p in self.processes
             if p.poll() not in (None, 0) and not p.we_ended_it
         ]
-        # What other ranks make of the loss of one is an exception, code 1; so
-        # a signal (out of memory) or a code of the program's own is the cause
-        # whatever came first.
+        # The loss of a rank raises an exception on the others, code 1. So a
+        # signal (out of memory) or another code is the cause, whatever the
+        # order of time.
         return sorted(
             ended,
             key=lambda p: (
@@ -246,9 +261,9 @@ class ProcessGroup:
             process.send_signal(signal_number)
 
     def stop(self, first_signal=signal.SIGTERM):
-        """Begins to end the ranks; `step` goes on to the next means.
+        """Sends the first signal; `step` sends the next ones in time.
 
-        Called again, it takes the next means at once.
+        Called again, it sends the next signal at once.
         """
         if not self._stop_signals:
             signals = list(dict.fromkeys([first_signal, signal.SIGTERM]))
@@ -259,18 +274,14 @@ class ProcessGroup:
         self._send_stop()
 
     def stop_after(self, seconds):
-        """Lets the ranks end by themselves first."""
+        """Stops the ranks later, if they have not ended by themselves."""
         if not self._stop_signals:
             self._stop_signals = [None, signal.SIGTERM, signal.SIGKILL]
             self._stage_seconds = GRACE_SECONDS
             self._deadline = time.monotonic() + seconds
 
-    @property
-    def stopping(self):
-        return bool(self._stop_signals)
-
     def step(self):
-        """Does what is due; to be called a few times per second."""
+        """Sends a signal that is due; called a few times per second."""
         if self._deadline and time.monotonic() > self._deadline:
             if self._stop_signals == [signal.SIGKILL]:
                 self._end_clients()
@@ -294,7 +305,7 @@ class ProcessGroup:
         time.sleep(wait_seconds)
 
     def kill(self):
-        """Ends the ranks that still run, at once."""
+        """Ends the running ranks at once."""
         self.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + _CLIENT_SECONDS
         while self.running() and time.monotonic() < deadline:
@@ -317,7 +328,7 @@ class ProcessGroup:
 
 
 class Follower:
-    """Copies what is added to a file to a stream."""
+    """Copies additions to a file to a stream, at each call."""
 
     def __init__(self, path, stream):
         self._path = path
@@ -336,7 +347,7 @@ class Follower:
 
 
 def last_lines(path, count=20, start=0):
-    """The last lines of a file, progress bars reduced to what one sees."""
+    """The last lines of a file, with progress bars as a terminal shows them."""
     window_bytes = 64 * 1024
     try:
         with open(path, "rb") as file:

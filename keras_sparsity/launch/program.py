@@ -1,9 +1,11 @@
-"""Runs a script or module on all ranks, in front of the user."""
+"""Runs a script or module on all ranks, for the command line."""
 
 import contextlib
 import dataclasses
+import functools
 import ipaddress
 import os
+import random
 import re
 import shutil
 import signal
@@ -12,32 +14,32 @@ import tempfile
 import threading
 import time
 
-from keras_sparsity import firewall
 from keras_sparsity.launch import environment
 from keras_sparsity.launch._boot import SHOWN_ERROR_VARIABLE
-from keras_sparsity.launch.hosts import assign_slots
+from keras_sparsity.launch.hosts import places
 from keras_sparsity.launch.processes import (
     ProcessGroup,
-    RankProcess,
     last_lines,
+    start_here,
 )
 from keras_sparsity.launch.remote import Remote
-from keras_sparsity.settings import SEED_VARIABLE
+from keras_sparsity.machines import addresses, firewall
+from keras_sparsity.machines.settings import SEED_VARIABLE
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_TIMED_OUT = 124  # As the command `timeout` has it.
-# How often the ranks have been started anew, for the script.
+_TIMED_OUT = 124  # as of the command `timeout`
+# The number of earlier attempts, for the script.
 RESTARTS_VARIABLE = "KERAS_SPARSITY_RESTARTS"
-# More would push the first rank's error off the screen.
+# More would scroll the first rank's error off the screen.
 _MAX_TAILS = 3
 
 
 @dataclasses.dataclass
 class Program:
-    """What is to run where.
+    """A program and its hosts.
 
-    Rank 0 has this process's standard input and output; what the others
-    print goes to one file for each.
+    Rank 0 has this process's standard input and output; each other rank's
+    output goes to a file.
 
     Args:
         hosts: List of `Host`.
@@ -47,8 +49,8 @@ class Program:
         variables: Dictionary of further environment variables.
         log_dir: Folder for the files; by default a temporary one, which is
             kept if a rank fails.
-        timeout_seconds: When to end everything, None for never.
-        max_restarts: How often all ranks are started anew after one failed.
+        timeout_seconds: Seconds until all ranks are ended, None for no limit.
+        max_restarts: Largest number of restarts of all ranks after a failure.
         ssh: See `Remote`.
         python: See `Remote`.
     """
@@ -65,10 +67,10 @@ class Program:
     python: str | None = None
 
     def run(self):
-        """Runs it to its end; returns the exit code.
+        """Runs the program; returns the exit code.
 
         Raises:
-            HostError: If a host cannot take part; nothing was started then.
+            HostError: If a host cannot take part. No rank has started then.
         """
         with _Signals() as signals:
             try:
@@ -78,15 +80,13 @@ class Program:
                 return signals.exit_code
 
     def _run(self, signals):
-        # The same in each attempt: it then draws the same random numbers.
-        shared = {
-            **environment.shared_defaults(),
-            **environment.inherited(),
-            **self.variables,
-        }
+        # Shared by all attempts, which so draw the same random numbers.
+        shared = environment.shared(self.variables)
         firewall.given_networks(shared)  # raises before anything starts
-        if self.max_restarts or sum(host.num_slots for host in self.hosts) > 1:
-            shared.setdefault(SEED_VARIABLE, environment.chosen_seed())
+        num_processes = sum(host.num_processes for host in self.hosts)
+        if self.max_restarts or num_processes > 1:
+            seed = random.SystemRandom().randrange(2**31)
+            shared.setdefault(SEED_VARIABLE, str(seed))
         deadline = None
         if self.timeout_seconds is not None:
             deadline = time.monotonic() + self.timeout_seconds
@@ -108,113 +108,93 @@ class Program:
             return code
 
     def _attempt(self, shared, logs, deadline, signals):
-        """Runs all ranks once; returns what became of them."""
+        """Runs all ranks once; returns their `_Watched`."""
         shared = {**shared, RESTARTS_VARIABLE: str(logs.restart)}
-        if all(host.is_local for host in self.hosts):
-            remote, where, cores = None, {}, [None] * len(self.hosts)
-        else:
+        remote = network = None
+        if not all(host.is_local for host in self.hosts):
             remote = Remote(self.ssh, self.python, names=self.variables)
-            # GPUs of this machine say nothing about others.
+            # This machine's GPUs say nothing about others'.
             shared.pop("CUDA_VISIBLE_DEVICES", None)
             script = self.target[0] if self.kind == "script" else ""
             machines = remote.check(
                 self.hosts, self.engine, shared, script, signals.check
             )
-            where = _addresses(machines, firewall.given_networks(shared))
-            cores = [machine.num_cores for machine in machines]
-        slots = assign_slots(self.hosts)
-        with environment.engine_variables(
-            self.engine, slots, **where
-        ) as variables:
-            with ProcessGroup() as processes:
-                environments = [
-                    {
-                        **environment.thread_defaults(
-                            slot.local_size, cores[slot.machine]
-                        ),
-                        **shared,
-                        **rank_variables,
-                    }
-                    for slot, rank_variables in zip(
-                        slots, variables, strict=True
-                    )
-                ]
-                self._start(processes, slots, environments, remote, logs)
-                watched = _Watched(
-                    processes, signals, deadline, self.timeout_seconds
-                )
-                watched.wait()
-                watched.shown = logs.take_shown_error()
+            network = _network(machines, firewall.given_networks(shared))
+        of_ranks = places(self.hosts)
+        with (
+            environment.of_ranks(
+                self.engine, of_ranks, shared, network
+            ) as environments,
+            ProcessGroup() as processes,
+        ):
+            for place, variables in zip(of_ranks, environments, strict=True):
+                processes.append(self._start(remote, place, variables, logs))
+            watched = _Watched(
+                processes, signals, deadline, self.timeout_seconds
+            )
+            watched.wait()
+            watched.shown = logs.take_shown_error()
         return watched
 
-    def _start(self, processes, slots, environments, remote, logs):
-        arguments = [self.kind, self.engine, *self.target]
-        for slot, variables in zip(slots, environments, strict=True):
-            log = None
-            if slot.rank > 0:
-                log = logs.file(slot.rank)
-                # Its last lines count most when it is killed.
-                variables = {"PYTHONUNBUFFERED": "1", **variables}
-            elif slot.host.is_local:
-                variables = {
-                    **variables,
-                    SHOWN_ERROR_VARIABLE: logs.shown_error,
-                }
-            command, options = environment.child_command(arguments), {}
-            if not slot.host.is_local:
-                command = remote.command(slot.host)
-                options = {
-                    "remote_host": slot.host.name,
-                    "greeting": remote.greeting(arguments, variables),
-                }
-            processes.append(
-                RankProcess(
-                    slot.rank,
-                    command,
-                    variables,
-                    stdout=log,
-                    stderr=log,
-                    inherit_stdin=slot.rank == 0,
-                    **options,
-                )
-            )
+    def _start(self, remote, place, variables, logs):
+        log = None
+        if place.rank > 0:
+            log = logs.file(place.rank)
+            # The last lines of a killed rank matter most.
+            variables = {"PYTHONUNBUFFERED": "1", **variables}
+        elif place.host.is_local:
+            variables = {**variables, SHOWN_ERROR_VARIABLE: logs.shown_error}
+        start = start_here
+        if not place.host.is_local:
+            start = functools.partial(remote.start, place.host)
+        return start(
+            place.rank,
+            [self.kind, self.engine, *self.target],
+            variables,
+            stdout=log,
+            stderr=log,
+            inherit_stdin=place.rank == 0,
+        )
 
 
-def _addresses(machines, networks):
-    """What `engine_variables` must know when not all is on this machine."""
+def _network(machines, given):
+    """The `environment.Network` of checked hosts.
+
+    Args:
+        machines: List of `Machine`.
+        given: The networks in the environment; None for any.
+    """
     here = next(
         (m.launcher_address for m in machines if m.launcher_address),
         "127.0.0.1",
     )
-    addresses, ports = [], []
-    for machine in machines:
-        addresses += [machine.address or here] * machine.host.num_slots
-        ports += machine.ports
-    return {
-        "addresses": addresses,
-        "ports": ports,
-        "here": here,
-        "networks": _networks(machines, here, networks),
-    }
-
-
-def _networks(machines, here, given):
-    """The machines' addresses and the `given` networks; None for any."""
-    if given is None:
-        return None
-    own = [here, *firewall.own_addresses()]
-    for machine in machines:
-        own += machine.own_addresses
-    return given + [ipaddress.ip_network(a) for a in dict.fromkeys(own)]
+    networks = None
+    if given is not None:
+        own = [here, *addresses.of_interfaces()]
+        for machine in machines:
+            own += machine.own_addresses
+        own = [ipaddress.ip_network(address) for address in dict.fromkeys(own)]
+        networks = given + own
+    return environment.Network(
+        addresses=[
+            machine.address or here
+            for machine in machines
+            for _ in range(machine.host.num_processes)
+        ],
+        ports=[port for machine in machines for port in machine.ports],
+        here=here,
+        networks=networks,
+        cores=[machine.num_cores for machine in machines],
+    )
 
 
 class _LogFolder:
-    """The ranks' output files; a temporary folder goes unless kept."""
+    """The ranks' output files; deletes a temporary folder unless kept."""
 
     def __init__(self, path):
         self._is_temporary = path is None
         self.path = path
-        self.restart = 0  # which attempt the files are of
+        self.restart = 0  # number of earlier attempts
 
     def __enter__(self):
         if self._is_temporary:
@@ -223,7 +203,7 @@ class _LogFolder:
             os.makedirs(self.path, exist_ok=True)
             for name in os.listdir(self.path):
                 if re.fullmatch(r"rank-\d+(\.restart-\d+)?\.log", name):
-                    # That of an earlier run, maybe of more ranks or restarts.
+                    # An earlier run may have had more ranks or restarts.
                     os.remove(os.path.join(self.path, name))
         return self
 
@@ -237,11 +217,11 @@ class _LogFolder:
 
     @property
     def shown_error(self):
-        """Path of the error that rank 0 shows on the terminal."""
+        """Path of the file with rank 0's shown error."""
         return self.file(0) + ".error"
 
     def take_shown_error(self):
-        """The last lines of that error; none when it has shown none."""
+        """The last lines of rank 0's shown error, if any."""
         lines = last_lines(self.shown_error)
         with contextlib.suppress(FileNotFoundError):
             os.remove(self.shown_error)
@@ -266,7 +246,7 @@ class _Signals:
         if threading.current_thread() is not threading.main_thread():
             return self  # Only the main thread may set handlers.
         for number in _FORWARDED:
-            # What a parent had us ignore (nohup) stays so.
+            # Signals that a parent ignores (nohup) stay ignored.
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._receive)
         return self
@@ -288,15 +268,15 @@ class _Signals:
 
     @property
     def exit_code(self):
-        """As a shell has it."""
+        """As in a shell."""
         return 128 + self.received[0]
 
 
 class _Watched:
-    """Waits for the ranks, passes signals on, and tells how it ended."""
+    """Waits for the ranks, forwards signals, and reports the end."""
 
     def __init__(self, processes, signals, deadline, timeout_seconds):
-        self.shown = []  # lines of the error that rank 0 has shown
+        self.shown = []  # lines of rank 0's shown error
         self._processes = processes
         self._signals = signals
         self._deadline = deadline
@@ -320,11 +300,11 @@ class _Watched:
 
     @property
     def failed_by_itself(self):
-        """Whether neither the user nor the time ended it."""
+        """Whether a rank, not the user or the timeout, ended the run."""
         return not self._signals.received and not self._timed_out
 
     def describe_cause(self):
-        """The rank that failed first and how, in a line."""
+        """A line about the rank that failed first."""
         cause = self._processes.failed()[0]
         return self._describe(cause) + (
             f" (its output: {cause.log_path})" if cause.log_path else ""
@@ -335,7 +315,7 @@ class _Watched:
         return f"rank {rank.rank} of {size} {rank.describe_end()}"
 
     def report(self, folder):
-        """Says on stderr which ranks failed, and their last lines."""
+        """Prints the failed ranks and their last lines to stderr."""
         ranks = self._processes.processes
         if self._timed_out:
             _say(f"not done within {self._timeout_seconds:g} seconds; ended.")
@@ -371,7 +351,7 @@ class _Watched:
     def _on_poll(self):
         received = self._signals.received
         while self._num_passed < len(received):
-            # The first one as it is; the next ones mean: harder.
+            # A further signal of the user makes `stop` send the next one.
             self._processes.stop(received[self._num_passed])
             self._num_passed += 1
         if self._deadline and time.monotonic() > self._deadline:
@@ -383,7 +363,7 @@ class _Watched:
 
 
 def _has(lines, block):
-    """Whether lines have a block of lines in them, or begin within it."""
+    """Whether lines contain a block of lines, or begin within it."""
     if not block:
         return False
     block = block[-len(lines) :]

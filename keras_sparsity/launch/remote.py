@@ -1,4 +1,4 @@
-"""Processes on other machines, over the system's ssh client."""
+"""Python on hosts, over the system's ssh client."""
 
 import contextlib
 import dataclasses
@@ -11,36 +11,32 @@ import tempfile
 import time
 
 from keras_sparsity.launch._boot import LIFELINE_VARIABLE
-from keras_sparsity.launch.environment import python_flags
-from keras_sparsity.launch.processes import ProcessGroup, RankProcess
+from keras_sparsity.launch.processes import (
+    SSH_FAILED,
+    ProcessGroup,
+    RankProcess,
+    last_lines,
+    python_flags,
+)
+from keras_sparsity.machines import addresses
 
 SSH_VARIABLE = "KERAS_SPARSITY_SSH"
-# No questions, as nobody could answer; a dead machine is noticed in a minute.
+# BatchMode asks no questions; a dead machine is noticed within a minute.
 _SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=20"
 _PROBE_TIMEOUT_SECONDS = 120
 _NO_SUCH_COMMAND = (126, 127)
-_SSH_FAILED = 255
 
-# Of the environment only what is about the program goes to other machines:
-# their PATH, HOME and the like are their own.
+# Only the program's variables go to other machines, which have a PATH, HOME
+# and the like of their own.
 _PASSED_PREFIXES = (
-    "CUDA_",
-    "GLOO_",
-    "GRPC_",
-    "HOROVOD_",
-    "KERAS_",
-    "MKL_",
-    "NCCL_",
-    "OMP_",
-    "PYTHON",
-    "TF_",
-    "XLA_",
+    *("CUDA_", "GLOO_", "GRPC_", "HOROVOD_", "KERAS_", "MKL_", "NCCL_"),
+    *("OMP_", "PYTHON", "TF_", "XLA_"),
 )
 _NOT_PASSED = ("PYTHONHOME", SSH_VARIABLE, LIFELINE_VARIABLE)
 
-# What the remote shell starts: it reads the environment from its standard
-# input (on the command line every user of the machine could read it) and
-# becomes the real command, which keeps that input as its lifeline.
+# The command of the remote shell. It reads the environment from its standard
+# input (every user of the machine could read a command line) and becomes the
+# rank's command, which keeps that input as its lifeline.
 _STUB = f"""\
 import sys
 if sys.path[0] == "":
@@ -71,19 +67,19 @@ os.execv(sys.executable, [sys.executable, *boot, *call["arguments"]])
 
 
 class HostError(RuntimeError):
-    """Raised when hosts cannot take part; lists every one's problem."""
+    """Raised when hosts cannot take part; lists each one's problem."""
 
 
 @dataclasses.dataclass
 class Machine:
-    """What a host's check found.
+    """The facts of a checked host.
 
     Args:
         host: The `Host`.
-        address: Its address as the other hosts reach it.
+        address: Its address for the other hosts.
         num_cores: Processor cores.
         ports: A free port for each of its processes.
-        launcher_address: Our address as it sees us, None if unknown.
+        launcher_address: The launcher's address for it, None if unknown.
         own_addresses: All addresses of its interfaces.
     """
 
@@ -96,14 +92,14 @@ class Machine:
 
 
 class Remote:
-    """How to start Python on hosts.
+    """Starts Python on hosts.
 
     Args:
         ssh: Command of the ssh client, as one string; by default the
             environment's KERAS_SPARSITY_SSH, else `ssh` without questions.
         python: Path of Python on the hosts.
         directory: Folder in which to start.
-        names: Names of environment variables to pass in any case.
+        names: Names of further environment variables to pass.
     """
 
     def __init__(self, ssh=None, python=None, directory=None, names=()):
@@ -112,24 +108,25 @@ class Remote:
         self._directory = directory or _working_folder()
         self._names = names
 
-    def command(self, host):
-        """The command that starts Python on `host`."""
+    def start(self, host, rank, arguments, variables, **files):
+        """As `start_here`; passes only the program's variables."""
+        return RankProcess(
+            rank,
+            self._command(host),
+            variables,
+            remote_host=host.name,
+            greeting=self._greeting(arguments, variables),
+            **files,
+        )
+
+    def _command(self, host):
         if host.is_local:
             return [sys.executable, "-c", _STUB]
-        return [
-            *self._ssh,
-            host.name,
-            shlex.join([self._python, "-c", _STUB]),
-        ]
+        python = shlex.join([self._python, "-c", _STUB])
+        return [*self._ssh, host.name, python]
 
-    def greeting(self, arguments, environment):
-        """What that command must read first.
-
-        Args:
-            arguments: See `_child.main`.
-            environment: A local rank's whole environment, of which it passes
-                what belongs to the program.
-        """
+    def _greeting(self, arguments, variables):
+        """The line that `_STUB` reads."""
         call = {
             "arguments": arguments,
             "flags": python_flags(),
@@ -137,7 +134,7 @@ class Remote:
             "directory": self._directory,
             "environment": {
                 name: value
-                for name, value in environment.items()
+                for name, value in variables.items()
                 if name in self._names
                 or (
                     name.startswith(_PASSED_PREFIXES)
@@ -147,15 +144,16 @@ class Remote:
         }
         return json.dumps(call).encode() + b"\n"
 
-    def check(self, hosts, engine, environment, script="", on_poll=None):
+    def check(self, hosts, engine, variables, script="", on_poll=None):
         """Checks all hosts at once.
 
         Args:
             hosts: List of `Host`.
             engine: Name of the engine.
-            environment: The environment that all ranks share.
+            variables: The environment that all ranks share.
             script: A path that must exist on each host, or empty.
-            on_poll: Called a few times per second; what it raises ends it.
+            on_poll: Called a few times per second; its exception ends the
+                check.
 
         Returns:
             List of `Machine`.
@@ -163,30 +161,27 @@ class Remote:
         Raises:
             HostError: If any host cannot take part, with each one's problem.
         """
-        found = self._probe(hosts, engine, environment, script, on_poll)
-        problems = {
-            host.name: answer
-            for host, answer in zip(hosts, found, strict=True)
-            if isinstance(answer, str)
-        }
-        working = [answer for answer in found if not isinstance(answer, str)]
+        found = self._probe(hosts, engine, variables, script, on_poll)
+        first = next((f for f in found if not isinstance(f, str)), None)
+        problems = []
         for host, answer in zip(hosts, found, strict=True):
-            if host.name not in problems:
-                problem = self._compare(answer, working[0], script)
-                if problem:
-                    problems[host.name] = problem
+            problem = answer
+            if not isinstance(answer, str):
+                problem = self._compare(answer, first, script)
+            if problem:
+                problems.append(f"  {host.name}: {problem}")
         if problems:
             raise HostError(
                 "Nothing was started, because these hosts cannot take part:\n"
-                + "\n".join(f"  {h}: {p}" for h, p in problems.items())
+                + "\n".join(problems)
             )
         return [
             _machine(host, answer)
             for host, answer in zip(hosts, found, strict=True)
         ]
 
-    def _probe(self, hosts, engine, environment, script, on_poll):
-        """What each host has, or a string with its problem."""
+    def _probe(self, hosts, engine, variables, script, on_poll):
+        """The facts of each host, or a string with its problem."""
         found, probes = {}, {}
         deadline = time.monotonic() + _PROBE_TIMEOUT_SECONDS
         with (
@@ -194,21 +189,19 @@ class Remote:
             ProcessGroup() as processes,
         ):
             for index, host in enumerate(hosts):
-                arguments = ["probe", engine, str(host.num_slots), script]
                 path = os.path.join(folder, str(index))
-                command = self.command(host)
                 try:
-                    probes[index] = RankProcess(
+                    probes[index] = self.start(
+                        host,
                         index,
-                        command,
-                        dict(os.environ),
+                        ["probe", engine, str(host.num_processes), script],
+                        variables,
                         stdout=f"{path}.out",
                         stderr=f"{path}.err",
-                        remote_host=host.name,
-                        greeting=self.greeting(arguments, environment),
                     )
                 except OSError as error:
-                    found[index] = f"cannot run {command[0]}: {error.strerror}"
+                    client = self._command(host)[0]
+                    found[index] = f"cannot run {client}: {error.strerror}"
                 else:
                     processes.append(probes[index])
             while processes.running() and time.monotonic() < deadline:
@@ -216,8 +209,8 @@ class Remote:
                 if on_poll is not None:
                     on_poll()
             for index, probe in probes.items():
-                path = os.path.join(folder, str(index))
-                found[index] = self._answer(probe, _read(f"{path}.out"))
+                output = last_lines(os.path.join(folder, f"{index}.out"), 1)
+                found[index] = self._answer(probe, output)
         return [found[index] for index in range(len(hosts))]
 
     def _answer(self, probe, output):
@@ -226,7 +219,7 @@ class Remote:
             return f"no answer within {_PROBE_TIMEOUT_SECONDS} seconds"
         if code == 0:
             with contextlib.suppress(ValueError, IndexError):
-                answer = json.loads(output.split("\n")[-2])
+                answer = json.loads(output[-1])
                 if isinstance(answer, dict) and "versions" in answer:
                     return answer
             return (
@@ -235,7 +228,7 @@ class Remote:
             )
         said = probe.last_lines(1)
         line = said[0] if said else "it printed no error"
-        if code == _SSH_FAILED:
+        if code == SSH_FAILED:
             return f"not reachable by ssh: {line}"
         if code in _NO_SUCH_COMMAND:
             return (
@@ -276,7 +269,7 @@ def ssh_command(given=None):
         command = []
     if not command:
         raise ValueError(
-            f"{name} takes a client and its options, as a shell would. "
+            f"{name} takes a client and its options, as in a shell. "
             f"Received: {text!r}."
         )
     return command
@@ -292,15 +285,10 @@ def _working_folder():
 
 
 def _own_package():
-    """This package's folder; None where an installation has it."""
+    """This package's folder; None if it is installed in site-packages."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     root = os.path.basename(os.path.dirname(package))
     return None if root in ("site-packages", "dist-packages") else package
-
-
-def _read(path):
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read()
 
 
 def _machine(host, answer):
@@ -316,8 +304,8 @@ def _machine(host, answer):
         address=address,
         num_cores=answer["num_cores"],
         ports=answer["ports"],
-        launcher_address=_own_address(address, connection),
-        # What ssh connects to may be translated on the way.
+        launcher_address=_launcher_address(address, connection),
+        # With the one that ssh reached, which may be a translated address.
         own_addresses=[
             found.partition("%")[0]
             for found in answer["addresses"] + connection[2:3]
@@ -325,18 +313,10 @@ def _machine(host, answer):
     )
 
 
-def _own_address(address, connection):
-    if address is None:
-        return None
-    if len(connection) == 4:
-        return connection[0]
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # Sends nothing: it asks the system for the way there.
-            probe.connect((address, 9))
-            return probe.getsockname()[0]
-    except OSError:
-        return None
+def _launcher_address(address, connection):
+    if address is None or len(connection) == 4:
+        return connection[0] if address else None
+    return addresses.towards(address)
 
 
 def _resolves(name):

@@ -1,9 +1,9 @@
-"""Serves Horovod's rendezvous, where ranks leave addresses for each other.
+"""Serves Horovod's rendezvous, where ranks exchange their addresses.
 
-Horovod's own server takes anything from anyone. This one listens where the
-ranks reach it, and takes little, from those who know a secret. The secret is
-part of the address that the ranks are given: Horovod's client puts the port
-and its path behind that.
+Horovod's own server accepts any request from anyone. This one listens where
+the ranks reach it, limits each request, and requires a secret. The secret is
+part of the address that the ranks receive, to which Horovod's client appends
+the port and its path.
 """
 
 import contextlib
@@ -13,37 +13,43 @@ import secrets
 import socket
 import threading
 
+from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import (
     RendezvousHandler,
     RendezvousHTTPServer,
 )
 
-from keras_sparsity import firewall
+from keras_sparsity.machines import packet_filter
 
-# A rank tells each other one its address in some 150 bytes.
+# A rank sends each other one its address, some 150 bytes.
 _BYTES_PER_RANK = 1024
-# Each group of Horovod's (process set) has up to three scopes with a key for
-# each rank, which go when the group is complete.
+# Each of Horovod's process sets has up to three scopes with a key for each
+# rank, which are deleted once the set is complete.
 _KEYS_PER_RANK = 1000
 _REQUEST_SECONDS = 10.0
 _MOST_REQUESTS = 128  # at a time, and one more for each rank
 
 
 @contextlib.contextmanager
-def served(places, here=None, networks=None):
-    """Serves it while entered.
+def served(hostnames, topologies, here=None, networks=None):
+    """Serves the rendezvous while entered.
 
     Args:
-        places: List of the ranks' `SlotInfo`, as Horovod has it.
-        here: This machine's address as the ranks reach it; by default its
-            loopback.
-        networks: Where the ranks' machines are; None for anywhere.
+        hostnames: The name of each rank's machine.
+        topologies: The `Topology` of each rank.
+        here: This machine's address for the ranks; by default loopback.
+        networks: Networks of the ranks' machines; None for any.
 
     Yields:
-        `(address, port)`, as Horovod's variables take them.
+        `(address, port)`, for Horovod's variables.
     """
-    server = _Server(_address_of(here), len(places), networks)
-    server.init(places)
+    server = _Server(_address_of(here), len(topologies), networks)
+    server.init(
+        [
+            SlotInfo(hostname, **vars(place))
+            for hostname, place in zip(hostnames, topologies, strict=True)
+        ]
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     port = server.server_address[1]
     try:
@@ -54,14 +60,14 @@ def served(places, here=None, networks=None):
 
 
 def _address_of(here):
-    """`here` if it is this machine's, else all of its addresses."""
+    """`here` if this machine has that address, else all of its own."""
     if here is None:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         try:
             probe.bind((here, 0))
         except OSError as error:
-            # Behind address translation the ranks see another one.
+            # Address translation gives the ranks another one.
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             return ""
@@ -87,7 +93,7 @@ class _Server(RendezvousHTTPServer):
 
     def server_activate(self):
         if self._networks is not None:
-            firewall.restrict(self.socket, self._networks)
+            packet_filter.restrict(self.socket, self._networks)
         super().server_activate()
 
     def process_request(self, request, client_address):
@@ -97,7 +103,7 @@ class _Server(RendezvousHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request, client_address):
-        # Each read has a limit of its own; this one is for all.
+        # Each read has a limit too; this one covers the whole request.
         limit = threading.Timer(_REQUEST_SECONDS, _end, [request])
         limit.daemon = True
         limit.start()
@@ -108,7 +114,7 @@ class _Server(RendezvousHTTPServer):
             self._free.release()
 
     def handle_error(self, request, client_address):
-        pass  # The client is gone, or was too slow.
+        pass  # The client has gone, or was too slow.
 
     def takes_another(self):
         with self.cache_lock:
@@ -121,7 +127,7 @@ class _Handler(RendezvousHandler):
         if not super().parse_request():
             return False
         port = self.server.server_address[1]
-        # Horovod puts its path behind the address, a colon and the port.
+        # Horovod appends its path to the address, a colon and the port.
         prefix = f"/{self.server.secret}:{port}/"
         given, rest = self.path[: len(prefix)], self.path[len(prefix) :]
         if not hmac.compare_digest(given.encode(), prefix.encode()):

@@ -7,12 +7,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks, collectives, compat
+from keras_sparsity import collectives
+from keras_sparsity._tf import checks, keras_scopes
+from keras_sparsity.exchange.together import gather_side_by_side
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.layers.full_logits import full_logits
+from keras_sparsity.placement import choice
 from keras_sparsity.tables import initial_values
 from keras_sparsity.tables.sharded_table import ShardedTable
-from keras_sparsity.tables.together import gather_side_by_side
 
 # Keras hands labels to a loss as float32, exact up to here.
 _MAX_CLASSES = 2**24
@@ -136,10 +138,9 @@ class SampledSoftmax(keras.layers.Layer):
             kernel_initializer, "kernel_initializer"
         )
         self.seed = seed
-        if architecture is not None:
-            checks.requested_architecture(
-                "architecture", architecture, ", or None for the strategy's"
-            )
+        choice.check_requested(
+            "architecture", architecture, ", or None for the strategy's"
+        )
         self.num_partitions = num_partitions
         self.partition_group = partition_group
         self.architecture = architecture
@@ -374,7 +375,7 @@ class SampledSoftmaxLoss(keras.losses.Loss):
 
     def call(self, y_true, y_pred):
         origin = getattr(y_pred, _ORIGIN, None)
-        if origin is None and compat.is_tracing_shapes():
+        if origin is None and keras_scopes.is_tracing_shapes():
             return tf.zeros(tf.shape(y_pred)[:-1], y_pred.dtype)
         if origin is None:
             raise ValueError(

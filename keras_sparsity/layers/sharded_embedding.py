@@ -5,9 +5,10 @@ import collections
 import keras
 import tensorflow as tf
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
+from keras_sparsity.exchange.pull import shaped
+from keras_sparsity.placement import choice
 from keras_sparsity.tables import initial_values
-from keras_sparsity.tables.exchange import shaped
 from keras_sparsity.tables.sharded_table import ShardedTable
 
 
@@ -108,10 +109,9 @@ class ShardedEmbedding(keras.layers.Embedding):
             mask_zero=mask_zero,
             **kwargs,
         )
-        if architecture is not None:
-            checks.requested_architecture(
-                "architecture", architecture, ", or None for the strategy's"
-            )
+        choice.check_requested(
+            "architecture", architecture, ", or None for the strategy's"
+        )
         self.num_partitions = num_partitions
         self.partition_group = partition_group
         self.architecture = architecture

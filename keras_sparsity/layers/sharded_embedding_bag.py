@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 
 COMBINERS = ("sum", "mean", "sqrtn")

@@ -1,7 +1,7 @@
-"""What each way to move a variable's gradients costs the network.
+"""Bytes of each architecture on the network, and the choice among them.
 
-Bytes that the machines send and receive in one training step, from the
-equations of EuroSys 3.1, with these names:
+Machines send and receive them in one training step, by the equations of
+EuroSys 3.1, with these names:
 
     N      machines
     L      processes of a machine, each a worker (the paper's equations: 1)
@@ -9,12 +9,15 @@ equations of EuroSys 3.1, with these names:
     m      number of variables
     alpha  fraction of its elements that one worker touches in a step
 
-Only what crosses a machine's network interface counts, not what the processes
-of one machine send each other. Control messages (the number of rows that
-follow, TCP's headers) are left out.
+Only bytes that cross a machine's network interface count, not messages between
+processes of one machine, nor control messages (numbers of rows, TCP headers).
 """
 
 from keras_sparsity.planning.architecture import Choice, Plan, plan
+from keras_sparsity.planning.engine_cost import (
+    engine_bytes,
+    sharded_table_bytes,
+)
 from keras_sparsity.planning.partition_search import (
     PartitionChoice,
     PartitionSample,
@@ -23,8 +26,6 @@ from keras_sparsity.planning.partition_search import (
 from keras_sparsity.planning.specs import Cluster, VariableSpec, alpha_model
 from keras_sparsity.planning.transfer_cost import (
     TransferBytes,
-    engine_bytes,
-    sharded_table_bytes,
     transfer_bytes,
 )
 

@@ -1,10 +1,11 @@
-"""Which architecture each variable has."""
+"""Chooses the architecture of each variable of a model."""
 
 import dataclasses
 import functools
 import operator
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
+from keras_sparsity.planning.engine_cost import engine_bytes
 from keras_sparsity.planning.specs import (
     Cluster,
     VariableSpec,
@@ -14,7 +15,8 @@ from keras_sparsity.planning.specs import (
 )
 from keras_sparsity.planning.transfer_cost import (
     ARCHITECTURES,
-    engine_bytes,
+    PARTITIONED,
+    architectures_of,
     num_partitions,
     transfer_bytes,
 )
@@ -22,13 +24,25 @@ from keras_sparsity.planning.transfer_cost import (
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A variable, its architecture, and what each one would cost.
+    """The architecture of a variable, and the costs of all.
 
-    Attributes:
+    Args:
         variable: `VariableSpec`.
-        architecture: the one with the fewest bytes.
-        costs: dict from each architecture that was asked for, and that the
-            variable can have, to its `TransferBytes`.
+        architecture: the architecture with the fewest bytes.
+        costs: dict from each possible architecture to its `TransferBytes`.
+
+    Raises:
+        Nothing: `plan` makes it.
+
+    Example:
+
+    >>> table = VariableSpec("table", (1000, 64), alpha=0.02)
+    >>> (choice,) = plan([table], Cluster(4)).choices
+    >>> choice.architecture, list(choice.costs)
+    ('ps', ['allreduce', 'ps', 'allgather'])
+
+    References:
+        EuroSys 3.1.
     """
 
     variable: VariableSpec
@@ -40,8 +54,20 @@ class Choice:
 class Plan:
     """The architecture of each variable of a model, see `plan`.
 
-    Attributes:
+    Args:
         choices: tuple of `Choice`, one for each variable, in their order.
+
+    Raises:
+        Nothing: `plan` makes it.
+
+    Example:
+
+    >>> found = plan([VariableSpec("kernel", (100, 10))], Cluster(2))
+    >>> round(found.total.busiest_bytes), found.alpha_model
+    (8000, 1.0)
+
+    References:
+        EuroSys 3.1.
     """
 
     choices: tuple
@@ -69,25 +95,29 @@ def plan(
 ):
     """Chooses for each variable the architecture with the fewest bytes.
 
-    Fewest at the busiest machine, sent and received together; of equal ones
-    "allreduce" comes before "ps" and that before "allgather" (which by these
-    equations never has fewer than "ps"). On servers, the partitions of all
-    variables go round the machines.
+    Counted at the busiest machine, sent and received together. Among equals
+    "allreduce" comes before "ps", and "ps" before "allgather", which by these
+    equations never has fewer. The partitions of all variables on servers take
+    turns on the machines.
 
     Args:
         variables: list of `VariableSpec`.
         cluster: `Cluster`.
-        architectures: those to choose from. One alone is a baseline:
-            `("ps",)` has dense variables on servers, too.
+        architectures: the architectures to choose from. One alone is a
+            baseline: `("ps",)` puts dense variables on servers, too.
         local_aggregation: as for `transfer_bytes`.
         wire_dtype: as for `transfer_bytes`.
         index_bytes: as for `transfer_bytes`.
-        engine: count what this library moves by that engine, see
-            `engine_bytes`. By default what the equations of the paper say,
-            with the three options before this one.
+        engine: count the bytes that this library moves by that engine, see
+            `engine_bytes`. By default those of the paper's equations, with
+            the three options before this one.
 
     Returns:
         `Plan`.
+
+    Raises:
+        ValueError: if an argument has another type or value, or a variable
+            none of the architectures.
 
     Example:
 
@@ -108,33 +138,28 @@ def plan(
     """
     variables = checked_variables(variables)
     check_is(cluster, Cluster, "cluster")
-    checks.check(
-        isinstance(architectures, (list, tuple))
-        and len(architectures) > 0
-        and all(isinstance(a, str) for a in architectures)
-        and set(architectures) <= set(ARCHITECTURES),
-        "architectures",
-        architectures,
-        f"a list of some of {ARCHITECTURES}",
-    )
+    _check_architectures(architectures)
+
+    def cost(variable, architecture):
+        if engine is not None:
+            return engine_bytes(variable, architecture, cluster, engine)
+        return transfer_bytes(
+            variable,
+            architecture,
+            cluster,
+            local_aggregation,
+            wire_dtype,
+            index_bytes,
+            next_machine,
+        )
+
     choices = []
     next_machine = 0
     for variable in variables:
         costs = {
-            architecture: transfer_bytes(
-                variable,
-                architecture,
-                cluster,
-                local_aggregation,
-                wire_dtype,
-                index_bytes,
-                next_machine,
-            )
-            if engine is None
-            else engine_bytes(variable, architecture, cluster, engine)
-            for architecture in ARCHITECTURES
-            if architecture in architectures
-            and (variable.is_sparse or architecture != "allgather")
+            name: cost(variable, name)
+            for name in architectures_of(variable)
+            if name in architectures
         }
         checks.check(
             costs,
@@ -145,10 +170,22 @@ def plan(
         )
         choice = Choice(variable, _cheapest(costs), costs)
         choices.append(choice)
-        if choice.architecture == "ps":
+        if choice.architecture in PARTITIONED:
             next_machine += num_partitions(variable, cluster)
             next_machine %= cluster.num_machines
     return Plan(tuple(choices))
+
+
+def _check_architectures(architectures):
+    checks.check(
+        isinstance(architectures, (list, tuple))
+        and len(architectures) > 0
+        and all(isinstance(a, str) for a in architectures)
+        and set(architectures) <= set(ARCHITECTURES),
+        "architectures",
+        architectures,
+        f"a list of some of {ARCHITECTURES}",
+    )
 
 
 def _cheapest(costs):

@@ -1,4 +1,4 @@
-"""How many partitions a table should have, found by trying some.
+"""Finds the number of partitions of a table by trying some.
 
 With P partitions on `size` owners, the time of an iteration is taken to be
 
@@ -21,7 +21,7 @@ import math
 
 import numpy as np
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
 
 # The paper needed 5 (EuroSys Table 5). Seven powers of two span a factor of 64.
 MAX_SAMPLES = 7
@@ -38,12 +38,23 @@ _RISE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class PartitionSample:
-    """What one number of partitions took.
+    """The measured time of one number of partitions.
 
-    Attributes:
+    Args:
         num_partitions: P.
-        seconds: of an iteration.
-        error_seconds: the standard error of `seconds`.
+        seconds: seconds of an iteration.
+        error_seconds: standard error of `seconds`.
+
+    Raises:
+        Nothing: `PartitionSampler.record` checks the numbers.
+
+    Example:
+
+    >>> PartitionSample(4, seconds=0.02).error_seconds
+    0.0
+
+    References:
+        EuroSys 3.2.
     """
 
     num_partitions: int
@@ -53,17 +64,30 @@ class PartitionSample:
 
 @dataclasses.dataclass(frozen=True)
 class PartitionChoice:
-    """A number of partitions, and what it was chosen by.
+    """A number of partitions, with the samples and the fit behind it.
 
-    Attributes:
+    Args:
         num_partitions: the choice.
         size: number of processes.
-        samples: tuple of `PartitionSample`, in the order in which they were
-            taken.
+        samples: tuple of `PartitionSample`, in the order of their taking.
         theta: the fitted `(theta0, theta1, theta2, theta3)` in seconds, see
             `keras_sparsity.planning.partition_search`.
-        misfit: how far the fit is off at the samples: the root of the mean
-            square of the relative differences.
+        misfit: root mean square of the fit's relative errors at the samples.
+
+    Raises:
+        Nothing: `PartitionSampler.choice` makes it.
+
+    Example:
+
+    >>> sampler = PartitionSampler(size=2, max_samples=3)
+    >>> for count in (1, 2, 4):
+    ...     sampler.record(count, 0.1 + 0.2 / count)
+    >>> choice = sampler.choice()
+    >>> choice.num_partitions, round(choice.predicted_seconds(4), 3)
+    (4, 0.15)
+
+    References:
+        EuroSys 3.2 (equation 1).
     """
 
     num_partitions: int
@@ -119,25 +143,27 @@ class PartitionChoice:
 
 
 class PartitionSampler:
-    """The paper's search: says what to try next, is told, and chooses.
+    """The paper's search: proposes samples, records them, and chooses.
 
-    It starts at `start`, doubles until the time rises, goes back and halves
-    until it rises; it has risen when two samples in a row are slower, for one
-    may be so by chance. Then the fit's best P is tried, too, as long as the
-    number of samples allows. What is chosen lies between the smallest and the
-    largest P sampled.
+    It starts at `start`, doubles P until the time rises, then halves P from
+    the start until the time rises. Two slower samples in a row count as a
+    rise; one alone may be noise. The remaining samples try the best P of the
+    fit. The choice lies between the smallest and the largest P sampled.
 
-    The fastest sample is chosen, unless the fit expects a P that was not
-    sampled to be faster by more than the fit is off at the samples (and by
-    more than these are uncertain): what was measured does not lose to a curve
-    because of noise.
+    The fastest sample wins, unless the fit predicts an unsampled P to be
+    faster by more than both the misfit and the samples' error: noise does not
+    make a curve beat a measurement.
 
     Args:
         size: number of processes.
         start: the first P, for example the number of machines.
-        allowed: function from P to whether it may be tried or chosen, such as
-            one that knows a memory limit; by default all are.
-        max_samples: the most P to try.
+        allowed: function from P to a bool: whether P may be tried or chosen,
+            for example within a memory limit; by default any P may.
+        max_samples: largest number of samples.
+
+    Raises:
+        ValueError: if a number is not positive, `allowed` is no such
+            function, or it forbids `start`.
 
     Example:
 
@@ -185,7 +211,7 @@ class PartitionSampler:
         return tuple(self._samples.values())
 
     def proposal(self):
-        """The P to try next, or None when it is time to choose."""
+        """The next P to sample, or None: choose now."""
         if len(self._samples) >= self.max_samples:
             return None
         if self.start not in self._samples:
@@ -197,12 +223,15 @@ class PartitionSampler:
         return self._unsampled_best()
 
     def record(self, num_partitions, seconds, error_seconds=0.0):
-        """Takes note of what an iteration took.
+        """Records the measured time of an iteration.
 
         Args:
             num_partitions: P.
-            seconds: of an iteration, with P partitions.
-            error_seconds: standard error of that.
+            seconds: seconds of an iteration with P partitions.
+            error_seconds: their standard error.
+
+        Raises:
+            ValueError: if a number is out of range.
         """
         count = checks.positive_integer("num_partitions", num_partitions)
         checks.positive_number("seconds", seconds)
@@ -218,7 +247,11 @@ class PartitionSampler:
         )
 
     def choice(self):
-        """`PartitionChoice` by the samples so far."""
+        """The `PartitionChoice` by the samples so far.
+
+        Raises:
+            ValueError: if there is no sample.
+        """
         if not self._samples:
             raise ValueError(
                 "There is nothing to choose by: no sample is recorded. Call "
@@ -254,7 +287,7 @@ class PartitionSampler:
         return None
 
     def _unsampled_best(self):
-        """The P that the fit expects to be worth a sample, or None."""
+        """The P that is worth a sample by the fit, or None."""
         if len(self._samples) < 3:
             return None
         theta, _ = _fit(self.samples, self.size)
@@ -264,10 +297,10 @@ class PartitionSampler:
         return best if is_worth_it else self._even_beside_fastest()
 
     def _even_beside_fastest(self):
-        """The nearest P that gives all owners as much; None if it is known.
+        """The nearest unsampled P with equal shares of all owners, or None.
 
-        Where all samples near the fastest are uneven (of 1, 3 and 7 among two
-        owners), the fit cannot tell what evenness is worth.
+        If all samples near the fastest are uneven (1, 3 and 7 among two
+        owners), the fit does not know the effect of evenness.
         """
         place = self._fastest().num_partitions
         if place % self.size == 0:
@@ -301,7 +334,7 @@ class PartitionSampler:
 
 
 def busiest_rows(num_rows, num_partitions, size):
-    """Rows of a table that its busiest owner has.
+    """Number of rows at the busiest owner of a table.
 
     Partition p belongs to the owner number p modulo `size`, and row r to
     partition r modulo P, so the first owner has the most.
@@ -316,7 +349,7 @@ def busiest_rows(num_rows, num_partitions, size):
 
 
 def _terms(num_partitions, size):
-    """What theta0 to theta3 are multiplied by."""
+    """The factors of theta0 to theta3."""
     share = math.ceil(num_partitions / size) / num_partitions
     return np.array([1.0, share, num_partitions, 1.0 / num_partitions])
 

@@ -1,22 +1,33 @@
-"""What the cost of a model's variables depends on."""
+"""A cluster and the variables of a model, as costs depend on them."""
 
 import dataclasses
 import math
 
 import numpy as np
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
 
 _MOST_PROCESSES = 100_000  # figures are kept for each
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Machines with as many processes each.
+    """Machines that run the same number of processes each.
 
     Args:
-        num_machines: N.
-        processes_per_machine: L.
+        num_machines: N, at least 1.
+        processes_per_machine: L, at least 1.
+
+    Raises:
+        ValueError: if a number is not positive, or above 100,000.
+
+    Example:
+
+    >>> Cluster(num_machines=4, processes_per_machine=2).size
+    8
+
+    References:
+        EuroSys 3.1 (N machines, each a worker).
     """
 
     num_machines: int = 1
@@ -36,23 +47,24 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True)
 class VariableSpec:
-    """What the cost of a variable depends on.
+    """A variable, as its cost depends on it.
 
     Args:
-        name: its name.
-        shape: its shape. Of a sparse variable the first axis is that of the
-            rows: `(num_rows, ...)`.
+        name: name of the variable.
+        shape: its shape; `(num_rows, ...)` of a sparse variable.
         alpha: of a sparse variable the fraction of its rows, and so of its
-            elements, that one worker touches in a step, 0 to 1; a row that
-            occurs several times counts once. None for a dense one, of which
-            every element is touched.
-        dtype: its dtype.
+            elements, that one worker touches in a step, 0 to 1; duplicate
+            rows count once. None for a dense variable.
+        dtype: name of its dtype.
         alpha_machine: the fraction that all L workers of a machine touch
-            together, for local aggregation. By default that of workers that
-            choose their rows independently, 1 - (1 - alpha)^L. Where some
-            rows are more popular than others it is less: measure it.
-        num_partitions: P. By default as many as processes for a sparse
-            variable, and one for a dense one.
+            together, for local aggregation. By default 1 - (1 - alpha)^L, for
+            workers that choose their rows independently. Popular rows make it
+            smaller: measure it.
+        num_partitions: P. By default the number of processes for a sparse
+            variable, 1 for a dense one.
+
+    Raises:
+        ValueError: if an argument has another type or range.
 
     Example:
 
@@ -61,6 +73,9 @@ class VariableSpec:
     256000
     >>> table.num_bytes("float16")
     128000
+
+    References:
+        EuroSys 2.2 and 3.1 (alpha), 4.3 (local aggregation).
     """
 
     name: str
@@ -119,6 +134,9 @@ def alpha_model(variables):
 
     Returns:
         alpha_model, 0 to 1.
+
+    Raises:
+        ValueError: if there is no variable, or one of another type.
 
     Example:
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
 from keras_sparsity.planning.specs import (
     Cluster,
     VariableSpec,
@@ -16,25 +16,41 @@ from keras_sparsity.planning.specs import (
 
 # Where two cost the same, the earlier is chosen: see `plan`.
 ARCHITECTURES = ("allreduce", "ps", "allgather")
-ENGINES = ("local", "native", "horovod")
 LOCAL_AGGREGATIONS = ("none", "push", "both")
+_DENSE = ("allreduce", "ps")
+PARTITIONED = ("ps",)
 
 # Of uint16, int32 and int64.
 _LARGEST = {2: 2**16 - 1, 4: 2**31 - 1, 8: 2**63 - 1}
 
-# Parts of 0 to 8 elements are padded to this many, and there are as many
-# steps to an octave.
-_SMALLEST_CAPACITY = 8
+
+def architectures_of(variable):
+    """The architectures that a variable can have: dense ones gather no rows."""
+    if variable.is_sparse:
+        return ARCHITECTURES
+    return tuple(name for name in ARCHITECTURES if name in _DENSE)
 
 
 @dataclasses.dataclass(frozen=True)
 class TransferBytes:
-    """Bytes of one step, by machine. The sum of two is that of both.
+    """Bytes of one step, by machine. Two of them can be added.
 
-    Attributes:
+    Args:
         sent_bytes: tuple of N numbers, one for each machine.
-        received_bytes: likewise.
-        index_bytes: likewise: what of both are the ids of rows.
+        received_bytes: tuple of N numbers.
+        index_bytes: tuple of N numbers: bytes of row ids among both.
+
+    Raises:
+        ValueError: on adding bytes of clusters of different sizes.
+
+    Example:
+
+    >>> cost = TransferBytes((4, 6), (6, 4), (0, 0))
+    >>> (cost + cost).busiest_bytes
+    20
+
+    References:
+        EuroSys 3.1 and Table 3.
     """
 
     sent_bytes: tuple
@@ -48,7 +64,7 @@ class TransferBytes:
 
     @property
     def busiest_machine(self):
-        """The machine that the others wait for; the first of several."""
+        """The first machine with the most bytes, for which all others wait."""
         return self.total_bytes.index(max(self.total_bytes))
 
     @property
@@ -81,7 +97,7 @@ def transfer_bytes(
     index_bytes=8,
     first_machine=0,
 ):
-    """Bytes that one variable costs under one architecture, by machine.
+    """Bytes of one variable under one architecture, by machine.
 
     Sent and received together, with L = 1 and no index bytes (EuroSys Table
     3), of one variable with one partition, at the machine that owns it, and
@@ -122,11 +138,15 @@ def transfer_bytes(
         wire_dtype: the dtype that travels, if not the variable's own.
         index_bytes: bytes of a row's index: 4 for int32, 8 for int64, 0 to
             leave indices out.
-        first_machine: the machine that has the first partition; the
-            following ones go round the machines.
+        first_machine: the machine of the first partition; the others take
+            turns on the following machines.
 
     Returns:
         `TransferBytes`.
+
+    Raises:
+        ValueError: if an argument has another type or value, or a dense
+            variable is to be gathered.
 
     Example:
 
@@ -164,33 +184,14 @@ def transfer_bytes(
         first_machine,
         f"a machine's number, 0 to {cluster.num_machines - 1}",
     )
-    if architecture == "allreduce":
-        return _all_reduce(w, cluster, local_aggregation)
-    if architecture == "allgather":
-        checks.check(
-            variable.is_sparse,
-            "architecture",
-            architecture,
-            f"'allreduce' or 'ps' for {variable.name!r}: it is dense, and "
-            "'allgather' gathers rows. Give a sparse variable its `alpha`",
-        )
-        return _all_gather(variable, w, index_bytes, cluster)
-    shares = _shares(variable, cluster, cluster.num_machines)
-    return _parameter_server(
-        variable,
-        w,
-        cluster,
-        np.roll(shares, first_machine),
-        local_aggregation,
-        pull_index_bytes=index_bytes,
-        push_index_bytes=index_bytes,
+    equation = _EQUATIONS[architecture]
+    return equation(
+        variable, w, cluster, local_aggregation, index_bytes, first_machine
     )
 
 
 def narrowest_index(num_rows):
-    """Bytes of the narrowest integer in which this library sends rows' numbers.
-
-    Of 0 to `num_rows - 1`, and one value that is no row's.
+    """Bytes of the narrowest integer for `num_rows` row ids and one mark.
 
     Example:
 
@@ -200,225 +201,49 @@ def narrowest_index(num_rows):
     return next(n for n in (2, 4, 8) if num_rows < _LARGEST[n])
 
 
-def engine_bytes(
-    variable,
-    architecture,
-    cluster,
-    engine,
-    largest_rows=None,
-    first_machine=0,
-    local_aggregation=True,
-    pulled_bytes=None,
+def _all_reduce(
+    variable, w, cluster, local_aggregation, index_bytes, first_machine
 ):
-    """Bytes that this library moves for one variable, by machine.
-
-    As `transfer_bytes` of unique rows, with indices in the narrowest integer
-    that holds them, but "ps" of a sparse variable is a `sharded_table_bytes`,
-    and what the native engine exchanges by rows is padded.
-
-    Args:
-        variable: `VariableSpec`.
-        architecture: `"allreduce"`, `"ps"` or `"allgather"`.
-        cluster: `Cluster`.
-        engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
-        largest_rows: as for `sharded_table_bytes`.
-        first_machine: as for `transfer_bytes`, of a dense variable.
-        local_aggregation, pulled_bytes: as for `sharded_table_bytes`.
-
-    Returns:
-        `TransferBytes`.
-
-    Example:
-
-    >>> table = VariableSpec("table", (1000, 64), alpha=0.02)
-    >>> for engine in ENGINES:
-    ...     cost = engine_bytes(table, "allgather", Cluster(4), engine)
-    ...     print(engine, round(cost.busiest_bytes))
-    local 0
-    native 30960
-    horovod 30960
-
-    References:
-        EuroSys 3.1.
-    """
-    checks.one_of("engine", engine, ENGINES)
-    checks.one_of("architecture", architecture, ARCHITECTURES)
-    if architecture == "ps" and getattr(variable, "is_sparse", False):
-        cost = sharded_table_bytes(
-            variable,
-            cluster,
-            engine == "native",
-            largest_rows,
-            local_aggregation,
-            pulled_bytes,
-        )
-    else:
-        cost = transfer_bytes(
-            variable,
-            architecture,
-            cluster,
-            index_bytes=_index_of_all(variable),
-            first_machine=first_machine,
-        )
-    if engine == "local":
-        return _on_each(cluster, 0)
-    if engine == "native" and architecture == "allgather":
-        return _padded_all_gather(variable, cluster)
-    return cost
-
-
-def sharded_table_bytes(
-    variable,
-    cluster,
-    padded=False,
-    largest_rows=None,
-    local_aggregation=True,
-    pulled_bytes=None,
-):
-    """Bytes that a `ShardedTable` of this library costs, by machine.
-
-    It is a parameter server whose servers are the workers. Each process sends
-    the addresses of the unique rows that it needs to their owners, in the
-    narrowest integer that holds those of an owner (i bytes), and the rows come
-    back. Their gradients, one for each row, follow the ids' way,
-    and need no ids of their own. In the words of `transfer_bytes`, "ps" with
-
-        pull = L alpha w
-        push = L alpha w + i L alpha num_rows
-
-    With local aggregation, where a machine's processes ask together and add
-    their gradients up, alpha_machine takes the place of L alpha. Rows that
-    their owner casts or slices before it sends them are pulled in fewer bytes.
-
-    The native engine's operations know even sizes only. What a process sends
-    to another one is padded to the largest part that any has for any, and
-    this to the next capacity: there are 8 to an octave, so at most 12.5 %
-    more. With c(n) the capacity of n elements, n the largest number of rows,
-    d their number of elements, and b the bytes of one, a machine sends, and
-    receives,
-
-        L (S-L) (i c(n) + 2 b c(n d))
-
-    and with local aggregation, in which each process exchanges with one of
-    each other machine, L (N-1) times what is in the last brackets.
-
-    Args:
-        variable: `VariableSpec` of a sparse variable, which travels in its
-            own dtype.
-        cluster: `Cluster`.
-        padded: whether parts are padded, as by the native engine; else as by
-            Horovod, which sends what there is.
-        largest_rows: the largest number of rows that one process asks of one
-            owner, if measured; only what is padded depends on it. By default
-            that of rows that are touched evenly, and real ids come to more.
-        local_aggregation: whether the processes of a machine pull and push
-            together, as those of a strategy do by default.
-        pulled_bytes: bytes of a row when it is pulled, by default those of
-            the whole row in the variable's dtype.
-
-    Returns:
-        `TransferBytes`.
-
-    Example:
-
-    >>> table = VariableSpec("table", (1000, 64), alpha=0.02)
-    >>> cost = sharded_table_bytes(table, Cluster(num_machines=4))
-    >>> round(cost.busiest_bytes), round(max(cost.index_bytes))
-    (15420, 60)
-    >>> cost = sharded_table_bytes(table, Cluster(4), padded=True)
-    >>> round(cost.busiest_bytes)
-    15456
-
-    References:
-        EuroSys 3.1 (pull and push), 4.3 (servers beside workers).
-    """
-    check_is(variable, VariableSpec, "variable")
-    checks.check(
-        variable.is_sparse,
-        "variable",
-        variable,
-        "sparse: give it the `alpha` that one worker touches",
-    )
-    check_is(cluster, Cluster, "cluster")
-    checks.boolean("padded", padded)
-    checks.boolean("local_aggregation", local_aggregation)
-    checks.check(
-        largest_rows is None
-        or (is_number(largest_rows) and 0 <= largest_rows < math.inf),
-        "largest_rows",
-        largest_rows,
-        "None or a number of rows",
-    )
-    checks.check(
-        pulled_bytes is None
-        or (is_number(pulled_bytes) and 0 <= pulled_bytes < math.inf),
-        "pulled_bytes",
-        pulled_bytes,
-        "None or a number of bytes",
-    )
-    w = variable.num_bytes()
-    most = _shares(variable, cluster, cluster.size).max() * variable.shape[0]
-    id_bytes = narrowest_index(math.ceil(most - 1e-9))
-    if not padded:
-        return _parameter_server(
-            variable,
-            w,
-            cluster,
-            _shares(variable, cluster, cluster.num_machines),
-            "both" if local_aggregation else "none",
-            pull_index_bytes=id_bytes,
-            push_index_bytes=0,
-            pulled=None
-            if pulled_bytes is None
-            else pulled_bytes * variable.shape[0],
-        )
-    local_size = cluster.processes_per_machine
-    alpha, others = variable.alpha, cluster.size - local_size
-    if local_aggregation:
-        alpha, others = _merged(variable, cluster), cluster.num_machines - 1
-    if largest_rows is None:
-        # Not above the next whole number by a rounding error alone.
-        largest_rows = alpha * most - 1e-9
-    largest_rows = math.ceil(largest_rows)
-    dim = math.prod(variable.shape[1:])
-    pairs = local_size * others
-    ids = pairs * _capacity(largest_rows) * id_bytes
-    element_bytes = dtype_bytes("dtype", variable.dtype)
-    rows = pairs * _capacity(largest_rows * dim) * element_bytes
-    pulled = 1 if pulled_bytes is None else pulled_bytes / (dim * element_bytes)
-    return _on_each(cluster, ids + rows * (1 + pulled), index_bytes=2 * ids)
-
-
-def _index_of_all(variable):
-    is_sparse = getattr(variable, "is_sparse", False)
-    return narrowest_index(variable.shape[0]) if is_sparse else 0
-
-
-def _all_reduce(w, cluster, local_aggregation):
+    del variable, index_bytes, first_machine
     members = cluster.size
     if local_aggregation != "none":
         members = cluster.num_machines
-    return _on_each(cluster, 2 * w * (members - 1) / members)
+    return on_each(cluster, 2 * w * (members - 1) / members)
 
 
-def _all_gather(variable, w, index_bytes, cluster):
+def _all_gather(
+    variable, w, cluster, local_aggregation, index_bytes, first_machine
+):
+    del local_aggregation, first_machine
+    checks.check(
+        variable.is_sparse,
+        "architecture",
+        "allgather",
+        f"'allreduce' or 'ps' for {variable.name!r}: it is dense, and "
+        "'allgather' gathers rows. Give a sparse variable its `alpha`",
+    )
     values = variable.alpha * w
     indices = variable.alpha * variable.shape[0] * index_bytes
     hops = cluster.size - 1
-    return _on_each(cluster, hops * (values + indices), 2 * hops * indices)
+    return on_each(cluster, hops * (values + indices), 2 * hops * indices)
 
 
-def _padded_all_gather(variable, cluster):
-    num_rows = math.ceil(variable.alpha * variable.shape[0] - 1e-9)
-    num_values = num_rows * math.prod(variable.shape[1:])
-    element_bytes = dtype_bytes("dtype", variable.dtype)
-    hops = cluster.size - 1
-    ids = hops * _capacity(num_rows) * _index_of_all(variable)
-    values = hops * _capacity(num_values) * element_bytes
-    return _on_each(cluster, ids + values, 2 * ids)
+def _servers(
+    variable, w, cluster, local_aggregation, index_bytes, first_machine
+):
+    owned = shares(variable, cluster, cluster.num_machines)
+    return parameter_server(
+        variable,
+        w,
+        cluster,
+        np.roll(owned, first_machine),
+        local_aggregation,
+        pull_index_bytes=index_bytes,
+        push_index_bytes=index_bytes,
+    )
 
 
-def _on_each(cluster, sent_bytes, index_bytes=0):
+def on_each(cluster, sent_bytes, index_bytes=0):
     """`TransferBytes` where all machines send, and receive, the same."""
     if cluster.num_machines == 1:
         sent_bytes = index_bytes = 0
@@ -428,7 +253,7 @@ def _on_each(cluster, sent_bytes, index_bytes=0):
     )
 
 
-def _parameter_server(
+def parameter_server(
     variable,
     w,
     cluster,
@@ -456,7 +281,7 @@ def _parameter_server(
     # How often each machine moves the whole variable.
     pulls = pushes = cluster.processes_per_machine * alpha
     if local_aggregation != "none":
-        pushes = _merged(variable, cluster)
+        pushes = merged(variable, cluster)
     if local_aggregation == "both":
         pulls = pushes
     asked = pulls * num_rows * pull_index_bytes
@@ -472,7 +297,7 @@ def _parameter_server(
     )
 
 
-def _merged(variable, cluster):
+def merged(variable, cluster):
     """alpha_machine, which is 1 for a dense variable."""
     if not variable.is_sparse:
         return 1
@@ -500,7 +325,7 @@ def num_partitions(variable, cluster):
     return min(count, variable.shape[0]) if variable.shape else 1
 
 
-def _shares(variable, cluster, num_owners):
+def shares(variable, cluster, num_owners):
     """Each owner's share of a variable: partitions go round the owners.
 
     The same for machines and for processes, which take their turns machine
@@ -511,12 +336,13 @@ def _shares(variable, cluster, num_owners):
     return (each + (np.arange(num_owners) < more)) / count
 
 
-def _capacity(length):
-    """The length to which a part is padded: 8 to an octave."""
-    octave = max(0, int(length).bit_length() - 4)
-    steps = max(_SMALLEST_CAPACITY, -(-int(length) >> octave))
-    return steps << octave
-
-
 def _add(first, second):
     return tuple(a + b for a, b in zip(first, second, strict=True))
+
+
+# The paper's equations.
+_EQUATIONS = {
+    "allreduce": _all_reduce,
+    "ps": _servers,
+    "allgather": _all_gather,
+}

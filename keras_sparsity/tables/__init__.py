@@ -1,0 +1,1 @@
+"""Tables of rows: storage, layout, first values."""

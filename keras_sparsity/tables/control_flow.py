@@ -7,7 +7,7 @@ is read before it instead, and one dense gradient is pushed behind it.
 
 import tensorflow as tf
 
-from keras_sparsity import compat
+from keras_sparsity._tf import tf_graphs
 
 _ENTERED = "_keras_sparsity_entered"
 _WHOLE = "keras_sparsity/whole"
@@ -23,7 +23,7 @@ def _surroundings():
     context = tf.distribute.get_replica_context()
     if not hasattr(context, _ENTERED):
         return None
-    return compat.around_control_flow(getattr(context, _ENTERED))
+    return tf_graphs.around_control_flow(getattr(context, _ENTERED))
 
 
 def is_entered():

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import checks
+from keras_sparsity._tf import checks
 
 # Values are drawn in blocks of this many elements (16 MiB of float32), each
 # with a seed of its own, so that no process ever holds more than a block of

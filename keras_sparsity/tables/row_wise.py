@@ -1,10 +1,9 @@
 """What acts on each row of a table by itself, and so on its parts."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.tables.exchange import row_gradient
+from keras_sparsity.exchange.pull import row_gradient
 
 _OF_OWNERS = "_keras_sparsity_is_of_owners"
 
@@ -36,13 +35,7 @@ class SpreadRegularizer(keras.regularizers.Regularizer):
         (total,) = communicator.all_reduce(
             [mine], name=f"{table.role}/regularizer"
         )
-        ids = np.concatenate(
-            [
-                table.layout.rows_of(p)
-                for p in table.layout.owned_partitions(rank)
-            ]
-            or [np.zeros(0, np.int64)]
-        )
+        ids = table.layout.owned_rows(rank)
         values = tf.concat(gradients, axis=0) * communicator.size
 
         @tf.custom_gradient

@@ -6,22 +6,14 @@ import zlib
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import (
-    architectures,
-    checks,
-    collectives,
-    compat,
-    touches,
-)
+from keras_sparsity._tf import checks, keras_scopes
 from keras_sparsity.collectives import order
 from keras_sparsity.collectives.base import raise_if_different
-from keras_sparsity.tables import (
-    control_flow,
-    exchange,
-    initial_values,
-    row_wise,
-)
-from keras_sparsity.tables.layout import Layout, default_owners
+from keras_sparsity.exchange import pull as exchange
+from keras_sparsity.exchange.layout import Layout, default_owners
+from keras_sparsity.placement import choice
+from keras_sparsity.sparsity import touches
+from keras_sparsity.tables import control_flow, initial_values, row_wise
 from keras_sparsity.tables.table_variable import (
     Partition,
     TableVariable,
@@ -53,21 +45,26 @@ class ShardedTable:
         owner_name: what errors call the table, for example the layer's name.
         regularizer, constraint: as for `keras.layers.Embedding`, those that
             act on each row by itself.
-        architecture: what several processes make of the table; by default
-            what the strategy says. The result of training does not depend on
-            it, but for rounding.
-            `"ps"` (parameter server): each process has its partitions.
-            `"allgather"`: each has the whole table, and gets the gradients of
-            all rows that any of them touched.
-            `"allreduce"`: each has the whole table, and its gradient is made
-            dense and summed with those of dense variables.
+        architecture: placement of the table on several processes; by default
+            the strategy's. The result of training depends on it by rounding
+            only.
+            `"ps"` (parameter server): each process owns some partitions.
+            `"allgather"`: each process has the whole table; the gradients of
+            touched rows are gathered from all.
+            `"allreduce"`: each process has the whole table; its gradient is
+            made dense and summed with those of dense variables.
             `"auto"`: begins as `"ps"`; after the first steps of `fit`, and
-            when alpha drifts, it gets the one that takes the least time.
+            when alpha drifts, it switches to the architecture with the lowest
+            predicted step time.
         to_stock: function from the whole array to the weight of the stock
-            layer that `ks.export` puts in place; by default the same array.
-        partition_group: name that tables have in common which
-            `ks.callbacks.PartitionSearch` gives the same number of
-            partitions; by default all that have none.
+            layer in `ks.export`; by default the same array.
+        partition_group: tables of one group get the same number of partitions
+            from `ks.callbacks.PartitionSearch`; those without a name are one
+            group.
+
+    Raises:
+        ValueError: if an argument has another type or value, or ranks define
+            different tables.
 
     Attributes:
         variable: a `keras.Variable` of shape `(num_rows, dim)` that stands for
@@ -123,20 +120,18 @@ class ShardedTable:
                 kind, value, f"None or a callable, such as Keras's {kind}s"
             )
         checks.optional_string("partition_group", partition_group)
-        if architecture is not None:
-            checks.requested_architecture(
-                "architecture", architecture, ", or None for the strategy's"
-            )
+        choice.check_requested(
+            "architecture", architecture, ", or None for the strategy's"
+        )
         _check_is_float(dtype)
         self.requested_architecture = architecture
         self.requested_partitions = num_partitions
         self.partition_group = partition_group
         self.initializer = initial_values.standardize(initializer)
         self.owner_name = owner_name or name
-        # Of the table as it is. In one process there are none.
+        # None until the table is distributed, and in one process.
         self.collectives = None
-        self.architecture = None
-        self.layout = None
+        self.placement = None
         self.partitions = []
         # Collectives of one table are told apart by this role.
         self.role = f"table/{self.owner_name}"
@@ -159,6 +154,16 @@ class ShardedTable:
         self.variable.regularizer = regularizer
 
     @property
+    def architecture(self):
+        """Name of the placement; None until the table is distributed."""
+        return self.placement and self.placement.name
+
+    @property
+    def layout(self):
+        """`Layout` of the rows over owners; None if each rank has them all."""
+        return self.placement and self.placement.layout
+
+    @property
     def is_sharded(self):
         """Whether the rows are spread over partitions."""
         return self.layout is not None
@@ -178,71 +183,69 @@ class ShardedTable:
     def create(self, variable):
         """Creates the storage; returns the value of the table's variable."""
         self.variable = variable
-        communicator = collectives.current()
-        architecture = architectures.of().tables
+        placements = choice.entered()
         # Out of any function that is being traced: values are real.
         with tf.init_scope():
-            if communicator.size > 1:
-                self._agree_on_seed(communicator)
-                self._place(communicator, architecture)
-            layout = self.layout_of(self.architecture)
-            return self.hold(layout, self._draw(self._stored_rows(layout)))
+            placement = None
+            if placements.communicator.size > 1:
+                self._agree_on_seed(placements.communicator)
+                placement = self._distributed(placements)
+            return self.hold(placement, self._draw(self._own_rows(placement)))
 
-    def shard(self, communicator, architecture="ps"):
+    def shard(self, placements):
         """Distributes a table that was built by one process.
 
-        If it is to be spread, every process keeps its own rows of rank 0's
-        table. Nothing is done when it is distributed already or there is
-        nothing to distribute.
+        Every process keeps its own rows of rank 0's table, if the table is to
+        be spread. A distributed table stays as it is.
 
         Args:
-            communicator: `Collectives` of all processes.
-            architecture: what the strategy gives tables.
+            placements: `Placements` of the strategy.
         """
+        communicator = placements.communicator
         is_done = self.collectives is not None or not self.variable.is_built
         if is_done or communicator.size == 1:
             return
-        self._place(communicator, architecture)
-        layout = self.layout_of(self.architecture)
-        if layout is None:
-            return  # rank 0's, as all that is whole, before the first step
+        placement = self._distributed(placements)
+        if placement.layout is None:
+            # Rank 0's values, as of all whole variables, before the first step.
+            self.placement = placement
+            return
         (whole,) = communicator.broadcast(
             [tf.constant(self.variable.numpy())], name=f"{self.role}/shard"
         )
         whole = whole.numpy()
-        rows = [whole[r] for r in self._stored_rows(layout)]
-        self.variable.use(self.hold(layout, rows))
+        rows = [whole[r] for r in self._own_rows(placement)]
+        self.variable.use(self.hold(placement, rows))
 
-    def layout_of(self, architecture, num_partitions=None):
-        """The `Layout` of an architecture; None if each rank has the whole.
+    def layout_over_owners(self, num_partitions=None):
+        """The `Layout` of the rows where each rank is to own some.
 
         Args:
-            architecture: its name; None in one process.
             num_partitions: by default, as many as the table was made with.
         """
-        if architecture != "ps":
-            return None
         count = num_partitions or self.requested_partitions
         return Layout(
             self.num_rows, count or self.collectives.size, self._owners
         )
 
-    def hold(self, layout, rows):
-        """Holds these rows from now on.
+    def hold(self, placement, rows):
+        """Stores these rows from now on.
 
         Args:
-            layout: the table's `Layout` from now on.
-            rows: list of arrays or tensors: those of each partition that this
-                rank has by `layout`; if that is None, all of them.
+            placement: the table's `Placement` from now on; None in one
+                process.
+            rows: list of arrays or tensors: the rows of each partition that
+                this rank owns, or all of the table's rows.
 
         Returns:
-            What the table's variable is to use as its value.
+            The value of the table's variable.
         """
+        layout = placement and placement.layout
         if layout is not None:
             self.check_can_be_spread()
         touches.discard(self.variable)
         self.given.clear()
-        self.layout = layout
+        self.placement = placement
         self.variable.regularizer = self.regularizer
         if layout is None:
             self.partitions = []
@@ -279,15 +282,19 @@ class ShardedTable:
         for partition in self.partitions:
             partition.constraint = constraint
 
-    def _place(self, communicator, architecture):
-        """Takes its architecture, once all ranks are seen to agree."""
-        architecture = self.requested_architecture or architecture
+    def _distributed(self, placements):
+        """Takes its communicator, once all ranks are seen to agree.
+
+        Returns:
+            Its `Placement`.
+        """
+        communicator = placements.communicator
         definition = {
             "table": self.owner_name,
             "num_rows": self.num_rows,
             "dim": self.dim,
             "num_partitions": self.requested_partitions,
-            "architecture": architecture,
+            "architecture": placements.name_of_table(self),
             "dtype": self.variable.dtype,
         }
         facts = communicator.gather_objects(
@@ -300,11 +307,12 @@ class ShardedTable:
             "Build the same model on every rank.",
         )
         self.collectives = communicator
-        self.architecture = "ps" if architecture == "auto" else architecture
         self._owners = default_owners([tuple(place) for *place, _ in facts])
+        return placements.of_table(self)
 
-    def _stored_rows(self, layout):
-        """Ids of the rows of each piece that this rank has by a layout."""
+    def _own_rows(self, placement):
+        """Ids of the rows of each piece that this rank has by a placement."""
+        layout = placement and placement.layout
         if layout is None:
             return [np.arange(self.num_rows)]
         owned = layout.owned_partitions(self.collectives.rank)
@@ -371,7 +379,7 @@ class ShardedTable:
                 f"{self.owner_name}: ids must be integers. "
                 f"Received: ids of dtype {ids.dtype.name}."
             )
-        if not self.variable.is_built or compat.in_symbolic_scope():
+        if not self.variable.is_built or keras_scopes.in_symbolic_scope():
             shape = tf.concat([tf.shape(ids), [stop - start]], axis=0)
             return exchange.shaped(tf.zeros(shape, dtype), ids)
         is_whole = stop - start == self.dim

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import compat
+from keras_sparsity._tf import keras_variables
 
 # What a stock optimizer would write a table's anchor with.
 _ASSIGNMENTS = (
@@ -50,6 +50,11 @@ class TableVariable(keras.Variable):
     @property
     def is_built(self):
         return self._value is not None
+
+    @property
+    def placement(self):
+        """The table's `Placement`; None until the table is distributed."""
+        return self.table.placement
 
     # Both may be set at any time, as of every Keras variable.
 
@@ -149,7 +154,7 @@ def _not_of_rows_elsewhere(name):
     return method
 
 
-for _name in compat.SAVING_METHODS:
+for _name in keras_variables.SAVING_METHODS:
     setattr(TableVariable, _name, _not_of_rows_elsewhere(_name))
 for _name in _OPERATORS:
     setattr(TableVariable, f"__{_name}__", _of_the_table(f"__{_name}__"))

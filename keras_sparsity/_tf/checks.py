@@ -1,0 +1,159 @@
+"""Arguments that are not what they must be: errors that say what to pass."""
+
+import os
+
+import numpy as np
+
+_MOST_CHARACTERS = 400
+_MOST_INTEGER = 2**63 - 1  # int64's
+_MOST_PARTITIONS = 1_000_000
+
+
+def spell(value):
+    """A value for a message: its `repr`, where it has a short one."""
+    try:
+        return shortened(repr(value))
+    except Exception as error:  # whatever an object's own method raises
+        return f"<its repr fails with {type(error).__name__}>"
+
+
+def shortened(text):
+    text = str(text)
+    if len(text) > _MOST_CHARACTERS:
+        text = f"{text[:_MOST_CHARACTERS]}..."
+    return text
+
+
+def check(is_valid, name, value, expected):
+    """Raises unless an argument is valid.
+
+    Args:
+        is_valid: whether it is.
+        name: the argument's name.
+        value: what was received.
+        expected: what it must be, to follow "must be".
+    """
+    if not is_valid:
+        raise ValueError(
+            f"`{name}` must be {expected}. Received: {name}={spell(value)} "
+            f"(of type {type(value).__name__})."
+        )
+
+
+def positive_integer(name, value, otherwise="", most=None):
+    """The argument as an `int`; `otherwise` says what else it might be."""
+    is_integer = isinstance(value, (int, np.integer))
+    limit = "" if most is None else f", at most {most:,}"
+    check(
+        is_integer
+        and not isinstance(value, bool)
+        and 1 <= value <= (most or np.inf),
+        name,
+        value,
+        f"a positive integer{otherwise}{limit}",
+    )
+    return int(value)
+
+
+def dimension(name, value):
+    """The argument as an `int` that a tensor's shape can have."""
+    return positive_integer(name, value, most=_MOST_INTEGER)
+
+
+def num_partitions(name, value, otherwise=""):
+    """A number of partitions of a table, each of which is a variable."""
+    return positive_integer(name, value, otherwise, _MOST_PARTITIONS)
+
+
+def positive_number(name, value, otherwise=""):
+    """Checks for a finite number above 0."""
+    is_number = isinstance(value, (int, float, np.number))
+    check(
+        is_number and not isinstance(value, bool) and 0 < value < np.inf,
+        name,
+        value,
+        f"a positive number{otherwise}",
+    )
+
+
+def one_of(name, value, choices, otherwise=""):
+    """Checks for one of some strings."""
+    known = f"one of {', '.join(map(repr, choices))}"
+    if len(choices) == 2:
+        known = " or ".join(map(repr, choices))
+    # Not by `==` alone: arrays and tensors compare element by element.
+    is_known = isinstance(value, str) and value in choices
+    check(is_known, name, value, f"{known}{otherwise}")
+
+
+def function(name, value, expected):
+    """Checks for None or a function."""
+    check(value is None or callable(value), name, value, expected)
+
+
+def boolean(name, value):
+    check(isinstance(value, (bool, np.bool_)), name, value, "True or False")
+
+
+def string(name, value):
+    check(isinstance(value, str), name, value, "a string")
+
+
+def optional_string(name, value):
+    is_valid = value is None or isinstance(value, str)
+    check(is_valid, name, value, "None or a string")
+
+
+def path(name, value, expected):
+    """Checks for a path, as a string or an `os.PathLike` of one."""
+    is_path = isinstance(value, (str, os.PathLike))
+    is_valid = is_path and isinstance(os.fspath(value), str)
+    # None of the system's calls takes the others.
+    is_valid = is_valid and os.fspath(value) and "\0" not in os.fspath(value)
+    check(is_valid, name, value, expected)
+
+
+def processes(name, value):
+    """Checks for `Collectives`, or what stands for them in a test."""
+    check(
+        hasattr(value, "rank") and hasattr(value, "size"),
+        name,
+        value,
+        "the `ks.collectives.Collectives` of the processes, such as "
+        "`strategy.collectives` or `ks.collectives.current()`",
+    )
+
+
+def tensor(name, value, expected):
+    """The argument as a tensor."""
+    import tensorflow as tf  # The launcher checks arguments without it.
+
+    try:
+        return tf.convert_to_tensor(value)
+    except Exception as error:  # whatever an object's own method raises
+        raise ValueError(
+            f"`{name}` must be {expected}. Received: {name}={spell(value)} "
+            f"(of type {type(value).__name__}), of which TensorFlow makes no "
+            f"tensor: {shortened(error)}"
+        ) from error
+
+
+def keras_object(name, value, get, expected):
+    """What Keras makes of a name, a configuration or an object.
+
+    Args:
+        name: the argument's name.
+        value: what was received.
+        get: Keras's function, such as `keras.optimizers.get`.
+        expected: what it must be, to follow "must be".
+    """
+    try:
+        found = get(value)
+        if not (found is None or callable(found) or hasattr(found, "apply")):
+            raise ValueError(f"{type(found).__name__} is none.")
+        return found
+    except Exception as error:  # whatever an object's own method raises
+        raise ValueError(
+            f"`{name}` must be {expected}. Received: {name}={spell(value)} "
+            f"(of type {type(value).__name__}). Keras says: {shortened(error)}"
+        ) from error

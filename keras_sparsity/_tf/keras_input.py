@@ -1,0 +1,91 @@
+"""Datasets and Keras's epoch iterators.
+
+Checked on TensorFlow 2.16 to 2.21 and Keras 3.5 to 3.15.
+"""
+
+import tensorflow as tf
+
+
+def dataset_inputs(dataset):
+    """The datasets that a `tf.data.Dataset` reads from (`_inputs`)."""
+    inputs = getattr(dataset, "_inputs", None)
+    return list(inputs()) if inputs else []
+
+
+def batch_shapes(iterator):
+    """The tensor specs of a batch of Keras's epoch iterator; None for None.
+
+    `TFEpochIterator._distributed_dataset`.
+    """
+    return tf.nest.map_structure(
+        lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec,
+        iterator._distributed_dataset.element_spec,
+    )
+
+
+def change_input(iterator, change):
+    """Has Keras's epoch iterator, before it begins, read another dataset.
+
+    `TFEpochIterator._distributed_dataset`.
+
+    Args:
+        iterator: the iterator from which `fit` draws its batches.
+        change: function from its dataset to another one, or None to keep it.
+    """
+    changed = change(iterator._distributed_dataset)
+    if changed is not None:
+        iterator._distributed_dataset = changed
+
+
+def on_next_epoch(epoch_iterator, enumerate_epoch):
+    """Has Keras's epoch iterator enumerate its next epoch in another way.
+
+    `EpochIterator._enumerate_iterator`; `enumerate_epoch` in Keras 3.5.
+
+    Args:
+        epoch_iterator: the iterator from which `fit` draws its batches.
+        enumerate_epoch: generator function of the stock generator function,
+            in whose place it stands once.
+    """
+    name = "_enumerate_iterator"
+    if not hasattr(epoch_iterator, name):
+        name = "enumerate_epoch"
+    stock = getattr(epoch_iterator, name)
+
+    def once():
+        delattr(epoch_iterator, name)
+        return enumerate_epoch(stock)
+
+    setattr(epoch_iterator, name, once)
+
+
+def repeats_an_order_at_once(epoch_iterator):
+    """Whether an epoch's order is drawn whole with the epoch's first batch.
+
+    `ArrayDataAdapter`, which Keras makes of arrays.
+    """
+    from keras.src.trainers.data_adapters import array_data_adapter
+
+    adapter = epoch_iterator.data_adapter
+    return (
+        isinstance(adapter, array_data_adapter.ArrayDataAdapter)
+        and adapter._shuffle != "batch"
+        and not epoch_iterator.steps_per_epoch
+    )
+
+
+def is_read_by_python(epoch_iterator):
+    """Whether Python code makes the batches: a generator, a `PyDataset`.
+
+    `GeneratorDataAdapter`, `PyDatasetAdapter`.
+    """
+    from keras.src.trainers.data_adapters import (
+        generator_data_adapter,
+        py_dataset_adapter,
+    )
+
+    return isinstance(
+        epoch_iterator.data_adapter,
+        generator_data_adapter.GeneratorDataAdapter
+        | py_dataset_adapter.PyDatasetAdapter,
+    )

@@ -1,0 +1,96 @@
+"""Keras's losses and compiled metrics. Checked on Keras 3.5 to 3.15."""
+
+import contextlib
+
+import keras
+
+# Keras's own steps call this for `compute_loss`: Keras 3.6 and later.
+STEP_LOSS = "_compute_loss"
+
+# Aggregates the losses that layers add; None before Keras 3.8.
+ADDED_LOSS = (
+    "_aggregate_additional_loss"
+    if hasattr(keras.Model, "_aggregate_additional_loss")
+    else None
+)
+
+
+def resolve_loss(identifier, y_true=None, y_pred=None):
+    """The `keras.losses.Loss` that `compile(loss=identifier)` would use.
+
+    `keras.src.trainers.compile_utils.get_loss`.
+    """
+    from keras.src.trainers import compile_utils
+
+    return compile_utils.get_loss(identifier, y_true, y_pred)
+
+
+def match_ranks(values, weights):
+    """Both with the same number of dimensions, as Keras's losses do it.
+
+    `squeeze_or_expand_to_same_rank`.
+    """
+    from keras.src.losses import loss
+
+    return loss.squeeze_or_expand_to_same_rank(values, weights)
+
+
+def keras_mask(tensor):
+    """The mask that a tensor carries (`_keras_mask`), or None."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_keras_mask(tensor, mask):
+    """Lets a tensor carry a mask, as Keras's layers do."""
+    tensor._keras_mask = mask
+
+
+def keras_logits(tensor):
+    """The logits under a sigmoid's or softmax's output, or None.
+
+    `_keras_logits`: Keras's losses use them in place of the output.
+    """
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_keras_logits(tensor, logits):
+    """Lets a tensor carry logits, as Keras's activations do."""
+    tensor._keras_logits = logits
+
+
+def losses_are_scaled():
+    """Whether this Keras divides a loss by the number of replicas.
+
+    Keras 3.5 does not. Later ones divide it when it is computed and multiply
+    it again before it is shown (`unscale_loss_for_distribution`).
+    """
+    from keras.src.losses import loss
+
+    return hasattr(loss, "unscale_loss_for_distribution")
+
+
+@contextlib.contextmanager
+def losses_replaced(model, losses):
+    """While entered, `model.losses` are others (`_losses_override`)."""
+    object.__setattr__(model, "_losses_override", losses)
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "_losses_override", [])
+
+
+def compiled_metrics(model):
+    """The object that updates `compile`'s metrics, or None.
+
+    `Model._compile_metrics`.
+    """
+    return getattr(model, "_compile_metrics", None)
+
+
+def loss_metrics(model):
+    """The metrics that show the losses of a compiled model's outputs.
+
+    `Model._compile_loss`.
+    """
+    loss = getattr(model, "_compile_loss", None)
+    return [] if loss is None else list(loss.metrics)

@@ -1,0 +1,93 @@
+"""Keras's models and layers. Checked on Keras 3.5 to 3.15."""
+
+# `fit`, `evaluate` and `predict` call this before their first step.
+SYMBOLIC_BUILD = "_maybe_symbolic_build"
+
+# `fit` passes this argument to `evaluate`.
+IN_FIT = "_use_cached_eval_dataset"
+
+# Attributes that `Model.compile` and the first calls set, with their values
+# before (`Trainer.__init__`).
+COMPILE_STATE = {
+    "compiled": False,
+    "loss": None,
+    "optimizer": None,
+    "_compile_config": None,
+    "_compile_loss": None,
+    "_compile_metrics": None,
+    "_distribute_strategy": None,
+    "_loss_tracker": None,
+    "train_function": None,
+    "test_function": None,
+    "predict_function": None,
+}
+
+# Attributes that tie a layer to a graph of operations and to the layers around
+# it.
+LAYER_PLACE = (
+    "_called",
+    "_inbound_nodes",
+    "_outbound_nodes",
+    "_parent_path",
+    "_saved_model_arg_spec",
+    "_saved_model_inputs_spec",
+)
+
+
+def set_distribute_strategy(model, strategy):
+    """Makes a model that was built anywhere train under `strategy`.
+
+    `Model._distribute_strategy`, which Keras sets in the constructor only.
+    """
+    model._distribute_strategy = strategy
+
+
+def compile_arguments(model):
+    """The arguments that a model was compiled with, by name; {} if it was not.
+
+    `Model._compile_config`, a `SerializableDict` of the objects themselves.
+    """
+    config = getattr(model, "_compile_config", None)
+    return dict(config.config) if model.compiled and config else {}
+
+
+def all_layers(model):
+    """All layers of a model, at any depth (`_flatten_layers`)."""
+    return list(model._flatten_layers(include_self=False))
+
+
+def sublayers(layer):
+    """The layers that a layer holds itself (`_flatten_layers`)."""
+    return list(layer._flatten_layers(include_self=False, recursive=False))
+
+
+def weights_that_were_trainable(model):
+    """Weights that layers have made to be trained, frozen since or not.
+
+    `_flatten_layers`, `_trainable_variables`.
+    """
+    found = {}
+    for layer in model._flatten_layers():
+        found.update((id(v), v) for v in layer._trainable_variables)
+    return list(found.values())
+
+
+def built_with(layer):
+    """The arguments of a layer's `build`, by name (`_build_shapes_dict`)."""
+    return dict(layer._build_shapes_dict or {})
+
+
+def calls_with_more_arguments(layer, name):
+    """Whether a layer is called with a second input, in any graph.
+
+    `Operation._inbound_nodes`, `Node.arguments`.
+
+    Args:
+        layer: the layer.
+        name: the name of its second call argument.
+    """
+    return any(
+        len(node.arguments.args) > 1
+        or node.arguments.kwargs.get(name) is not None
+        for node in layer._inbound_nodes
+    )

@@ -1,0 +1,108 @@
+"""Private state of Keras's optimizers. Checked on Keras 3.5 to 3.15."""
+
+# Attributes that an optimizer's own methods need, also in a wrapper.
+STATE = (
+    *("name", "built", "_lock", "_tracker", "_variables"),
+    *("_trainable_variables", "_trainable_variables_indices"),
+)
+
+
+def built_variables(optimizer):
+    """The variables an optimizer was built with (`_trainable_variables`)."""
+    return optimizer._trainable_variables
+
+
+def variable_index(optimizer, variable):
+    """A variable's place among them (`_get_variable_index`)."""
+    return optimizer._get_variable_index(variable)
+
+
+def exclude_from_weight_decay_too(optimizer, variable, others):
+    """Excludes others where a variable is (`_exclude_from_weight_decay`)."""
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", None)
+    if excluded and optimizer._var_key(variable) in excluded:
+        exclude_from_weight_decay(optimizer, others)
+
+
+def exclude_from_weight_decay(optimizer, variables):
+    """Excludes more variables (`_exclude_from_weight_decay`, `_var_key`)."""
+    if variables:
+        optimizer._exclude_from_weight_decay.update(
+            optimizer._var_key(variable) for variable in variables
+        )
+
+
+def excluded_from_weight_decay(optimizer):
+    """Places of the excluded ones among the variables it was built with."""
+    excluded = getattr(optimizer, "_exclude_from_weight_decay", ())
+    places = optimizer._trainable_variables_indices
+    return [place for key, place in places.items() if key in excluded]
+
+
+def iterations(optimizer):
+    """The variable that counts `apply`'s calls (`_iterations`).
+
+    `iterations` counts updates, if gradients accumulate.
+    """
+    return optimizer._iterations
+
+
+def set_optimizer_strategy(optimizer, strategy):
+    """The strategy an optimizer updates under (`_distribution_strategy`)."""
+    optimizer.__dict__["_distribution_strategy"] = strategy
+
+
+def own_variables(optimizer):
+    """The variables of an optimizer (`_variables`), without an inner one's."""
+    return optimizer._variables
+
+
+def rebuild_optimizer(optimizer, variables, own_variables, attributes):
+    """Gives a built optimizer other variables to update.
+
+    `_trainable_variables`, `_trainable_variables_indices`, `_var_key`,
+    `_variables` and `_tracker`, set as `build` sets them, without tracking.
+
+    Args:
+        optimizer: the optimizer.
+        variables: the variables that it is to update.
+        own_variables: the variables that it consists of.
+        attributes: dict of its other attributes.
+    """
+    from keras.src.utils import tracking
+
+    @tracking.no_automatic_dependency_tracking
+    def set_all(**values):
+        for name, value in values.items():
+            setattr(optimizer, name, value)
+
+    set_all(
+        _trainable_variables=list(variables),
+        _variables=list(own_variables),
+        **attributes,
+    )
+    indices = optimizer._trainable_variables_indices
+    indices.clear()
+    for index, variable in enumerate(variables):
+        indices[optimizer._var_key(variable)] = index
+    tracker = optimizer._tracker
+    is_variable, _ = tracker.config["variables"]
+    tracker.config["variables"] = is_variable, optimizer._variables
+    tracker.stored_ids["variables"] = {id(v) for v in own_variables}
+
+
+def take_aggregated_gradients(optimizer, clip):
+    """Makes an optimizer apply gradients as they are, but for `clip(grads)`.
+
+    `_all_reduce_sum_gradients` and `_clip_gradients`, on this object alone.
+    """
+    optimizer.__dict__["_all_reduce_sum_gradients"] = list
+    optimizer.__dict__["_clip_gradients"] = clip
+
+
+def without_missing_gradients(optimizer, grads, variables):
+    """Both lists without None, with Keras's warning or error.
+
+    `_filter_empty_gradients`.
+    """
+    return optimizer._filter_empty_gradients(grads, variables)

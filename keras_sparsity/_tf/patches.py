@@ -1,0 +1,260 @@
+"""Global names of Keras and TensorFlow that are replaced for a while.
+
+All of them, each with its extent and its reason; `Patch.by` alone replaces
+them. Methods of one model are bound on that model, see `training.binding`.
+
+Checked on TensorFlow 2.16 to 2.21 and Keras 3.5 to 3.15.
+"""
+
+import contextlib
+import functools
+import pkgutil
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf.keras_losses import losses_are_scaled
+from keras_sparsity._tf.keras_scopes import is_tracing_shapes
+
+
+class Patch:
+    """A function or method of Keras or TensorFlow that can be replaced.
+
+    Args:
+        owner: the class or module that has it, a name for
+            `pkgutil.resolve_name`.
+        name: its name there.
+        during: the extent of the replacement.
+        reason: why no narrower replacement does.
+    """
+
+    def __init__(self, owner, name, during, reason):
+        self._owner, self.name = owner, name
+        self.during, self.reason = during, reason
+
+    def __repr__(self):
+        return f"{self._owner}.{self.name}".replace(":", ".")
+
+    @property
+    def owner(self):
+        found = pkgutil.resolve_name(self._owner)
+        if found is not keras.Model:
+            return found
+        # Keras takes a method of the model's for an overridden one.
+        return next(kind for kind in found.__mro__ if self.name in vars(kind))
+
+    @property
+    def is_in_place(self):
+        found = getattr(self.owner, self.name)
+        return getattr(found, "_patch", None) is self
+
+    @contextlib.contextmanager
+    def by(self, make):
+        """While entered, `make(stock)` stands in place of the function."""
+        owner = self.owner
+        stock, is_own = getattr(owner, self.name), self.name in vars(owner)
+        replacement = functools.wraps(stock)(make(stock))
+        replacement._patch = self
+        setattr(owner, self.name, replacement)
+        try:
+            yield
+        finally:
+            if is_own:
+                setattr(owner, self.name, stock)
+            else:
+                delattr(owner, self.name)
+
+
+COMPILE = Patch(
+    "keras:Model",
+    "compile",
+    during="`strategy.scope()`",
+    reason="A model that is compiled there is adopted, of whatever class.",
+)
+LOSS_CALL = Patch(
+    "keras:losses.Loss",
+    "__call__",
+    during="`strategy.scope()` and `strategy.run`",
+    reason="A custom loop makes and calls Keras's losses by itself.",
+)
+METRIC_INIT = Patch(
+    "keras:Metric",
+    "__init__",
+    during="`strategy.scope()`",
+    reason="A custom loop makes metrics and reads their results by itself.",
+)
+METRIC_ATTRIBUTES = Patch(
+    "keras:Metric",
+    "__getattribute__",
+    during="the tracing of a step on several processes",
+    reason="A step may use metrics that its model does not list.",
+)
+ASSIGN = Patch(
+    "keras.src.backend:Variable",
+    "assign",
+    during="the tracing of a step on several processes",
+    reason="A metric's combined value holds until the metric is updated.",
+)
+SCALE_LOSS = Patch(
+    "keras.src.losses.loss",
+    "scale_loss_for_distribution",
+    during="the tracing of a layer, metric or inner loss",
+    reason="Keras divides their losses by the number of replicas.",
+)
+SQRT = Patch(
+    "keras.src.backend.tensorflow.numpy",
+    "sqrt",
+    during="the tracing of an optimizer's rule",
+    reason="All rules of Keras call it, through `keras.ops.sqrt`.",
+)
+ARRAY_DATASET = Patch(
+    "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter",
+    "get_tf_dataset",
+    during="`fit`",
+    reason="`fit` makes the adapter and its dataset in one function.",
+)
+SHUFFLE = Patch(
+    "tensorflow:random",
+    "shuffle",
+    during="the tracing of that dataset",
+    reason="Keras calls it in a function inside of `get_tf_dataset`.",
+)
+EPOCH_ITERATOR = Patch(
+    "keras.src.backend.tensorflow.trainer:TFEpochIterator",
+    "__init__",
+    during="`fit`, `evaluate` and `predict`",
+    reason="`fit` makes the iterator and its dataset in one function.",
+)
+MODEL_METHODS = {
+    name: Patch(
+        "keras:Model",
+        name,
+        during="a method of this name of the user's class, for its model alone",
+        reason="That method calls `super()`'s.",
+    )
+    for name in (
+        *("fit", "evaluate", "predict", "compute_loss"),
+        *("train_on_batch", "test_on_batch", "predict_on_batch"),
+    )
+}
+ALL = (
+    *(COMPILE, LOSS_CALL, METRIC_INIT, METRIC_ATTRIBUTES, ASSIGN, SCALE_LOSS),
+    *(SQRT, ARRAY_DATASET, SHUFFLE, EPOCH_ITERATOR, *MODEL_METHODS.values()),
+)
+
+
+def assignments_are_told(tell):
+    """While entered, `tell(variable)` follows each `variable.assign(...)`.
+
+    `assign_add` and the other ways to assign call `assign`.
+    """
+
+    def make(stock):
+        def assign(variable, value):
+            value = stock(variable, value)
+            if not is_tracing_shapes():  # where nothing is assigned
+                tell(variable)
+            return value
+
+        return assign
+
+    return ASSIGN.by(make)
+
+
+def losses_are_not_scaled():
+    """While entered, Keras divides no loss by the number of replicas."""
+    if not losses_are_scaled():  # Keras 3.5
+        return contextlib.nullcontext()
+    return SCALE_LOSS.by(lambda stock: lambda value: value)
+
+
+def method_for(name, model, method):
+    """While entered, Keras's own method of that name is `method` for a model.
+
+    Args:
+        name: the method's name.
+        model: the model; others keep Keras's method.
+        method: function of the same arguments, without the model.
+    """
+
+    def make(stock):
+        def dispatch(self, *args, **kwargs):
+            if self is model:
+                return method(*args, **kwargs)
+            return stock(self, *args, **kwargs)
+
+        return dispatch
+
+    return MODEL_METHODS[name].by(make)
+
+
+def roots_stay_roots():
+    """While entered, TensorFlow does not rewrite traced roots to `rsqrt`.
+
+    TensorFlow makes `x * rsqrt(y)` of `x / sqrt(y)` in a function. Its `rsqrt`
+    rounds the last elements of a tensor, which do not fill a vector register,
+    differently. An update (of Adagrad, RMSprop, Adadelta) would depend on a
+    row's place in its partition, and so on the number of partitions. `sqrt`
+    and division round all elements alike. `ensure_shape` stops the rewriting.
+    """
+
+    def make(stock):
+        def sqrt(x):
+            root = stock(x)
+            return tf.ensure_shape(root, root.shape)
+
+        return sqrt
+
+    return SQRT.by(make)
+
+
+def array_orders_change(seed):
+    """Keras shuffles arrays anew in each epoch, though the seed is fixed.
+
+    TensorFlow restarts a seeded operation in a dataset's function with every
+    iteration, so `fit(x, y)` repeats one order as soon as a seed is set.
+    While entered, the datasets that Keras makes of arrays draw from `seed`
+    and a count of their iterations instead.
+
+    Args:
+        seed: an integer, the same on all ranks; None changes nothing.
+    """
+    if seed is None:
+        return contextlib.nullcontext()
+
+    def make(stock):
+        def get_tf_dataset(self):
+            with tf.device("CPU:0"):
+                count = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+            def shuffle(values):
+                number = count.assign_add(1)
+                return tf.random.experimental.stateless_shuffle(
+                    values, seed=[tf.constant(seed, tf.int64), number]
+                )
+
+            with SHUFFLE.by(lambda stock: shuffle):
+                dataset = stock(self)
+            dataset._keras_sparsity_count = count  # keeps it alive
+            return dataset
+
+        return get_tf_dataset
+
+    return ARRAY_DATASET.by(make)
+
+
+def epoch_iterators_are_made_in(scope):
+    """While entered, `fit` and the like make their input inside of a scope.
+
+    Args:
+        scope: function that gives a context manager.
+    """
+
+    def make(stock):
+        def initialize(self, *args, **kwargs):
+            with scope():
+                stock(self, *args, **kwargs)
+
+        return initialize
+
+    return EPOCH_ITERATOR.by(make)

@@ -1,0 +1,93 @@
+"""Graphs of traced functions. Checked on TensorFlow 2.16 to 2.21."""
+
+import itertools
+import weakref
+
+import tensorflow as tf
+
+_graph_numbers = weakref.WeakKeyDictionary()
+_next_graph_number = itertools.count(1)
+
+
+def outermost_graph():
+    """The outermost `tf.function` graph being traced; None when eager.
+
+    `FuncGraph.outer_graph`.
+    """
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while isinstance(getattr(graph, "outer_graph", None), tf.Graph):
+        if not hasattr(graph.outer_graph, "outer_graph"):
+            break
+        graph = graph.outer_graph
+    return graph
+
+
+def outermost_function():
+    """The number of the outermost function being traced; None when eager."""
+    graph = outermost_graph()
+    if graph is None:
+        return None
+    if graph not in _graph_numbers:
+        _graph_numbers[graph] = next(_next_graph_number)
+    return _graph_numbers[graph]
+
+
+def captured(tensor):
+    """An eager tensor, as the `tf.function` being traced sees it.
+
+    For resources used in a loop: the gradient of a `tf.while_loop` cannot
+    capture an eager tensor by itself, only tensors of the enclosing function.
+    Not of the outermost function: several others may call an inner one.
+
+    `ControlFlowFuncGraph`, `FuncGraph.capture`.
+    """
+    from tensorflow.python.ops import control_flow_v2_func_graphs
+
+    if tf.executing_eagerly():
+        return tensor
+    graph = tf.compat.v1.get_default_graph()
+    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph.capture(tensor) if hasattr(graph, "capture") else tensor
+
+
+def around_control_flow(entered):
+    """The outermost loop or branch of a step that is being traced.
+
+    `ControlFlowFuncGraph`, `FuncGraph.outer_graph`.
+
+    Args:
+        entered: the graph in which the step began. The loops around it, for
+            example over steps, do not count.
+
+    Returns:
+        The graph of that loop or branch, and the graph around it; None
+        outside of loops and branches.
+    """
+    from tensorflow.python.ops import control_flow_v2_func_graphs
+
+    found = None
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while graph is not None and graph is not entered:
+        outer = getattr(graph, "outer_graph", None)
+        if isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+            found = graph, outer
+        graph = outer
+    return found
+
+
+def timestamp():
+    """Seconds, when this operation is reached: a float64 tensor.
+
+    Only control dependencies order it. TensorFlow would otherwise run all
+    timestamps and other stateful operations one after the other.
+
+    `Graph.experimental_acd_manager`,
+    `AutomaticControlDependencies.run_independently`.
+    """
+    now = tf.timestamp()
+    if not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        if graph.experimental_acd_manager is not None:
+            graph.experimental_acd_manager.run_independently(now.op)
+    return now

@@ -1,0 +1,249 @@
+"""The plan of a model: how sparse its variables are, and how each travels."""
+
+import collections
+import dataclasses
+import functools
+import operator
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+from rich import filesize
+
+from keras_sparsity import planning, sparsity
+from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
+from keras_sparsity.planning import transfer_cost
+
+# Of dense variables so many are listed one by one.
+_MOST_DENSE = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class VariablePlan:
+    """One variable of a `ModelPlan`.
+
+    Attributes:
+        sparsity: its `sparsity.VariableSparsity`.
+        architecture: `"allreduce"`, `"ps"` or `"allgather"`: how it travels.
+        num_partitions: P on servers, else 1.
+        costs: dict from each architecture that it can have to the
+            `planning.TransferBytes` of a step.
+        measured_bytes: what a process sent and received for it in a step, on
+            average over the processes; None if it was not measured.
+    """
+
+    sparsity: sparsity.VariableSparsity
+    architecture: str
+    num_partitions: int
+    costs: dict
+    measured_bytes: float | None = None
+
+    @property
+    def owner_balance(self):
+        """Touches at the busiest owner over their mean; None if not spread."""
+        shares = self.sparsity.owner_shares
+        if not shares or not sum(shares):
+            return None
+        return max(shares) * len(shares)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPlan:
+    """How each variable of a model travels, and what it costs.
+
+    Attributes:
+        variables: tuple of `VariablePlan`, in the model's order.
+        cluster: the `planning.Cluster` that the costs are those of. For
+            processes of one machine it is as many machines: what they send
+            each other counts.
+        engine: the engine's name.
+    """
+
+    variables: tuple
+    cluster: planning.Cluster
+    engine: str
+
+    @property
+    def alpha_model(self):
+        """The mean of alpha over the model, weighted by size (EuroSys 3.1)."""
+        return planning.alpha_model([v.sparsity.spec() for v in self.variables])
+
+    def bytes_of(self, architecture):
+        """Bytes that the busiest machine moves by one architecture's path."""
+        costs = [
+            v.costs[architecture]
+            for v in self.variables
+            if v.architecture == architecture
+        ]
+        if not costs:
+            return 0
+        return functools.reduce(operator.add, costs).busiest_bytes
+
+    def markdown(self):
+        """The plan as a Markdown table, with a line about the whole model.
+
+        P is the number of partitions on servers, balance the touches of the
+        busiest owner over their mean; the last columns are the bytes that the
+        busiest machine sends and receives in a step under each architecture,
+        and what was counted at the engine, for a process on average.
+        """
+        head, *rows = self._rows()
+        lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
+        return "\n".join([*lines, "", self._of_the_model()])
+
+    def print(self):
+        """Shows the same on the terminal."""
+        print_markdown(self.markdown())
+
+    def _rows(self):
+        dense = [v for v in self.variables if v.sparsity.alpha is None]
+        dense.sort(key=lambda v: -v.sparsity.spec().num_elements)
+        unlisted = {id(v) for v in dense[_MOST_DENSE:]}
+        yield _HEAD
+        for variable in self.variables:
+            if id(variable) not in unlisted:
+                yield _row(variable)
+        if unlisted:
+            yield _row_of_all(dense[_MOST_DENSE:])
+
+    def _of_the_model(self):
+        moved = ", ".join(
+            f"{filesize.decimal(round(self.bytes_of(a)))} by {a}"
+            for a in transfer_cost.ARCHITECTURES
+            if self.bytes_of(a)
+        )
+        return (
+            f"alpha of the model: {self.alpha_model:.4g}. "
+            f"Per step at the busiest of {self.cluster.num_machines} "
+            f"machines of {self.cluster.processes_per_machine} (engine "
+            f"{self.engine}), sent and received: {moved or 'nothing'}."
+        )
+
+
+def print_markdown(text):
+    """Shows Markdown on the terminal, its one table as wide as need be."""
+    lines = [_cells(line) for line in text.splitlines() if line.startswith("|")]
+    head, _, *rows = lines
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(rich.text.Text, row))
+    console = rich.console.Console()
+    if not console.is_terminal:  # a file, which is as wide as needed
+        console = rich.console.Console(width=200)
+    before, _, after = text.partition("|")
+    after = "\n".join(x for x in after.splitlines()[1:] if x[:1] != "|")
+    for part in (before, table, after):
+        if not isinstance(part, str) or part.strip():
+            is_text = isinstance(part, str)
+            console.print(
+                part.strip() if is_text else part,
+                highlight=False,
+                markup=False,
+            )
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def of_running(model):
+    """The plan that a model is trained by, with what was measured so far.
+
+    Every rank calls it, between two steps.
+
+    Returns:
+        `ModelPlan`, the same on all ranks.
+    """
+    placements = model.distribute_strategy.placements
+    communicator = placements.communicator
+    numbers = collections.Counter()
+    plans = []
+    for variable, facts in zip(
+        model.trainable_variables, sparsity.measured(model), strict=True
+    ):
+        placement = placements.of(variable)
+        is_of_rows = facts.alpha is not None
+        reducer = placement.reducer(is_of_rows)
+        path = reducer.path
+        num_partitions = placement.num_partitions(communicator.size, is_of_rows)
+        spec = as_sent(facts.spec(num_partitions), placements.options)
+        traffic = Traffic.of(
+            variable, placements, facts.largest_rows, numbers[path]
+        )
+        numbers[path] += 1
+        costs = {
+            name: planning.engine_bytes(spec, name, *traffic.facts())
+            for name in transfer_cost.architectures_of(spec)
+        }
+        costs[path] = reducer.transfer_bytes(spec, traffic)
+        plans.append(VariablePlan(facts, path, num_partitions, costs))
+    cluster = running_cluster(communicator)
+    return ModelPlan(tuple(plans), cluster, communicator.engine)
+
+
+_HEAD = [
+    *("variable", "shape", "size", "alpha", "architecture", "P", "balance"),
+    *transfer_cost.ARCHITECTURES,
+    "measured",
+]
+
+
+def _row(variable):
+    facts = variable.sparsity
+    balance = variable.owner_balance
+    return [
+        facts.name,
+        " x ".join(map(str, facts.shape)) or "scalar",
+        filesize.decimal(facts.spec().num_bytes()),
+        "dense" if facts.alpha is None else f"{facts.alpha:.4g}",
+        variable.architecture,
+        _partitions(variable),
+        "" if balance is None else f"{balance:.2f}",
+        *_costs([variable]),
+        _spell_bytes(variable.measured_bytes),
+    ]
+
+
+def _partitions(variable):
+    if variable.architecture in transfer_cost.PARTITIONED:
+        return str(variable.num_partitions)
+    return ""
+
+
+def _row_of_all(variables):
+    num_bytes = sum(v.sparsity.spec().num_bytes() for v in variables)
+    return [
+        f"{len(variables)} smaller dense variables",
+        "",
+        filesize.decimal(num_bytes),
+        "dense",
+        "allreduce",
+        "",
+        "",
+        *_costs(variables),
+        _spell_bytes(
+            sum(v.measured_bytes for v in variables)
+            if all(v.measured_bytes is not None for v in variables)
+            else None
+        ),
+    ]
+
+
+def _spell_bytes(count):
+    return "" if count is None else filesize.decimal(round(count))
+
+
+def _costs(variables):
+    costs = []
+    for name in transfer_cost.ARCHITECTURES:
+        of_each = [v.costs[name] for v in variables if name in v.costs]
+        total = sum(cost.busiest_bytes for cost in of_each)
+        costs.append(_spell_bytes(total if of_each else None))
+    return costs
+
+
+def _line(cells):
+    return "| " + " | ".join(cells) + " |"

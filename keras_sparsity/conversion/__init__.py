@@ -1,0 +1,1 @@
+"""Plain Keras models made distributed, and back."""

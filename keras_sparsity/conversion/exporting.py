@@ -1,0 +1,223 @@
+"""Models in stock Keras layers, without a trace of this package."""
+
+import keras
+
+from keras_sparsity._tf import keras_models, keras_optimizers
+from keras_sparsity.conversion.replacing import (
+    check_is_built,
+    check_is_model,
+    copied,
+    embedding_options,
+    globals_of,
+    in_place,
+    unbuilt,
+)
+from keras_sparsity.global_batch.losses import GlobalMean
+from keras_sparsity.layers.sampled_softmax import (
+    SampledSoftmax,
+    SampledSoftmaxLoss,
+)
+from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
+from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
+from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.tables.sharded_table import ShardedTable
+from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.update import rows as row_update
+
+# Before any scope of a strategy replaces it.
+_COMPILE = keras.Model.compile
+
+
+def export(model):
+    """The same model in stock Keras layers, without a trace of this package.
+
+    The copy has layers of the same classes, registered or not. Layers of this
+    package become stock ones, wherever they are: in the model, in a layer's
+    attributes, in a function's closure. The copy has the same weights,
+    compiled loss and metrics, and the optimizer with its state. With several
+    processes every rank must call it, and every rank gets the whole model,
+    which it may then use by itself.
+
+    Args:
+        model: a built model with layers of this package.
+
+    Returns:
+        A new model. The given one stays as it is.
+
+    Raises:
+        ValueError: if `model` is no built `keras.Model`, or has a layer
+            without a stock counterpart.
+
+    Example:
+
+    >>> import keras
+    >>> from keras_sparsity.layers import ShardedEmbedding
+    >>> model = keras.Sequential(
+    ...     [keras.Input((3,)), ShardedEmbedding(10, 4)])
+    >>> type(export(model).layers[0]).__name__
+    'Embedding'
+
+    References:
+        The inverse of `ks.shard_embeddings`; weights as `keras.Model.save`
+        stores them.
+    """
+    check_is_model(model)
+    check_is_built(model)
+    to_stock = _ToStock()
+    plain, copier = copied(to_stock, model)
+    missed = globals_of(copier, ShardedEmbedding)
+    if missed:
+        raise ValueError(
+            "These global names hold a ShardedEmbedding, so the model "
+            f"'{model.name}' cannot be exported: {missed}. Make the layer an "
+            "attribute of the layer or model that calls it."
+        )
+    for original, copy in copier.known():
+        if isinstance(original, keras.Model):
+            _compile_as(original, copy, copier)
+    to_stock.hand_over_state(copier)
+    return plain
+
+
+class _ToStock:
+    """Has a `Copier` replace all objects of this package."""
+
+    def __init__(self):
+        self._optimizers = []
+
+    def __call__(self, copier, value):
+        if isinstance(value, keras.Optimizer):
+            return self._optimizer(value)
+        if isinstance(value, GlobalMean):
+            return copier.reference(value.loss)
+        if isinstance(value, SampledSoftmaxLoss):
+            return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        make = _STOCK.get(type(value))
+        if make is not None:
+            return in_place(copier, value, make(value), _whole)
+        if isinstance(value, (*_STOCK, ShardedTable, TableVariable)):
+            raise ValueError(_no_counterpart(value))
+        return None
+
+    def _optimizer(self, optimizer):
+        rule = optimizer
+        if isinstance(optimizer, HybridOptimizer):
+            rule = optimizer.inner_optimizer
+        made = unbuilt(rule)
+        self._optimizers.append((optimizer, made))
+        return made
+
+    def hand_over_state(self, copier):
+        """Gives the copied optimizers the state of the originals."""
+        for optimizer, made in self._optimizers:
+            if not optimizer.built:
+                continue
+            trained = keras_optimizers.built_variables(optimizer)
+            made.build([copier.copy(v) for v in trained])
+            state = _optimizer_state(optimizer, trained)
+            for (table, value), variable in zip(
+                state, made.variables, strict=True
+            ):
+                if table is not None and value.shape == tuple(
+                    table.variable.shape
+                ):
+                    value = table.to_stock(value)
+                variable.assign(value)
+
+
+def _no_counterpart(value):
+    if not isinstance(value, keras.Layer):
+        value = getattr(value, "table", value)
+    name = getattr(value, "owner_name", None) or value.name
+    return (
+        f"'{name}' (of type {type(value).__name__}) has no counterpart in "
+        "stock Keras, so the model cannot be exported. Layers of this package "
+        "have one, but subclasses of them and layers of your own with a "
+        "`ks.ShardedTable` have not."
+    )
+
+
+def _stock_embedding(layer):
+    return keras.layers.Embedding(
+        layer.input_dim, layer.output_dim, **embedding_options(layer)
+    )
+
+
+def _stock_bag(layer):
+    """A small model of stock layers, for bags in a dense tensor."""
+    name = layer.name
+    if keras_models.calls_with_more_arguments(layer, "weights"):
+        raise ValueError(
+            f"The layer '{name}' is called with weights, and has no "
+            "counterpart in stock Keras then, so the model cannot be exported."
+        )
+    ids = keras.Input((None,), dtype="int32", name=f"{name}_ids")
+    rows = _stock_embedding(layer)(ids)
+    weights = keras.ops.cast(
+        (ids != 0) if layer.mask_zero else keras.ops.ones_like(ids), rows.dtype
+    )
+    vectors = keras.ops.sum(rows * weights[..., None], axis=-2)
+    counts = keras.ops.sum(weights, axis=-1, keepdims=True)
+    if layer.combiner == "sqrtn":
+        counts = keras.ops.sqrt(counts)
+    if layer.combiner != "sum":
+        vectors = keras.ops.divide_no_nan(vectors, counts)
+    return keras.Model(ids, vectors, name=name)
+
+
+def _stock_dense(layer):
+    return keras.layers.Dense(
+        layer.num_classes,
+        use_bias=layer.use_bias,
+        activity_regularizer=layer.activity_regularizer,
+        # Its logits are float32 under mixed precision, too.
+        dtype=layer.output_dtype,
+        name=layer.name,
+        trainable=layer.trainable,
+    )
+
+
+_STOCK = {
+    ShardedEmbedding: _stock_embedding,
+    ShardedEmbeddingBag: _stock_bag,
+    SampledSoftmax: _stock_dense,
+}
+
+
+def _whole(variable):
+    value = variable.numpy()
+    if isinstance(variable, TableVariable):
+        return variable.table.to_stock(value)
+    return value
+
+
+def _compile_as(original, copy, copier):
+    arguments = keras_models.compile_arguments(original)
+    if not arguments:
+        return
+    arguments["optimizer"] = getattr(original, "optimizer", None)
+    arguments = copier.copy(arguments)
+    # Loss scaling is around the optimizer already.
+    _COMPILE(copy, **arguments, auto_scale_loss=False)
+
+
+def _optimizer_state(optimizer, trained):
+    """Arrays of an optimizer, each with the table it is a slot of, or None."""
+    # Slots of tables in one piece are variables like any others.
+    rule = optimizer
+    while hasattr(rule, "inner_optimizer"):
+        rule = rule.inner_optimizer
+    table_of = {}
+    for variable in trained:
+        if isinstance(variable, TableVariable) and not (
+            variable.table.is_sharded
+        ):
+            for (slot,) in row_update.slots_of(rule, [variable]).values():
+                table_of[id(slot)] = variable.table
+    if isinstance(optimizer, HybridOptimizer):
+        tables = [
+            table or table_of.get(id(pieces[0]))
+            for table, pieces in optimizer.places()
+        ]
+        return list(zip(tables, optimizer.state(), strict=True))
+    return [(table_of.get(id(v)), v.numpy()) for v in optimizer.variables]

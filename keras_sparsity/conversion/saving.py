@@ -1,0 +1,79 @@
+"""Saving a model with sharded tables: rank 0 writes it whole."""
+
+import contextlib
+
+import tensorflow as tf
+
+from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.tables import sharded_table
+from keras_sparsity.tables.table_variable import TableVariable
+
+_DONE, _FAILED = -1, -2
+
+
+def tables_of(model):
+    """The sharded tables among a model's weights, each once."""
+    tables = {}
+    for variable in model.variables:
+        if isinstance(variable, TableVariable):
+            tables[id(variable.table)] = variable.table
+    return list(tables.values())
+
+
+@contextlib.contextmanager
+def on_rank_zero(model):
+    """Runs a block on rank 0, which may read whole tables in it.
+
+    Every rank enters it. Rank 0 gets True and runs the block; meanwhile the
+    other ranks send it their partitions of each table or slot that it reads,
+    in any order. Then they get False: their block must do nothing.
+
+    Raises:
+        RuntimeError: on the other ranks, if the block fails on rank 0.
+    """
+    communicator = model.distribute_strategy.collectives
+    if communicator.size == 1:
+        yield True
+        return
+    readable = _readable(model)
+
+    def tell(code):
+        return int(
+            communicator.broadcast(
+                [tf.constant(code, tf.int32)], name="saving/next"
+            )[0]
+        )
+
+    if communicator.rank == 0:
+        index = {id(pieces[0]): i for i, (_, pieces) in enumerate(readable)}
+        code = _FAILED
+        try:
+            with sharded_table.announcing(lambda p: tell(index[id(p[0])])):
+                yield True
+            code = _DONE
+        finally:
+            tell(code)
+        return
+    while (code := tell(0)) >= 0:
+        table, pieces = readable[code]
+        table.read_like(pieces)
+    if code == _FAILED:
+        raise RuntimeError(
+            "Rank 0 failed while it saved the model; its own error says why."
+        )
+    yield False
+
+
+def _readable(model):
+    """Tables and slots with their partitions, in one order on all ranks."""
+    readable = [
+        (table, table.partitions)
+        for table in tables_of(model)
+        if table.is_sharded
+    ]
+    optimizer = getattr(model, "optimizer", None)
+    if isinstance(optimizer, HybridOptimizer) and optimizer.built:
+        readable.extend(
+            place for place in optimizer.places() if place[0] is not None
+        )
+    return readable

@@ -1,0 +1,184 @@
+"""A rank without examples adds nothing to a step.
+
+A batch of fewer examples than ranks leaves some ranks none. Few models can be
+computed on none: batch statistics divide by their number, and kernels refuse
+tensors without rows. Such a rank computes on a stand-in example, see
+`data.stand_ins`, and takes part in all messages, with zeros in place of its
+gradients, losses, metrics and statistics. They are replaced, not multiplied:
+zero times NaN is NaN.
+"""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_models
+
+_parts = []  # of the steps being computed or traced, the inmost last
+
+
+class Part:
+    """This rank's number of a batch's examples.
+
+    Args:
+        counts: int64 `(1,)` or `(2,)`: the number of this rank's examples,
+            and the number of all ranks' examples, if it is known.
+        collectives: the processes that share the batch.
+
+    Attributes:
+        has_examples: a scalar bool tensor, or a bool if it is known.
+    """
+
+    def __init__(self, counts, collectives):
+        self._counts = counts
+        self._collectives = collectives
+        self._share = None
+        known = tf.get_static_value(counts)
+        self.has_examples = counts[0] > 0 if known is None else bool(known[0])
+
+    @property
+    def number(self):
+        """The number of this rank's examples: a scalar."""
+        return self._counts[0]
+
+    @property
+    def share(self):
+        """This rank's fraction of the batch's examples: a float32 scalar."""
+        if self._share is None:
+            total = self._counts[-1]
+            if self._counts.shape[0] == 1:
+                (total,) = self._collectives.all_reduce(
+                    [total], name="model/examples"
+                )
+            self._share = tf.math.divide_no_nan(
+                tf.cast(self.number, tf.float32), tf.cast(total, tf.float32)
+            )
+        return self._share
+
+
+@contextlib.contextmanager
+def computing_on(part):
+    """While entered, a step is computed, or traced, on a `Part`."""
+    _parts.append(part)
+    try:
+        yield part
+    finally:
+        _parts.pop()
+
+
+def current():
+    """The `Part` that a step is computed on; None outside of a step."""
+    return _parts[-1] if _parts else None
+
+
+def has_examples():
+    """Whether this rank has examples: True, False or a scalar bool tensor.
+
+    Example:
+
+    >>> has_examples()  # outside of a step nothing is replaced
+    True
+    """
+    return _parts[-1].has_examples if _parts else True
+
+
+def selected(tensors):
+    """Tensors, or zeros in their place where this rank has no examples.
+
+    Args:
+        tensors: list of tensors.
+
+    Returns:
+        List of as many.
+
+    Example:
+
+    >>> nothing = Part(tf.constant([0, 3], tf.int64), collectives=None)
+    >>> with computing_on(nothing):
+    ...     (zero,) = selected([tf.constant(float("nan"))])
+    >>> float(zero)
+    0.0
+    """
+    return either(
+        lambda: [tf.convert_to_tensor(tensor) for tensor in tensors],
+        lambda: [tf.zeros_like(tensor) for tensor in tensors],
+    )
+
+
+def either(of_examples, of_none):
+    """The result of one function, or the other where there are no examples."""
+    is_some = has_examples()
+    if isinstance(is_some, bool):
+        return of_examples() if is_some else of_none()
+    return tf.cond(is_some, of_examples, of_none)
+
+
+def run_if(condition, function):
+    """Runs a function without a result where a condition holds.
+
+    Args:
+        condition: a bool or a scalar bool tensor.
+        function: function without arguments.
+    """
+
+    def run():
+        function()
+        return tf.constant(True)
+
+    if not isinstance(condition, bool):
+        tf.cond(condition, run, lambda: tf.constant(False))
+    elif condition:
+        function()
+
+
+def cut(rows):
+    """A tensor, or none of its rows where this rank has no examples."""
+    is_some = has_examples()
+    if is_some is True:
+        return rows
+    if is_some is False:
+        return rows[:0]
+    is_ragged = isinstance(rows, tf.RaggedTensor)
+    number = rows.nrows() if is_ragged else tf.shape(rows)[0]
+    return rows[: tf.where(is_some, number, 0)]
+
+
+def cut_slices(slices):
+    """`tf.IndexedSlices`, or none of them where there are no examples."""
+    return tf.IndexedSlices(
+        cut(slices.values), cut(slices.indices), slices.dense_shape
+    )
+
+
+def combine_statistics(model, part, communicator):
+    """Gives every rank the mean of the ranks' moving statistics.
+
+    BatchNormalization moves its statistics towards those of the rank's own
+    part. All ranks continue with their mean, weighted by the numbers of
+    examples.
+
+    Args:
+        model: the model, after a step.
+        part: the `Part` that the step computed on.
+        communicator: `Collectives` of all processes.
+    """
+    statistics = [
+        statistic
+        for layer in keras_models.all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.trainable
+        for statistic in (layer.moving_mean, layer.moving_variance)
+    ]
+    if not statistics:
+        return
+    number = part.number
+    sums = [
+        tf.where(number > 0, v.value * tf.cast(number, v.dtype), 0)
+        for v in statistics
+    ]
+    *sums, total = communicator.all_reduce(
+        [*sums, tf.cast(number, tf.float32)], name="model/statistics"
+    )
+    for statistic, value in zip(statistics, sums, strict=True):
+        statistic.assign(value / tf.cast(total, statistic.dtype))

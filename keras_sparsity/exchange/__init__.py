@@ -1,0 +1,1 @@
+"""Rows between those that need them and those that own them."""

@@ -1,0 +1,338 @@
+"""Rows of the next step, which come while this one computes."""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity._tf.own_variable import OwnVariable
+from keras_sparsity.collectives.base import Collectives
+from keras_sparsity.collectives.engine import Route
+from keras_sparsity.collectives.wire import Wire
+from keras_sparsity.exchange.addresses import Addresses
+from keras_sparsity.exchange.routes import sorted_by
+
+_SAME_BITS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What an `Ahead` needs to know of the exchange it is a part of.
+
+    Attributes:
+        communicator: `Collectives` of all ranks.
+        role: what the names of the messages begin with.
+        wire: `Wire` of the rows.
+        addresses: `Addresses` of the tables.
+        owned_rows: function from addresses of this rank's rows to the rows.
+    """
+
+    communicator: Collectives
+    role: str
+    wire: Wire
+    addresses: Addresses
+    owned_rows: Callable
+
+
+class Ahead:
+    """Asks for the next step's rows, and has them in the next step.
+
+    When step t begins, the ids of step t + 1 go to their owners. Of the rows
+    that these are asked for, an owner sends those in step t that nobody has
+    asked for in step t, so that no gradient comes for them: they come *early*,
+    behind the rows of step t, while it computes and nothing else is to be sent.
+    The others come *late*, when step t + 1 begins.
+
+    That is a guess, which may be wrong: a callback assigns rows, a decay
+    changes all of them, another layer trains the same table, another batch
+    comes than was announced. So when step t + 1 begins, each owner compares
+    the rows that it has sent early with what they are by then, bit by bit, and
+    each rank the ids that it has asked for with those of its batch. The late
+    message of each owner to each rank begins with what it has found: every
+    rank learns of every other, and unless all is as it was, all of them pull
+    anew. What is trained on is thus what an ordinary pull would give, always.
+
+    Behind a step that nothing was announced for all rows come late.
+
+    Beside the rows travel two bytes for each, which tell whether it is late,
+    and a row for each two ranks, the verdict; and there are up to three
+    messages more in a step.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+        columns: the length of a row.
+        dtype: of the rows.
+        addresses: `Addresses` of the tables.
+    """
+
+    def __init__(self, communicator, columns, dtype, addresses):
+        self._columns = columns
+        numbers = addresses.row_dtype
+        each = [0] * communicator.size
+
+        def of_some(dtype, *inner):
+            none = np.zeros((0, *inner), tf.as_dtype(dtype).as_numpy_dtype)
+            return OwnVariable(none, dtype, [None, *inner])
+
+        # Of this rank, as the one that asks: ids, the place of each id's row
+        # among those that come, which of these come late, and the others.
+        self._numbers = of_some(numbers)
+        self._arrivals = of_some(tf.int32)
+        self._comes_late = of_some(tf.bool)
+        self._early = of_some(dtype, columns)
+        # As an owner: the addresses, which go late, and what the others were.
+        self._received = of_some(numbers)
+        self._goes_late = of_some(tf.bool)
+        self._sent = of_some(dtype, columns)
+        self._route = [
+            OwnVariable(value, tf.int32) for value in (each, each, 0)
+        ]
+        # What any rank sends late to any other at most; 1 is the verdict.
+        self._largest = OwnVariable(1, tf.int32)
+
+    def announce(self, exchange, request):
+        """Tells the owners which rows this rank needs in the next step.
+
+        Args:
+            exchange: `Exchange`.
+            request: what this rank will ask for, see `exchange`.
+
+        Returns:
+            `Announced`.
+        """
+        communicator, addresses = exchange.communicator, exchange.addresses
+        size = communicator.size
+
+        def valid():
+            owner, address = request.owner_and_address
+            return sorted_by(owner, address, size, addresses.dtype)
+
+        def nothing():  # an id is outside: the next step is to say so
+            return (
+                tf.zeros([0], addresses.dtype),
+                tf.zeros([request.num_rows], tf.int32),
+                tf.zeros([size], tf.int32),
+            )
+
+        is_inside = request.is_inside
+        sent, positions, splits = tf.cond(is_inside, valid, nothing)
+        received, route = communicator.all_to_all(
+            sent, splits, name=f"{exchange.role}/pull/next/ids"
+        )
+        received = tf.cast(received, addresses.row_dtype)
+        # What was announced for this step is not known to be what it is given,
+        # but will be before anything that was sent early is used.
+        touched = self._received.read()
+        goes_late = _is_among(received, touched) | (tf.size(touched) == 0)
+        comes_late = tf.cast(
+            communicator.all_to_all_back(
+                tf.cast(goes_late, tf.uint16),
+                route,
+                name=f"{exchange.role}/pull/next/which",
+            ),
+            tf.bool,
+        )
+        goes_early = tf.logical_not(goes_late)
+        comes_early = tf.logical_not(comes_late)
+        counts = _counts(tf.boolean_mask(route.senders, goes_early), size)
+        late_counts = route.received_splits - counts
+        received_counts = _counts(
+            tf.boolean_mask(route.receivers, comes_early), size
+        )
+        largest = [tf.reduce_max(counts), 1 + tf.reduce_max(late_counts)]
+        if communicator.pads:
+            (largest,) = communicator.all_reduce(
+                [tf.stack(largest)],
+                op="max",
+                name=f"{exchange.role}/pull/next/largest",
+            )
+        # No batch is none: what is not asked for, is not found to be right.
+        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
+        return Announced(
+            request.numbers[:num_numbers],
+            tf.gather(positions, request.index),
+            received,
+            route,
+            goes_late,
+            comes_late,
+            Route(counts, received_counts, largest[0]),
+            largest[1],
+            # Now, when the processor is idle: later, it computes gradients.
+            exchange.owned_rows(tf.boolean_mask(received, goes_early)),
+        )
+
+    def pull(self, exchange, request):
+        """Has the late rows of this step sent.
+
+        Args:
+            exchange: `Exchange`.
+            request: what this rank asks for, see `exchange`.
+
+        Returns:
+            `Late`.
+        """
+        received = self._received.read()
+        route = Route(*(part.read() for part in self._route))
+        rows, is_right = self._rows(exchange, request, received, route)
+        return Late(rows, is_right, self._arrivals.read(), received, route)
+
+    def send(self, exchange, announced, behind):
+        """Sends the early rows of the next step.
+
+        Args:
+            exchange: `Exchange`.
+            announced: what `announce` has given.
+            behind: list of tensors that are waited for.
+        """
+        # What is left to do by then is to send: a processor has other work.
+        with tf.control_dependencies(behind):
+            early = exchange.wire.carry(
+                tf.identity(announced.rows),
+                exchange.communicator.all_to_all_along,
+                announced.early_route,
+                name=f"{exchange.role}/pull/next/rows",
+            )
+        self._numbers.assign(announced.numbers)
+        self._arrivals.assign(announced.arrivals)
+        self._comes_late.assign(announced.comes_late)
+        self._early.assign(early)
+        self._received.assign(announced.received)
+        self._goes_late.assign(announced.goes_late)
+        self._sent.assign(announced.rows)
+        for variable, part in zip(
+            self._route, _parts(announced.route), strict=True
+        ):
+            variable.assign(part)
+        self._largest.assign(announced.most_late)
+
+    def _rows(self, exchange, request, received, route):
+        """What has come early, with what comes late; if all is right."""
+        size = exchange.communicator.size
+        goes_late = self._goes_late.read()
+        owned = exchange.owned_rows(received)
+        late, now = (
+            tf.boolean_mask(owned, which)
+            for which in (goes_late, tf.logical_not(goes_late))
+        )
+        is_right = _is_same(request.numbers, self._numbers.read()) & _is_same(
+            _bits(now), _bits(self._sent.read())
+        )
+        asker = route.senders
+        verdicts = tf.fill([size, self._columns], tf.cast(is_right, now.dtype))
+        destination = tf.concat(
+            [tf.range(size), tf.boolean_mask(asker, goes_late)], axis=0
+        )
+        order, _, splits = sorted_by(
+            destination, tf.range(tf.size(destination)), size, tf.int32
+        )
+        message = tf.gather(tf.concat([verdicts, late], axis=0), order)
+
+        comes_late = self._comes_late.read()
+        owner = route.receivers
+        received_splits = 1 + _counts(tf.boolean_mask(owner, comes_late), size)
+        arrived = exchange.wire.carry(
+            message,
+            exchange.communicator.all_to_all_along,
+            Route(splits, received_splits, self._largest.read()),
+            name=f"{exchange.role}/pull/late/rows",
+        )
+        starts = tf.cumsum(received_splits, exclusive=True)
+        is_right = tf.reduce_all(tf.gather(arrived, starts)[:, 0] > 0)
+
+        early = self._early.read()
+        is_late = tf.cast(comes_late, tf.int32)
+        place = tf.where(
+            comes_late,
+            # Before each are the verdicts of its owner and of those before.
+            tf.shape(early)[0] + tf.cumsum(is_late) + owner,
+            tf.cumsum(1 - is_late) - 1,
+        )
+        rows = tf.gather(tf.concat([early, arrived], axis=0), place)
+        rows.set_shape([None, self._columns])
+        return rows, is_right
+
+
+class Announced(typing.NamedTuple):
+    """What is known of the next step: see `Ahead.__init__`."""
+
+    numbers: tf.Tensor
+    arrivals: tf.Tensor
+    received: tf.Tensor
+    route: Route
+    goes_late: tf.Tensor
+    comes_late: tf.Tensor
+    early_route: Route
+    most_late: tf.Tensor
+    rows: tf.Tensor
+
+    @property
+    def last_messages(self):
+        """Tensors that are there when all that tells of rows has come."""
+        return [self.comes_late, self.most_late]
+
+
+class Late(typing.NamedTuple):
+    """The rows of this step, if they are what they were announced to be.
+
+    Attributes:
+        rows: `(num_sent, columns)`.
+        is_right: whether they are, the same on all ranks.
+        arrivals, received, route: how they have come, as `Direct` has it.
+    """
+
+    rows: tf.Tensor
+    is_right: tf.Tensor
+    arrivals: tf.Tensor
+    received: tf.Tensor
+    route: Route
+
+    def settle(self, way, pull):
+        """The rows of this step, pulled now where they are not right.
+
+        Args:
+            way: `Direct`, which is told how the rows have come.
+            pull: function that has `way` pull the rows now.
+
+        Returns:
+            `(num_sent, columns)`.
+        """
+
+        def resume():
+            return self.rows, self.arrivals, self.received, *_parts(self.route)
+
+        def anew():
+            rows = pull()
+            return rows, way.arrivals, way.received, *_parts(way.route)
+
+        rows, arrivals, received, *route = tf.cond(self.is_right, resume, anew)
+        rows.set_shape([None, self.rows.shape[-1]])
+        way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
+        return rows
+
+
+def _parts(route):
+    return route.splits, route.received_splits, route.largest
+
+
+def _counts(ranks, size):
+    return tf.math.bincount(ranks, minlength=size, maxlength=size)
+
+
+def _is_among(values, others):
+    """Of each value, whether it is one of the others."""
+    _, index = tf.unique(tf.concat([others, values], axis=0))
+    of_others, of_values = tf.split(index, [tf.size(others), tf.size(values)])
+    return of_values <= tf.reduce_max(tf.concat([of_others, [-1]], axis=0))
+
+
+def _bits(rows):
+    return tf.bitcast(rows, _SAME_BITS[rows.dtype.size])
+
+
+def _is_same(a, b):
+    """Whether two tensors are, which may be of different lengths."""
+    size = tf.minimum(tf.shape(a)[0], tf.shape(b)[0])
+    is_as_long = tf.equal(tf.shape(a)[0], tf.shape(b)[0])
+    return is_as_long & tf.reduce_all(tf.equal(a[:size], b[:size]))

@@ -1,0 +1,187 @@
+"""Which partition, which rank and which local row hold a table's row.
+
+The only place that knows the rule: row `r` is row `r // num_partitions` of
+partition `r % num_partitions`. The modulo spreads the frequent low ids of a
+Zipf distribution over all partitions.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import tensorflow as tf
+
+# The rule, for ints, arrays and tensors of one integer dtype.
+
+
+def partition_of(rows, num_partitions):
+    """The partition of each row."""
+    return rows % num_partitions
+
+
+def local_row_of(rows, num_partitions):
+    """The place of each row inside its partition."""
+    return rows // num_partitions
+
+
+def row_of(partitions, local_rows, num_partitions):
+    """The row at each local row of each partition: the inverse of the two.
+
+    Example:
+
+    >>> row_of(partition_of(17, 5), local_row_of(17, 5), 5)
+    17
+    """
+    return local_rows * num_partitions + partitions
+
+
+def common_rows(first, second, num_rows):
+    """The rows that two partitions of two numbers of partitions share.
+
+    Args:
+        first, second: `(partition, num_partitions)`.
+        num_rows: rows of the whole table.
+
+    Returns:
+        A `range`, which may be empty.
+
+    Example:
+
+    >>> list(common_rows((1, 2), (0, 3), num_rows=12))
+    [3, 9]
+    """
+    step = math.lcm(first[1], second[1])
+    for row in range(first[0], min(step, num_rows), first[1]):
+        if partition_of(row, second[1]) == second[0]:
+            return range(row, num_rows, step)
+    return range(0, 0, step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the rows of one table are spread over partitions and owners.
+
+    Partition `p` belongs to `owners[p % len(owners)]`; `owners` lists the
+    ranks machine by machine (the first process of every machine, then the
+    second, ...), so that few partitions still use all machines.
+
+    Args:
+        num_rows: rows of the whole table.
+        num_partitions: number of partitions, at least 1. May exceed the
+            number of rows or of processes: some partitions are then empty, or
+            an owner has several.
+        owners: ranks in the order in which they are given partitions.
+
+    Raises:
+        ValueError: if there is no partition, or a rank is missing.
+
+    Example:
+
+    >>> layout = Layout(num_rows=7, num_partitions=3, owners=(0, 1))
+    >>> layout.owned_partitions(rank=0)
+    [0, 2]
+    >>> [int(row) for row in layout.rows_of(2)]
+    [2, 5]
+    >>> layout.num_rows_of(0)
+    3
+
+    References:
+        EuroSys 3.2 (partitioning), 4.2 (placement).
+    """
+
+    num_rows: int
+    num_partitions: int
+    owners: tuple = (0,)
+
+    def __post_init__(self):
+        if self.num_partitions < 1:
+            raise ValueError(
+                "`num_partitions` must be at least 1. "
+                f"Received: num_partitions={self.num_partitions}."
+            )
+        if sorted(self.owners) != list(range(len(self.owners))):
+            raise ValueError(
+                "`owners` must list every rank once. "
+                f"Received: owners={self.owners}."
+            )
+
+    # Partitions.
+
+    @property
+    def num_owners(self):
+        return len(self.owners)
+
+    def owner_of(self, partition):
+        """Rank that owns a partition."""
+        return self.owners[partition % self.num_owners]
+
+    def owned_partitions(self, rank):
+        """Partitions of `rank`, in the order in which it stores them."""
+        position = self.owners.index(rank)
+        return list(range(position, self.num_partitions, self.num_owners))
+
+    def num_rows_of(self, partition):
+        return max(0, -(-(self.num_rows - partition) // self.num_partitions))
+
+    def rows_of(self, partition):
+        """Ids of a partition's rows, by local row: an int64 array."""
+        return np.arange(partition, self.num_rows, self.num_partitions)
+
+    def owned_rows(self, rank):
+        """Ids of a rank's rows, as it stores them: an int64 array."""
+        owned = [self.rows_of(p) for p in self.owned_partitions(rank)]
+        return np.concatenate([np.zeros(0, np.int64), *owned])
+
+    def num_stored_rows(self):
+        """Number of rows of each rank: a list."""
+        return [
+            sum(self.num_rows_of(p) for p in self.owned_partitions(rank))
+            for rank in range(self.num_owners)
+        ]
+
+    # Rows, as tensors of ids.
+
+    def owner(self, ids):
+        """Rank that owns each row: int32, of the shape of `ids`."""
+        if self.num_owners == 1:
+            return tf.zeros_like(ids, dtype=tf.int32)
+        position = partition_of(ids, self.num_partitions) % self.num_owners
+        return tf.gather(tf.constant(self.owners, tf.int32), position)
+
+    def owned_index(self, ids):
+        """Place of each row's partition among its owner's: int32."""
+        partition = partition_of(ids, self.num_partitions)
+        return tf.cast(partition // self.num_owners, tf.int32)
+
+    def local_row(self, ids):
+        """Row inside the partition, of the dtype of `ids`."""
+        return local_row_of(ids, self.num_partitions)
+
+    def stored_position(self, ids):
+        """Position of each row when all ranks' parts are concatenated."""
+        starts = np.zeros(self.num_partitions, np.int64)
+        start = 0
+        for rank in range(self.num_owners):
+            for partition in self.owned_partitions(rank):
+                starts[partition] = start
+                start += self.num_rows_of(partition)
+        starts = tf.constant(starts, ids.dtype)
+        partition = partition_of(ids, self.num_partitions)
+        return tf.gather(starts, partition) + self.local_row(ids)
+
+
+def default_owners(topology):
+    """Ranks in the order in which they are given partitions.
+
+    Args:
+        topology: one `(local_rank, cross_rank)` for every rank.
+
+    Returns:
+        Tuple of ranks, first those with local rank 0, machine by machine.
+
+    Example:
+
+    >>> default_owners([(0, 0), (1, 0), (0, 1), (1, 1)])
+    (0, 2, 1, 3)
+    """
+    return tuple(sorted(range(len(topology)), key=lambda rank: topology[rank]))

@@ -1,0 +1,74 @@
+"""Options of the messages of a step, decided when a strategy is made."""
+
+import dataclasses
+import math
+
+import tensorflow as tf
+
+from keras_sparsity.collectives.wire import Wire
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How rows and gradients travel under one strategy.
+
+    Attributes:
+        merges: sum duplicate rows before sending, and send the dense
+            gradients of a step in few messages.
+        wire_dtype: name of the narrowest dtype that rows and gradients travel
+            in; None for their own.
+        local_aggregation: whether the processes of a machine pull and push
+            together.
+        bucket_bytes: size of one message of dense gradients; None for any.
+    """
+
+    merges: bool = True
+    wire_dtype: str | None = None
+    local_aggregation: bool = True
+    bucket_bytes: int | None = None
+
+    @property
+    def aggregates_locally(self):
+        """Whether messages go through machines where the cluster allows it."""
+        return self.merges and self.local_aggregation
+
+    def wire(self, dtype, cast_to=None):
+        """The `Wire` of rows or gradients of a dtype.
+
+        Args:
+            dtype: dtype of the tensor.
+            cast_to: dtype that the receiver casts to, if known; the sender
+                casts to it where it is narrower.
+        """
+        asked = [dtype, cast_to, self.wire_dtype]
+        dtypes = [tf.as_dtype(each) for each in asked if each is not None]
+        # `min` takes the first of equally narrow ones.
+        return Wire(dtypes[0], min(dtypes, key=lambda each: each.size))
+
+    def buckets(self, tensors):
+        """Splits dense gradients into messages.
+
+        Returns:
+            List of lists of indices. The last variables come first, because
+            the backward pass ends with the first layers.
+        """
+        limit = self.bucket_bytes or math.inf
+        found, room = [], 0
+        for index in reversed(range(len(tensors))):
+            tensor = tensors[index]
+            size = tensor.dtype.size * (tensor.shape.num_elements() or 0)
+            if not found or size > room:
+                found.append([])
+                room = limit
+            found[-1].append(index)
+            room -= size
+        return found
+
+
+def entered():
+    """`Options` of the entered strategy; the defaults outside of any.
+
+    For the doors of a step that are given no strategy: a table's `gather` and
+    an optimizer's `apply`. All else is handed its options.
+    """
+    return getattr(tf.distribute.get_strategy(), "options", Options())

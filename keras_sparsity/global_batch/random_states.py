@@ -1,0 +1,81 @@
+"""Random streams: shared by all ranks, or each rank's own."""
+
+import json
+import random
+import reprlib
+
+import keras
+import numpy as np
+
+from keras_sparsity._tf import random_seeds
+
+# Keras's own seeds are below 933,199, so that no two ranks meet.
+_BETWEEN_RANKS = 2**20
+
+
+def is_own(variable):
+    """Whether a variable is the random state of a layer, such as dropout.
+
+    Layers whose draws all ranks must share have none of their own.
+    """
+    return variable.name == "seed_generator_state" and not getattr(
+        variable, "is_same_on_all_ranks", False
+    )
+
+
+def fold_rank(state, rank):
+    """Gives each rank a random stream of its own, derived from rank 0's."""
+    seed, counter = keras.ops.convert_to_numpy(state)
+    mixed = np.random.SeedSequence([int(seed), rank]).generate_state(1)[0]
+    if rank:
+        state.assign(np.array([mixed, counter], dtype="uint32"))
+
+
+def drawn_by_rank(rank):
+    """While entered, unseeded random operations draw differently on each rank.
+
+    For a step, in which each rank computes another part. Rank 0 draws as
+    before, and all ranks stay at the same place of their common streams.
+    """
+    return random_seeds.random_operations_seeded(
+        lambda seed: seed + rank * _BETWEEN_RANKS
+    )
+
+
+def host_states():
+    """Python's and NumPy's random states, as text."""
+    kind, keys, *rest = np.random.get_state()
+    return json.dumps([random.getstate(), [kind, keys.tolist(), *rest]])
+
+
+def parsed(text):
+    """Python's and NumPy's random states from the text of `host_states`.
+
+    Raises:
+        ValueError: if the text is damaged. NumPy would read beyond its
+            state's end for a position outside of it.
+    """
+    try:
+        (version, internal, gauss), numpy_state = json.loads(text)
+        kind, keys, position, has_gauss, next_gauss = numpy_state
+        if kind != "MT19937" or len(keys) != 624 or not 0 <= position <= 624:
+            raise ValueError("NumPy's is no state of its MT19937")
+        random.Random().setstate((version, tuple(internal), gauss))
+        numpy_state = (kind, keys, position, has_gauss, float(next_gauss))
+        np.random.RandomState(0).set_state(numpy_state)
+    except (
+        *(ValueError, TypeError, KeyError, OverflowError),
+        RecursionError,
+    ) as error:
+        raise ValueError(
+            "the random states are damaged: "
+            f"{type(error).__name__}: {reprlib.repr(str(error))}"
+        ) from error
+    return (version, tuple(internal), gauss), numpy_state
+
+
+def set_host_states(text):
+    """Sets the random states in the text of `host_states`."""
+    python_state, numpy_state = parsed(text)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)

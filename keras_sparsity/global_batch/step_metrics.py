@@ -1,0 +1,119 @@
+"""Metrics in a step of an adopted model: their results are of all ranks."""
+
+import contextlib
+import functools
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_scopes, patches
+from keras_sparsity.data import empty_parts
+from keras_sparsity.global_batch.metrics import combined, values_of
+
+
+@contextlib.contextmanager
+def results_are_global(metrics, collectives, of_losses=list):
+    """While entered, each metric's `result` is that over all ranks.
+
+    And a rank without examples updates none. For a step. The first result sums
+    the variables of all metrics in one message; later ones need another only
+    for variables that were assigned meanwhile.
+
+    Args:
+        metrics: function without arguments that lists the metrics whose
+            results are likely to be read. Those of others are global too,
+            each by a message of its own.
+        collectives: the processes to combine.
+        of_losses: function without arguments that lists the metrics of losses.
+            Their values are of the global batch on every rank, each counts
+            one, and so ranks without examples update them as well.
+
+    Yields:
+        List that the tensors of all results are appended to.
+    """
+    state = _GlobalState(metrics, collectives, of_losses)
+
+    def make(stock):
+        def get(metric, name):
+            # Not `stock`: within another model's step, that is its `get`.
+            value = object.__getattribute__(metric, name)
+            if name == "update_state":
+                return functools.partial(state.update, metric, value)
+            if name == "result":
+                return functools.partial(state.result, metric, value)
+            return value
+
+        return get
+
+    with (
+        patches.METRIC_ATTRIBUTES.by(make),
+        patches.assignments_are_told(state.forget),
+    ):
+        yield state.results
+
+
+class _GlobalState:
+    """Metrics' variables over all ranks, as of one point of a step."""
+
+    def __init__(self, metrics, collectives, of_losses):
+        self.results = []
+        self._metrics, self._collectives = metrics, collectives
+        self._of_losses = of_losses
+        self._values = {}  # by id: the variable, its graph, its global value
+        self._depth = 0
+        self._is_updating = False
+
+    def update(self, metric, stock, *args, **kwargs):
+        if (
+            self._is_updating
+            or not getattr(metric, "built", True)
+            or keras_scopes.is_tracing_shapes()
+            or any(metric is other for other in self._of_losses())
+        ):
+            return stock(*args, **kwargs)
+        self._is_updating = True
+        try:
+            empty_parts.run_if(
+                empty_parts.has_examples(), lambda: stock(*args, **kwargs)
+            )
+        finally:
+            self._is_updating = False
+
+    def result(self, metric, stock, *args, **kwargs):
+        # In a scope of somebody else: Keras computes shapes only.
+        if keras_scopes.is_tracing_shapes() and not self._depth:
+            return stock(*args, **kwargs)
+        self._depth += 1
+        try:
+            with keras.StatelessScope(self._global(metric.variables)):
+                results = values_of(stock(*args, **kwargs))
+        finally:
+            self._depth -= 1
+        self.results.extend(keras.tree.flatten(results))
+        return results
+
+    def forget(self, variable):
+        self._values.pop(id(variable), None)
+
+    def _global(self, variables):
+        """Pairs of a variable and its global value."""
+        if not all(self._is_known(variable) for variable in variables):
+            listed = [v for m in self._metrics() for v in m.variables]
+            new = {
+                id(v): v for v in [*variables, *listed] if not self._is_known(v)
+            }
+            values = combined(list(new.values()), self._collectives)
+            for variable, value in zip(new.values(), values, strict=True):
+                self._values[id(variable)] = variable, _graph(), value
+        return [(v, self._values[id(v)][2]) for v in variables]
+
+    def _is_known(self, variable):
+        known = self._values.get(id(variable))
+        # A tensor of a branch or a loop stays within.
+        return known is not None and known[1] is _graph()
+
+
+def _graph():
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()

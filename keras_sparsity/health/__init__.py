@@ -1,0 +1,1 @@
+"""Failures of ranks, mismatches between them and hanging collectives."""

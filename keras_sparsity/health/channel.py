@@ -1,0 +1,316 @@
+"""Connections from every rank to rank 0, independent of the engine.
+
+Messages are JSON, not pickles, from processes that prove to know a secret,
+which the engine has distributed. The port closes when all ranks have
+connected.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import re
+import secrets
+import socket
+import threading
+import time
+from multiprocessing import connection
+
+from keras_sparsity.machines import addresses, settings
+
+# All ranks connect at the same time, right after a collective.
+_CONNECT_SECONDS = 60.0
+# From a connection to the proof of the secret: two messages each way.
+_HANDSHAKE_SECONDS = 10.0
+# Limit of simultaneous handshakes, beyond which the oldest end. A rank's takes
+# milliseconds, so it is not among the oldest.
+_MOST_HANDSHAKES = 128
+
+_AS_SERVER = (connection.deliver_challenge, connection.answer_challenge)
+_AS_CLIENT = (connection.answer_challenge, connection.deliver_challenge)
+# Errors of a handshake with a stranger. (Python 3.10 checks by `assert`.)
+_NOT_OURS = (
+    OSError,
+    EOFError,
+    ValueError,
+    AssertionError,
+    connection.AuthenticationError,
+)
+
+
+class Channel:
+    """One end of a connection; any thread may send, one receives."""
+
+    def __init__(self, raw):
+        self._raw = raw
+        self._lock = threading.Lock()
+        # A forked child must not keep the connection of an ended process open.
+        os.register_at_fork(after_in_child=raw.close)
+
+    def send(self, **message):
+        """Sends a message; False if the other end has closed."""
+        data = json.dumps(message).encode()
+        try:
+            with self._lock:
+                self._raw.send_bytes(data)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def receive(self):
+        """The next message, or None if the other end has closed."""
+        try:
+            return json.loads(self._raw.recv_bytes())
+        except (OSError, EOFError):
+            return None
+
+    def poll(self, seconds):
+        """Whether a message, or the end, arrives within `seconds`."""
+        try:
+            return self._raw.poll(seconds)
+        except OSError:
+            return True
+
+    def fileno(self):
+        return self._raw.fileno()
+
+    def close(self):
+        self._raw.close()
+
+
+def connect(rank, size, gather_objects):
+    """Connects every rank with rank 0. A collective call.
+
+    Args:
+        rank, size: This process among all.
+        gather_objects: `Collectives.gather_objects`.
+
+    Returns:
+        This rank's `Channel` to rank 0, and on rank 0 a dict of the `Channel`
+        to each rank, else None.
+    """
+    one_machine = len(set(gather_objects(_place(), "watch/place"))) == 1
+    server = offer = None
+    if rank == 0:
+        server, hosts = _listen(one_machine, size)
+        offer = hosts, server.getsockname()[1], secrets.token_bytes(32)
+    hosts, port, secret = gather_objects(offer, "watch/address")[0]
+    if rank != 0:
+        return _call(hosts, port, secret, rank), None
+    own, far = connection.Pipe()
+    with server:
+        others = _accept_all(server, size, secret)
+    return Channel(own), {0: Channel(far), **others}
+
+
+def _listen(one_machine, size):
+    backlog = size + _MOST_HANDSHAKES
+    if one_machine:
+        hosts = ["127.0.0.1"]
+        return socket.create_server(("127.0.0.1", 0), backlog=backlog), hosts
+    if socket.has_dualstack_ipv6():
+        server = socket.create_server(
+            ("::", 0),
+            family=socket.AF_INET6,
+            backlog=backlog,
+            dualstack_ipv6=True,
+        )
+    else:
+        server = socket.create_server(("", 0), backlog=backlog)
+    return server, _own_addresses()
+
+
+def _place():
+    """Equal for the processes of one machine and network namespace."""
+    place = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net"):
+        try:
+            if os.path.islink(path):
+                place.append(os.readlink(path))
+            else:
+                with open(path) as file:
+                    place.append(file.read().strip())
+        except OSError:  # not Linux
+            pass
+    return tuple(place)
+
+
+def _own_addresses():
+    """The possible addresses of this machine for others."""
+    hosts = []
+    for *_, address in settings.cluster()[:1]:
+        hosts.append(address.rpartition(":")[0].strip("[]"))
+    # All ranks reach the launcher, whose address may have a port and a secret.
+    for variable in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "MASTER_ADDR"):
+        launcher = re.split("[:/]", os.environ.get(variable, ""))[0]
+        own = addresses.towards(launcher) if launcher else None
+        hosts += [own] if own else []
+    if os.environ.get("HOROVOD_HOSTNAME"):
+        hosts.append(os.environ["HOROVOD_HOSTNAME"])
+    hosts.append(socket.gethostname())
+    return list(dict.fromkeys(hosts))
+
+
+def _call(hosts, port, secret, rank):
+    end = time.monotonic() + _CONNECT_SECONDS
+    errors = {}
+    while time.monotonic() < end:
+        for host in hosts:
+            try:
+                with socket.create_connection((host, port), timeout=5) as raw:
+                    return _agreed(
+                        raw,
+                        secret,
+                        _AS_CLIENT,
+                        lambda channel: channel.send(rank=rank),
+                    )[0]
+            except _NOT_OURS as error:
+                errors[host] = error
+        time.sleep(0.2)
+    raise RuntimeError(
+        f"Rank 0 could not be reached at port {port} of any of its addresses: "
+        f"{errors}. The ranks connect to it to learn of each other's failures. "
+        "Give the machines names that resolve on all of them, and allow TCP "
+        "connections between them."
+    )
+
+
+def _accept_all(server, size, secret):
+    channels = {}
+    end = time.monotonic() + _CONNECT_SECONDS + 10
+    with _Handshakes(server, secret) as handshakes:
+        while len(channels) < size - 1:
+            try:
+                left = max(0, end - time.monotonic())
+                rank, channel = handshakes.agreed.get(timeout=left)
+            except queue.Empty:
+                missing = sorted(set(range(1, size)) - set(channels))
+                raise RuntimeError(
+                    f"Ranks {missing} did not connect to rank 0."
+                ) from None
+            if rank in channels:  # The rank has tried again.
+                channels[rank].close()
+            channels[rank] = channel
+    return channels
+
+
+class _Handshakes:
+    """Accepts connections while entered, each in a thread of its own.
+
+    So slow or silent strangers keep no rank waiting.
+
+    Attributes:
+        agreed: Queue of `(rank, Channel)` of processes that know the secret.
+    """
+
+    def __init__(self, server, secret):
+        self.agreed = queue.SimpleQueue()
+        self._server = server
+        self._secret = secret
+        self._pending = {}  # from socket to True, the oldest first
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(
+            target=self._accept, name="keras_sparsity door", daemon=True
+        )
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self._is_over.set()
+        _shut(self._server)  # `accept` fails then.
+        self._thread.join()
+        with self._lock:
+            while self._pending:
+                self._end_oldest()
+
+    def _accept(self):
+        while not self._is_over.is_set():
+            try:
+                raw, _ = self._server.accept()
+            except OSError:  # a closed connection, or the end
+                self._is_over.wait(0.05)
+                continue
+            with self._lock:
+                self._pending[raw] = True
+                if len(self._pending) > _MOST_HANDSHAKES:
+                    self._end_oldest()
+            threading.Thread(
+                target=self._hear, args=(raw,), daemon=True
+            ).start()
+
+    def _end_oldest(self):
+        oldest = next(iter(self._pending))
+        del self._pending[oldest]
+        _shut(oldest)
+
+    def _hear(self, raw):
+        channel = hello = None
+        with raw:
+            with contextlib.suppress(*_NOT_OURS):
+                channel, hello = _agreed(
+                    raw, self._secret, _AS_SERVER, Channel.receive
+                )
+            with self._lock:
+                is_awaited = self._pending.pop(raw, False)
+        if hello and is_awaited:
+            self.agreed.put((hello["rank"], channel))
+        elif channel:
+            channel.close()
+
+
+def _agreed(raw, secret, challenges, after):
+    """Checks that a socket's other end knows the secret.
+
+    Args:
+        raw: The socket; the caller closes it.
+        secret: The secret.
+        challenges: `_AS_SERVER` or `_AS_CLIENT`.
+        after: Function of the channel that ends the handshake.
+
+    Returns:
+        `(channel, after(channel))`.
+
+    Raises:
+        OSError, EOFError: If it takes too long or the other end closes.
+        AuthenticationError: If the other end does not know the secret.
+    """
+    raw.setblocking(True)
+    _notice_lost_machine(raw)
+    # For the whole handshake, as a stranger may send byte by byte.
+    limit = threading.Timer(_HANDSHAKE_SECONDS, _shut, [raw])
+    limit.daemon = True
+    ours = connection.Connection(os.dup(raw.fileno()))
+    limit.start()
+    try:
+        for challenge in challenges:
+            challenge(ours, secret)
+        channel = Channel(ours)
+        return channel, after(channel)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        limit.cancel()
+
+
+def _shut(raw):
+    """Ends a connection, also for threads that read from it."""
+    with contextlib.suppress(OSError):  # It has ended.
+        raw.shutdown(socket.SHUT_RDWR)
+
+
+def _notice_lost_machine(raw):
+    """Lets the kernel end a connection after 20 s of silence."""
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", 5),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", 20_000),  # milliseconds
+    ):
+        if hasattr(socket, option):  # Linux
+            number = getattr(socket, option)
+            raw.setsockopt(socket.IPPROTO_TCP, number, value)

@@ -1,0 +1,201 @@
+"""Rank 0's thread, which collects all ranks' reports and declares failures."""
+
+import dataclasses
+import threading
+import time
+from multiprocessing import connection
+
+from keras_sparsity.health import verdict
+from keras_sparsity.health.report import Report
+
+_TICK_SECONDS = 0.25
+# Time for the ranks' answers to `ask`. They take milliseconds, unless a rank
+# holds Python's lock.
+_ANSWER_SECONDS = 1.0
+# A failed operation is rarely the cause. A rank that died or raised is, and
+# rank 0 learns of it within this time.
+_CAUSE_SECONDS = 2.0
+
+
+class Coordinator:
+    """Receives all ranks' messages, and answers.
+
+    Messages from a rank: `report` (a `Report`), `raised` (the exception that
+    ends its program), `trouble` (a collective failed), `timeout` (a new one),
+    `alive`. Messages to all ranks: `ask` (report now), `timeout` (a new one),
+    `failure`, `farewell`, `alive`.
+
+    Args:
+        channels: dict from rank to `Channel`.
+        timeout_seconds: How long a rank may be silent, or let others wait.
+    """
+
+    def __init__(self, channels, timeout_seconds):
+        self._channels = channels
+        self._timeout_seconds = timeout_seconds
+        self._reports = {rank: Report() for rank in channels}
+        self._received = dict.fromkeys(channels, time.monotonic())
+        self._heard = dict.fromkeys(channels, time.monotonic())
+        self._asked = None
+        self._told_alive = time.monotonic()
+        self._problem = None
+        self._deadline = None
+        self._is_cause = False
+        self._done = False
+        self._thread = threading.Thread(
+            target=self._run, name="keras_sparsity coordinator", daemon=True
+        )
+
+    def start(self):
+        self._thread.start()
+
+    def join(self):
+        """Waits until all ranks have closed their ends, or been informed."""
+        self._thread.join()
+
+    def _run(self):
+        ranks = {channel: rank for rank, channel in self._channels.items()}
+        while ranks and not self._done:
+            for channel in connection.wait(list(ranks), _TICK_SECONDS):
+                rank, message = ranks[channel], channel.receive()
+                self._heard[rank] = time.monotonic()
+                if message is None:
+                    del ranks[channel]
+                    self._hear_end(rank)
+                else:
+                    getattr(self, f"_hear_{message.pop('kind')}")(
+                        rank, **message
+                    )
+            self._judge()
+
+    def _hear_alive(self, rank):
+        pass
+
+    def _hear_timeout(self, rank, seconds):
+        if seconds == self._timeout_seconds:
+            return
+        self._timeout_seconds = seconds
+        self._tell(kind="timeout", seconds=seconds)
+        # The ranks were alive at the rate of the earlier timeout.
+        self._heard = dict.fromkeys(self._heard, time.monotonic())
+
+    def _hear_report(self, rank, **fields):
+        self._received[rank] = time.monotonic()
+        if self._reports[rank].status == "gone":
+            return
+        note = self._reports[rank].note
+        self._reports[rank] = Report.from_json(fields)
+        self._reports[rank].note = self._reports[rank].note or note
+        if all(r.status == "ended" for r in self._reports.values()):
+            self._done = True
+            # Rank 0 last: this thread dies with its process.
+            for rank in sorted(self._channels, reverse=True):
+                self._channels[rank].send(kind="farewell")
+
+    def _hear_raised(self, rank, error):
+        self._reports[rank].status = "gone"
+        self._reports[rank].note = f"raised {error.splitlines()[0]}"
+        self._suspect(f"rank {rank} raised {error}")
+
+    def _hear_trouble(self, rank, error):
+        self._reports[rank].note = f"failed: {error}"
+        self._suspect(
+            f"a collective failed on rank {rank}: {error}", is_cause=False
+        )
+
+    def _hear_end(self, rank):
+        if self._reports[rank].status == "gone":
+            return
+        self._reports[rank].status = "gone"
+        self._suspect(
+            f"the process of rank {rank} is gone: it was killed, crashed, or "
+            "left by os._exit."
+        )
+
+    def _suspect(self, problem, is_cause=True):
+        """Declares the problem later, when all ranks have reported."""
+        if self._problem is None:
+            self._tell(kind="ask")
+        elif self._is_cause or not is_cause:
+            return
+        self._problem = problem
+        self._is_cause = is_cause
+        wait = _ANSWER_SECONDS if is_cause else _CAUSE_SECONDS
+        self._asked = time.monotonic()
+        self._deadline = self._asked + wait
+
+    def _judge(self):
+        now = time.monotonic()
+        if self._problem is not None:
+            answered = self._is_cause and all(
+                self._received[rank] > self._asked
+                for rank, report in self._reports.items()
+                if report.status != "gone"
+            )
+            if answered or now > self._deadline:
+                self._declare(self._problem)
+            return
+        if now > self._told_alive + self._alive_seconds():
+            self._tell(kind="alive")
+            self._told_alive = now
+        silent = now - min(self._heard.values())
+        if silent > self._timeout_seconds:
+            rank = min(self._heard, key=self._heard.get)
+            self._reports[rank].note = f"silent for {silent:.0f} s"
+            self._suspect(
+                f"the process of rank {rank} has not been heard of for "
+                f"{silent:.0f} s: it is stopped or its machine cannot be "
+                "reached."
+            )
+            return
+        self._judge_calls(now)
+
+    def _judge_calls(self, now):
+        """Declares a deadlock that persists after a report of all ranks."""
+        if not verdict.find_deadlock(self._aged(now), self._timeout_seconds):
+            self._asked = None
+            return
+        if self._asked is None:
+            self._asked = now
+            self._tell(kind="ask")
+            return
+        waited_for = [
+            rank
+            for rank, report in self._reports.items()
+            if report.status == "blocked" or now < self._asked + 1
+        ]
+        if all(self._received[rank] > self._asked for rank in waited_for):
+            problem = verdict.find_deadlock(
+                self._reports, self._timeout_seconds
+            )
+            if problem:
+                self._is_cause = True
+                self._declare(problem)
+            self._asked = None
+
+    def _aged(self, now):
+        """The reports as if they had arrived now."""
+        return {
+            rank: dataclasses.replace(
+                report,
+                stalled_seconds=report.stalled_seconds
+                + now
+                - self._received[rank],
+            )
+            for rank, report in self._reports.items()
+        }
+
+    def _declare(self, problem):
+        self._done = True
+        if not self._is_cause:
+            problem = verdict.find_mismatch(self._reports) or problem
+        message = verdict.describe(problem, self._reports)
+        for rank in sorted(self._channels, reverse=True):
+            self._channels[rank].send(kind="failure", message=message)
+
+    def _tell(self, **message):
+        for channel in self._channels.values():
+            channel.send(**message)
+
+    def _alive_seconds(self):
+        return min(5.0, self._timeout_seconds / 4)

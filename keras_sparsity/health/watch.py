@@ -1,0 +1,319 @@
+"""Ends all ranks, with the reason, when the ranks cannot go on.
+
+The engines do not notice that ranks wait in different collectives, and their
+errors after the death of a rank do not give its reason. So each rank has a
+thread that reads its journal twice a second and, if no call begins or ends,
+reports its open calls to rank 0. There `coordinator.py` decides, by the rules
+of `verdict.py`, and informs all ranks.
+"""
+
+import atexit
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+
+import tensorflow as tf
+
+from keras_sparsity.health import channel as channels
+from keras_sparsity.health import errors, verdict
+from keras_sparsity.health.coordinator import Coordinator
+from keras_sparsity.health.observer import Observer
+from keras_sparsity.health.report import Report
+
+_POLL_SECONDS = 0.5
+# Time for the program to end by itself after a failure.
+_GRACE_SECONDS = 10.0
+# Rank 0 explains a failed operation within about 3 s.
+_EXPLAIN_SECONDS = 6.0
+
+_watch = None
+
+
+def start(collectives, journal, abort, close, timeout_seconds):
+    """Starts to watch this rank. A collective call, once per process.
+
+    Args:
+        collectives: The `Collectives` of all ranks.
+        journal: The `Journal` of their calls.
+        abort: `Engine.abort`, called from a thread.
+        close: `Engine.close`, called at exit when all ranks have ended.
+        timeout_seconds: How long a living rank may keep others waiting.
+    """
+    global _watch
+    channel, all_channels = channels.connect(
+        collectives.rank, collectives.size, collectives.gather_objects
+    )
+    if all_channels:
+        Coordinator(all_channels, timeout_seconds).start()
+    _watch = _Watch(
+        collectives.rank,
+        channel,
+        journal,
+        abort,
+        close,
+        timeout_seconds,
+    )
+    _watch.start()
+
+
+def set_timeout(seconds):
+    """Changes the timeout; every rank calls it with the same value."""
+    if _watch is not None:
+        _watch.set_timeout(seconds)
+
+
+def report_exception(error):
+    """Informs all ranks that `error` ends this rank's program.
+
+    For callers that catch an error that would otherwise end the process.
+    """
+    if _watch is not None:
+        _watch.report_exception(error)
+
+
+class _Watch:
+    """Reports this rank's state, and ends its process on a failure."""
+
+    def __init__(self, rank, channel, journal, abort, close, timeout_seconds):
+        self._rank = rank
+        self._channel = channel
+        self._abort = abort
+        self._close = close
+        self._timeout_seconds = timeout_seconds
+        self._journal = journal
+        self._observer = Observer(journal)
+        self._pid = os.getpid()
+        self._sent = None
+        self._heard = time.monotonic()
+        self._has_ended = False
+        self._has_raised = False
+        self._exit_code = 1
+        self._note = ""
+        self._is_over = threading.Event()
+        self._announcing = threading.Lock()
+        self._is_announced = False
+        self._thread = threading.Thread(
+            target=self._run, name="keras_sparsity watch", daemon=True
+        )
+
+    def start(self):
+        self._next_hook = sys.excepthook
+        sys.excepthook = self._on_exception
+        self._next_thread_hook = threading.excepthook
+        threading.excepthook = self._on_thread_exception
+        atexit.register(self._on_exit)
+        errors.set_sources(self._journal, self._inquire)
+        self._thread.start()
+
+    def set_timeout(self, seconds):
+        # Rank 0 was alive at the rate of the earlier timeout.
+        self._heard = time.monotonic()
+        # At once, as rank 0 may be stopped before it informs the others.
+        self._timeout_seconds = seconds
+        self._channel.send(kind="timeout", seconds=seconds)
+
+    def report_exception(self, error):
+        if self._is_mine() and not self._is_over.is_set():
+            self._has_raised = True
+            self._exit_code = _exit_code(error)
+            self._channel.send(kind="raised", error=_spell(error))
+
+    # The thread.
+
+    def _run(self):
+        try:
+            failure = self._watch()
+        except Exception:
+            if not sys.is_finalizing():
+                logging.getLogger(__name__).exception(
+                    "The watch of rank %d failed; if another rank fails, this "
+                    "one may now hang.",
+                    self._rank,
+                )
+            return
+        finally:
+            self._is_over.set()
+        if failure:
+            self._end(failure)
+
+    def _watch(self):
+        """The failure, or None when all ranks have ended."""
+        self._heard = told = time.monotonic()
+        while True:
+            asked = False
+            if self._channel.poll(_POLL_SECONDS):
+                message = self._channel.receive() or {"kind": "lost"}
+                self._heard = time.monotonic()
+                if message["kind"] == "lost":
+                    return self._describe_rank_0(
+                        "is gone: it was killed, crashed, or left by os._exit."
+                    )
+                if message["kind"] == "farewell":
+                    return None
+                if message["kind"] == "failure":
+                    return message["message"]
+                if message["kind"] == "timeout":
+                    self._timeout_seconds = message["seconds"]
+                    told = 0.0  # Rank 0 may expect a sign of life at once.
+                asked = message["kind"] == "ask"
+            self._report(asked)
+            now = time.monotonic()
+            if now - told > min(5.0, self._timeout_seconds / 4):
+                self._channel.send(kind="alive")
+                told = now
+            silent = now - self._heard
+            if silent > self._timeout_seconds:
+                return self._describe_rank_0(
+                    f"has not been heard of for {silent:.0f} s: it is stopped "
+                    "or its machine cannot be reached."
+                )
+
+    def _report(self, asked):
+        report = self._look(asked)
+        # A blocked rank that computes may still move; rank 0 must learn when
+        # it stops computing.
+        busy = report.status == "blocked" and report.busy
+        state = report.status, report.open_calls, report.note, busy
+        if asked or state != self._sent:
+            self._channel.send(kind="report", **report.to_json())
+            self._sent = state
+
+    def _look(self, closely):
+        report = self._observer.look(closely)
+        report.note = self._note
+        if self._has_ended:
+            report.status = "ended"
+        return report
+
+    def _describe_rank_0(self, problem):
+        reports = {0: Report("gone"), self._rank: self._look(True)}
+        return verdict.describe(f"the process of rank 0 {problem}", reports)
+
+    def _end(self, failure):
+        errors.record_failure(failure)
+        if not self._has_raised:
+            self._announce()
+        # In a thread, as it may block while the engine waits for a stopped
+        # rank. One line, as TensorFlow logs it several times.
+        first_line = failure.splitlines()[0]
+        threading.Thread(
+            target=self._abort, args=(first_line,), daemon=True
+        ).start()
+        time.sleep(_GRACE_SECONDS)
+        self._leave()
+
+    def _announce(self):
+        with self._announcing:
+            if not self._is_announced:
+                self._is_announced = True
+                print(f"\n{errors.failure()}", file=sys.stderr, flush=True)
+
+    def _leave(self):
+        """Ends the process at once, with its children."""
+        for child in multiprocessing.active_children():
+            child.terminate()
+        flush = threading.Thread(target=_flush, daemon=True)
+        flush.start()
+        flush.join(1)
+        os._exit(self._exit_code)
+
+    # The main thread.
+
+    def _inquire(self, error):
+        """Lets rank 0 find the reason for a failed collective."""
+        if self._is_mine() and not self._is_over.is_set():
+            self._channel.send(kind="trouble", error=_core(error.message))
+            self._wait(_EXPLAIN_SECONDS)
+
+    def _wait(self, seconds):
+        end = time.monotonic() + seconds
+        while errors.failure() is None and time.monotonic() < end:
+            if not self._thread.is_alive():
+                return
+            time.sleep(0.02)
+
+    def _on_exception(self, kind, error, trace):
+        if not self._is_mine():
+            return self._next_hook(kind, error, trace)
+        error = errors.explain(error)
+        if isinstance(error, errors.CollectiveError) and errors.failure():
+            self._announce()
+            # The whole message has already been shown.
+            first_line = str(error).splitlines()[0]
+            error = errors.CollectiveError(first_line)
+        else:
+            self.report_exception(error)
+        self._next_hook(type(error), error, trace)
+
+    def _on_thread_exception(self, args):
+        # The program goes on, but this may be the reason of a later failure.
+        name = args.thread.name if args.thread else "a thread"
+        self._note = f"{name} raised {args.exc_type.__name__}: {args.exc_value}"
+        self._next_thread_hook(args)
+
+    def _on_exit(self):
+        if not self._is_mine():
+            return
+        if self._has_raised:
+            # On rank 0 a thread of this process informs the others.
+            self._wait(3.0)
+            self._leave()
+        self._has_ended = True
+        self._channel.send(
+            kind="report", **Report("ended", note=self._note).to_json()
+        )
+        # Ranks that still compute need this rank's engine, and would take its
+        # end for a failure.
+        while self._thread.is_alive() and errors.failure() is None:
+            time.sleep(0.02)
+        if errors.failure() is not None:
+            self._announce()
+            self._leave()
+        self._close()
+
+    def _is_mine(self):
+        return os.getpid() == self._pid  # not a forked child
+
+
+def _flush():
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError, AttributeError):
+            pass  # closed, or None
+    logging.shutdown()
+
+
+def _core(message):
+    """The line of an operation's error that states the problem."""
+    around = (
+        *(" ", "\t", "Detected at", "Graph execution error"),
+        *("Hint:", "Traceback (most recent"),
+    )
+    lines = [
+        line.partition("[Op:")[0].strip()
+        for line in message.splitlines()
+        if not line.startswith(around)
+    ]
+    # The problem is the last line.
+    return [message.strip(), *filter(None, lines)][-1][:500]
+
+
+def _spell(error):
+    if isinstance(error, SystemExit):
+        return f"SystemExit, by sys.exit({error.code!r})"
+    is_operations = isinstance(error, tf.errors.OpError)
+    text = _core(error.message) if is_operations else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _exit_code(error):
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT  # as in a shell
+    return 1

@@ -1,0 +1,58 @@
+"""A process that acts while this one cannot.
+
+TensorFlow holds Python's lock while it starts its collectives, so none of
+this process's threads runs then. The helper starts in milliseconds: it runs a
+function of a file that imports the standard library alone.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import select
+import subprocess
+import sys
+
+
+@contextlib.contextmanager
+def running(function, *args, pass_fds=()):
+    """Runs `function(is_over, *args)` in a helper process while entered.
+
+    Args:
+        function: A function at the top level of a file that imports the
+            standard library alone. It returns when `is_over(seconds)`, which
+            waits that long, is true: this process ends, or has ended.
+        *args: Its arguments, as JSON has them.
+        pass_fds: File descriptors that the helper inherits.
+    """
+    code = function.__code__
+    call = json.dumps([code.co_filename, code.co_name, args])
+    helper = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__],
+        stdin=subprocess.PIPE,
+        pass_fds=pass_fds,
+    )
+    # Every user of the machine may read a command line, and addresses hold
+    # secrets. This input closes when this process ends.
+    with contextlib.suppress(BrokenPipeError):
+        helper.stdin.write(f"{call}\n".encode())
+        helper.stdin.flush()
+    try:
+        yield
+    finally:
+        helper.kill()
+        helper.stdin.close()
+        helper.wait()
+
+
+def _is_over(seconds):
+    return bool(select.select([sys.stdin], [], [], seconds)[0])
+
+
+if __name__ == "__main__":
+    # Unbuffered, as `select` does not see Python's buffer.
+    line = b""
+    while not line.endswith(b"\n"):
+        line += os.read(0, 1) or sys.exit()
+    path, name, arguments = json.loads(line)
+    runpy.run_path(path)[name](_is_over, *arguments)

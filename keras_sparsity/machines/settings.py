@@ -1,0 +1,155 @@
+"""Settings that users make by environment variables, checked."""
+
+import json
+import math
+import os
+import re
+import reprlib
+
+# Adding an engine: see CONTRIBUTING.md.
+ENGINES = ("local", "native", "horovod")
+
+TIMEOUT_VARIABLE = "KERAS_SPARSITY_TIMEOUT"
+# Replaces the random seed that rank 0 draws for all ranks.
+SEED_VARIABLE = "KERAS_SPARSITY_SEED"
+# The ranks look at each other twice a second, and Python's lock may be held
+# for a second or two (imports).
+_SHORTEST_TIMEOUT_SECONDS = 5.0
+
+
+def checked_timeout(seconds=None, name="`timeout`"):
+    """A timeout in seconds; by default the environment's, else 600.
+
+    Args:
+        seconds: The given timeout or None.
+        name: The argument's name, for the message.
+
+    Raises:
+        ValueError: If it is not a finite number of at least 5.
+    """
+    if seconds is None:
+        name, seconds = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE, 600)
+    try:
+        if isinstance(seconds, bool):
+            raise TypeError
+        number = float(seconds)
+    except Exception:  # whatever an object's own method raises
+        number = math.nan
+    if not _SHORTEST_TIMEOUT_SECONDS <= number < math.inf:
+        raise ValueError(
+            f"{name} must be a number of seconds, at least "
+            f"{_SHORTEST_TIMEOUT_SECONDS:g} (less passes without any "
+            f"failure). Received: {reprlib.repr(seconds)}."
+        )
+    return number
+
+
+def seed(variables=os.environ):
+    """The random seed in `variables`, or None."""
+    given = variables.get(SEED_VARIABLE)
+    if given is None:
+        return None
+    if not re.fullmatch(r"\d{1,10}", given.strip()) or int(given) >= 2**32:
+        raise ValueError(
+            f"{SEED_VARIABLE} must be a whole number from 0 to 2**32 - 1. "
+            f"Received: {given!r}."
+        )
+    return int(given)
+
+
+def check_horovod():
+    """Checks the ranks and sizes in Horovod's environment variables."""
+    for kind in ("", "LOCAL_", "CROSS_"):
+        names = f"HOROVOD_{kind}RANK", f"HOROVOD_{kind}SIZE"
+        given = {name: os.environ.get(name) for name in names}
+        if set(given.values()) == {None}:
+            continue
+        are_numbers = all(
+            re.fullmatch(r"\d{1,9}", v or "") for v in given.values()
+        )
+        if not are_numbers or int(given[names[0]]) >= int(given[names[1]]):
+            raise ValueError(
+                f"{names[0]} and {names[1]} must be whole numbers, the rank "
+                f"from 0 to the size - 1. Received: {given}. Start the ranks "
+                "with horovodrun, mpirun or `keras-sparsity run`, which set "
+                "them, or unset all of them."
+            )
+
+
+def cluster():
+    """TF_CONFIG's training processes, in TensorFlow's order.
+
+    Returns:
+        List of `(type, index, address)`, the chief first.
+    """
+    config = _tf_config()
+    jobs = config.get("cluster") or {}
+    _check_config(isinstance(jobs, dict), '"cluster" must be an object')
+    tasks = []
+    for kind in ("chief", "worker"):
+        addresses = jobs.get(kind) or []
+        _check_config(isinstance(addresses, list), f'"{kind}" must be a list')
+        for index, address in enumerate(addresses):
+            _check_config(
+                _is_address(address),
+                f'each "{kind}" must be "host:port", not {address!r}',
+            )
+            tasks.append((kind, index, address))
+    addresses = [address for _, _, address in tasks]
+    for address in addresses:
+        _check_config(
+            addresses.count(address) == 1,
+            f"each process needs an address of its own, not {address!r} twice",
+        )
+    return tasks
+
+
+def cluster_rank(tasks):
+    """The rank of this process among the `tasks` of `cluster`."""
+    task = _tf_config().get("task")
+    _check_config(
+        isinstance(task, dict) and {"type", "index"} <= task.keys(),
+        '"task" must be an object with "type" and "index", this process\'s',
+    )
+    kind, index = task["type"], task["index"]
+    if isinstance(index, str) and index.isdecimal():
+        index = int(index)
+    _check_config(
+        isinstance(index, int) and not isinstance(index, bool),
+        f'the "index" of "task" must be a whole number, not {index!r}',
+    )
+    for rank, task in enumerate(tasks):
+        if (kind, index) == task[:2]:
+            return rank
+    raise ValueError(
+        f"TF_CONFIG names this process {kind} {index}, which its cluster does "
+        "not list. Its training processes are "
+        f"{[f'{kind} {index}' for kind, index, _ in tasks]}."
+    )
+
+
+def _tf_config():
+    text = os.environ.get("TF_CONFIG", "").strip()
+    try:
+        config = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        config = None
+    _check_config(isinstance(config, dict), "it must be a JSON object")
+    return config
+
+
+def _check_config(is_valid, expected):
+    if not is_valid:
+        raise ValueError(
+            f"TF_CONFIG is not valid: {expected}. Received: "
+            f"{os.environ['TF_CONFIG']!r}. Expected, for two processes: "
+            '{"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
+            '"task": {"type": "worker", "index": 0}}.'
+        )
+
+
+def _is_address(value):
+    if not isinstance(value, str):
+        return False
+    port = re.fullmatch(r"[^\s/]+:(\d{1,5})", value)
+    return port is not None and 0 < int(port[1]) < 2**16

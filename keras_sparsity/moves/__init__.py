@@ -1,0 +1,5 @@
+"""Moves tables to another placement while they train."""
+
+from keras_sparsity.moves.moving import move, repartition
+
+__all__ = ["move", "repartition"]

@@ -1,0 +1,1 @@
+"""How each kind of variable lives and travels."""

@@ -1,0 +1,158 @@
+"""What each placement and each reducer implements."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity.planning.engine_cost import engine_bytes
+
+
+@dataclasses.dataclass
+class Update:
+    """The gradient of one variable, on its way to the variable's rule.
+
+    Attributes:
+        variable: the variable that the rule updates: the model's, or one
+            partition of it.
+        gradient: a tensor, or `tf.IndexedSlices` by the rows of `variable`.
+        whole: the model's variable.
+        is_of_rows: whether the gradient was `tf.IndexedSlices` at first.
+        keeps_rows: whether the rule is to update touched rows only, so that
+            the reduced gradient has to say which these are.
+        touched: `(row ids, counts)` for `touches.end_step`.
+    """
+
+    variable: keras.Variable
+    gradient: tf.Tensor | tf.IndexedSlices
+    whole: keras.Variable
+    is_of_rows: bool = False
+    keeps_rows: bool = False
+    touched: tuple[tf.Tensor | None, Callable | None] = (None, None)
+
+    @property
+    def values(self):
+        if isinstance(self.gradient, tf.IndexedSlices):
+            return self.gradient.values
+        return self.gradient
+
+    def replaced(self, gradient):
+        """The same update, of another gradient."""
+        return dataclasses.replace(self, gradient=gradient)
+
+
+class Reducer(abc.ABC):
+    """Makes the gradients of all ranks one, in one step.
+
+    The gradients of many variables travel in few messages, so all variables
+    of a step that are reduced in one way share a reducer. Every rank calls it
+    with the updates of the same variables, in the same order.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+        options: `exchange.options.Options`.
+
+    Attributes:
+        path: name of its messages, in plans and in logs.
+    """
+
+    path: str
+
+    def __init__(self, communicator, options):
+        self._communicator = communicator
+        self._options = options
+
+    @abc.abstractmethod
+    def begin(self, update):
+        """Prepares one gradient; sends it if it travels by itself."""
+
+    @abc.abstractmethod
+    def finish(self, updates):
+        """Sends the other gradients; each update then has the reduced one."""
+
+    # The cost of one step, for plans and for `architecture="auto"`.
+
+    @classmethod
+    def transfer_bytes(cls, spec, traffic):
+        """Bytes of a variable's messages, by machine.
+
+        Args:
+            spec: `planning.VariableSpec` of the variable.
+            traffic: `placement.traffic.Traffic`.
+
+        Returns:
+            `planning.TransferBytes`.
+        """
+        return engine_bytes(spec, cls.path, *traffic.facts())
+
+    @classmethod
+    def updated_bytes(cls, own, whole, size, num_slots):
+        """Bytes that each process reads or writes to update rows.
+
+        Args:
+            own: bytes of the rows that the gradients of one process touch, or
+                of its share where all rows are updated.
+            whole: bytes of the variable.
+            size: number of processes.
+            num_slots: number of the optimizer's slots of the variable.
+        """
+        return min(whole, own * size) * (1 + num_slots)
+
+    @classmethod
+    def shares_message(cls, variable):
+        """Whether a variable's rows travel in messages of other variables."""
+        return False
+
+    @classmethod
+    def num_parts(cls, size):
+        """Number of parts in which `size` processes sum a gradient."""
+        return 1
+
+
+class Reducers:
+    """The reducers of one step: one of each class.
+
+    Args:
+        communicator, options: as for `Reducer`.
+    """
+
+    def __init__(self, communicator, options):
+        self._arguments = communicator, options
+        self._made = {}
+
+    def get(self, kind):
+        """The step's reducer of a class, made when first asked for."""
+        if kind not in self._made:
+            self._made[kind] = kind(*self._arguments)
+        return self._made[kind]
+
+
+class Placement(abc.ABC):
+    """Where one variable lives, and how its gradients become one.
+
+    `placement.choice` alone decides which class it is.
+
+    Attributes:
+        name: its name for `ks.moves.move`, in plans and in logs.
+        layout: `Layout` of the rows that each rank stores and saves; None if
+            each rank has all of them, of which rank 0 saves its own.
+    """
+
+    name: str
+    layout = None
+
+    @abc.abstractmethod
+    def reducer(self, is_of_rows):
+        """Class of the `Reducer` of its gradients.
+
+        Args:
+            is_of_rows: whether the gradient is `tf.IndexedSlices`.
+        """
+
+    def num_partitions(self, size, is_of_rows):
+        """Number of parts into which `size` processes divide the variable."""
+        if self.layout is not None:
+            return self.layout.num_partitions
+        return self.reducer(is_of_rows).num_parts(size)

@@ -1,0 +1,210 @@
+"""Chooses where each variable lives: nothing else tells placements apart."""
+
+import dataclasses
+
+import tensorflow as tf
+
+from keras_sparsity import collectives
+from keras_sparsity._tf import checks
+from keras_sparsity.exchange import options
+from keras_sparsity.placement.alone import Alone
+from keras_sparsity.placement.base import Reducers
+from keras_sparsity.placement.gathered import Gathered
+from keras_sparsity.placement.mirrored import Mirrored
+from keras_sparsity.placement.owned import Owned
+from keras_sparsity.placement.served import NaivelyServed, Served
+
+# Set on a variable whose placement was found under "auto": its name.
+_ATTRIBUTE = "_keras_sparsity_placement"
+_FIRST = {"tables": "ps", "others": "allgather"}  # of "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """Names of the placements under one architecture of a strategy.
+
+    Attributes:
+        tables: of `ks.ShardedTable`s that name none themselves.
+        others: of all other variables.
+        merges: see `Options`.
+    """
+
+    tables: str
+    others: str
+    merges: bool = True
+
+
+ARCHITECTURES = {
+    "auto": Architecture("auto", "auto"),
+    "hybrid": Architecture("ps", "allgather"),
+    "allreduce": Architecture("allreduce", "allreduce"),
+    "allgather": Architecture("allgather", "allgather"),
+    "ps": Architecture("ps", "ps"),
+    "naive_ps": Architecture("ps", "naive_ps", merges=False),
+}
+
+
+# Placements by their names: of tables, made of a function that returns the
+# `Layout` of their rows over owners; and of other variables.
+OF_TABLES = {
+    "ps": lambda layout: Owned(layout()),
+    "allgather": lambda layout: Gathered(),
+    "allreduce": lambda layout: Mirrored(),
+}
+OF_OTHERS = {
+    "ps": Served,
+    "naive_ps": NaivelyServed,
+    "allgather": Gathered,
+    "allreduce": Mirrored,
+}
+
+
+def choose(name, size, layout=None):
+    """The placement of a variable.
+
+    Args:
+        name: a key of `OF_TABLES` or `OF_OTHERS`.
+        size: number of processes.
+        layout: of a table, function that returns the `Layout` of its rows
+            over owners; None for other variables.
+
+    Returns:
+        `Placement`.
+    """
+    if size == 1:
+        return Alone()
+    return OF_OTHERS[name]() if layout is None else OF_TABLES[name](layout)
+
+
+def check(name, value):
+    """Raises ValueError unless a value is an architecture of a strategy."""
+    checks.check(
+        isinstance(value, str) and value in ARCHITECTURES,
+        name,
+        value,
+        f"one of {', '.join(map(repr, ARCHITECTURES))}",
+    )
+
+
+def check_table(name, value, otherwise=""):
+    """Raises ValueError unless a value names the placement of a table.
+
+    Args:
+        name: name of the argument.
+        value: its value.
+        otherwise: what else the argument may be, for the message.
+    """
+    checks.one_of(name, value, tuple(OF_TABLES), otherwise)
+
+
+def check_requested(name, value, otherwise=""):
+    """Raises ValueError unless a value is one that `ShardedTable` takes."""
+    if value is not None and not (isinstance(value, str) and value == "auto"):
+        check_table(name, value, f", 'auto'{otherwise}")
+
+
+class Placements:
+    """The placements of the variables under one strategy.
+
+    Args:
+        architecture: a key of `ARCHITECTURES`.
+        communicator: `Collectives` of all ranks.
+        options: `Options`.
+        strategy: the `tf.distribute.Strategy`, by which variables are updated.
+    """
+
+    def __init__(self, architecture, communicator, options, strategy):
+        self.communicator = communicator
+        self.options = options
+        self.strategy = strategy
+        self._architecture = ARCHITECTURES[architecture]
+
+    def reducers(self):
+        """`Reducers` of one step."""
+        return Reducers(self.communicator, self.options)
+
+    def of(self, variable):
+        """The `Placement` of a model's variable."""
+        placement = getattr(variable, "placement", None)
+        if placement is not None:  # a table's
+            return placement
+        name = self._architecture.others
+        if name == "auto":
+            name = getattr(variable, _ATTRIBUTE, _FIRST["others"])
+        return choose(name, self.communicator.size)
+
+    def of_table(self, table, name=None, num_partitions=None):
+        """The `Placement` of a table.
+
+        Args:
+            table: the `ShardedTable`.
+            name: by default the one that was asked for.
+            num_partitions: by default as many as were asked for.
+        """
+        name = name or self.name_of_table(table)
+        if name == "auto":
+            name = _FIRST["tables"]
+        return choose(
+            name,
+            self.communicator.size,
+            lambda: table.layout_over_owners(num_partitions),
+        )
+
+    def name_of_table(self, table):
+        """Name of the placement that was asked for, also `"auto"`."""
+        return table.requested_architecture or self._architecture.tables
+
+    def settles(self, table):
+        """Whether a table is to be given the placement that was asked for."""
+        return self.name_of_table(table) not in ("auto", table.architecture)
+
+    def is_found(self, variable):
+        """Whether the placement of a variable is to be found in `fit`."""
+        table = getattr(variable, "table", None)
+        if table is None:
+            return self._architecture.others == "auto"
+        return self.name_of_table(table) == "auto"
+
+    @property
+    def is_of_strategy(self):
+        """Whether a `HybridStrategy` has made it, and aggregates gradients."""
+        return getattr(self.strategy, "placements", None) is self
+
+    @property
+    def finds_rows(self):
+        """Whether placements of variables other than tables may be found."""
+        return self._architecture.others == "auto"
+
+    def candidates(self, variable):
+        """Placements that a variable of rows may have: dict from names."""
+        table = getattr(variable, "table", None)
+        if table is None:
+            names = ("allreduce", "allgather")
+            return {n: choose(n, self.communicator.size) for n in names}
+        names = ("allreduce", "ps", "allgather")
+        return {name: self.of_table(table, name) for name in names}
+
+
+def found(variable, name):
+    """Keeps the placement that was found for a variable that is no table's."""
+    setattr(variable, _ATTRIBUTE, name)
+
+
+def of_model(model):
+    """`Placements` of the strategy that a model was compiled under."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return getattr(strategy, "placements", None) or entered()
+
+
+def entered():
+    """`Placements` of the entered strategy; outside of any, of "hybrid".
+
+    The one look-up of a step's optimizer and of a table that is built: all
+    else is handed what it needs.
+    """
+    strategy = tf.distribute.get_strategy()
+    known = getattr(strategy, "placements", None)
+    if known is not None:
+        return known
+    communicator = collectives.current()
+    return Placements("hybrid", communicator, options.Options(), strategy)

@@ -1,0 +1,52 @@
+"""Each rank owns some rows of a table: the parameter server."""
+
+import tensorflow as tf
+
+from keras_sparsity.placement.base import Placement, Reducer
+
+
+class Owned(Placement):
+    """Owners send rows to those who need them, and receive their gradients.
+
+    Args:
+        layout: `Layout` of the rows.
+
+    References:
+        EuroSys 3.1 (parameter server), 4.3.
+    """
+
+    name = "ps"
+
+    def __init__(self, layout):
+        self.layout = layout
+
+    def reducer(self, is_of_rows):
+        return Owners
+
+
+class Owners(Reducer):
+    """Takes the gradients of the rows that this rank owns.
+
+    The gradient of a pull has pushed them here: they are those of all ranks.
+    """
+
+    path = "ps"
+
+    def begin(self, update):
+        if not isinstance(update.gradient, tf.IndexedSlices):
+            raise ValueError(
+                f"The gradient of the sharded table {update.variable} must be "
+                "the tf.IndexedSlices that the gradient tape gives. "
+                f"Received: {update.gradient}."
+            )
+
+    def finish(self, updates):
+        del updates
+
+    @classmethod
+    def updated_bytes(cls, own, whole, size, num_slots):
+        return own * (1 + num_slots)
+
+    @classmethod
+    def shares_message(cls, variable):
+        return variable.table.shares_messages

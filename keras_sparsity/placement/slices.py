@@ -1,0 +1,34 @@
+"""Gradients of rows: `tf.IndexedSlices`, merged or made dense."""
+
+import tensorflow as tf
+
+
+def merged(slices):
+    """Sums duplicate rows: each row occurs once."""
+    rows, index = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, index, tf.size(rows))
+    return tf.IndexedSlices(values, rows, slices.dense_shape)
+
+
+def unmerged(slices):
+    """Leaves duplicate rows as they are."""
+    return slices
+
+
+def dense(slices, num_rows):
+    """The gradient of all rows: `(num_rows, ...)`."""
+    return tf.math.unsorted_segment_sum(slices.values, slices.indices, num_rows)
+
+
+def counts(slices):
+    """How often each row has a gradient: `(num_rows,)`."""
+    ones = tf.ones_like(slices.indices, slices.values.dtype)
+    num_rows = slices.dense_shape[0]
+    return tf.math.unsorted_segment_sum(ones, slices.indices, num_rows)
+
+
+def touched(gradient, counts):
+    """The touched rows of a dense gradient, as `tf.IndexedSlices`."""
+    rows = tf.where(counts > 0)[:, 0]
+    shape = tf.shape(gradient, tf.int64)
+    return tf.IndexedSlices(tf.gather(gradient, rows), rows, shape)

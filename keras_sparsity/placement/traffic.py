@@ -1,0 +1,63 @@
+"""The facts on which the bytes of a variable's messages depend."""
+
+import dataclasses
+
+from keras_sparsity.planning.specs import Cluster
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The facts on which the bytes of a placement depend.
+
+    Attributes:
+        cluster, engine, largest_rows, local_aggregation, pulled_bytes: as for
+            `planning.engine_bytes`.
+        number: how many variables with the same path come before.
+    """
+
+    cluster: Cluster
+    engine: str
+    largest_rows: float | None = None
+    local_aggregation: bool = True
+    pulled_bytes: float | None = None
+    number: int = 0
+
+    def facts(self, first_machine=0):
+        """The arguments of `planning.engine_bytes`, from the cluster on."""
+        return (
+            self.cluster,
+            self.engine,
+            self.largest_rows,
+            first_machine,
+            self.local_aggregation,
+            self.pulled_bytes,
+        )
+
+    @classmethod
+    def of(cls, variable, placements, largest_rows=None, number=0):
+        """Of a model's variable under running `Placements`."""
+        communicator = placements.communicator
+        return cls(
+            running_cluster(communicator),
+            communicator.engine,
+            largest_rows,
+            placements.options.aggregates_locally,
+            getattr(getattr(variable, "table", None), "pulled_bytes", None),
+            number,
+        )
+
+
+def running_cluster(communicator):
+    """The `Cluster` of the running processes.
+
+    Those of one machine count as machines of one process each: what they send
+    each other is not free.
+    """
+    if communicator.cross_size == 1:
+        return Cluster(communicator.size)
+    return Cluster(communicator.cross_size, communicator.local_size)
+
+
+def as_sent(spec, options):
+    """A `VariableSpec` in the dtype in which it travels."""
+    return dataclasses.replace(spec, dtype=options.wire(spec.dtype).dtype.name)

@@ -1,0 +1,267 @@
+"""Bytes of one step as this library sends them, by engine."""
+
+import math
+
+from keras_sparsity._tf import checks
+from keras_sparsity.machines.capacities import capacity
+from keras_sparsity.machines.settings import ENGINES
+from keras_sparsity.planning.specs import (
+    Cluster,
+    VariableSpec,
+    check_is,
+    dtype_bytes,
+    is_number,
+)
+from keras_sparsity.planning.transfer_cost import (
+    ARCHITECTURES,
+    merged,
+    narrowest_index,
+    on_each,
+    parameter_server,
+    shares,
+    transfer_bytes,
+)
+
+
+def engine_bytes(
+    variable,
+    architecture,
+    cluster,
+    engine,
+    largest_rows=None,
+    first_machine=0,
+    local_aggregation=True,
+    pulled_bytes=None,
+):
+    """Bytes that this library moves for one variable, by machine.
+
+    As `transfer_bytes` of unique rows, with indices in the narrowest integer
+    that holds them, but "ps" of a sparse variable is a `sharded_table_bytes`,
+    and what the native engine exchanges by rows is padded.
+
+    Args:
+        variable: `VariableSpec`.
+        architecture: `"allreduce"`, `"ps"` or `"allgather"`.
+        cluster: `Cluster`.
+        engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
+        largest_rows: as for `sharded_table_bytes`.
+        first_machine: as for `transfer_bytes`, of a dense variable.
+        local_aggregation, pulled_bytes: as for `sharded_table_bytes`.
+
+    Returns:
+        `TransferBytes`.
+
+    Raises:
+        ValueError: as `transfer_bytes` and `sharded_table_bytes`, or if the
+            engine is unknown.
+
+    Example:
+
+    >>> table = VariableSpec("table", (1000, 64), alpha=0.02)
+    >>> for engine in ENGINES:
+    ...     cost = engine_bytes(table, "allgather", Cluster(4), engine)
+    ...     print(engine, round(cost.busiest_bytes))
+    local 0
+    native 30960
+    horovod 30960
+
+    References:
+        EuroSys 3.1.
+    """
+    checks.one_of("engine", engine, ENGINES)
+    checks.one_of("architecture", architecture, ARCHITECTURES)
+    check_is(variable, VariableSpec, "variable")
+    check_is(cluster, Cluster, "cluster")
+    if engine == "local":
+        return on_each(cluster, 0)
+    if architecture in _PADDED and variable.is_sparse:
+        of_rows = _PADDED[architecture]
+        return of_rows(
+            variable,
+            cluster,
+            engine == "native",
+            largest_rows,
+            local_aggregation,
+            pulled_bytes,
+        )
+    return transfer_bytes(
+        variable,
+        architecture,
+        cluster,
+        index_bytes=_index_of_all(variable),
+        first_machine=first_machine,
+    )
+
+
+def sharded_table_bytes(
+    variable,
+    cluster,
+    padded=False,
+    largest_rows=None,
+    local_aggregation=True,
+    pulled_bytes=None,
+):
+    """Bytes of a `ShardedTable` of this library, by machine.
+
+    A table is a parameter server whose servers are the workers. Each process
+    sends the addresses of the unique rows that it needs to their owners, as
+    the narrowest integer (i bytes), and receives the rows. The gradients, one
+    for each row, follow the route of the ids and need none. In terms of
+    `transfer_bytes`, "ps" with
+
+        pull = L alpha w
+        push = L alpha w + i L alpha num_rows
+
+    With local aggregation the processes of a machine pull together and sum
+    their gradients: alpha_machine replaces L alpha. Rows that their owner
+    casts or slices before sending are pulled in fewer bytes.
+
+    The native engine sends parts of even size: each is padded to the largest
+    part between two ranks, and this to the next capacity. There are 8
+    capacities to an octave, so padding adds at most 12.5 %. With c(n) the
+    capacity of n elements, n the largest number of rows,
+    d their number of elements, and b the bytes of one, a machine sends, and
+    receives,
+
+        L (S-L) (i c(n) + 2 b c(n d))
+
+    and with local aggregation, in which each process exchanges with one of
+    each other machine, L (N-1) times what is in the last brackets.
+
+    Args:
+        variable: `VariableSpec` of a sparse variable, which travels in its
+            own dtype.
+        cluster: `Cluster`.
+        padded: whether parts are padded, as by the native engine, or not, as
+            by Horovod.
+        largest_rows: the largest number of rows that one process asks of one
+            owner, if measured; only what is padded depends on it. By default
+            that of rows that are touched evenly, and real ids come to more.
+        local_aggregation: whether the processes of a machine pull and push
+            together, as those of a strategy do by default.
+        pulled_bytes: bytes of a pulled row, by default those of the whole
+            row in the variable's dtype.
+
+    Returns:
+        `TransferBytes`.
+
+    Raises:
+        ValueError: if an argument has another type or range, or the variable
+            is dense.
+
+    Example:
+
+    >>> table = VariableSpec("table", (1000, 64), alpha=0.02)
+    >>> cost = sharded_table_bytes(table, Cluster(num_machines=4))
+    >>> round(cost.busiest_bytes), round(max(cost.index_bytes))
+    (15420, 60)
+    >>> cost = sharded_table_bytes(table, Cluster(4), padded=True)
+    >>> round(cost.busiest_bytes)
+    15456
+
+    References:
+        EuroSys 3.1 (pull and push), 4.3 (servers beside workers).
+    """
+    check_is(variable, VariableSpec, "variable")
+    checks.check(
+        variable.is_sparse,
+        "variable",
+        variable,
+        "sparse: give it the `alpha` that one worker touches",
+    )
+    check_is(cluster, Cluster, "cluster")
+    checks.boolean("padded", padded)
+    checks.boolean("local_aggregation", local_aggregation)
+    _check_count("largest_rows", largest_rows, "rows")
+    _check_count("pulled_bytes", pulled_bytes, "bytes")
+    most = shares(variable, cluster, cluster.size).max() * variable.shape[0]
+    id_bytes = narrowest_index(math.ceil(most - 1e-9))
+    if padded:
+        return _padded_table(
+            variable,
+            cluster,
+            most,
+            id_bytes,
+            largest_rows,
+            local_aggregation,
+            pulled_bytes,
+        )
+    pulled = None
+    if pulled_bytes is not None:
+        pulled = pulled_bytes * variable.shape[0]
+    return parameter_server(
+        variable,
+        variable.num_bytes(),
+        cluster,
+        shares(variable, cluster, cluster.num_machines),
+        "both" if local_aggregation else "none",
+        pull_index_bytes=id_bytes,
+        push_index_bytes=0,
+        pulled=pulled,
+    )
+
+
+def _check_count(name, value, of_what):
+    checks.check(
+        value is None or (is_number(value) and 0 <= value < math.inf),
+        name,
+        value,
+        f"None or a number of {of_what}",
+    )
+
+
+def _padded_table(
+    variable,
+    cluster,
+    most,
+    id_bytes,
+    largest_rows,
+    local_aggregation,
+    pulled_bytes,
+):
+    """`sharded_table_bytes` of parts that are padded.
+
+    Args:
+        most: rows of the busiest owner.
+        id_bytes: bytes of an address.
+    """
+    local_size = cluster.processes_per_machine
+    alpha, others = variable.alpha, cluster.size - local_size
+    if local_aggregation:
+        alpha, others = merged(variable, cluster), cluster.num_machines - 1
+    if largest_rows is None:
+        # Not above the next whole number by a rounding error alone.
+        largest_rows = alpha * most - 1e-9
+    largest_rows = math.ceil(largest_rows)
+    dim = math.prod(variable.shape[1:])
+    pairs = local_size * others
+    ids = pairs * capacity(largest_rows) * id_bytes
+    element_bytes = dtype_bytes("dtype", variable.dtype)
+    rows = pairs * capacity(largest_rows * dim) * element_bytes
+    pulled = 1 if pulled_bytes is None else pulled_bytes / (dim * element_bytes)
+    return on_each(cluster, ids + rows * (1 + pulled), index_bytes=2 * ids)
+
+
+def _index_of_all(variable):
+    return narrowest_index(variable.shape[0]) if variable.is_sparse else 0
+
+
+def _gathered_rows(variable, cluster, padded, *of_tables):
+    """Arguments as `sharded_table_bytes`, those of tables unused."""
+    del of_tables
+    if not padded:
+        index_bytes = _index_of_all(variable)
+        return transfer_bytes(
+            variable, "allgather", cluster, index_bytes=index_bytes
+        )
+    num_rows = math.ceil(variable.alpha * variable.shape[0] - 1e-9)
+    num_values = num_rows * math.prod(variable.shape[1:])
+    element_bytes = dtype_bytes("dtype", variable.dtype)
+    hops = cluster.size - 1
+    ids = hops * capacity(num_rows) * _index_of_all(variable)
+    values = hops * capacity(num_values) * element_bytes
+    return on_each(cluster, ids + values, 2 * ids)
+
+
+# Of rows, as this library sends them: an engine may pad their number.
+_PADDED = {"ps": sharded_table_bytes, "allgather": _gathered_rows}

@@ -1,0 +1,87 @@
+"""Methods of one model, replaced on that model alone."""
+
+import functools
+import inspect
+
+from keras_sparsity.health import agreement
+from keras_sparsity.optimizer import HybridOptimizer
+
+_EVERY_RANK = (
+    "Every rank must make the same calls; `ks.export(model)` gives a model "
+    "that one rank can use by itself."
+)
+
+
+class Binding:
+    """Binds some of a model's methods to its own of the same names.
+
+    `_stock` keeps the model's methods, by name.
+
+    Args:
+        model: an adopted model.
+        names: the methods' names.
+        private: dict from Keras's private names (`_tf`) to this object's own
+            names of them.
+    """
+
+    def __init__(self, model, names, private=None):
+        self._model = model
+        self._collectives = model.distribute_strategy.collectives
+        self._stock = {}
+        for name in names:
+            self._bind(name, getattr(self, name))
+        for name, own_name in (private or {}).items():
+            self._bind(name, getattr(self, own_name))
+
+    def _bind(self, name, method):
+        stock = getattr(self._model, name)
+        self._stock[name] = stock
+
+        @functools.wraps(stock)
+        def bound(*args, **kwargs):
+            return method(*args, **kwargs)
+
+        # Not through Keras's attribute tracking: these are not state.
+        object.__setattr__(self._model, name, bound)
+
+    def _check_same_call(self, method, arguments):
+        if self._collectives.size == 1:
+            return
+        facts = agreement.of_call(method, arguments)
+        if method == "fit":
+            facts.update(agreement.of_model(self._model))
+        self._collectives.check_equal(
+            facts, "The model and its method that is called", _EVERY_RANK
+        )
+
+    def _check_optimizer(self):
+        check_is_not_jit_compiled(self._model, self._collectives.size)
+        optimizer = getattr(self._model, "optimizer", None)
+        if optimizer is not None and not isinstance(optimizer, HybridOptimizer):
+            raise ValueError(
+                f"The model '{self._model.name}' trains over "
+                f"{self._collectives.size} processes, but its optimizer is "
+                f"not wrapped, so its gradients would not be aggregated. "
+                f"Received: {optimizer}. Write "
+                "`with strategy.scope(): model.compile(...)`, or "
+                "`model.optimizer = ks.HybridOptimizer(optimizer)`."
+            )
+
+
+def check_is_not_jit_compiled(model, size):
+    """Raises where XLA would compile messages between processes."""
+    if size > 1 and model.jit_compile and not model.run_eagerly:
+        raise ValueError(
+            f"The model '{model.name}' is compiled with `jit_compile=True`, "
+            "but XLA cannot compile the messages between processes. Received: "
+            f"jit_compile=True on {size} processes. Compile it with "
+            '`jit_compile=False` (or "auto"), or train in one process.'
+        )
+
+
+def bound_arguments(function, args, kwargs):
+    """The given arguments of a call, by name."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    arguments = dict(bound.arguments)
+    arguments.update(arguments.pop("kwargs", {}))
+    return arguments

@@ -1,0 +1,108 @@
+"""Adoption: `compile` inside of a strategy's scope distributes a model."""
+
+import keras
+
+from keras_sparsity._tf import keras_losses, keras_models, patches
+from keras_sparsity.global_batch import losses, metrics
+from keras_sparsity.moves import moving
+from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.training.binding import (
+    bound_arguments,
+    check_is_not_jit_compiled,
+)
+from keras_sparsity.training.first_step import FirstStep
+from keras_sparsity.training.joint_pull import JointPull
+from keras_sparsity.training.replicas import Replicas
+from keras_sparsity.training.runs import Runs
+from keras_sparsity.training.saves import Saves
+from keras_sparsity.training.step_losses import StepLosses
+from keras_sparsity.training.steps import Steps
+from keras_sparsity.update.optimizer_arguments import get
+
+# Set on an adopted model; holds its bindings.
+_ADOPTION = "_keras_sparsity_adoption"
+
+
+def compile_adopts(strategy):
+    """While entered, `Model.compile` adopts the model that it compiles."""
+
+    def make(stock):
+        def compile(model, *args, **kwargs):
+            arguments = bound_arguments(stock, (model, *args), kwargs)
+            del arguments["self"]
+            _compile(stock, model, arguments, strategy)
+
+        return compile
+
+    return patches.COMPILE.by(make)
+
+
+def _compile(stock, model, arguments, strategy):
+    optimizer = arguments.get("optimizer", "rmsprop")
+    if optimizer is not None:
+        arguments["optimizer"] = wrap(optimizer, strategy)
+    communicator = strategy.collectives
+    arguments["loss"] = losses.globalize(arguments.get("loss"), communicator)
+    adopt(model, strategy)
+    stock(model, **arguments)
+    check_is_not_jit_compiled(model, communicator.size)
+    compiled_metrics = keras_losses.compiled_metrics(model)
+    if compiled_metrics is not None and communicator.size > 1:
+        metrics.ignore_empty_parts(compiled_metrics)
+    if getattr(model, "optimizer", None) is not None:
+        model.optimizer = wrap(model.optimizer, strategy)
+
+
+def wrap(optimizer, strategy):
+    """The optimizer as a `HybridOptimizer`, outermost."""
+    options = strategy.optimizer_options
+    optimizer = get(optimizer)
+    if not isinstance(optimizer, HybridOptimizer):
+        inner = getattr(optimizer, "inner_optimizer", None)
+        if not isinstance(inner, HybridOptimizer):
+            return HybridOptimizer(optimizer, **options)
+        optimizer = _nested(optimizer)
+    # A loaded optimizer has none: functions are not saved.
+    given = options["transform_gradients"]
+    if optimizer.transform_gradients is None:
+        optimizer.transform_gradients = given
+    elif given not in (None, optimizer.transform_gradients):
+        raise ValueError(
+            "The strategy and the optimizer have different "
+            "`transform_gradients`. Give it to one of them. Received: "
+            f"{given} and {optimizer.transform_gradients}."
+        )
+    return optimizer
+
+
+def _nested(loss_scaling):
+    """Moves the loss scaling around a `HybridOptimizer` inside of it.
+
+    Keras's `compile` adds it outermost. There, each rank would look for
+    overflow in its own gradients only: one rank would skip the step while the
+    others wait for it.
+    """
+    hybrid = loss_scaling.inner_optimizer
+    if isinstance(hybrid.inner_optimizer, keras.optimizers.LossScaleOptimizer):
+        return hybrid  # scaled already, by the user or when it was saved
+    loss_scaling.inner_optimizer = hybrid.inner_optimizer
+    return HybridOptimizer(loss_scaling, **hybrid.options())
+
+
+def adopt(model, strategy):
+    """Binds a model's methods to versions that involve all ranks."""
+    keras_models.set_distribute_strategy(model, strategy)
+    moving.settle(model, strategy)
+    if getattr(model, _ADOPTION, None) is None:
+        joint_pull = JointPull(model)
+        replicas = Replicas(model)
+        first_step = FirstStep(model, joint_pull, replicas)
+        bindings = [
+            first_step,
+            Runs(model, first_step, replicas),
+            Steps(model, joint_pull),
+            Saves(model, replicas),
+        ]
+        if strategy.size > 1:
+            bindings.append(StepLosses(model))
+        object.__setattr__(model, _ADOPTION, bindings)

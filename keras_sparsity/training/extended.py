@@ -1,0 +1,243 @@
+"""The interface of a `tf.distribute.Strategy`, for one replica per process."""
+
+import tensorflow as tf
+
+from keras_sparsity.data import distribution, empty_parts
+from keras_sparsity.global_batch import losses
+from keras_sparsity.tables import control_flow
+
+_REDUCE = {
+    tf.distribute.ReduceOp.SUM: "sum",
+    tf.distribute.ReduceOp.MEAN: "mean",
+}
+
+
+def _of_examples(value):
+    """A rank's values, or zeros where it has no examples."""
+    if empty_parts.has_examples() is True:
+        return value
+    flat = tf.nest.flatten(value)
+    selected = [
+        empty_parts.cut_slices(each)
+        if isinstance(each, tf.IndexedSlices)
+        else empty_parts.selected([each])[0]
+        for each in flat
+    ]
+    return tf.nest.pack_sequence_as(value, selected)
+
+
+class HybridExtended(tf.distribute.StrategyExtended):
+    """The interface that TensorFlow and Keras call, for one local replica.
+
+    Args:
+        container_strategy: the `ks.HybridStrategy`.
+        communicator: `Collectives` of all processes.
+    """
+
+    def __init__(self, container_strategy, communicator):
+        super().__init__(container_strategy)
+        self._strategy, self._collectives = container_strategy, communicator
+        gpus = tf.config.list_logical_devices("GPU")
+        self._device = gpus[0].name if gpus else "/device:CPU:0"
+
+    # Variables: ordinary ones, on this process's device.
+
+    def _create_variable(self, next_creator, **kwargs):
+        kwargs.pop("colocate_with", None)  # there is one device only
+        with tf.device(self._device):
+            return next_creator(**kwargs)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable):
+        del colocate_with_variable
+
+    def read_var(self, replica_local_var):
+        return tf.identity(replica_local_var)
+
+    def _update(self, var, fn, args, kwargs, group):
+        return self._update_non_slot(var, fn, (var, *args), kwargs, group)
+
+    def _update_non_slot(self, colocate_with, fn, args, kwargs, group):
+        del colocate_with
+        with tf.device(self._device):
+            result = fn(*args, **kwargs)
+            if group:
+                return result
+            return tf.nest.map_structure(self._local_results, result)
+
+    # Running.
+
+    def call_for_each_replica(self, fn, args=(), kwargs=None):
+        try:
+            with tf.distribute.Strategy.scope(self._strategy):
+                return self._call_for_each_replica(fn, args, kwargs or {})
+        except RuntimeError as error:
+            if "Mixing different tf.distribute.Strategy" not in str(error):
+                raise
+            raise ValueError(
+                "`strategy.run` ran an object of another strategy, or of none, "
+                "for example a Keras optimizer made outside of "
+                "`strategy.scope()`. Wrap it: "
+                "`ks.HybridOptimizer(optimizer)`."
+            ) from error
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        context = tf.distribute.ReplicaContext(
+            self._strategy,
+            replica_id_in_sync_group=self._collectives.rank,
+        )
+        control_flow.begin_step(context)
+        with (
+            tf.device(self._device),
+            context,
+            losses.of_global_batch(self._collectives),
+        ):
+            return fn(*args, **kwargs)
+
+    def _use_merge_call(self):
+        # Else ReplicaContext.all_reduce would go round the collectives.
+        return False
+
+    def _local_results(self, value):
+        return (value,)
+
+    def value_container(self, value):
+        return value
+
+    # Aggregation.
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        del destinations, options
+        return self._reduce_all(reduce_op, value, "strategy/reduce")
+
+    def _batch_reduce_to(self, reduce_op, value_destination_pairs, options):
+        values = [value for value, _ in value_destination_pairs]
+        del options
+        return self._reduce_all(reduce_op, values, "strategy/batch_reduce")
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        del options
+        if reduce_op == tf.distribute.ReduceOp.SUM:
+            value = _of_examples(value)
+        return self._reduce_all(reduce_op, value, "strategy/all_reduce")
+
+    def _reduce_all(self, reduce_op, value, name):
+        flat = tf.nest.flatten(value)
+        if self._collectives.size > 1:
+            flat = self._reduce_flat(flat, _REDUCE[reduce_op], name)
+        return tf.nest.pack_sequence_as(value, flat)
+
+    def _reduce_flat(self, flat, op, name):
+        reduced = [None] * len(flat)
+        dense = []
+        for i, value in enumerate(flat):
+            if isinstance(value, tf.IndexedSlices):
+                reduced[i] = self._reduce_slices(value, op, f"{name}/rows")
+            else:
+                dense.append(i)
+        tensors = [tf.convert_to_tensor(flat[i]) for i in dense]
+        for i, value in zip(
+            dense,
+            self._collectives.all_reduce(tensors, op=op, name=name),
+            strict=True,
+        ):
+            reduced[i] = value
+        return reduced
+
+    def _reduce_slices(self, slices, op, name):
+        values = slices.values
+        if op == "mean":
+            values = values / self._collectives.size
+        gather = self._collectives.all_gather
+        return tf.IndexedSlices(
+            gather(values, name=f"{name}/values"),
+            gather(slices.indices, name=f"{name}/ids"),
+            slices.dense_shape,
+        )
+
+    def _gather_to_implementation(self, value, destinations, axis, options):
+        del destinations, options
+        if self._collectives.size == 1:
+            return value
+        value = tf.convert_to_tensor(value)
+        order = list(range(value.shape.rank))
+        order[0], order[axis] = order[axis], order[0]
+        gathered = self._collectives.all_gather(
+            tf.transpose(value, order), name="strategy/gather"
+        )
+        return tf.transpose(gathered, order)
+
+    def _broadcast_to(self, tensor, destinations):
+        del destinations
+        return tensor
+
+    # Input.
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        del options
+        return distribution.distribute(dataset, self._collectives)
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        del options
+        context = tf.distribute.InputContext(
+            num_input_pipelines=self._collectives.size,
+            input_pipeline_id=self._collectives.rank,
+            num_replicas_in_sync=self._collectives.size,
+        )
+        return distribution.mark_as_part(dataset_fn(context))
+
+    def _experimental_distribute_values_from_function(self, value_fn):
+        context = tf.distribute.experimental.ValueContext(
+            replica_id_in_sync_group=self._collectives.rank,
+            num_replicas_in_sync=self._collectives.size,
+        )
+        return value_fn(context)
+
+    # Facts.
+
+    @property
+    def _num_replicas_in_sync(self):
+        return self._collectives.size
+
+    def _get_local_replica_id(self, replica_id_in_sync_group):
+        del replica_id_in_sync_group
+        return 0
+
+    def _in_multi_worker_mode(self):
+        # Keras would take this for MultiWorkerMirroredStrategy.
+        return False
+
+    @property
+    def worker_devices(self):
+        return (self._device,)
+
+    @property
+    def parameter_devices(self):
+        return (self._device,)
+
+    def non_slot_devices(self, var_list):
+        del var_list
+        return (self._device,)
+
+    @property
+    def experimental_between_graph(self):
+        return False
+
+    @property
+    def experimental_should_init(self):
+        return True
+
+    @property
+    def should_checkpoint(self):
+        return self._collectives.rank == 0
+
+    @property
+    def should_save_summary(self):
+        return self._collectives.rank == 0
+
+    @property
+    def _global_batch_size(self):
+        return True
+
+    @property
+    def _support_per_replica_values(self):
+        return False

@@ -1,0 +1,128 @@
+"""Preparation of an adopted model's first step."""
+
+import contextlib
+import functools
+
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_input, keras_models
+from keras_sparsity.data import following
+from keras_sparsity.data.stand_ins import without_counts
+from keras_sparsity.global_batch import random_states
+from keras_sparsity.health import agreement
+from keras_sparsity.moves import moving
+from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.training.binding import Binding
+from keras_sparsity.update.start import synchronised_by
+
+_FUNCTIONS = (
+    "make_train_function",
+    "make_test_function",
+    "make_predict_function",
+)
+_OPTIONS = (
+    *("architecture", "wire_dtype", "local_aggregation", "bucket_bytes"),
+    "prefetch",
+)
+
+
+class FirstStep(Binding):
+    """Builds the model, and gives every rank the same variables.
+
+    Attributes:
+        awaits_input: the `ShardedCheckpoint` that is to be shown the next
+            `fit`'s input, or None.
+        begins_fit: whether the next input is that of a `fit`.
+    """
+
+    def __init__(self, model, joint_pull, replicas):
+        self._joint_pull = joint_pull
+        self._replicas = replicas
+        self.awaits_input = None
+        self.begins_fit = False
+        super().__init__(model, (), {keras_models.SYMBOLIC_BUILD: "build"})
+        for name in _FUNCTIONS:
+            self._bind(name, functools.partial(self._make_function, name))
+
+    def build(self, iterator=None, data_batch=None):
+        """Builds the model from the shapes of a batch, without reading one.
+
+        Keras reads a batch and throws it away. A generator's cannot be read
+        again, and its prefetched batches would differ between the ranks.
+        """
+        begins_fit, self.begins_fit = self.begins_fit, False
+        if iterator is not None:
+            data_batch = keras_input.batch_shapes(iterator)
+            if self.awaits_input:
+                self.awaits_input.use_input(iterator)
+                self.awaits_input = None
+        with self._optimizer_synchronises_the_model():
+            self._stock[keras_models.SYMBOLIC_BUILD](
+                data_batch=without_counts(data_batch)
+            )
+        if (
+            begins_fit
+            and self._collectives.size > 1
+            # Python is not asked for a batch before it is needed.
+            and not keras_input.is_read_by_python(iterator)
+            and self._joint_pull.can_look_ahead
+        ):
+            keras_input.change_input(iterator, following.with_following)
+
+    def _make_function(self, name, *args, **kwargs):
+        self._synchronise()
+        return self._stock[name](*args, **kwargs)
+
+    def _optimizer_synchronises_the_model(self):
+        """While entered, an optimizer that is built has the model synchronised.
+
+        The optimizer would otherwise compare and broadcast its variables, and
+        the model all of them again.
+        """
+        optimizer = getattr(self._model, "optimizer", None)
+        if not isinstance(optimizer, HybridOptimizer):
+            return contextlib.nullcontext()
+        return synchronised_by(optimizer, self._synchronise)
+
+    def _synchronise(self):
+        """Gives every rank rank 0's whole variables, once for each variable.
+
+        Random layers then draw differently on each rank.
+        """
+        communicator = self._collectives
+        if communicator.size == 1:
+            return
+        # Some may have been built since `compile`, outside of the scope.
+        strategy = self._model.distribute_strategy
+        moving.settle(self._model, strategy)
+        new = {
+            id(v): v
+            for v in self._model.variables
+            if id(v) not in self._replicas.synchronised
+        }
+        if not new:
+            return
+        variables = [
+            v
+            for v in new.values()
+            if not (isinstance(v, TableVariable) and v.table.is_sharded)
+        ]
+        communicator.check_equal(
+            {
+                **agreement.of_model(self._model),
+                **{f"strategy.{n}": getattr(strategy, n) for n in _OPTIONS},
+            },
+            "The model and its optimizer",
+            "Build the same model on every rank.",
+        )
+        self._replicas.check()  # of tables, which rank 0 has not whole
+        self._replicas.synchronised.update(new)
+        values = communicator.broadcast(
+            [tf.convert_to_tensor(v.value) for v in variables],
+            name="model/variables",
+        )
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+            if random_states.is_own(variable):
+                random_states.fold_rank(variable, communicator.rank)

@@ -1,0 +1,245 @@
+"""One exchange for all tables of a functional model."""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_functional, keras_scopes
+from keras_sparsity.data.stand_ins import counted
+from keras_sparsity.exchange import pull as exchange
+from keras_sparsity.exchange.addresses import Addresses
+from keras_sparsity.exchange.ahead import Ahead
+from keras_sparsity.exchange.routes import Direct
+from keras_sparsity.exchange.together import (
+    gather_together,
+    travel_side_by_side,
+)
+from keras_sparsity.global_batch import losses
+from keras_sparsity.layers.sampled_softmax import (
+    SampledSoftmax,
+    SampledSoftmaxLoss,
+)
+from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
+from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
+from keras_sparsity.placement import architectures
+
+_LAYERS = (ShardedEmbedding, ShardedEmbeddingBag)
+# Layers that give the same output for the same input, as operations do.
+_PLAIN = (
+    keras.layers.Concatenate,
+    keras.layers.Flatten,
+    keras.layers.Identity,
+    keras.layers.Permute,
+    keras.layers.Reshape,
+)
+
+
+class JointPull:
+    """Pulls the rows of a model's tables together, before it is called.
+
+    Layer by layer, each table would wait for messages of its own. A functional
+    model tells beforehand which ids each `ShardedEmbedding` is to be given,
+    where they come from the model's inputs by operations without a state. And
+    if it ends in a `SampledSoftmax`, what its loss needs is known from the
+    labels: it is asked for at the same time, and comes behind these rows.
+
+    Args:
+        model: a model of any kind; only of a functional or sequential one
+            anything is pulled beforehand.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        # What makes its calls, as it was when it was last looked at.
+        self._functional = None
+        self._layers = {}  # by the numbers of their calls
+        self._ids = None
+        self._softmax = self._softmax_call = None
+        self._following = self._labels = None
+        # `Ahead`s, by the tables that travel together and their layouts. They
+        # stay when a rank traces the step anew, which another need not do.
+        self._aheads = {}
+
+    @contextlib.contextmanager
+    def training(self, labels, following):
+        """While entered, a step that trains is traced.
+
+        Args:
+            labels: what the loss is to be given, of any structure.
+            following: inputs of the next step, and how many of their examples
+                count; None if they are not known.
+        """
+        self._labels, self._following = labels, following
+        try:
+            yield
+        finally:
+            self._labels = self._following = None
+
+    @property
+    def can_look_ahead(self):
+        """Whether rows of a built model could be pulled ahead of a step."""
+        strategy = self._model.distribute_strategy
+        if not (
+            strategy.prefetch
+            and architectures.of(strategy).merges
+            and exchange.way_of(strategy.collectives, strategy) is Direct
+        ):
+            return False
+        self._look()
+        return any(
+            layer.table.is_sharded and self._may_come_early(layer.table)
+            for layer in self._layers.values()
+        )
+
+    @contextlib.contextmanager
+    def entered(self):
+        """While entered, the model's next run pulls its rows together."""
+        self._look()
+        layers = self._layers.values()
+        # For one table, a pull of its own is as good.
+        is_of_use = (
+            len(layers) > 1
+            or self._softmax_of_step() is not None
+            or self._following is not None
+        )
+        is_spread = any(layer.table.is_sharded for layer in layers)
+        if not is_spread or not is_of_use or keras_scopes.in_symbolic_scope():
+            yield
+            return
+        with keras_functional.next_run_calls(self._functional, self._pull):
+            yield
+
+    def _pull(self, inputs):
+        """Pulls the rows of a run that begins; returns what makes its calls.
+
+        A layer has these rows in that call alone which they were pulled for:
+        others, which a closure makes of it, are given other ids.
+        """
+        softmax = self._softmax_of_step()
+        ahead = following = None
+        if self._following is not None:
+            ahead = self._ahead_of
+            following = self._asked_next(self._following)
+        then = None
+        if softmax is not None:
+            labels = tf.cast(tf.reshape(self._labels, [-1]), tf.int64)
+            sample = softmax._sample(labels)
+            then = softmax.tables, sample.ids, softmax.output_dtype
+        self._following = self._labels = None  # a step's first run alone
+        asked = [
+            (layer.table, ids, layer.compute_dtype)
+            for layer, ids in zip(
+                self._layers.values(), self._asked(inputs), strict=True
+            )
+        ]
+        rows, last = gather_together(asked, ahead, following, then)
+        pulled = {
+            number: (layer.ahead, of_call)
+            for (number, layer), of_call in zip(
+                self._layers.items(), rows, strict=True
+            )
+        }
+        if softmax is not None:
+            pulled[self._softmax_call] = softmax.ahead, (sample, last)
+
+        def call(number, operation, *args, **kwargs):
+            if number not in pulled:
+                return operation(*args, **kwargs)
+            waiting, of_call = pulled[number]
+            waiting.append(of_call)
+            try:
+                return operation(*args, **kwargs)
+            finally:
+                waiting.clear()
+
+        return call
+
+    def _asked(self, inputs):
+        # Keras gives a list of one output as that output.
+        ids = keras.tree.flatten(self._ids(inputs))
+        return [
+            layer._asked(of_call)
+            for layer, of_call in zip(self._layers.values(), ids, strict=True)
+        ]
+
+    def _asked_next(self, following):
+        """The same of the next step; nothing if it has no examples."""
+        inputs, number = following
+        (inputs,), _ = counted((inputs,))
+        return [
+            tf.reshape(ids, [-1])[: tf.where(number > 0, tf.size(ids), 0)]
+            for ids in self._asked(inputs)
+        ]
+
+    def _softmax_of_step(self):
+        """The layer whose rows this step's loss needs, if it is known."""
+        model, layer = self._model, self._softmax
+        is_known = (
+            layer is not None
+            and tf.is_tensor(self._labels)
+            and type(model).train_step is keras.Model.train_step
+            and type(model).compute_loss is keras.Model.compute_loss
+            and type(losses.unwrap(model.loss)) is SampledSoftmaxLoss
+            and architectures.of(model.distribute_strategy).merges
+            and travel_side_by_side(layer.tables)
+        )
+        return layer if is_known else None
+
+    def _may_come_early(self, table):
+        """Whether a step leaves most rows as they are, but those it touches."""
+        if not table.variable.trainable:
+            return True
+        optimizer = self._model.optimizer
+        return optimizer is not None and all(
+            optimizer.updates_rows_of(piece) for piece in table.partitions
+        )
+
+    def _ahead_of(self, tables):
+        if not all(self._may_come_early(table) for table in tables):
+            return None
+        place = tables[0].variable.dtype, *(id(table) for table in tables)
+        layouts = [table.layout for table in tables]
+        known = self._aheads.get(place)
+        if known is None or known[0] != layouts:  # they were moved
+            addresses = Addresses(list(dict.fromkeys(tables)))
+            known = (
+                layouts,
+                Ahead(
+                    tables[0].collectives,
+                    tables[0].dim,
+                    tables[0].variable.dtype,
+                    addresses,
+                ),
+            )
+            self._aheads[place] = known
+        return known[1]
+
+    def _look(self):
+        """Finds the calls whose ids a run's inputs tell."""
+        functional = keras_functional.functional_of(self._model)
+        if functional is self._functional:
+            return
+        self._functional, self._layers, self._softmax = functional, {}, None
+        if functional is None:
+            return
+        known = {id(tensor) for tensor in functional.inputs}
+        last = [id(tensor) for tensor in functional.outputs]
+        ids = []
+        for number, call in enumerate(
+            keras_functional.functional_calls(functional)
+        ):
+            kind = type(call.operation)
+            if kind in _LAYERS:
+                if id(call.arguments[0]) in known:
+                    self._layers[number] = call.operation
+                    ids.append(call.arguments[0])
+            elif kind is SampledSoftmax:
+                if [id(tensor) for tensor in call.outputs] == last:
+                    self._softmax = call.operation
+                    self._softmax_call = number
+            elif kind in _PLAIN or keras_functional.is_stateless(call):
+                if all(id(tensor) in known for tensor in call.inputs):
+                    known.update(id(tensor) for tensor in call.outputs)
+        if ids:
+            self._ids = keras.Model(functional.input, ids)

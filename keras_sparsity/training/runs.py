@@ -1,0 +1,189 @@
+"""Whole runs, and single batches, of an adopted model."""
+
+import functools
+import types
+
+import keras
+
+from keras_sparsity import collectives
+from keras_sparsity._tf import keras_models, patches
+from keras_sparsity.callbacks import (
+    auto_architecture,
+    ema_swap,
+    partition_search,
+    rank_zero,
+    sharded_checkpoint,
+)
+from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
+from keras_sparsity.callbacks.input_check import InputCheck
+from keras_sparsity.data import distribution
+from keras_sparsity.data.batches import split_batch
+from keras_sparsity.data.stand_ins import counted_part
+from keras_sparsity.training.binding import (
+    Binding,
+    bound_arguments,
+)
+
+
+class Runs(Binding):
+    """`fit`, `evaluate` and `predict`, also on batches, on all ranks."""
+
+    def __init__(self, model, first_step, replicas):
+        self._first_step = first_step
+        self._replicas = replicas
+        self._auto = None  # from one `fit` to the next
+        names = ["fit", "evaluate", "predict"]
+        batches = ["train_on_batch", "test_on_batch", "predict_on_batch"]
+        super().__init__(model, names + batches)
+
+    def _bind(self, name, method):
+        """Binds Keras's method, also where a method of the user's calls it.
+
+        A `fit(self, inputs)` of the user's class stays as it is; the
+        `super().fit(...)` in it is that of all ranks.
+        """
+        of_keras = getattr(keras.Model, name)
+        own = getattr(self._model, name)
+        if getattr(own, "__func__", None) is of_keras:
+            super()._bind(name, method)
+            return
+        self._stock[name] = types.MethodType(of_keras, self._model)
+
+        @functools.wraps(own)
+        def bound(*args, **kwargs):
+            with patches.method_for(name, self._model, method):
+                return own(*args, **kwargs)
+
+        object.__setattr__(self._model, name, bound)
+
+    def _check_call(self, method, arguments):
+        """Raises if ranks call different methods, or have different models."""
+        self._check_optimizer()
+        self._check_same_call(method, arguments)
+        if self._replicas.synchronised:  # else `FirstStep` compares them
+            self._replicas.check(trains=method == "fit")
+
+    def fit(self, *args, **kwargs):
+        arguments = bound_arguments(self._stock["fit"], args, kwargs)
+        self._check_call("fit", arguments)
+        callbacks = self._callbacks(arguments.get("callbacks"))
+        self._add_auto_architecture(callbacks)
+        arguments["callbacks"] = callbacks
+        callbacks = getattr(callbacks, "callbacks", callbacks)
+        checkpoint = sharded_checkpoint.among(callbacks)
+        try:
+            return self._fit(arguments, callbacks, checkpoint)
+        finally:
+            if checkpoint:
+                checkpoint.end()
+
+    def _fit(self, arguments, callbacks, checkpoint):
+        order_seed = distribution.next_order_seed()
+        if checkpoint:
+            arguments["initial_epoch"] = checkpoint.begin(
+                self._model, callbacks, arguments
+            )
+            order_seed = checkpoint.order_seed(order_seed)
+        for callback in callbacks:
+            if isinstance(callback, ArchitectureLogger):
+                callback.see(callbacks)
+        self._first_step.awaits_input = checkpoint
+        self._first_step.begins_fit = True
+        with (
+            rank_zero.Lines() as lines,
+            patches.array_orders_change(order_seed),
+        ):
+            if callbacks is arguments["callbacks"]:
+                arguments["callbacks"] = [lines, *callbacks]
+            return self._run("fit", arguments)
+
+    def evaluate(self, *args, **kwargs):
+        arguments = bound_arguments(self._stock["evaluate"], args, kwargs)
+        if not kwargs.get(keras_models.IN_FIT):
+            self._check_call("evaluate", arguments)
+        return self._run("evaluate", arguments)
+
+    def predict(self, *args, **kwargs):
+        arguments = bound_arguments(self._stock["predict"], args, kwargs)
+        self._check_call("predict", arguments)
+        arguments["x"] = distribution.in_order(arguments["x"])
+        return self._run("predict", arguments)
+
+    def _run(self, name, arguments):
+        rank = self._collectives.rank
+        if rank != 0:
+            arguments["verbose"] = 0
+        if name != "fit":
+            callbacks = self._callbacks(arguments.get("callbacks"))
+            arguments["callbacks"] = callbacks
+        with (
+            patches.epoch_iterators_are_made_in(distribution.for_steps),
+            collectives.explained(f"model.{name}"),
+        ):
+            return self._stock[name](**arguments)
+
+    def _callbacks(self, callbacks):
+        communicator = self._collectives
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            ema_swap.show_rule(callbacks.callbacks, self._model)
+            return callbacks
+        callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
+        ema_swap.show_rule(callbacks, self._model)
+        if communicator.size > 1:
+            callbacks = [
+                InputCheck(communicator),
+                *rank_zero.on_rank(callbacks, communicator.rank),
+            ]
+        callbacks = partition_search.arranged(callbacks, communicator.size)
+        # Last: it saves the state of the others.
+        return sorted(
+            callbacks,
+            key=lambda c: isinstance(c, sharded_checkpoint.ShardedCheckpoint),
+        )
+
+    def _add_auto_architecture(self, callbacks):
+        """Has `fit` measure the architectures that are "auto"."""
+        if self._collectives.size == 1 or not auto_architecture.is_asked_for(
+            self._model, self._model.distribute_strategy
+        ):
+            return
+        if self._auto is None:
+            self._auto = auto_architecture.AutoArchitecture(
+                self._model.distribute_strategy
+            )
+        listed = getattr(callbacks, "callbacks", callbacks)
+        searches = [
+            c for c in listed if isinstance(c, partition_search.PartitionSearch)
+        ]
+        self._auto.is_ready = lambda: not any(s.is_searching for s in searches)
+        if listed is not callbacks:  # a `CallbackList` of the user's
+            self._auto.set_params(callbacks.params)
+            self._auto.set_model(self._model)
+        # First: it times the step alone.
+        listed.insert(0, self._auto)
+
+    # Single global batches.
+
+    def train_on_batch(self, *args, **kwargs):
+        return self._on_batch("train_on_batch", args, kwargs)
+
+    def test_on_batch(self, *args, **kwargs):
+        return self._on_batch("test_on_batch", args, kwargs)
+
+    def predict_on_batch(self, *args, **kwargs):
+        return self._on_batch("predict_on_batch", args, kwargs)
+
+    def _on_batch(self, name, args, kwargs):
+        self._check_optimizer()
+        arguments = bound_arguments(self._stock[name], args, kwargs)
+        place = self._collectives.rank, self._collectives.size
+        for key in ("x", "y", "sample_weight"):
+            if arguments.get(key) is None:
+                continue
+            if place[1] == 1:
+                arguments[key] = split_batch(arguments[key], *place)
+                continue
+            part = counted_part(arguments[key], *place)
+            arguments[key] = part if key == "x" else part.batch
+        with collectives.explained(f"model.{name}"):
+            return self._stock[name](**arguments)

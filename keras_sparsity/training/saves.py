@@ -1,0 +1,45 @@
+"""An adopted model's files, written once."""
+
+from keras_sparsity.conversion import saving
+from keras_sparsity.training.binding import Binding
+
+
+class Saves(Binding):
+    """`save` and `save_weights` on rank 0, and the saved compile arguments."""
+
+    def __init__(self, model, replicas):
+        self._replicas = replicas
+        super().__init__(model, ["save", "save_weights", "get_compile_config"])
+
+    def save(self, *args, **kwargs):
+        self._save("save", args, kwargs)
+
+    def save_weights(self, *args, **kwargs):
+        self._save("save_weights", args, kwargs)
+
+    def get_compile_config(self):
+        """As stock, but with loss scaling outermost, where Keras looks for it.
+
+        Otherwise a model that is loaded outside of a scope gets a second one.
+        """
+        config = self._stock["get_compile_config"]()
+        hybrid = (config or {}).get("optimizer") or {}
+        inner = hybrid.get("config", {}).get("inner_optimizer")
+        if inner and inner["class_name"] == "LossScaleOptimizer":
+            rule = inner["config"]["inner_optimizer"]
+            hybrid = {
+                **hybrid,
+                "config": {**hybrid["config"], "inner_optimizer": rule},
+            }
+            config["optimizer"] = {
+                **inner,
+                "config": {**inner["config"], "inner_optimizer": hybrid},
+            }
+        return config
+
+    def _save(self, name, args, kwargs):
+        self._check_same_call(name, {})
+        self._replicas.check()
+        with saving.on_rank_zero(self._model) as is_writer:
+            if is_writer:
+                self._stock[name](*args, **kwargs)

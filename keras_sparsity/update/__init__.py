@@ -1,0 +1,1 @@
+"""From gradients of all ranks to the rule of an optimizer."""

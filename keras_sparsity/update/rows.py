@@ -1,0 +1,257 @@
+"""Any Keras optimizer, applied to the touched rows of a variable."""
+
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_optimizers, keras_variables
+
+# Stand-ins take part in an optimizer's arithmetic through these.
+_OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv "
+    "pow rpow neg abs matmul lt le gt ge getitem"
+).split()
+
+
+class RowStandIn:
+    """Some rows that an optimizer updates in place of their variable.
+
+    The optimizer reads and assigns it like the variable. Only the tensor held
+    here changes; `write_back` scatters it into the variable. Rows are read
+    when first needed: a rule that only subtracts (SGD, Adagrad) reads none.
+    """
+
+    def __init__(self, variable, rows, constraint=None):
+        self._variable = variable
+        self._rows = rows
+        self._tensor = None
+        self._is_changed = False
+        self._subtracted = None  # while the rows are not read
+        self.constraint = constraint
+        self.name = variable.name
+        self.path = variable.path
+        self.overwrite_with_gradient = False
+
+    @property
+    def _unique_id(self):  # what Keras's TensorFlow optimizers index by
+        return self._variable.value._unique_id
+
+    @property
+    def tensor(self):
+        if self._tensor is None:
+            # On the variable itself: reading its value would copy it whole.
+            self._tensor = tf.gather(self._variable.value, self._rows)
+            if self._subtracted is not None:
+                self.assign(self._tensor - self._subtracted)
+        return self._tensor
+
+    @property
+    def value(self):
+        return self
+
+    @property
+    def dtype(self):
+        return tf.as_dtype(self._variable.dtype)
+
+    @property
+    def shape(self):
+        return self.tensor.shape
+
+    def assign(self, value):
+        self._tensor = tf.cast(value, self.dtype)
+        self._is_changed = True
+        self._subtracted = None
+        return self
+
+    def assign_add(self, value):
+        return self.assign(self.tensor + tf.cast(value, self.dtype))
+
+    def assign_sub(self, value):
+        value = tf.cast(value, self.dtype)
+        if self._tensor is None and self._subtracted is None:
+            self._subtracted = value
+            return self
+        return self.assign(self.tensor - value)
+
+    def write_back(self):
+        if self._subtracted is not None:
+            self._variable.value.scatter_sub(
+                tf.IndexedSlices(self._subtracted, self._rows)
+            )
+        elif self._is_changed:
+            self._variable.value.scatter_update(
+                tf.IndexedSlices(self._tensor, self._rows)
+            )
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        return tf.convert_to_tensor(self.tensor, dtype=dtype, name=name)
+
+
+def _forward(name):
+    def operator(self, *args):
+        args = [a.tensor if isinstance(a, RowStandIn) else a for a in args]
+        args = [
+            tf.convert_to_tensor(a) if keras_variables.is_variable(a) else a
+            for a in args
+        ]
+        return getattr(self.tensor, name)(*args)
+
+    return operator
+
+
+for _name in _OPERATORS:
+    setattr(RowStandIn, f"__{_name}__", _forward(f"__{_name}__"))
+
+
+def stand_in_for(optimizer, row_updates):
+    """A copy of an optimizer in which rows stand in for variables.
+
+    Hyperparameters, iterations and the learning rate are shared with the
+    optimizer; so are the slots of all other variables.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        row_updates: list of `(variable, rows)`, the variables of the
+            optimizer of which only `rows` (int tensor, no row twice) take
+            part.
+
+    Returns:
+        `(copy, stand_ins)`: the optimizer to apply, and a dict from the `id`
+        of each variable to its `RowStandIn`, for `apply`. Call
+        `write_back(copy)` after `apply`.
+    """
+    copy = object.__new__(type(optimizer))
+    # Not `copy.copy`: Keras's own reduce would go through serialization.
+    copy.__dict__.update(optimizer.__dict__)
+    made = []
+    in_place_of = {}
+    indices = {}
+    for variable, rows in row_updates:
+        stand_in = RowStandIn(variable, rows, variable.constraint)
+        in_place_of[id(variable)] = stand_in
+        indices[keras_optimizers.variable_index(optimizer, variable)] = rows
+        made.append(stand_in)
+    for name, slots in _slot_containers(optimizer) if indices else ():
+        replaced = _plain(slots)
+        for index, rows in indices.items():
+            slot = _slot(slots, index)
+            if slot is not None:
+                replaced[index] = RowStandIn(slot, rows)
+                made.append(replaced[index])
+        copy.__dict__[name] = replaced
+    copy.__dict__["_row_stand_ins"] = made
+    return copy, in_place_of
+
+
+def slots_of(optimizer, variables):
+    """The slots of some variables: one list for each kind of slot.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        variables: variables that it was built with.
+
+    Returns:
+        Dictionary from the kind (the name of the optimizer's attribute) to a
+        list as long as `variables`.
+    """
+    indices = [keras_optimizers.variable_index(optimizer, v) for v in variables]
+    found = {}
+    for kind, slots in _slot_containers(optimizer):
+        of_variables = [_slot(slots, index) for index in indices]
+        if all(slot is not None for slot in of_variables):
+            found[kind] = of_variables
+    return found
+
+
+def replace_variables(optimizer, replaced):
+    """Replaces some variables of a built optimizer.
+
+    All else stays: attributes that a user has set, the learning rate, the
+    number of steps, and the order of the slots.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        replaced: list of `(old, new, slots)`: lists of variables that it was
+            built with and of new ones, and the slots of the latter, as
+            `slots_of` returns them.
+    """
+    old_variables = list(keras_optimizers.built_variables(optimizer))
+    in_place_of = {}
+    not_decayed = []
+    # By index: optimizers find a variable by its value, which may be new.
+    slot_of = {
+        kind: {id(v): _slot(slots, i) for i, v in enumerate(old_variables)}
+        for kind, slots in _slot_containers(optimizer)
+    }
+    excluded = keras_optimizers.excluded_from_weight_decay(optimizer)
+    excluded = {id(old_variables[index]) for index in excluded}
+    for old, new, slots in replaced:
+        if id(old[0]) in excluded:
+            not_decayed += new
+        in_place_of.update(_in_place_of(old, new))
+        for kind, of_kind in slots.items():
+            old_slots = [slot_of[kind].pop(id(v)) for v in old]
+            in_place_of.update(_in_place_of(old_slots, of_kind))
+            slot_of[kind].update(zip(map(id, new), of_kind, strict=True))
+    variables = _replaced(old_variables, in_place_of)
+    attributes = {}
+    for kind, slots in _slot_containers(optimizer):
+        in_order = [slot_of[kind].get(id(v)) for v in variables]
+        if not isinstance(slots, list):
+            in_order = {
+                index: slot
+                for index, slot in enumerate(in_order)
+                if slot is not None
+            }
+        attributes[kind] = in_order
+    keras_optimizers.rebuild_optimizer(
+        optimizer,
+        variables,
+        _replaced(keras_optimizers.own_variables(optimizer), in_place_of),
+        attributes,
+    )
+    keras_optimizers.exclude_from_weight_decay(optimizer, not_decayed)
+
+
+def _in_place_of(old, new):
+    """Puts all new variables in the place of the first old one."""
+    return {id(o): list(new) if o is old[0] else [] for o in old}
+
+
+def _replaced(variables, in_place_of):
+    return [v for old in variables for v in in_place_of.get(id(old), [old])]
+
+
+def _slot_containers(optimizer):
+    """Attributes that hold one slot for each variable: `(name, slots)`.
+
+    Keras's optimizers keep a list, or a dictionary by index, for each kind of
+    slot, in the order of the variables that they were built with.
+    """
+    count = len(keras_optimizers.built_variables(optimizer))
+    for name, value in optimizer.__dict__.items():
+        if name in ("_trainable_variables", "_variables"):
+            continue
+        if isinstance(value, list) and len(value) == count:
+            elements = list(value)
+        elif isinstance(value, dict) and value:
+            elements = list(value.values())
+        else:
+            continue
+        if any(keras_variables.is_variable(e) for e in elements) and all(
+            e is None or keras_variables.is_variable(e) for e in elements
+        ):
+            yield name, value
+
+
+def _slot(slots, index):
+    return slots[index] if isinstance(slots, list) else slots.get(index)
+
+
+def _plain(slots):
+    """A plain list or dict: Keras's tracked ones refuse foreign objects."""
+    return list(slots) if isinstance(slots, list) else dict(slots.items())
+
+
+def write_back(copy):
+    """Scatters all changed rows into the variables."""
+    for stand_in in copy.__dict__["_row_stand_ins"]:
+        stand_in.write_back()

@@ -1,0 +1,106 @@
+"""Which optimizers' rules can be applied to the rows of a variable."""
+
+import math
+
+import keras
+
+from keras_sparsity.tables.row_wise import acts_on_rows
+from keras_sparsity.tables.table_variable import TableVariable
+
+# In one process, finding duplicate rows costs more than updating all of a table
+# of so many elements: a step of a small model on 1,000 x 16 takes 0.68 ms
+# instead of 0.98, on 1,000 x 64 the same (the model and batch of
+# benchmarks/single_process.py; stock Keras 0.67 and 1.33).
+_SMALL_ELEMENTS = 1 << 15
+
+_BY_ROWS = {
+    "SGD",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Nadam",
+    "Ftrl",
+    "Lion",
+    "ScheduleFreeAdamW",
+}
+
+_INSTEAD = (
+    "Use one that treats each row by itself: SGD, RMSprop, Adagrad, Adadelta, "
+    "Adam, AdamW, Adamax, Nadam, Ftrl, Lion or ScheduleFreeAdamW."
+)
+
+
+def check_applies_by_rows(optimizer):
+    """Raises if the optimizer's rule needs the whole variable.
+
+    Lamb divides by its norm, Adafactor takes means over it, Muon
+    orthogonalizes it. A user's own subclass is assumed to treat rows alone.
+    """
+    if not is_by_rows(optimizer):
+        raise ValueError(
+            f"The optimizer {type(optimizer).__name__} cannot be applied to "
+            "the rows of a sharded table: its rule needs the whole variable. "
+            f"{_INSTEAD}"
+        )
+
+
+def is_by_rows(optimizer):
+    """Whether the rule treats each row of a variable by itself."""
+    name = type(optimizer).__name__
+    is_built_in = type(optimizer) is getattr(keras.optimizers, name, None)
+    return not is_built_in or name in _BY_ROWS
+
+
+def leaves_untouched_rows(optimizer):
+    """Whether a zero gradient changes neither a row nor its slots.
+
+    Then updating the touched rows alone is what the stock optimizer computes
+    on the dense gradient.
+    """
+    if (
+        optimizer.weight_decay
+        or optimizer.use_ema
+        or optimizer.gradient_accumulation_steps
+    ):
+        return False
+    if type(optimizer) is keras.optimizers.SGD:
+        return not optimizer.momentum
+    return type(optimizer) is keras.optimizers.Adagrad
+
+
+def needs_whole_part(optimizer):
+    """Whether the optimizer keeps state that must see every row each step."""
+    return bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
+
+
+def updates_rows_of(variable, optimizer, sparse_updates):
+    """Whether only the touched rows of a variable are updated.
+
+    Args:
+        variable: a variable that the rule updates.
+        optimizer: the Keras optimizer.
+        sparse_updates: `"exact"` or `"lazy"`, see `ks.HybridOptimizer`.
+    """
+    if sparse_updates == "exact":
+        # A constraint may change rows that were not touched.
+        return (
+            variable.constraint is None
+            and leaves_untouched_rows(optimizer)
+            and not _is_small_table(variable)
+        )
+    return (
+        acts_on_rows(variable.constraint)
+        and is_by_rows(optimizer)
+        and not needs_whole_part(optimizer)
+    )
+
+
+def _is_small_table(variable):
+    """Whether a variable is a table in one piece that is quickly updated."""
+    return (
+        isinstance(variable, TableVariable)
+        and math.prod(variable.shape) <= _SMALL_ELEMENTS
+    )

@@ -1,0 +1,67 @@
+"""Gives all ranks the same variables before an optimizer's first step."""
+
+import contextlib
+
+import tensorflow as tf
+
+from keras_sparsity.health import agreement
+from keras_sparsity.tables.table_variable import TableVariable
+
+# Set on an optimizer while its model synchronises the variables.
+_SYNCHRONISE = "_keras_sparsity_synchronise"
+
+
+@contextlib.contextmanager
+def synchronised_by(optimizer, synchronise):
+    """While entered, building an optimizer calls a function of its model.
+
+    That function gives all ranks the same variables, in place of the
+    optimizer, which would compare and broadcast its own ones besides.
+
+    Args:
+        optimizer: a `HybridOptimizer`.
+        synchronise: function without arguments.
+    """
+    optimizer.__dict__[_SYNCHRONISE] = synchronise
+    try:
+        yield
+    finally:
+        del optimizer.__dict__[_SYNCHRONISE]
+
+
+def synchronise_model(optimizer):
+    """Calls the function of `synchronised_by`; whether there is one."""
+    synchronise = optimizer.__dict__.get(_SYNCHRONISE)
+    if synchronise is not None:
+        synchronise()
+    return synchronise is not None
+
+
+def same_on_all_ranks(communicator, all_variables, variables):
+    """Gives every rank rank 0's values, whatever its own seed was.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+        all_variables: the variables that the optimizer updates.
+        variables: those of them that each rank has whole.
+    """
+    if communicator.size == 1:
+        return
+    facts = agreement.of_variables(variables)
+    for variable in all_variables:
+        if isinstance(variable, TableVariable) and variable.table.given:
+            facts[f"values given to {variable.path}"] = variable.table.given
+    with tf.init_scope():  # now, not in the step that may be traced
+        communicator.check_equal(
+            facts,
+            "The variables that an optimizer updates",
+            "Build the same model on every rank, and set its weights there.",
+        )
+        if not variables:
+            return
+        values = communicator.broadcast(
+            [tf.convert_to_tensor(v.value) for v in variables],
+            name="optimizer/variables",
+        )
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)

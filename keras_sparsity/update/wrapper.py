@@ -1,0 +1,98 @@
+"""A Keras optimizer that stands for another one."""
+
+import keras
+
+from keras_sparsity._tf import keras_optimizers
+
+# Set on the wrapper itself after construction; all else is the inner's.
+_OWN = ("built", "name", "_trainable_variables", "_aggregation")
+# Not to be found by Keras's saving, which walks `dir()`.
+_HIDDEN = ("inner_optimizer", "_rule")
+
+
+class OptimizerWrapper(keras.optimizers.Optimizer):
+    """Reads and sets the attributes of the optimizer that it wraps.
+
+    Args:
+        inner_optimizer: a Keras optimizer.
+        name: name of the wrapper.
+    """
+
+    def __init__(self, inner_optimizer, name=None):
+        self._wrap(inner_optimizer)
+        super().__init__(learning_rate=0.0, name=name)
+
+    def _wrap(self, inner_optimizer):
+        self.__dict__["_inner"] = _Holder(inner_optimizer)
+
+    def _forward_attributes(self):
+        """Begins to forward: called at the end of a constructor."""
+        # What the base class made for itself is the inner optimizer's.
+        for attribute in set(self.__dict__) & set(self._rule.__dict__):
+            if attribute not in keras_optimizers.STATE:
+                del self.__dict__[attribute]
+        self.__dict__["_is_wrapping"] = True
+
+    @property
+    def inner_optimizer(self):
+        return self.__dict__["_inner"].optimizer
+
+    @property
+    def _rule(self):
+        """The optimizer whose rule updates variables."""
+        inner = self.inner_optimizer
+        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+            return inner.inner_optimizer
+        return inner
+
+    def __dir__(self):
+        return [name for name in super().__dir__() if name not in _HIDDEN]
+
+    def __getattr__(self, name):
+        # Only called for what the wrapper does not have.
+        if name.startswith("__") or "_is_wrapping" not in self.__dict__:
+            raise AttributeError(
+                f"'{type(self).__name__}' object has no attribute '{name}'"
+            )
+        return getattr(self._rule, name)
+
+    def __setattr__(self, name, value):
+        forwards = (
+            "_is_wrapping" in self.__dict__
+            and name not in self.__dict__
+            and name not in _OWN
+            and not hasattr(type(self), name)
+        )
+        if forwards and hasattr(self._rule, name):
+            setattr(self._rule, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def learning_rate(self):
+        return self._rule.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate):
+        self._rule.learning_rate = learning_rate
+
+    @property
+    def iterations(self):
+        return self._rule.iterations
+
+    @property
+    def variables(self):
+        return self.inner_optimizer.variables
+
+    def scale_loss(self, loss):
+        return self.inner_optimizer.scale_loss(loss)
+
+    def exclude_from_weight_decay(self, var_list=None, var_names=None):
+        self._rule.exclude_from_weight_decay(var_list, var_names)
+
+
+class _Holder:
+    """Keeps the inner optimizer out of Keras's tracking."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer

@@ -1,0 +1,18 @@
+"""Each private name that is used, so that a new version says which broke."""
+
+import keras
+import pytest
+
+from keras_sparsity._tf import keras_callbacks
+
+pytestmark = pytest.mark.smoke
+
+
+@pytest.mark.parametrize("name", keras_callbacks.LEARNT)
+def test_callbacks_have_what_they_learn(name):
+    given = {"ModelCheckpoint": ("a.keras",)}.get(name, ())
+    callback = getattr(keras.callbacks, name)(*given)
+    callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
+    callback.on_train_begin()
+    for attribute in keras_callbacks.LEARNT[name]:
+        assert attribute in vars(callback)

@@ -1,0 +1,91 @@
+"""Each private name that is used, so that a new version says which broke."""
+
+import keras
+import numpy as np
+import pytest
+
+from keras_sparsity._tf import keras_functional
+
+pytestmark = pytest.mark.smoke
+
+
+def test_calls_of_a_functional_model_in_their_order():
+    first, second = keras.Input((2,)), keras.Input((2,))
+    layer = keras.layers.Dense(2)
+    hidden = layer(first + second)
+    outputs = layer(hidden)
+    model = keras.Model([first, second], outputs)
+    functional = keras_functional.functional_of(model)
+    assert functional is model
+    (add, one, two) = keras_functional.functional_calls(functional)
+    assert not isinstance(add.operation, keras.Layer)
+    assert [id(x) for x in add.inputs] == [id(first), id(second)]
+    assert one.operation is two.operation is layer
+    assert one.outputs[0] is hidden and two.arguments[0] is hidden
+    assert two.outputs[0] is outputs
+
+    class Own(keras.Model):
+        pass
+
+    assert keras_functional.functional_of(Own([first, second], hidden)) is None
+    sequential = keras.Sequential([layer])
+    assert keras_functional.functional_of(sequential) is None
+    sequential.build((None, 2))
+    functional = keras_functional.functional_of(sequential)
+    (call,) = keras_functional.functional_calls(functional)
+    assert call.operation is layer
+    assert [id(x) for x in call.inputs] == [id(x) for x in sequential.inputs]
+
+
+def test_next_run_calls():
+    inputs = keras.Input((2,))
+    layer = keras.layers.Identity()
+    model = keras.Model(inputs, layer(layer(inputs) + 1.0))
+    begun, seen = [], []
+
+    def begin(inputs):
+        begun.append(inputs)
+
+        def call(number, operation, *args):
+            seen.append(number)
+            return operation(*args) * 2.0
+
+        return call
+
+    functional = keras_functional.functional_of(model)
+    with keras_functional.next_run_calls(functional, begin):
+        np.testing.assert_array_equal(model(np.ones((1, 2))), [[12.0, 12.0]])
+        # The next run alone.
+        np.testing.assert_array_equal(model(np.ones((1, 2))), [[2.0, 2.0]])
+    assert seen == [0, 1, 2] and len(begun) == 1
+    with keras_functional.next_run_calls(functional, begin):
+        pass
+    np.testing.assert_array_equal(model(np.ones((1, 2))), [[2.0, 2.0]])
+
+
+def test_is_stateless():
+    inputs = keras.Input((3,))
+    noise = keras.random.SeedGenerator(1)
+
+    def of(outputs):
+        (call,) = keras_functional.functional_calls(
+            keras.Model(inputs, outputs)
+        )
+        return keras_functional.is_stateless(call)
+
+    def add_noise(row):
+        return row + keras.random.normal((), seed=noise)
+
+    class Own(keras.Operation):
+        def call(self, x):
+            return add_noise(x)
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, x.dtype)
+
+    ops = keras.ops
+    assert of(inputs * 3) and of(inputs[:, :1]) and of(ops.mod(inputs, 2))
+    assert not of(ops.map(add_noise, inputs))
+    assert not of(ops.vectorized_map(add_noise, inputs))
+    assert not of(Own()(inputs))
+    assert not of(keras.layers.Lambda(add_noise)(inputs))

@@ -1,0 +1,70 @@
+"""Each private name that is used, so that a new version says which broke."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_input
+
+pytestmark = pytest.mark.smoke
+
+
+def test_dataset_inputs():
+    dataset = tf.data.Dataset.range(2)
+    assert keras_input.dataset_inputs(dataset) == []
+    assert keras_input.dataset_inputs(dataset.batch(2)) == [dataset]
+
+
+def _epoch_iterator(**arguments):
+    from keras.src.backend.tensorflow import trainer
+
+    return trainer.TFEpochIterator(
+        distribute_strategy=tf.distribute.get_strategy(), **arguments
+    )
+
+
+def test_on_next_epoch():
+    """Once, and as `fit` enumerates an epoch in this version of Keras."""
+    iterator = _epoch_iterator(x=np.arange(6), batch_size=2)
+
+    def without_the_first(stock):
+        executions = stock()
+        next(next(executions)[-1])
+        yield from executions
+
+    def batches():
+        return [next(item[-1]).numpy().tolist() for item in _epoch(iterator)]
+
+    keras_input.on_next_epoch(iterator, without_the_first)
+    assert batches() == [[2, 3], [4, 5]]
+    assert batches() == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_change_input():
+    """Before it begins; None changes nothing."""
+    iterator = _epoch_iterator(x=np.arange(6), batch_size=2)
+    keras_input.change_input(
+        iterator, lambda dataset: dataset.map(lambda x: x + 1)
+    )
+    keras_input.change_input(iterator, lambda dataset: None)
+    batches = [next(item[-1]).numpy().tolist() for item in _epoch(iterator)]
+    assert batches == [[1, 2], [3, 4], [5, 6]]
+
+
+def _epoch(iterator):
+    return (
+        iterator
+        if hasattr(iterator, "__next__")
+        else (iterator.enumerate_epoch())
+    )
+
+
+def test_what_makes_the_batches():
+    arrays = _epoch_iterator(x=np.arange(6), batch_size=2, shuffle=True)
+    assert keras_input.repeats_an_order_at_once(arrays)
+    assert not keras_input.is_read_by_python(arrays)
+    by_batches = _epoch_iterator(x=np.arange(6), batch_size=2, shuffle="batch")
+    assert not keras_input.repeats_an_order_at_once(by_batches)
+    generated = _epoch_iterator(x=((np.ones(2),) for _ in range(9)))
+    assert keras_input.is_read_by_python(generated)
+    assert not keras_input.repeats_an_order_at_once(generated)

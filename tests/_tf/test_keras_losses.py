@@ -1,0 +1,83 @@
+"""Each private name that is used, so that a new version says which broke."""
+
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_losses
+
+pytestmark = pytest.mark.smoke
+
+
+def test_resolve_loss():
+    assert keras_losses.resolve_loss(None) is None
+    assert keras_losses.resolve_loss("mse").name == "mse"
+    y_true, y_pred = tf.zeros([2]), tf.zeros([2, 3])
+    loss = keras_losses.resolve_loss("crossentropy", y_true, y_pred)
+    assert loss.fn is keras.losses.sparse_categorical_crossentropy
+
+
+def test_match_ranks():
+    values, weights = keras_losses.match_ranks(tf.zeros([4]), tf.zeros([4, 1]))
+    assert values.shape == weights.shape == (4, 1)
+
+
+def test_keras_mask():
+    embedded = keras.layers.Embedding(3, 2, mask_zero=True)(np.array([[0, 1]]))
+    np.testing.assert_array_equal(
+        keras_losses.keras_mask(embedded), [[False, True]]
+    )
+    assert keras_losses.keras_mask(tf.zeros([1])) is None
+
+
+def test_set_keras_mask():
+    tensor = tf.zeros([2, 1])
+    keras_losses.set_keras_mask(tensor, tf.constant([True, False]))
+    np.testing.assert_array_equal(
+        keras_losses.keras_mask(tensor), [True, False]
+    )
+
+
+def test_keras_logits():
+    logits = tf.constant([[50.0]])
+    outputs = keras.activations.sigmoid(logits)
+    np.testing.assert_array_equal(keras_losses.keras_logits(outputs), logits)
+    assert keras_losses.keras_logits(tf.zeros([1])) is None
+
+
+def test_set_keras_logits():
+    tensor = tf.ones([1, 1])
+    keras_losses.set_keras_logits(tensor, tf.constant([[50.0]]))
+    loss = keras.losses.binary_crossentropy(tf.zeros([1, 1]), tensor)
+    np.testing.assert_allclose(loss, [50.0])  # clipped: 16
+
+
+def test_losses_are_scaled():
+    is_old = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 6)
+    assert keras_losses.losses_are_scaled() is not is_old
+
+
+def test_what_is_added_to_the_loss():
+    model = keras.Sequential([keras.layers.Dense(1, kernel_regularizer="l2")])
+    model.compile("sgd", "mse")
+    model.build((None, 1))
+    with keras_losses.losses_replaced(model, [tf.constant(3.0)]):
+        assert [float(loss) for loss in model.losses] == [3.0]
+    assert float(model.losses[0]) < 3.0
+    if keras_losses.ADDED_LOSS:
+        added = []
+        stock = getattr(model, keras_losses.ADDED_LOSS)
+        with mock.patch.object(
+            model,
+            keras_losses.ADDED_LOSS,
+            lambda loss: (added.append(loss), stock(loss))[1],
+            create=True,
+        ):
+            y = tf.zeros([1, 1])
+            model.compute_loss(y=y, y_pred=y)
+        assert len(added) == 1
+    else:
+        assert int(keras.__version__.split(".")[1]) < 8

@@ -1,0 +1,73 @@
+"""Each private name that is used, so that a new version says which broke."""
+
+import keras
+import pytest
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_optimizers
+
+pytestmark = pytest.mark.smoke
+
+
+def test_optimizers():
+    variables = [keras.Variable(tf.ones([n])) for n in (2, 3)]
+    optimizer = keras.optimizers.AdamW(gradient_accumulation_steps=2)
+    optimizer.exclude_from_weight_decay(var_list=variables[:1])
+    keras_optimizers.exclude_from_weight_decay_too(
+        optimizer, variables[0], variables[1:]
+    )
+    optimizer.build(variables)
+    assert len(keras_optimizers.built_variables(optimizer)) == 2
+    assert keras_optimizers.variable_index(optimizer, variables[1]) == 1
+    assert not optimizer._use_weight_decay(variables[1])
+    strategy = tf.distribute.get_strategy()
+    keras_optimizers.set_optimizer_strategy(optimizer, strategy)
+    seen = []
+
+    def clip(grads):
+        seen.append(grads)
+        return grads
+
+    keras_optimizers.take_aggregated_gradients(optimizer, clip)
+    grads = [tf.ones([2]), tf.ones([3])]
+    for _ in range(2):
+        optimizer.apply(grads, variables)
+    assert len(seen) == 1
+    assert int(keras_optimizers.iterations(optimizer)) == 2
+
+
+def test_rebuild_optimizer():
+    variables = [keras.Variable(tf.ones([n])) for n in (2, 3)]
+    inner = keras.optimizers.AdamW()
+    inner.exclude_from_weight_decay(var_list=variables[:1])
+    optimizer = keras.optimizers.LossScaleOptimizer(inner)
+    optimizer.build(variables)
+    assert keras_optimizers.excluded_from_weight_decay(inner) == [0]
+    own = keras_optimizers.own_variables(inner)
+    others = [keras.Variable(tf.ones([n])) for n in (4, 5, 6)]
+    slots = [keras.Variable(tf.zeros([n])) for n in (4, 5, 6)]
+    keras_optimizers.rebuild_optimizer(
+        inner, others, own[:2] + slots, {"_momentums": slots}
+    )
+    keras_optimizers.exclude_from_weight_decay(inner, others[1:2])
+    assert keras_optimizers.built_variables(inner) == others
+    assert [keras_optimizers.variable_index(inner, v) for v in others] == [
+        0,
+        1,
+        2,
+    ]
+    assert inner._momentums == slots
+    assert inner.variables == own[:2] + slots
+    assert [inner._use_weight_decay(v) for v in others] == [True, False, True]
+    added = inner.add_variable_from_reference(others[0], "more")
+    assert inner.variables[-1] is added
+
+
+def test_without_missing_gradients():
+    variables = [keras.Variable(1.0), keras.Variable(2.0)]
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        grads, kept = keras_optimizers.without_missing_gradients(
+            keras.optimizers.SGD(), [None, tf.ones([])], variables
+        )
+    assert len(grads) == len(kept) == 1
+    assert kept[0] is variables[1]

@@ -1,0 +1,107 @@
+"""Each private name that is used, so that a new version says which broke."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity._tf import keras_losses, patches
+
+pytestmark = pytest.mark.smoke
+
+
+@pytest.mark.parametrize("patch", patches.ALL, ids=repr)
+def test_a_name_is_replaced_and_restored(patch):
+    if patch is patches.SCALE_LOSS and not keras_losses.losses_are_scaled():
+        pytest.skip("Keras 3.5 scales no losses")
+    owner = patch.owner
+    before, is_own = getattr(owner, patch.name), patch.name in vars(owner)
+    with patch.by(lambda stock: lambda *args: stock(*args)):
+        assert patch.is_in_place
+        with patch.by(lambda stock: lambda *args: stock(*args)):
+            assert getattr(owner, patch.name).__wrapped__ is not before
+        assert getattr(owner, patch.name).__wrapped__ is before
+    assert getattr(owner, patch.name) is before
+    assert (patch.name in vars(owner)) is is_own
+    assert not patch.is_in_place
+
+
+def test_a_scope_replaces_what_is_listed_for_it():
+    in_scope = {patches.COMPILE}
+    if ks.collectives.current().size > 1:
+        in_scope |= {patches.LOSS_CALL, patches.METRIC_INIT}
+    with ks.HybridStrategy().scope():
+        found = {patch for patch in patches.ALL if patch.is_in_place}
+    assert found == in_scope
+    assert not any(patch.is_in_place for patch in patches.ALL)
+
+
+def test_assignments_are_told():
+    variable, told = keras.Variable([1.0]), []
+    with patches.assignments_are_told(told.append):
+        variable.assign([2.0])
+        variable.assign_add([1.0])
+        variable.assign_sub([1.0])
+        with keras.StatelessScope():
+            variable.assign([3.0])  # forgotten
+    variable.assign([4.0])
+    assert [v is variable for v in told] == [True] * 3
+
+
+def test_roots_stay_roots():
+    """Each element's result is its own, wherever in a tensor it is."""
+    rng = np.random.default_rng(0)
+    x, y = rng.random((2, 1000), np.float32) + 1e-3
+
+    def differing(context):
+        @tf.function(reduce_retracing=True)
+        def divide(x, y):
+            with context():
+                return x / keras.ops.sqrt(y)
+
+        whole = divide(x, y).numpy()
+        parts = [divide(x[i : i + 7], y[i : i + 7]) for i in range(0, 1000, 7)]
+        return np.sum(whole != np.concatenate(parts))
+
+    assert differing(patches.roots_stay_roots) == 0
+    stock = keras.ops.sqrt(tf.constant(4.0))
+    assert float(stock) == 2.0
+
+
+def test_array_orders_change():
+    from keras.src.trainers.data_adapters import array_data_adapter
+
+    def orders():
+        keras.utils.set_random_seed(4)
+        stock = tf.random.shuffle
+        with patches.array_orders_change(5):
+            dataset = array_data_adapter.ArrayDataAdapter(
+                np.arange(12), batch_size=5, shuffle=True
+            ).get_tf_dataset()
+        assert tf.random.shuffle is stock
+        return [np.concatenate(list(dataset)).tolist() for _ in range(3)]
+
+    first, second, third = orders()
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second != third
+    assert orders() == [first, second, third]
+
+
+def test_epoch_iterators_are_made_in():
+    entered = []
+
+    @contextlib.contextmanager
+    def scope():
+        entered.append(True)
+        yield
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    x = np.ones((2, 1), "float32")
+    with patches.epoch_iterators_are_made_in(scope):
+        model.predict(x, verbose=0)
+        assert len(entered) == 1
+    model.predict(x, verbose=0)
+    assert len(entered) == 1

@@ -1,0 +1,192 @@
+"""What TensorBoard is told of a training."""
+
+import re
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity.callbacks import architecture_logger
+from tests.conftest import engines
+from tests.logger_functions import BATCH, DIM, ROWS, STEPS, ids, train
+
+
+def events(log_dir):
+    """All that TensorBoard itself reads."""
+    from tensorboard.backend.event_processing import event_accumulator
+
+    found = event_accumulator.EventAccumulator(
+        str(log_dir / architecture_logger.RUN), size_guidance={"tensors": 0}
+    )
+    found.Reload()
+    return found
+
+
+def scalars(found, tag):
+    return {
+        event.step: float(tf.make_ndarray(event.tensor_proto))
+        for event in found.Tensors(tag)
+    }
+
+
+def texts(found, tag):
+    return [
+        tf.make_ndarray(event.tensor_proto).item().decode()
+        for event in found.Tensors(tag)
+    ]
+
+
+def test_everything_on_one_process(tmp_path):
+    results = train(tmp_path, False)
+    found = events(tmp_path)
+    assert list(scalars(found, "seconds/step")) == [8, 16, 24]
+    assert scalars(found, "seconds/update")[24] > 0
+    names = ("sharded", "stock")
+    for name, alpha in zip(names, results["alpha"], strict=True):
+        assert scalars(found, f"alpha/{name}/embeddings")[24] == pytest.approx(
+            alpha
+        )
+        rows = found.Tensors(f"rows/{name}/embeddings/log2 of touches")
+        assert [event.step for event in rows] == [8, 24]
+    assert not [tag for tag in found.Tags()["tensors"] if "bytes" in tag]
+
+
+def test_reports_on_a_terminal(tmp_path, capsys):
+    assert command(["plan", str(tmp_path)], capsys)[0] == 1
+    train(tmp_path, False)
+    code, plan = command(["plan", str(tmp_path)], capsys)
+    assert code == 0
+    assert "after 24 steps" in plan
+    assert "sharded/embeddings" in plan
+    assert "alpha of the model" in plan
+    code, report = command(["report", str(tmp_path)], capsys)
+    assert code == 0
+    assert plan in report
+    assert re.search(r"seconds: update\s+[0-9.]+ ms", report)
+
+
+def command(arguments, capsys):
+    """Exit code and output of `keras-sparsity`."""
+    try:
+        code = ks.launch.main(arguments)
+    except SystemExit as end:
+        code = end.code
+    output = capsys.readouterr()
+    if code:
+        assert "has no folder 'architecture'" in output.err
+    return code, output.out
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_everything_on_two_processes(engine, logged):
+    log_dir, results = logged(engine)
+    found = events(log_dir)
+    tags = found.Tags()["tensors"]
+    last = 2 * STEPS
+    assert {t.partition("/")[0] for t in tags} == {
+        *("plan", "alpha", "bytes", "seconds", "rows", "owners", "search")
+    }
+    # The search, as it was.
+    num_partitions, sampled = results[0]["choice"]
+    assert results[0]["partitions"] == num_partitions
+    assert scalars(found, "search/tables/seconds by partitions") == (
+        pytest.approx(sampled)
+    )
+    (image,) = found.Tensors("search/tables/samples and fit")
+    width, height, picture = tf.make_ndarray(image.tensor_proto)
+    assert tf.io.decode_png(picture).shape == (int(height), int(width), 4)
+    (choice,) = texts(found, "search/tables/choice")
+    assert choice.startswith(f"{num_partitions} partitions: ")
+    # The plan: first of all, at each decision, and at the end.
+    plans = texts(found, "plan")
+    assert 2 <= len(plans) <= 2 * STEPS // 8 + 1
+    (row,) = (x for x in plans[-1].splitlines() if "sharded" in x)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:3] == [f"{ROWS} x {DIM}", "192.0 kB"]
+    assert cells[4:6] == ["ps", str(num_partitions)]
+    # Bytes and times of each path.
+    for path in ("pull", "push", "allreduce", "allgather"):
+        assert scalars(found, f"seconds/{path}")[last] > 0
+        assert scalars(found, f"bytes/{path}/sent")[last] > 0
+    dense = 8 * DIM + 1
+    for way in ("sent", "received"):
+        allreduce = scalars(found, f"bytes/allreduce/{way}")
+        # Also while the search traces steps anew.
+        assert list(allreduce.values()) == pytest.approx([4 * dense] * 6)
+    step = scalars(found, "seconds/step")[last]
+    for part in ("pull", "push", "allreduce", "allgather", "other", "stall"):
+        assert 0 <= scalars(found, f"seconds/{part}")[last] <= step, part
+    expected = np.mean(
+        [len(np.unique(part)) / ROWS for part in np.split(ids(), 2 * STEPS)]
+    )
+    assert scalars(found, "alpha/stock/embeddings")[last] == pytest.approx(
+        expected, rel=0.2
+    )
+
+
+def profile(log_dir):
+    """Trains a little, the last steps under TensorFlow's profiler."""
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    is_first = strategy.rank == 0
+    start = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: (
+            is_first
+            and batch == 2
+            and tf.profiler.experimental.start(f"{log_dir}")
+        )
+    )
+    model = keras.Sequential(
+        [
+            keras.Input((4,), dtype="int64"),
+            ks.layers.ShardedEmbedding(ROWS, DIM),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+    with strategy.scope():
+        model.compile("adagrad", "mse")
+    x = ids()[: 5 * BATCH]
+    model.fit(x, np.ones((len(x), 1)), BATCH, callbacks=[start], verbose=0)
+    if is_first:
+        tf.profiler.experimental.stop()
+
+
+def test_a_profilers_trace_names_the_paths(tmp_path):
+    # Processes of its own: in those that have run other tests, TensorFlow
+    # 2.18's profiler was seen to abort when it is stopped.
+    ks.launch.run(profile, 2, engine="native", args=(tmp_path,))
+    (path,) = tmp_path.rglob("*.xplane.pb")
+    trace = path.read_bytes()
+    for name in (b"/pull/", b"/push/", b"/all_reduce/", b"/update/"):
+        assert name in trace, name
+
+
+def test_paths_by_role():
+    for role, path in {
+        "table/words/pull/ids": "pull",
+        "table/words/push/rows": "push",
+        "table/words/check_inside": "other",
+        "optimizer/dense": "allreduce",
+        "optimizer/rows/stock/embeddings/ids": "allgather",
+        "optimizer/update": "update",
+        "model/logs": "other",
+    }.items():
+        assert architecture_logger.path_of(role) == path
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "matplotlib"])
+def test_a_missing_library_is_said(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=rf"{name} is not .*\[tensorboard\]"):
+        ks.callbacks.ArchitectureLogger(tmp_path)
+
+
+def test_a_model_compiled_elsewhere_is_refused(tmp_path):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    logger = ks.callbacks.ArchitectureLogger(tmp_path)
+    with pytest.raises(ValueError, match="compiled inside of"):
+        model.fit(np.ones((2, 1)), np.ones((2, 1)), callbacks=[logger])

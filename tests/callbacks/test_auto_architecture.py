@@ -1,0 +1,237 @@
+"""Tables that find their architecture while they are trained."""
+
+import dataclasses
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+
+import keras_sparsity as ks
+from keras_sparsity.callbacks import auto_architecture, rank_zero
+from keras_sparsity.collectives import speeds
+from keras_sparsity.sparsity import touches
+from tests.conftest import engines
+
+LARGE, SMALL, DIM, BATCH, STEPS = 4_000, 8, 2, 32, 40
+# Seconds for each byte: those of AllReduce are least. So many that they pay for
+# another trace.
+COSTS = {"allreduce": 1.0, "ps": 2.0, "allgather": 3.0, "update": 0}
+
+
+def data():
+    random = np.random.default_rng(3)
+    rare = random.zipf(1.5, size=(STEPS * BATCH, 3)) % LARGE
+    usual = random.integers(SMALL, size=(STEPS * BATCH, 3))
+    labels = (usual.sum(axis=1, keepdims=True) > 10).astype("float32")
+    return (rare, usual), labels
+
+
+def new_model(architecture):
+    rare = keras.Input((3,), dtype="int64")
+    usual = keras.Input((3,), dtype="int64")
+    options = {"architecture": architecture}
+    start = keras.initializers.RandomUniform(seed=1)
+    large = ks.layers.ShardedEmbedding(
+        LARGE, DIM, start, name="large", **options
+    )
+    small = ks.layers.ShardedEmbedding(
+        SMALL, DIM, start, name="small", **options
+    )
+    hidden = keras.layers.Concatenate()([large(rare), small(usual)])
+    out = keras.layers.Dense(
+        1,
+        "sigmoid",
+        kernel_initializer=keras.initializers.GlorotUniform(seed=2),
+    )(keras.layers.Flatten()(hidden))
+    return keras.Model([rare, usual], out)
+
+
+def train(fixed, is_slower, steps_per_execution):
+    """Weights and architectures, with speeds that say what is best."""
+    measure, compare = speeds.measure, auto_architecture._LOSS
+    told = []
+    if not fixed:  # only bytes count, and those of AllReduce least
+        speeds.measure = lambda *_: {
+            path: speeds.Speed(0.0, cost) for path, cost in COSTS.items()
+        }
+    auto_architecture._LOSS = -1.0 if is_slower else 1e9
+    pays = auto_architecture.AutoArchitecture._pays
+    if is_slower:  # and there is time to go back
+        auto_architecture.AutoArchitecture._pays = lambda *_: True
+    try:
+        strategy = ks.HybridStrategy()
+        model = new_model("ps" if fixed else "auto")
+        with strategy.scope():
+            model.compile(
+                keras.optimizers.Adam(0.01),
+                "binary_crossentropy",
+                steps_per_execution=steps_per_execution,
+            )
+        tables = [model.get_layer(n).table for n in ("large", "small")]
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: told.append(
+                tuple(t.architecture for t in tables)
+            )
+        )
+        x, y = data()
+        before = [t.read() for t in tables]
+        history = model.fit(
+            x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[note]
+        )
+    finally:
+        speeds.measure, auto_architecture._LOSS = measure, compare
+        auto_architecture.AutoArchitecture._pays = pays
+    whole = [t.read() - start for t, start in zip(tables, before, strict=True)]
+    return told, history.history["loss"], whole
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_tables_move_and_training_goes_on(engine, cluster):
+    processes = cluster(engine, 2)
+    _, loss, expected = processes.run(train, True, False, 1)[0]
+    for is_slower, steps in ((False, 1), (False, 5), (True, 1)):
+        for told, found_loss, found in processes.run(
+            train, False, is_slower, steps
+        ):
+            first = (auto_architecture._FIRST_STEPS + steps - 1) // steps
+            assert told[: first - 1] == [("ps", "ps")] * (first - 1)
+            assert told[first] == ("ps", "allreduce")
+            assert told[-1] == ("ps", "ps" if is_slower else "allreduce")
+            np.testing.assert_allclose(found_loss, loss, rtol=1e-4)
+            for one, other in zip(found, expected, strict=True):
+                moved = np.linalg.norm(other)
+                assert np.linalg.norm(one - other) < 1e-3 * moved
+
+
+def saving_little(epochs):
+    """What tables are under, and what is said, where AllReduce saves 10 us.
+
+    In each step of as many epochs, of which two are trained.
+    """
+    costs = {"ps": 2e-5, "allreduce": 1e-5}
+    lines = []
+    model = new_model(None)
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+
+    def end(epoch, logs):
+        model.stop_training = epoch == 1
+
+    x, y = data()
+    with (
+        mock.patch.object(
+            auto_architecture.AutoArchitecture, "_costs", lambda *_: costs
+        ),
+        mock.patch.object(auto_architecture, "_LOSS", 1e9),
+        mock.patch.object(rank_zero, "say", lines.append),
+    ):
+        model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=epochs,
+            verbose=2,
+            callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=end)],
+        )
+    tables = [model.get_layer(n).table for n in ("large", "small")]
+    return [t.architecture for t in tables], lines
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_move_pays_for_its_trace(engine, cluster):
+    processes = cluster(engine, 2)
+    short, long = (processes.run(saving_little, n) for n in (2, 10**9))
+    assert [kept for kept, _ in short] == [["ps", "ps"]] * 2
+    assert [kept for kept, _ in long] == [["allreduce", "allreduce"]] * 2
+    lines, nothing = short[0][1], short[1][1]
+    assert len(lines) == 2 and not nothing  # once, on rank 0
+    assert "allreduce would not save" in lines[0]
+
+
+def drift():
+    """What a table is under after each step, where its alpha jumps."""
+    rows, constant = 64, auto_architecture._FIRST_STEPS + 4
+    measure, every = speeds.measure, touches._EVERY
+    costs = COSTS | {"allreduce": 0.3}
+    speeds.measure = lambda *_: {
+        path: speeds.Speed(0.0, cost) for path, cost in costs.items()
+    }
+    touches._EVERY = 1
+    told = []
+    try:
+        layer = ks.layers.ShardedEmbedding(rows, DIM)
+        model = keras.Sequential([keras.Input((3,), dtype="int64"), layer])
+        with ks.HybridStrategy().scope():
+            model.compile("sgd", "mse", run_eagerly=True)
+        x = np.random.default_rng(4).integers(rows, size=(STEPS * BATCH, 3))
+        x[: constant * BATCH] = 0
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: told.append(
+                layer.table.architecture
+            )
+        )
+        y = np.zeros((len(x), 3, DIM), "float32")
+        model.fit(
+            x, y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=[note]
+        )
+    finally:
+        speeds.measure, touches._EVERY = measure, every
+    return told
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_decided_anew_when_alpha_drifts(engine, cluster):
+    told = cluster(engine, 2).run(drift)[0]
+    # Decided after some steps, and looked at after twice as many.
+    change = 2 * auto_architecture._FIRST_STEPS
+    assert set(told[: change - 1]) == {"ps"}
+    assert set(told[change:]) == {"allreduce"}
+
+
+def by_the_real_speeds():
+    """What each path takes on these processes, and a run that uses it."""
+    ranks = ks.collectives.current()
+    found = speeds.measure(ranks, lambda path, rows: 64 * rows)
+    strategy = ks.HybridStrategy(architecture="auto")
+    model = new_model(None)
+    with strategy.scope():
+        model.compile("adam", "binary_crossentropy")
+    x, y = data()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    architectures = [
+        model.get_layer(n).table.architecture for n in ("large", "small")
+    ]
+    lines = {name: dataclasses.astuple(line) for name, line in found.items()}
+    return lines, architectures
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_by_the_speeds_of_this_cluster(engine, cluster):
+    one, other = cluster(engine, 2).run(by_the_real_speeds)
+    assert one == other
+    lines, architectures = one
+    assert lines.keys() == {"allreduce", "ps", "allgather", "update"}
+    for latency, per_byte in lines.values():
+        assert 0 < latency < 1
+        assert 0 <= per_byte < 1e-6
+    assert set(architectures) <= {"ps", "allreduce", "allgather"}
+
+
+def test_one_process_has_nothing_to_find():
+    strategy = ks.HybridStrategy(architecture="auto")
+    model = new_model("auto")
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    x, y = data()
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    assert model.get_layer("large").table.architecture is None
+
+
+def test_auto_is_asked_for_and_not_moved_to():
+    config = ks.layers.ShardedEmbedding(9, 2, architecture="auto").get_config()
+    assert config["architecture"] == "auto"
+    model = new_model("auto")
+    table = model.get_layer("large").table
+    with pytest.raises(ValueError, match="one of 'ps', 'allgather'"):
+        ks.moves.move(model, {table: "auto"})

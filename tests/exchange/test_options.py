@@ -1,0 +1,58 @@
+"""Options of a step's messages."""
+
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity.exchange import options
+from keras_sparsity.exchange.options import Options
+
+
+@pytest.mark.parametrize(
+    ("wire_dtype", "dtype", "cast_to", "expected"),
+    [
+        (None, "float32", None, "float32"),
+        (None, "float32", "bfloat16", "bfloat16"),
+        (None, "bfloat16", "float32", "bfloat16"),
+        ("bfloat16", "float32", None, "bfloat16"),
+        # Of equally narrow ones the tensor's own, then the receiver's.
+        ("bfloat16", "float16", None, "float16"),
+        ("bfloat16", "float32", "float16", "float16"),
+        ("float32", "float64", None, "float32"),
+    ],
+)
+def test_the_narrowest_dtype_travels(wire_dtype, dtype, cast_to, expected):
+    wire = Options(wire_dtype=wire_dtype).wire(dtype, cast_to)
+    assert (wire.source, wire.dtype) == (tf.as_dtype(dtype), expected)
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "expected"),
+    [
+        (None, [[3, 2, 1, 0]]),
+        (1, [[3], [2], [1], [0]]),
+        (12, [[3, 2], [1], [0]]),
+        (40, [[3, 2, 1], [0]]),
+        (1000, [[3, 2, 1, 0]]),
+    ],
+)
+def test_buckets_begin_with_the_last_gradient(bucket_bytes, expected):
+    gradients = [tf.zeros([n]) for n in (3, 7, 2, 1)]
+    assert Options(bucket_bytes=bucket_bytes).buckets(gradients) == expected
+
+
+@pytest.mark.parametrize(
+    ("merges", "local_aggregation"), [(True, False), (False, True)]
+)
+def test_without_merging_machines_are_not_used(merges, local_aggregation):
+    found = Options(merges=merges, local_aggregation=local_aggregation)
+    assert not found.aggregates_locally
+    assert Options().aggregates_locally
+
+
+def test_the_options_of_the_entered_strategy():
+    assert options.entered() == Options()
+    with ks.HybridStrategy(wire_dtype="float16", bucket_bytes=5).scope():
+        assert options.entered().wire_dtype == "float16"
+        assert options.entered().bucket_bytes == 5
+    assert options.entered() == Options()

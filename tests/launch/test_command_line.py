@@ -1,0 +1,56 @@
+"""The command `keras-sparsity`; `tests/test_bad_input.py` has wrong usage."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from keras_sparsity import launch
+
+_ROOT = str(pathlib.Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", "run --help", "plan --help", "run", "run -n 0 a", "run -n 2 a"],
+)
+def test_the_command_imports_no_tensorflow(arguments, tmp_path):
+    command = "from keras_sparsity.launch import main; main()"
+    paths = [*filter(None, [_ROOT, os.environ.get("PYTHONPATH")])]
+    for start in (
+        ["-m", "keras_sparsity.launch"],
+        ["-c", f"import sys; sys.argv[0] = 'bin/keras-sparsity'; {command}"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", *start, *arguments.split()],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )
+        assert "usage: keras-sparsity" in done.stdout + done.stderr
+        imported = {
+            line.rpartition("|")[2].strip().partition(".")[0]
+            for line in done.stderr.splitlines()
+            if line.startswith("import time:")
+        }
+        assert "keras_sparsity" in imported
+        assert not imported & {"tensorflow", "keras"}
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.touch()
+    return str(path)
+
+
+def test_horovod_that_is_not_installed(script, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        launch.main(["run", "-n", "2", "--engine", "horovod", script])
+    told = capsys.readouterr().err
+    assert "pip install 'keras-sparsity[horovod]'" in told

@@ -1,0 +1,105 @@
+"""`launch.run`: a function in several fresh processes."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from keras_sparsity import launch
+from keras_sparsity.launch.functions import Job
+from tests import launch_functions
+from tests.conftest import engines
+
+_ROOT = str(pathlib.Path(__file__).parents[2])
+
+
+def _said(text, start):
+    return [line for line in text.splitlines() if line.startswith(start)]
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_run_returns_the_results_by_rank(engine, capfd):
+    results = launch.run(
+        launch_functions.describe,
+        2,
+        engine,
+        args=(1, "two"),
+        kwargs={"three": 3},
+        machines=2,
+        timeout=120,
+        env={"MINE": "given", "TF_NUM_INTRAOP_THREADS": "3"},
+    )
+    assert [r["rank"] for r in results] == [0, 1]
+    assert [r["cross"] for r in results] == [(0, 2), (1, 2)]
+    for result in results:
+        assert result["size"] == 2
+        assert result["engine"] == engine
+        assert result["local"] == (0, 1)
+        assert result["args"] == (1, "two")
+        assert result["kwargs"] == {"three": 3}
+        assert result["variable"] == "given"
+        assert result["threads"] == "3"
+    # One program: the same random numbers, the same order of sets.
+    assert results[0]["random"] == results[1]["random"]
+    assert results[0]["hash"] == results[1]["hash"]
+    assert len({r["process"] for r in results} | {os.getpid()}) == 3
+    output, errors = capfd.readouterr()
+    assert _said(output, "output of") == ["output of rank 0"]
+    assert _said(errors, "errors of") == ["errors of rank 0"]
+
+
+def test_run_raises_and_tells_how_each_rank_failed():
+    start = time.monotonic()
+    with pytest.raises(launch.LaunchError) as error:
+        launch.run(launch_functions.fail_or_die, 2, args=(1,), timeout=120)
+    message = str(error.value)
+    assert message.startswith("Rank 1 of 2 was killed by SIGKILL")
+    assert "these are my last words" in message
+    assert "ValueError: no luck on rank 0" in message
+    assert 'launch_functions.py", line' in message
+    assert time.monotonic() - start < 60
+
+
+def test_run_says_where_ranks_were_when_the_time_is_over():
+    with Job(launch_functions.hang, 1, args=(0,)) as job:
+        (process,) = job.processes.processes
+        while "hanging" not in process.last_lines():
+            assert not job.processes.failed()
+            time.sleep(0.1)
+        with pytest.raises(launch.LaunchError) as error:
+            job.wait(timeout=0.5)
+    message = str(error.value)
+    assert "Not done within 0.5 seconds" in message
+    assert "rank 0 was still running" in message
+    assert "time.sleep(600)" in message
+
+
+def test_run_takes_a_function_of_the_script_itself(tmp_path):
+    path = tmp_path / "main.py"
+    path.write_text(
+        textwrap.dedent("""\
+        from keras_sparsity import launch
+
+        class Own:
+            value = 20
+
+        def function(own):
+            return own.value + 1
+
+        if __name__ == "__main__":
+            print("results", launch.run(function, 1, args=(Own(),)))
+        """)
+    )
+    paths = filter(None, [_ROOT, os.environ.get("PYTHONPATH")])
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+    )
+    assert _said(done.stdout, "results") == ["results [21]"], done.stderr

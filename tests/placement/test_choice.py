@@ -1,0 +1,165 @@
+"""The placements of each architecture, by the messages of a step."""
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity.board import model_plan
+from keras_sparsity.callbacks import architecture_logger
+from keras_sparsity.health import journal
+from keras_sparsity.placement import choice
+from keras_sparsity.placement.base import Update
+from tests.conftest import engines
+
+ROWS, DIM, BATCH, STEPS = 600, 16, 16, 18
+HIDDEN = (40, 24)
+
+
+def ids():
+    random = np.random.default_rng(4)
+    return random.integers(ROWS // 30, size=(STEPS * BATCH, 8)) * 30
+
+
+def train(architecture, bucket_bytes=None):
+    """The plan, what was counted for each kind of call in a step, the loss."""
+    strategy = ks.HybridStrategy(
+        architecture=architecture, bucket_bytes=bucket_bytes
+    )
+    words = keras.Input((8,), dtype="int64")
+    sharded = ks.layers.ShardedEmbedding(ROWS, DIM, name="sharded")(words)
+    stock = keras.layers.Embedding(ROWS, DIM, name="stock")(words)
+    hidden = keras.layers.Concatenate()([sharded, stock])
+    hidden = keras.layers.GlobalAveragePooling1D()(hidden)
+    for units in HIDDEN:
+        hidden = keras.layers.Dense(units, use_bias=False)(hidden)
+    model = keras.Model(words, hidden)
+    with strategy.scope():
+        model.compile("adagrad", "mse")
+    x, y = ids(), np.ones((len(ids()), HIDDEN[-1]), "float32")
+    journal.current().measures = True
+    losses = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
+    totals = collections.Counter()
+    for (role, *_), found in journal.current().totals().items():
+        if role.startswith(("table/", "optimizer/")):
+            totals[role] += found.sent_bytes + found.received_bytes
+    journal.current().measures = False
+    plan = {
+        v.sparsity.name.split("/")[0]: (
+            v.architecture,
+            v.costs[v.architecture].total_bytes[strategy.rank],
+        )
+        for v in model_plan.of_running(model).variables
+    }
+    in_step = {role: total / STEPS for role, total in totals.items()}
+    return plan, in_step, losses["loss"]
+
+
+PULLED = "table/sharded/pull/rows"
+DENSE = 4 * (2 * DIM * HIDDEN[0] + HIDDEN[0] * HIDDEN[1])
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_each_travels_as_the_strategy_says(engine, cluster):
+    processes = cluster(engine, 2)
+    rows, losses = {}, {}
+    of_tables = {"hybrid": "ps", "ps": "ps", "naive_ps": "ps"}
+    for name in ("hybrid", "ps", "naive_ps", "allgather", "allreduce"):
+        *results, losses[name] = zip(*processes.run(train, name), strict=True)
+        results = list(zip(*results, strict=True))
+        of_rows = "allreduce" if name == "allreduce" else "allgather"
+        of_dense = "ps" if name in ("ps", "naive_ps") else "allreduce"
+        counted = collections.Counter()
+        for plan, totals in results:
+            found = {key: way for key, (way, _) in plan.items()}
+            assert found.pop("sharded") == of_tables.get(name, name)
+            assert found.pop("stock") == of_rows
+            assert set(found.values()) == {of_dense}
+            for role, num_bytes in totals.items():
+                path = architecture_logger.path_of(role)
+                counted[path] += num_bytes
+                counted[f"{path} of dense"] += (
+                    num_bytes if role.startswith("optimizer/servers/") else 0
+                )
+            served = [r for r in totals if r.startswith("optimizer/servers/")]
+            num_messages = {"ps": 2, "naive_ps": 2 * len(HIDDEN)}
+            assert len(served) == num_messages.get(name, 0)
+            reduced = [r for r in totals if r.startswith("optimizer/dense/")]
+            assert len(reduced) == (of_dense == "allreduce")
+        if of_dense == "ps":
+            # Half of each gradient there, and half of each sum back: sent by
+            # one, received by the other. One server pads to the whole.
+            once = DENSE * 2
+            if name == "naive_ps" and engine == "native":
+                once *= 2
+            for path in ("push of dense", "pull of dense"):
+                assert once <= counted[path] <= once * 1.125
+            if engine == "horovod":
+                planned = sum(
+                    cost
+                    for plan, _ in results
+                    for key, (_, cost) in plan.items()
+                    if key not in ("sharded", "stock")
+                )
+                assert counted["push of dense"] * 2 == pytest.approx(planned)
+        rows[name] = sum(t.get(PULLED, 0) for _, t in results)
+        np.testing.assert_allclose(losses[name], losses["hybrid"], rtol=1e-5)
+    # Each id for itself, or each row once.
+    repeated = ids().reshape(STEPS, 2, -1)
+    unique = np.mean([[len(np.unique(p)) for p in step] for step in repeated])
+    assert rows["ps"] == rows["hybrid"] > 0 == rows["allgather"]
+    assert rows["naive_ps"] / rows["ps"] == pytest.approx(
+        repeated.shape[-1] / unique, rel=0.3 if engine == "native" else 0.05
+    )
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_dense_gradients_go_in_buckets(engine, cluster):
+    processes = cluster(engine, 2)
+    one, several = (
+        processes.run(train, "hybrid", limit)[0]
+        for limit in (None, 4 * HIDDEN[0] * HIDDEN[1])
+    )
+    reduced = [r for r in several[1] if r.startswith("optimizer/dense/")]
+    assert len(reduced) == len(HIDDEN)
+    assert sum(several[1][r] for r in reduced) == pytest.approx(
+        one[1]["optimizer/dense/float32/0"], rel=0.01
+    )
+    assert several[2] == one[2]
+
+
+def test_unknown_ones_are_refused():
+    with pytest.raises(ValueError, match="one of 'auto', 'hybrid'.*'servers'"):
+        ks.HybridStrategy(architecture="servers")
+    assert ks.HybridStrategy().architecture == "auto"
+
+
+def test_outside_of_any_strategy():
+    placements = choice.entered()
+    assert not placements.is_of_strategy
+    assert placements.name_of_table(ks.ShardedTable(4, 2)) == "ps"
+    with ks.HybridStrategy(architecture="allreduce").scope():
+        assert choice.entered().is_of_strategy
+        table = ks.ShardedTable(4, 2)
+        assert choice.entered().name_of_table(table) == "allreduce"
+
+
+@pytest.mark.parametrize("architecture", choice.ARCHITECTURES)
+def test_one_process_sends_nothing(architecture):
+    strategy = ks.HybridStrategy(architecture=architecture)
+    variable = keras.Variable(np.zeros((4, 2)))
+    placement = strategy.placements.of(variable)
+    gradient = tf.IndexedSlices(tf.ones([3, 2]), tf.constant([1, 1, 3]))
+    reducers = strategy.placements.reducers()
+    for value in (tf.ones([4, 2]), gradient):
+        is_of_rows = value is gradient
+        update = Update(variable, value, variable, is_of_rows)
+        reducer = reducers.get(placement.reducer(is_of_rows))
+        reducer.begin(update)
+        reducer.finish([update])
+        np.testing.assert_array_equal(
+            update.values, tf.ones(update.values.shape)
+        )

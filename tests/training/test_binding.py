@@ -1,0 +1,31 @@
+"""Methods that are bound on one model, and the arguments of their calls."""
+
+import keras
+
+import keras_sparsity as ks
+from keras_sparsity._tf import keras_models
+from keras_sparsity.training.binding import Binding, bound_arguments
+
+
+class Doubling(Binding):
+    def count_params(self):
+        return 2 * self._stock["count_params"]()
+
+
+def test_a_method_is_bound_on_one_model_alone():
+    one, other = (
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        for _ in range(2)
+    )
+    keras_models.set_distribute_strategy(one, ks.HybridStrategy())
+    Doubling(one, ["count_params"])
+    assert (one.count_params(), other.count_params()) == (6, 3)
+    assert one.count_params.__name__ == "count_params"
+
+
+def test_arguments_that_a_call_gives_by_name():
+    def function(a, b=2, *, c=3, **kwargs): ...
+
+    assert bound_arguments(function, (1,), {}) == {"a": 1}
+    given = bound_arguments(function, (1, 5), {"c": 4, "d": 6})
+    assert given == {"a": 1, "b": 5, "c": 4, "d": 6}

@@ -1,0 +1,137 @@
+"""Runs on input of every structure, as stock Keras in one process."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from tests.conftest import engines
+
+pytestmark = pytest.mark.smoke
+
+
+def orders_of_epochs():
+    """The labels of each step, over epochs, of shuffled arrays."""
+    # As at the start of a script that sets no seed.
+    tf.random.set_seed(ks.collectives.agreed_seed())
+    x = np.arange(32, dtype="float32").reshape(32, 1)
+    seen = []
+
+    class Noting(keras.Sequential):
+        def train_step(self, data):
+            seen.append(data[0].numpy().ravel().tolist())
+            return super().train_step(data)
+
+    noting = Noting([keras.Input((1,)), keras.layers.Dense(1)])
+    with ks.HybridStrategy().scope():
+        noting.compile("sgd", "mse", run_eagerly=True)
+    noting.fit(x, x, batch_size=32, epochs=3, verbose=0)
+    return seen
+
+
+def test_arrays_are_shuffled_alike_and_anew_in_each_epoch(cluster):
+    first, second = cluster("native", 2).run(orders_of_epochs)
+    assert len(first) == len(second) == 3
+    for ours, theirs in zip(first, second, strict=True):
+        assert sorted(ours + theirs) == list(range(32))
+    assert first[0] != first[1] != first[2]
+
+
+class Sides(keras.Model):
+    """Ten times the first input, and the second, of any structure."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = keras.layers.Dense(1, use_bias=False)
+
+    def call(self, inputs):
+        first, *others = keras.tree.flatten(inputs)
+        self.add_loss(keras.ops.mean(keras.ops.square(self.scale(first))))
+        return sum((10 * keras.ops.sum(x, 1) for x in others), first[:, 0])
+
+
+def structures():
+    """Inputs without labels, in each structure that Keras takes."""
+    a = np.arange(7, dtype="float32").reshape(7, 1)
+    b = a + 100
+    return {
+        "list": [a, b],
+        "list of one": [a],
+        "dict of one": {"a": a},
+        "nested": {"a": [a, b], "c": (b,)},
+    }
+
+
+def without_labels(strategy=None):
+    """What a model gives for inputs alone, in each way of giving them."""
+    results = {}
+    scope = strategy.scope if strategy else contextlib.nullcontext
+    size = strategy.size if strategy else 1
+    for kind, x in structures().items():
+        sides = Sides()
+        sides.scale.kernel_initializer = keras.initializers.Constant(0.5)
+        with scope():
+            sides.compile(keras.optimizers.SGD(0.01))
+        # A dataset has no lists, and takes a tuple for labels and weights.
+        of_tuples = keras.tree.lists_to_tuples(x)
+        dataset = tf.data.Dataset.from_tensor_slices((of_tuples,)).batch(4)
+        whole_batches = dataset.take(1)
+        if size > 1:
+            whole_batches = strategy.shard(whole_batches)
+        options = {"verbose": 0}
+        results[kind] = [
+            sides.predict(x, batch_size=4, **options),
+            sides.predict(dataset, **options),
+            sides.predict(whole_batches, **options),
+            sides.predict_on_batch(x),
+            sides.evaluate(x, batch_size=4, **options),
+            sides.evaluate(dataset, **options),
+            sides.fit(
+                x, batch_size=4, shuffle=False, epochs=2, **options
+            ).history["loss"],
+            sides.fit(dataset, shuffle=False, **options).history["loss"],
+            sides.train_on_batch(x),
+            sides.test_on_batch(x),
+            sides.get_weights()[0],
+        ]
+    return results
+
+
+def without_labels_on_ranks():
+    return without_labels(ks.HybridStrategy(prefetch=True))
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_inputs_without_labels_keep_their_structure(cluster, engine):
+    expected = without_labels()
+    for found in cluster(engine, 2).run(without_labels_on_ranks):
+        for kind, values in expected.items():
+            for index, value in enumerate(values):
+                np.testing.assert_allclose(
+                    found[kind][index], value, 1e-5, err_msg=f"{kind} {index}"
+                )
+
+
+def predictions_of_sharded():
+    """What `predict` gives for a dataset that is split by elements."""
+    strategy = ks.HybridStrategy()
+    model = keras.Sequential([keras.layers.Identity()])
+    with strategy.scope():
+        model.compile()
+    dataset = tf.data.Dataset.range(11).map(lambda i: i[None]).batch(6)
+    shard = strategy.shard(dataset)
+    read = next(iter(shard)).numpy().ravel().tolist()
+    with pytest.raises(ValueError, match="without `strategy.shard`"):
+        model.predict(shard.map(lambda x: x), verbose=0)
+    return read, model.predict(shard, verbose=0)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_predictions_are_in_the_order_of_the_dataset(cluster, engine):
+    found = cluster(engine, 3).run(predictions_of_sharded)
+    for rank, (read, outputs) in enumerate(found):
+        assert read == [rank, rank + 3]  # else it would not be reordered
+        np.testing.assert_array_equal(outputs.ravel(), np.arange(11))

@@ -1,0 +1,242 @@
+"""Logs of steps: as stock Keras in one process."""
+
+import contextlib
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity.global_batch import step_metrics
+from tests.conftest import engines
+
+pytestmark = pytest.mark.smoke
+
+
+def two_outputs():
+    """Losses of two outputs; the last batch has one example."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((3,))
+    outputs = {n: keras.layers.Dense(1, name=n)(inputs) for n in ("a", "b")}
+    model = keras.Model(inputs, outputs)
+    strategy = ks.HybridStrategy()
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1), {"a": "mse", "b": "mae"})
+    x = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
+    labels = {"a": x[:, :1], "b": x[:, 1:2]}
+    options = {"batch_size": 6, "shuffle": False, "verbose": 0}
+    return model.fit(x, labels, epochs=2, **options).history
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_losses_of_outputs_count_each_batch_alike(cluster, engine):
+    expected = two_outputs()
+    assert set(expected) == {"a_loss", "b_loss", "loss"}
+    for found in cluster(engine, 3).run(two_outputs):
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, 1e-5, err_msg=name)
+
+
+# Made by no model and in no scope, as in older guides of Keras.
+RECALL = "recall of nobody"
+
+
+class Half(keras.metrics.Metric):
+    """Computed from another metric, which it does not keep as its own."""
+
+    def __init__(self, other):
+        super().__init__(name="half")
+        self.__dict__["other"] = other
+
+    def update_state(self, *args, **kwargs):
+        pass
+
+    def result(self):
+        return self.__dict__["other"].result() / 2
+
+
+class Classifier(keras.Model):
+    def __init__(self, recall):
+        super().__init__()
+        start = keras.initializers.GlorotUniform(seed=3)
+        self.out = keras.layers.Dense(1, "sigmoid", kernel_initializer=start)
+        self.curve = keras.metrics.AUC(name="curve")
+        self.mean = keras.metrics.Mean(name="mean")
+        self.late = keras.metrics.Mean(name="late")
+        self.__dict__["recall"] = recall
+
+    def call(self, x):
+        return self.out(x)
+
+
+class OwnLogs(Classifier):
+    """Logs of all forms."""
+
+    def __init__(self, recall):
+        super().__init__(recall)
+        self.half = Half(self.curve)
+
+    @property
+    def metrics(self):
+        return [*super().metrics, self.__dict__["recall"]]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=outputs)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return self.logs(y, outputs)
+
+    def test_step(self, data):
+        return self.logs(data[1], self(data[0], training=False))
+
+    def logs(self, y, outputs):
+        before = self.late.result()
+        for metric in (self.curve, self.__dict__["recall"]):
+            metric.update_state(y, outputs)
+        for metric in self.metrics:
+            if metric.name == "compile_metrics":
+                metric.update_state(y, outputs)
+        self.mean.update_state(outputs)
+        logs = {
+            "loss": self.curve.result(),
+            "mean": self.curve.result(),  # the name of another metric
+            "before": before,
+            "nested": {
+                "half": self.half.result(),
+                "mean": {"of mean": self.mean.result()},
+            },
+            "expression": tf.sqrt(self.mean.result()) + self.curve.result(),
+            "number": 7,
+            "rate": self.optimizer.learning_rate,
+        }
+        self.late.update_state(outputs)
+        logs["late"] = keras.ops.square(self.late.result())
+        self.late.total.assign_add(tf.reduce_sum(outputs))
+        logs["later"] = self.late.result()
+        listed = {m.name: m.result() for m in self.metrics}
+        return {**listed, **logs}
+
+
+class OwnRuns(Classifier):
+    """Methods of Keras's names with arguments of their own."""
+
+    def fit(self, inputs):
+        return super().fit(
+            *inputs, batch_size=8, epochs=2, shuffle=False, verbose=0
+        )
+
+    def evaluate(self, inputs):
+        return super().evaluate(
+            *inputs, batch_size=8, verbose=0, return_dict=True
+        )
+
+    def predict(self, x):
+        return super().predict(x * 0.5, verbose=0)
+
+    def train_on_batch(self, inputs):
+        return super().train_on_batch(*inputs, return_dict=True)
+
+    def predict_on_batch(self, inputs):
+        return self(inputs) * 2  # nothing of Keras's
+
+
+def classified():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(22, 3)).astype("float32")
+    return x, rng.integers(0, 2, (22, 1)).astype("float32")
+
+
+def own_logs(scope, **options):
+    """History and evaluation of `OwnLogs`, flat."""
+    x, y = classified()
+    made = OwnLogs(keras.metrics.Recall(name=RECALL))
+    with scope():
+        made.compile(
+            "adam", "binary_crossentropy", metrics=["accuracy"], **options
+        )
+    arguments = {"batch_size": 8, "verbose": 0}
+    history = made.fit(x, y, shuffle=False, epochs=2, **arguments).history
+    evaluated = made.evaluate(x, y, return_dict=True, **arguments)
+    return {**history, **{f"test_{k}": v for k, v in evaluated.items()}}
+
+
+def own_runs(scope):
+    x, y = classified()
+    made = OwnRuns(keras.metrics.Recall(name=RECALL))
+    with scope():
+        made.compile("adam", "mse", metrics=["mae"])
+    return {
+        **made.fit((x, y)).history,
+        **{f"test_{k}": v for k, v in made.evaluate((x, y)).items()},
+        "outputs": made.predict(x),
+        **{f"batch_{k}": v for k, v in made.train_on_batch((x, y)).items()},
+        "plain": np.array(made.predict_on_batch(x)),
+        "weights": np.concatenate([w.ravel() for w in made.get_weights()]),
+    }
+
+
+EAGER = {"run_eagerly": True}
+
+
+IN_TWOS = {"steps_per_execution": 2}
+
+
+def all_own(scope):
+    return [
+        own_logs(scope),
+        own_logs(scope, **EAGER),
+        own_logs(scope, **IN_TWOS),
+        own_runs(scope),
+    ]
+
+
+def all_own_distributed():
+    return all_own(ks.HybridStrategy().scope)
+
+
+def check_all_own(found):
+    expected = all_own(contextlib.nullcontext)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, values in theirs.items():
+            np.testing.assert_allclose(
+                ours[name], values, rtol=1e-4, err_msg=name
+            )
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_own_steps_log_and_own_runs_run_as_in_one_process(cluster, engine):
+    for found in cluster(engine, 2).run(all_own_distributed):
+        check_all_own(found)
+
+
+def test_own_steps_and_own_runs_in_one_process():
+    check_all_own(all_own_distributed())
+
+
+def messages_of_a_step():
+    """How often a stock step's trace sums metrics."""
+    counts = []
+    made = Classifier(None)
+    with ks.HybridStrategy().scope():
+        made.compile("sgd", "mse", metrics=["mae", "mse"])
+    stock = step_metrics.combined
+
+    def counted(variables, ranks):
+        counts.append(tf.executing_eagerly())
+        return stock(variables, ranks)
+
+    x, y = classified()
+    with mock.patch.object(step_metrics, "combined", counted):
+        made.train_on_batch(x[:8], y[:8])
+    return counts
+
+
+def test_metrics_of_a_stock_step_are_one_message(cluster):
+    for counts in cluster("native", 2).run(messages_of_a_step):
+        assert counts == [False]

@@ -1,0 +1,114 @@
+"""Mean or sum, of dense gradients and of gradients of rows."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from tests.aggregation_functions import (
+    BATCH,
+    DIM,
+    RATE,
+    ROWS,
+    examples,
+    halve,
+    ours,
+    reference,
+)
+from tests.conftest import engines
+
+# Of dense gradients, of sparse ones, whether under loss scaling.
+CHOICES = (
+    ("sum", "mean", False),
+    ("mean", "sum", False),
+    ("sum", "sum", True),
+)
+
+
+def fit_each_choice():
+    """Weights after training, by choice."""
+    results = {}
+    ids, targets = examples()
+    for dense, sparse, scale in CHOICES:
+        strategy = ks.HybridStrategy(
+            dense_aggregation=dense, sparse_aggregation=sparse
+        )
+        optimizer = keras.optimizers.SGD(RATE)
+        if scale:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+        model = ours()
+        with strategy.scope():
+            model.compile(optimizer, "mse")
+        model.fit(ids, targets, BATCH, shuffle=False, verbose=0)
+        config = model.optimizer.get_config()
+        assert config["dense_aggregation"] == dense
+        assert config["sparse_aggregation"] == sparse
+        results[dense, sparse, scale] = model.get_weights()
+    return results
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_dense_and_sparse_are_chosen_apart(cluster, engine):
+    for results in cluster(engine, 2).run(fit_each_choice):
+        for (dense, sparse, scale), weights in results.items():
+            of_rows = 2 if sparse == "sum" else 1
+            of_dense = 2 if dense == "sum" else 1
+            _, expected = reference((of_rows, of_rows, of_dense))
+            for ours_, theirs in zip(weights, expected, strict=True):
+                np.testing.assert_allclose(
+                    ours_,
+                    theirs,
+                    rtol=1e-4,
+                    atol=1e-6,
+                    err_msg=f"{dense}, {sparse}, {scale}",
+                )
+
+
+def sum_of_own_means():
+    """One step with "sum", of a loop in which each rank takes its own mean."""
+    strategy = ks.HybridStrategy()
+    table = ks.ShardedTable(ROWS, DIM, initializer="zeros")
+    kernel = keras.Variable(np.zeros(DIM, "float32"))
+    optimizer = ks.HybridOptimizer(
+        keras.optimizers.SGD(1.0),
+        dense_aggregation="sum",
+        sparse_aggregation="sum",
+    )
+    values = own_values(strategy.rank)
+
+    def step():
+        with tf.GradientTape() as tape:
+            rows = table.gather(tf.constant([1, 1, 3])) + kernel.value
+            own_mean = tf.reduce_mean(tf.reduce_sum(rows * values, -1))
+            loss = own_mean / strategy.num_replicas_in_sync
+        variables = [table.variable, kernel]
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    strategy.run(step)
+    return table.read(), kernel.numpy()
+
+
+def own_values(rank):
+    return np.random.default_rng(rank).normal(size=(3, DIM)).astype("float32")
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_sum_is_of_each_ranks_own_mean(cluster, engine):
+    values = own_values(0) + own_values(1)
+    rows = np.zeros((ROWS, DIM))
+    np.add.at(rows, [1, 1, 3], values / 3)
+    for table, kernel in cluster(engine, 2).run(sum_of_own_means):
+        np.testing.assert_allclose(table, -rows, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(kernel, -values.mean(0), rtol=1e-5)
+
+
+def test_aggregation_is_part_of_the_configuration():
+    optimizer = ks.HybridOptimizer(
+        "adam", sparse_aggregation="sum", transform_gradients=halve
+    )
+    config = keras.optimizers.serialize(optimizer)
+    copy = keras.optimizers.deserialize(config)
+    assert copy.sparse_aggregation == "sum"
+    assert copy.dense_aggregation == "mean"
+    assert copy.transform_gradients is None
