@@ -1,6 +1,6 @@
-"""What the bytes and the time of a workload's step depend on.
+"""Facts that the bytes and the time of a workload's step depend on.
 
-Counted and timed behind the window that is measured, in the same processes.
+Counted and timed after the measured window, in the same processes.
 """
 
 import time
@@ -11,31 +11,32 @@ import keras
 import numpy as np
 
 import keras_sparsity as ks
-from keras_sparsity import compat, model_plan
+from keras_sparsity._tf import keras_functional
+from keras_sparsity.board import model_plan
 from keras_sparsity.collectives import startup
 
 _LAYERS = (ks.layers.ShardedEmbedding, ks.layers.ShardedEmbeddingBag)
-# Of so many steps the rows are counted.
+# Steps whose rows are counted.
 _MOST_STEPS = 20
 
 
 def of_variables(model, inputs, batch, strategy):
-    """How each trainable variable travels, and how sparse it is.
+    """The architecture and the sparsity of each trainable variable.
 
-    Every rank calls it, between two steps.
+    A collective call between two steps.
 
     Args:
-        model: a model that was trained.
-        inputs: what it was trained on.
+        model: a trained model.
+        inputs: its training examples.
         batch: examples of a step, of all processes.
         strategy: the `ks.HybridStrategy`.
 
     Returns:
-        List of dicts. `alpha` and `alpha_machine` are what the library has
-        counted; `exchange` is the same for variables whose rows share their
-        messages; `rows` is what `_rows.count` counts in the inputs, of tables
-        whose ids these are; `comes_first` is whether a dense one is of a layer
-        that no other layer with dense weights comes before.
+        List of dicts. `alpha` and `alpha_machine` are the library's counts;
+        `exchange` is equal for variables whose rows share their messages;
+        `rows` has the counts of `_rows.count` for tables whose ids are the
+        inputs; `comes_first` is true for dense variables of layers that no
+        other layer with dense weights precedes.
     """
     ids = {}
     if strategy.rank == 0:
@@ -61,24 +62,26 @@ def of_variables(model, inputs, batch, strategy):
             }
         )
         if id(variable) in ids:
-            ranks = strategy.collectives
-            of_table = ids[id(variable)]
-            found[-1]["rows"] = _rows.count(
-                of_table.reshape(len(of_table) // batch, ranks.size, -1),
-                ranks.cross_size,
-                facts.shape[0],
+            found[-1]["rows"] = _rows_of(
+                ids[id(variable)], batch, facts.shape[0], strategy.collectives
             )
     return found
 
 
+def _rows_of(ids, batch, num_rows, ranks):
+    """The counts of `_rows.count` in a table's ids, step by step."""
+    ids = ids.reshape(len(ids) // batch, ranks.size, -1)
+    return _rows.count(ids, ranks.cross_size, num_rows)
+
+
 def _ids_of_tables(model, inputs, batch):
-    """dict from a table's `id` to the ids that the inputs have of it."""
+    """dict from a table's `id` to its ids in the inputs."""
     layers = [layer for layer in model.layers if isinstance(layer, _LAYERS)]
     if not layers:
         return {}
     inputs = keras.tree.flatten(inputs)
     count = min(_MOST_STEPS, len(inputs[0]) // batch) * batch
-    # What the layers are given, and nothing of what they do with it.
+    # The layers' inputs, without the layers themselves.
     given = keras.Model(model.inputs, [layer.input for layer in layers])(
         [x[:count] for x in inputs]
     )
@@ -89,10 +92,12 @@ def _ids_of_tables(model, inputs, batch):
 
 
 def _of_first_layers(model):
-    """The `id`s of dense variables that only tables' layers come before."""
+    """The `id`s of dense variables that only tables' layers precede."""
     first, behind = set(), set()
-    functional = compat.functional_of(model)
-    for call in compat.functional_calls(functional) if functional else ():
+    functional = keras_functional.functional_of(model)
+    for call in (
+        keras_functional.functional_calls(functional) if functional else ()
+    ):
         operation, inputs, outputs, _ = call
         is_behind = any(id(tensor) in behind for tensor in inputs)
         weights = getattr(operation, "trainable_variables", [])
@@ -105,21 +110,20 @@ def _of_first_layers(model):
 
 
 def seconds_alone(prepare, warm_up, steps, ranks):
-    """Seconds of a step of all processes at once, none of which exchanges.
+    """Seconds of a step of all processes at once, without any exchange.
 
-    The same library trains the same model, and is told that there is no other
-    process. The time is that until the slowest is through, for whom all would
-    wait.
+    Each process trains the same model with the same library as a single
+    process. The time ends with the slowest process, which all would wait for.
 
     Args:
         prepare: function without arguments that makes a model with this
             process's examples of a step, and returns a function that trains
             it with a list of callbacks.
-        warm_up, steps: those before, and those that are timed.
+        warm_up, steps: numbers of steps before the timed ones, and of these.
         ranks: the `Collectives` of all processes.
     """
     timed = _Timed(warm_up, steps, ranks)
-    # What asks now who is there gets the same answer as in one process.
+    # The library now sees a single process.
     single = startup._single_process()
     with mock.patch.object(startup, "_started", single):
         prepare()([timed])
@@ -127,7 +131,7 @@ def seconds_alone(prepare, warm_up, steps, ranks):
 
 
 class _Timed(keras.callbacks.Callback):
-    """As `_common.Timed`, of what uses no network."""
+    """As `_common.Timed`, without a network."""
 
     def __init__(self, warm_up, steps, ranks):
         super().__init__()

@@ -4,8 +4,8 @@ import subprocess
 from typing import NamedTuple
 
 INTERFACE = "eth0"
-# A machine's name when all on it are being ended. What looks at it inside, and
-# finds another one, was there in time to be ended with the others.
+# A machine's name while its processes are being ended. A process that enters
+# and finds another name is early enough to be ended with the others.
 ENDED = "ended"
 _UNLESS_ENDED = f"""\
 read -r name < /proc/sys/kernel/hostname
@@ -15,21 +15,20 @@ if [ "$name" = {ENDED} ]; then
 fi
 exec "$@"
 """
-# The longer a link may save up what it has not sent, the more of a step's
-# first bytes pass without a limit.
+# A token bucket's depth: a step's first bytes pass without a limit.
 _BURST_SECONDS = 0.001
-# What a switch's buffer holds, of one port.
+# Buffer of a switch's port.
 _QUEUE_SECONDS = 0.1
 _MIN_QUEUE_BYTES = 256 * 1024
 _LONG_QUEUE = "limit 1000000"  # packets
 
 
 class ClusterError(RuntimeError):
-    """Raised when there can be no such machines here."""
+    """Raised when this machine cannot emulate a cluster."""
 
 
 class Links(NamedTuple):
-    """All that there is to know to limit them, from any machine.
+    """The machines' links, which any machine can limit.
 
     Args:
         switch: A process id in the switch's network namespace.
@@ -44,7 +43,7 @@ class Links(NamedTuple):
     mtu: int
 
     def limit(self, rate):
-        """Gives all of them a rate, in each direction, or another one.
+        """Sets the rate of all links, in each direction.
 
         Args:
             rate: Mbit/s; 0: no limit.
@@ -86,7 +85,7 @@ class Links(NamedTuple):
 
 
 def enter(pid):
-    """What a command begins with that runs in a process's namespace."""
+    """The prefix of a command that runs in a process's namespaces."""
     return [
         *("nsenter", "--target", str(pid), "--net", "--mount", "--uts"),
         *("sh", "-c", _UNLESS_ENDED, "enter"),

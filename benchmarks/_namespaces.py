@@ -1,10 +1,10 @@
 """Machines that are network namespaces of this one, on one switch.
 
-Nothing of them outlives the process that made them, whatever that dies of: the
-namespaces have no names, so they are gone with the last process inside, and one
-process of each does nothing but wait for the end of this one and end all others
-then. Nothing is written to a disk, and nothing is changed outside: the switch
-has a namespace of its own, too, so that each cluster has all addresses.
+They end with the process that made them, however that ends: a namespace without
+a name is gone with its last process, and one process of each waits for the
+maker's end and then ends all others. Nothing is written to a disk or changed
+outside: the switch has a namespace of its own, so each cluster has all
+addresses.
 """
 
 import os
@@ -42,9 +42,9 @@ ip link set lo up
 echo ready
 exec "$PYTHON" -I -S -c "$WATCH"
 """
-# What it becomes: it waits for the end of its input, which is that of the
-# process that made it, and ends all others of its namespace. One that is about
-# to come in, and is seen by nobody yet, ends itself by the name.
+# The holder's program: it waits for the end of its input, which its maker
+# holds, and ends all other processes of its namespace. A process that is about
+# to enter ends itself when it sees the name.
 _WATCH = """
 import os, signal, sys
 def namespace(pid):
@@ -70,7 +70,7 @@ while found:
 
 
 class Machines:
-    """They exist inside of the `with` block.
+    """Emulated machines, for the length of a `with` block.
 
     Args:
         number: How many.
@@ -116,7 +116,7 @@ class Machines:
         self._holders = []
 
     def command(self, machine, arguments):
-        """What runs a command on a machine, in the folder where we are.
+        """The command that runs another one on a machine, in this folder.
 
         Args:
             machine: The machine's index, None for the switch, whose own link
@@ -173,7 +173,7 @@ class Machines:
         self.links.limit(self._rate)
 
     def _hold(self, name, hosts):
-        """Makes a namespace, and a process that it lasts as long as."""
+        """Makes a namespace and the process that holds it."""
         holder = subprocess.Popen(
             ["unshare", "--net", "--mount", "--uts", "sh", "-c", _HOLD],
             env={

@@ -1,11 +1,10 @@
-"""What a network carries in timed windows, for scripts that are measured.
+"""Timed windows with the bytes a network carries, for measured scripts.
 
-`cluster.py` says in the environment where its machines' counters are, and which
-rates their links are to have. A script brackets what it measures, on all
-processes alike:
+`cluster.py` puts the machines' counters and the rates of their links into the
+environment. A script brackets its measured steps, on all processes alike:
 
     window = _network.Window(is_first=rank == 0)
-    window.open()                   # if what comes first need not be slow
+    window.open()                   # no limit while it prepares
     ...                             # warm up
     for rate in window.rates:
         ...                         # wait for each other
@@ -18,9 +17,9 @@ processes alike:
     window.idle()
     window.report(words_per_step)
 
-Links have the first rate until the script says something else. Nothing here
-imports TensorFlow, or says how the processes wait for each other: `peers/` need
-not know this library.
+Links have the first rate until the script changes it. This module neither
+imports TensorFlow nor knows how the processes wait for each other: `peers/` do
+not use this library.
 """
 
 import json
@@ -29,18 +28,18 @@ import time
 
 from _links import INTERFACE, Links
 
-# JSON: what `cluster.py` emulates, and its `Links`.
+# JSON: the cluster's description and its `Links`.
 VARIABLE = "EMULATED_CLUSTER"
-# Ethernet, IPv4 and TCP with timestamps. Of each packet, and all that there is
-# of an acknowledgement.
+# Ethernet, IPv4 and TCP with timestamps: of each packet, and a whole
+# acknowledgement.
 HEADER_BYTES = 14 + 20 + 32
 _MAX_IDLE_SECONDS = 10
-# Steps after a link has got another rate: TCP adapts.
+# Steps in which TCP adapts to a new rate.
 SETTLE = 2
 
 
 def counters(pid, interface=INTERFACE):
-    """What an interface has carried since it is up, from the kernel.
+    """The kernel's counters of an interface, since it is up.
 
     Args:
         pid: A process in the interface's network namespace.
@@ -62,7 +61,7 @@ def counters(pid, interface=INTERFACE):
 
 
 def difference(after, before):
-    """The same numbers of each machine, of the time between."""
+    """The difference of the machines' counters."""
     return [
         {name: a[name] - b[name] for name in a}
         for a, b in zip(after, before, strict=True)
@@ -70,10 +69,10 @@ def difference(after, before):
 
 
 def by_rate(figures):
-    """Figures of a run apart, as those of a run at one of its rates are.
+    """Figures of a run, split by rate.
 
     Args:
-        figures: What `Window.report` has printed, and more.
+        figures: The line of `Window.report`, and more.
 
     Returns:
         List of dicts, one for each rate.
@@ -83,13 +82,13 @@ def by_rate(figures):
 
 
 class Window:
-    """Times some steps at each rate, and what the interfaces carry meanwhile.
+    """Times some steps at each rate, and counts the interfaces' bytes.
 
-    Started by hand, outside of a cluster, it reports the time alone.
+    Outside of a cluster it reports the time alone.
 
     Args:
-        is_first: Whether this process is the one that sets the rates and
-            reports. All others' calls do nothing but rest in `idle`.
+        is_first: Whether this process sets the rates and reports. Others only
+            rest in `idle`.
 
     Attributes:
         rates: List of Mbit/s, 0 for no limit.
@@ -106,11 +105,11 @@ class Window:
         self._found = {}
 
     def open(self):
-        """Takes the limit off, for what is to be prepared."""
+        """Removes the limit, for the script's preparations."""
         self.limit(0)
 
     def limit(self, rate):
-        """Gives all links another rate."""
+        """Sets the rate of all links."""
         self._rate = rate
         if self._is_first and self._links:
             self._links.limit(rate)
@@ -119,7 +118,7 @@ class Window:
         self._before = self._read()
 
     def end(self, num_steps):
-        """Ends what has begun; of each rate, the last one counts.
+        """Ends the window; the last one of each rate counts.
 
         Args:
             num_steps: Steps since `begin`.
@@ -129,24 +128,24 @@ class Window:
         self._found[self._rate] = (num_steps, *found)
 
     def idle(self):
-        """Rests as long as a window took, to measure what idling sends."""
+        """Rests as long as a window, to measure the traffic of idling."""
         longest = max(seconds for _, seconds, _, _ in self._found.values())
         before = self._read()
         time.sleep(min(longest, _MAX_IDLE_SECONDS))
         self._idle_seconds, _, self._idle_carried = self._since(before)
 
     def figures(self, words_per_step):
-        """What was measured.
+        """The measured figures.
 
         Args:
             words_per_step: Words, images or samples of all processes.
 
         Returns:
-            dict of what the cluster is, and of `windows`, one dict for each
-            rate. For each machine the bytes per step are less what it carries
-            when idle, and `payload` is without the packets' headers. The
-            network's share is that of the time for which the busiest
-            interface's bytes, idle ones included, keep it occupied.
+            dict of the cluster's description and of `windows`, one dict for
+            each rate. A machine's bytes per step are those beyond its idle
+            traffic; `payload` excludes the packets' headers. The network's
+            share is the part of the time in which the busiest interface's
+            bytes, idle ones included, occupy it.
         """
         return {
             **self._cluster,
@@ -157,7 +156,7 @@ class Window:
         }
 
     def report(self, words_per_step, **others):
-        """Prints the figures, and others, as a line that `cluster.py` reads."""
+        """Prints the figures and others as the line that `cluster.py` reads."""
         if self._is_first:
             figures = {**self.figures(words_per_step), **others}
             print(json.dumps(figures), flush=True)
@@ -230,7 +229,7 @@ class Window:
 
 
 def busy_share(seconds=1.0):
-    """Which share of a second the processors have work, of whomever."""
+    """The processors' busy share in the next second, by all programs."""
     before = _busy_seconds()
     time.sleep(seconds)
     busy = _busy_seconds() - before
@@ -238,7 +237,7 @@ def busy_share(seconds=1.0):
 
 
 def _busy_seconds():
-    """Seconds for which the processors had work, of whomever."""
+    """The processors' busy seconds, by all programs."""
     with open("/proc/stat") as file:
         numbers = [int(number) for number in file.readline().split()[1:9]]
     idle_and_waiting = numbers[3] + numbers[4]

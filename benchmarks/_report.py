@@ -9,8 +9,8 @@ def table(title, head, rows):
     Args:
         title: of the table.
         head: list of the columns' names.
-        rows: list of lists of cells: strings; numbers; or None, for what is
-            not there.
+        rows: list of lists of cells: strings, numbers, or None for an empty
+            cell.
     """
     cells = [head, *([_spell(cell) for cell in row] for row in rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
@@ -36,9 +36,10 @@ def _spell(cell):
 
 
 class Plots:
-    """PNG files in a folder, made if there is none; None to draw nothing.
+    """PNG files, three plots of one name side by side.
 
-    Plots of one name are side by side in one file, three to a row.
+    Args:
+        folder: made if there is none; None to draw nothing.
     """
 
     _PER_ROW = 3
@@ -47,7 +48,7 @@ class Plots:
         self._folder = folder
         self._files = {}
         if folder:
-            # Only who draws needs it.
+            # Needed for drawing alone.
             import matplotlib
 
             matplotlib.use("Agg")
@@ -90,7 +91,7 @@ class Plots:
             self._files.setdefault(name, []).append(draw)
 
     def save(self):
-        """Writes what was drawn."""
+        """Writes the files."""
         if not self._folder:
             return
         from matplotlib import pyplot

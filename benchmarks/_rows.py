@@ -1,13 +1,13 @@
-"""Counts in a workload's ids what its exchange could save, and must wait for.
+"""The overlap of rows between processes and steps, counted in the ids.
 
-NumPy alone: nothing here is told by the library that is measured.
+NumPy alone, independent of the measured library.
 """
 
 import numpy as np
 
 
 def count(ids, num_machines, num_rows):
-    """How the rows that processes need overlap.
+    """Counts the overlap of the rows that processes need.
 
     With T_rs the set of rows that process r needs in step s, and U_s the union
     over r:
@@ -22,11 +22,11 @@ def count(ids, num_machines, num_rows):
     Args:
         ids: integer array `(steps, processes, ids)`; processes machine by
             machine.
-        num_machines: among which the processes are divided evenly.
+        num_machines: with as many processes each.
         num_rows: of the table.
 
     Returns:
-        dict of these.
+        dict of the four shares.
     """
     steps, processes, _ = ids.shape
     needs = np.zeros((steps, processes, num_rows), bool)

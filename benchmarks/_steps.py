@@ -48,20 +48,3 @@ class _Clock(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.seconds.append(time.perf_counter() - self._start)
-
-
-def in_turn(runs, num_rounds):
-    """Rounds of each of several `Steps`, every other in the opposite order.
-
-    Args:
-        runs: dict from a name to its `Steps`.
-        num_rounds: how often each is called.
-
-    Returns:
-        dict from the name to the list of milliseconds.
-    """
-    rounds = {name: [] for name in runs}
-    for index in range(num_rounds):
-        for name in list(runs)[:: -1 if index % 2 else 1]:
-            rounds[name].append(runs[name]())
-    return rounds

@@ -1,17 +1,16 @@
-"""What a step must send, and how long it must take at the least.
+"""The least bytes and the least time of a step.
 
-Formulas of the figures that a workload reports (`_facts.py`, `_network.py`),
+Formulas on the figures that a workload reports (`_facts.py`, `_network.py`),
 with N machines of L processes, S = N L:
 
     rows     4 alpha w (N-1)/N, summed over the sparse variables: bytes that a
              machine sends and receives (EuroSys Table 3); with L > 1 and local
              aggregation alpha_machine for alpha, without it L alpha
-    indices  2 alpha i rows (N-1)/N: of each row that is asked for, once
+    indices  2 alpha i rows (N-1)/N: once for each pulled row
     dense    4 w (S-1)/S: AllReduce in a ring
 
-All tables are on servers (`architecture="hybrid"`).
-
-Nothing here is imported from the library that is measured.
+All tables are on servers (`architecture="hybrid"`). This module is independent
+of the measured library.
 """
 
 _FLOAT32 = 4
@@ -25,7 +24,7 @@ def wire_itemsize(figures):
 
 
 def carried_bytes(figures, payload=False):
-    """Sent and received in a step by a machine, on average over machines.
+    """Bytes that a machine sends and receives in a step, on average.
 
     Args:
         figures: of a run.
@@ -38,7 +37,7 @@ def carried_bytes(figures, payload=False):
 
 
 def busiest_bytes(figures):
-    """Of all machines and both directions, the most of a step."""
+    """The most bytes of a step, over machines and directions."""
     return max(
         machine[f"{way}_bytes_per_step"]
         for machine in figures["per_machine"]
@@ -64,7 +63,7 @@ def row_bytes(figures, itemsize=_FLOAT32, together=None):
         figures: of a run.
         itemsize: bytes of an element.
         together: whether a machine's processes pull and push together; by
-            default as the run has done it.
+            default as in the run.
     """
     share = _share_of_others(figures)
     return (
@@ -80,12 +79,12 @@ def row_bytes(figures, itemsize=_FLOAT32, together=None):
 
 
 def index_bytes(figures, together=None):
-    """Bytes of rows' numbers; those that share an exchange are sent once."""
+    """Bytes of row indices; tables that share messages send them once."""
     total = 0
     exchanges = {}
     for variable in _sparse(figures):
-        # The tables of a layer that are asked for the same rows, a kernel and
-        # its bias, show it by the same counts.
+        # Equal counts show tables whose rows are pulled together: a kernel
+        # and its bias.
         key = (variable["shape"][0], variable["alpha"])
         exchanges.setdefault(variable["exchange"], {})[key] = variable
     size = figures["machines"] * figures["processes"]
@@ -98,12 +97,12 @@ def index_bytes(figures, together=None):
 
 
 def row_ratio(figures):
-    """Sparse bytes less indices, in terms of the rows' with float32."""
+    """Sparse bytes without indices / the rows' bytes with float32."""
     return (sparse_bytes(figures) - index_bytes(figures)) / row_bytes(figures)
 
 
 def as_counted_in_the_data(figures):
-    """The same figures, with alpha from the inputs where these tell it."""
+    """The figures with alpha as counted in the inputs, where known."""
     return {
         **figures,
         "variables": [
@@ -129,17 +128,16 @@ def step_bound(figures, busiest):
 
         max(busiest / rate, alone + chain / rate)
 
-    The first: what was sent takes its time. The second: a row that a step has
-    changed comes to the next step behind its update, which comes behind the
-    last gradient; so of the tables that a step begins with, what both steps
-    need is on the network while nothing is computed: its gradients, then the
-    rows. And so it is with the weights of the layers that these rows go to:
-    their gradients come last, and the next step begins with them.
+    The first term is the transmission time of the bytes. The second: a row that
+    a step changes reaches the next step after its update, which follows the
+    last gradient. So the gradients and then the rows that both steps need, of
+    the tables that a step begins with, travel while nothing is computed. The
+    same holds for the dense weights of the layers behind these tables.
 
         chain = alpha w (N-1)/N (needed_pushes + changed_pulls) + 2 w (S-1)/S
 
-    in one direction, of the tables whose ids are the model's inputs, and of
-    the dense variables that come first.
+    in one direction, over the tables whose ids are the model's inputs and the
+    first dense variables.
 
     Args:
         figures: of a run with `--alone`.
@@ -185,7 +183,7 @@ def _ring_bytes(variables, figures):
 
 
 def _asked(variable, figures, together=None):
-    """Rows that a machine asks for in a step, of this variable."""
+    """Rows of a variable that a machine pulls in a step."""
     if together is None:
         together = figures["workload"]["local_aggregation"]
     asked = figures["processes"] * variable["alpha"]

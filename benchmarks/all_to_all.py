@@ -1,25 +1,18 @@
-"""How much of their links machines fill that all send rows to each other.
+"""Use of the links while all machines exchange rows.
 
-What a pull or a push of rows is made of: each process of an emulated cluster
-sends every other one a part of its own, of parts that differ by a tenth, along
-a route that is known. Asked of the largest, at the slowest rate, on Horovod's
-engine: that the busiest link is in use for nine tenths of the time. Needs root,
-as `cluster.py` does.
+The message of a pull or a push: each process of an emulated cluster sends every
+other one a part of its own, along a known route; the parts differ by a tenth.
+Asked of the largest parts at the slowest rate, on Horovod's engine: the busiest
+link is in use for nine tenths of the time. Needs root, as `cluster.py` does.
 """
 
 import argparse
-import contextlib
-import io
-import os
-import sys
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import _network
-import _timing
+import _program
+import cluster
 import numpy as np
 import tensorflow as tf
-from cluster import Cluster, ClusterError
 
 import keras_sparsity as ks
 
@@ -49,26 +42,15 @@ def main():
     misses = []
     if args.engine == "horovod" and shares[largest] < LEAST:
         misses = [f"{largest}: {shares[largest]:.0%}, {LEAST:.0%} asked"]
-    _timing.finish({"least": LEAST, "network_share": shares}, misses)
+    _program.finish({"least": LEAST, "network_share": shares}, misses)
 
 
 def on_cluster(args, size):
-    """What `inside` reports, of each rate."""
+    """The figures of `inside`, at each rate."""
     arguments = ["--inside", str(size), "--times", str(args.times)]
-    shown = io.StringIO()
-    try:
-        with (
-            contextlib.redirect_stdout(shown),
-            Cluster(args.machines, rate=RATES) as cluster,
-        ):
-            found = cluster.run(__file__, arguments, args.engine)
-    except ClusterError as error:
-        sys.exit(f"all_to_all.py: {error}")
-    if found["exit_code"]:
-        sys.exit(
-            f"{shown.getvalue()}\n{size} kB: exit code {found['exit_code']}"
-        )
-    return _network.by_rate(found)
+    return cluster.measure(
+        __file__, arguments, args.engine, machines=args.machines, rate=RATES
+    )
 
 
 def inside(args):
@@ -102,10 +84,7 @@ def inside(args):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _program.parser(__doc__)
     add = parser.add_argument
     add("--engine", default="horovod")
     add("--machines", type=int, default=8)

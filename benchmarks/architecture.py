@@ -12,22 +12,19 @@ Asked of each model: the 95 % interval of the ratio (of the mean of its
 logarithm over the rounds) includes 1, or lies above; it is not wider than 6 %.
 """
 
-import argparse
 import math
-import os
 import statistics
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-import _timing
+import _program
 import keras
 import scipy.stats
 import tensorflow as tf
 from _models import MODELS
-from _steps import Steps, in_turn
+from _steps import Steps
+from _timing import in_turn
 
 import keras_sparsity as ks
-from keras_sparsity import model_plan
+from keras_sparsity.board import model_plan
 
 FIXED = ("hybrid", "allreduce", "allgather", "ps")
 # Of a round.
@@ -64,7 +61,7 @@ def main():
             misses.append(f"{name}: {high:.3f} at most, 1 asked")
         if high - low > WIDTH:
             misses.append(f"{name}: the interval is {high - low:.3f} wide")
-    _timing.finish({"engine": args.engine, "models": models}, misses)
+    _program.finish({"engine": args.engine, "models": models}, misses)
 
 
 def measure(name):
@@ -129,10 +126,7 @@ def found(model):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _program.parser(__doc__)
     add = parser.add_argument
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     add("--processes", type=int, default=2)

@@ -1,20 +1,20 @@
-"""A cluster on one machine, to measure what a network does to a training.
+"""An emulated cluster, to measure the network's part of a training.
 
-Each of its machines is a network namespace with an address of its own and a
-link of a given rate, in each direction, and delay to a switch. A script is
-started on them as on real machines, by `keras-sparsity run --hosts ...`; what
-crosses each machine's interface is counted by the kernel. The last line is one
-JSON object: that of the script, if its last line is one (see `_network.py`),
-and the bytes of the whole run.
+Each machine is a network namespace with its own address and a link to a switch,
+of a given rate in each direction and delay. `keras-sparsity run --hosts ...`
+starts a script on them as on real machines; the kernel counts the bytes of each
+machine's interface. The last line is one JSON object: the script's last line,
+if it is one (see `_network.py`), with the bytes of the whole run.
 
     python benchmarks/cluster.py --machines 4 --rate 50 \\
         benchmarks/workloads/lm.py --steps 40
 
-Needs root. Nothing is left behind, also when it is killed (`_namespaces.py`).
+Needs root. Leaves nothing behind, even when it is killed (`_namespaces.py`).
 """
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import signal
@@ -23,31 +23,28 @@ import sys
 import threading
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import _network
-import _timing
+import _program
 from _namespaces import ClusterError, Machines
 
 _WORKLOAD = os.path.join(os.path.dirname(__file__), "workloads", "lm.py")
 _MAX_MACHINES = 200
-# Jumbo frames. With 1,500 bytes two cores have enough to do with the packets:
-# eight machines that all send to each other filled 60 % of 200 Mbit/s, with
-# 9,000 bytes 98 %.
+# Jumbo frames. Eight machines, all to all, filled 98 % of 200 Mbit/s on two
+# cores; with 1,500 bytes the packets' cost left 60 %.
 MTU = 9000
-# The launcher gives its ranks less.
+# More than the launcher gives its ranks.
 _GRACE_SECONDS = 25
 
 
 class Cluster:
-    """An emulated cluster, which exists inside of the `with` block.
+    """An emulated cluster, for the length of a `with` block.
 
     Args:
-        machines: How many.
-        processes: How many on each; what `run` starts.
+        machines: Their number.
+        processes: Their number on each machine, for `run`.
         rate: Mbit/s of each machine's link, in each direction; 0: no limit.
-            Several make a script measure at each, in turn (`_network.py`);
-            links have the first one until then.
+            A script measures at each of several, in turn (`_network.py`);
+            until then links have the first one.
         delay: Milliseconds from each machine to another.
         mtu: Bytes of a packet, its Ethernet header aside.
 
@@ -117,21 +114,21 @@ class Cluster:
         return self.run_commands([(None, command, ssh)])
 
     def run_commands(self, commands):
-        """Runs one command or more, each on a machine.
+        """Runs commands, each on a machine.
 
-        Ends when the first one has ended or any has failed; others that run
-        on, as servers do, are then ended.
+        Ends when the first command has ended or any has failed, and ends the
+        others then: servers, for example.
 
         Args:
             commands: List of `(machine, arguments, environment)`: the index
                 of the machine, or None for the switch, whose own link has no
-                limit; the command as a list; a dict of what it needs in its
-                environment. The first one's output is shown.
+                limit; the command as a list; a dict of environment variables.
+                The first command's output is shown.
 
         Returns:
-            dict of what the cluster is; of what the first one's last line
-            says, if that is a JSON object; of `whole_run`, what each
-            machine's interface has carried; and of `exit_code`.
+            dict of the cluster's description, the first command's last line
+            if it is a JSON object, `whole_run` with the bytes of each
+            machine's interface, and `exit_code`.
         """
         before = self._counters()
         begin = time.monotonic()
@@ -174,12 +171,12 @@ class Cluster:
         return process
 
     def _exit_code(self):
-        """That of the first that failed, else 0."""
+        """The first failed command's, else 0."""
         codes = [process.poll() for process in self._started]
         return next((code for code in codes if code), 0)
 
     def _end(self):
-        """Ends what was started."""
+        """Ends all commands."""
         try:
             running = [p for p in self._started if p.poll() is None]
             for process in running:
@@ -197,7 +194,7 @@ class Cluster:
 
 
 class _Shown:
-    """Shows what a process prints, and keeps the last line."""
+    """Shows a process's output and keeps its last line."""
 
     def __init__(self, stream):
         self._last_line = ""
@@ -207,14 +204,10 @@ class _Shown:
         self._thread.start()
 
     def json_object(self):
-        """The last line's, empty where it is something else."""
-        # Not for ever: what the process has left behind may hold its output.
+        """The last line's; empty if it has none."""
+        # A limited time: a process left behind may hold the output.
         self._thread.join(1)
-        try:
-            found = json.loads(self._last_line)
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        return _program.last_json(self._last_line)
 
     def _copy(self, stream):
         with stream:
@@ -237,7 +230,7 @@ def _signals_raise():
     before = {
         number: signal.signal(number, end)
         for number in (signal.SIGTERM, signal.SIGHUP)
-        # What a parent had us ignore (nohup) stays so.
+        # Signals that a parent had us ignore (nohup) stay ignored.
         if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
@@ -248,7 +241,7 @@ def _signals_raise():
 
 
 def _shared_cores(num_processes):
-    """Each process's threads: all emulated machines have the same cores."""
+    """Each process's threads: all machines share this machine's cores."""
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -273,13 +266,40 @@ def main():
         sys.exit(f"cluster.py: {error}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    show(figures)
+    finish(figures, args.script)
+
+
+def measure(script, arguments, engine, **cluster):
+    """Runs a script on a cluster of its own.
+
+    Args:
+        script, arguments, engine: See `Cluster.run`.
+        **cluster: See `Cluster`.
+
+    Returns:
+        List of the script's figures, one dict for each rate. Without figures
+        the program ends, with what the script printed.
+    """
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown), Cluster(**cluster) as machines:
+            figures = machines.run(script, arguments, engine)
+    except ClusterError as error:
+        sys.exit(f"{os.path.basename(script)}: {error}")
+    if figures["exit_code"]:
+        code = figures["exit_code"]
+        sys.exit(f"{shown.getvalue()}\n{script}: exit code {code}")
+    return _network.by_rate(figures)
+
+
+def finish(figures, script):
+    """Prints the figures of `Cluster.run` in words, and ends the program."""
+    _show(figures)
     code = figures["exit_code"]
-    _timing.finish(figures, [f"{args.script}: exit code {code}"] * bool(code))
+    _program.finish(figures, [f"{script}: exit code {code}"] * bool(code))
 
 
-def show(figures):
-    """Says in words what a script has reported with `_network.Window`."""
+def _show(figures):
     for at_rate in _network.by_rate({"windows": [], **figures}):
         print(
             f"{at_rate['rate_mbit']:g} Mbit/s: "
@@ -299,7 +319,7 @@ def show(figures):
 
 
 def options(add):
-    """Adds those of a `Cluster` by `ArgumentParser.add_argument`."""
+    """Adds a `Cluster`'s options by `ArgumentParser.add_argument`."""
     add("--machines", type=int, default=2)
     add("--processes", type=int, default=1, help="on each machine")
     add(
@@ -319,10 +339,7 @@ def _rates(text):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _program.parser(__doc__)
     add = parser.add_argument
     options(add)
     add("--engine", help="native or horovod")

@@ -2,10 +2,10 @@
 
 Each round trains a model (Adam, dropout, shuffled input, sharded tables) on
 several processes with `ShardedCheckpoint`, under `keras-sparsity run
---max-restarts`, and kills one of the ranks by SIGKILL: in half of the rounds
-while a checkpoint is being written, in the others at any instant of the
-training, its start and its end included. The processes start anew, and the
-final weights must be those of an undisturbed training, to the bit.
+--max-restarts`, and kills one rank by SIGKILL: in half of the rounds while a
+checkpoint is written, in the others at any instant of the training. The
+processes restart, and the final weights and optimizer slots must equal those of
+an undisturbed training, to the bit.
 """
 
 import argparse
@@ -20,9 +20,7 @@ import sys
 import tempfile
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-import _timing
+import _program
 import keras
 import numpy as np
 
@@ -61,7 +59,7 @@ def main():
         misses.append(f"{num_equal} of {args.rounds} rounds ended equal")
     if num_killed < args.rounds:
         misses.append(f"only {num_killed} of {args.rounds} kills struck")
-    _timing.finish(
+    _program.finish(
         {
             "rounds": args.rounds,
             "equal": num_equal,
@@ -76,12 +74,12 @@ def main():
     )
 
 
-# What is trained.
+# The training.
 
 
 def train(args):
-    """On each rank: trains, or goes on training, and tells the weights."""
-    # Nothing that is timed: runs are compared to the bit.
+    """On each rank: trains, or resumes, and prints the weights' digest."""
+    # No architecture chosen by times: runs are compared to the bit.
     strategy = ks.HybridStrategy(architecture="hybrid")
     folder = args.train_in
     rank, size = strategy.rank, strategy.size
@@ -120,7 +118,7 @@ def train(args):
         print(f"weights {digest.hexdigest()}", flush=True)
 
 
-# What happens to it.
+# The kills.
 
 
 def start(args, folder):
@@ -140,7 +138,7 @@ def start(args, folder):
 
 
 def end(process):
-    """The weights that rank 0 told, and what was printed besides."""
+    """The weights' digest that rank 0 printed, and the errors."""
     try:
         output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -154,12 +152,11 @@ def end(process):
 
 
 def undisturbed(args, folder):
-    """The final weights, and how long the training itself took."""
+    """The final weights' digest, and the training's seconds."""
     process = start(args, folder)
-    pids = wait_for_ranks(args, folder)
+    wait_for_ranks(args, folder)
     began = time.monotonic()
     weights, _ = end(process)
-    del pids
     if weights is None:
         sys.exit("The undisturbed training failed.")
     args.seconds = time.monotonic() - began
@@ -167,7 +164,7 @@ def undisturbed(args, folder):
 
 
 def disturbed(args, folder, chance):
-    """Trains, kills a rank once, and tells how it ended."""
+    """Trains, kills a rank once, and returns the outcome."""
     process = start(args, folder)
     pids = wait_for_ranks(args, folder)
     rank = chance.randrange(args.num_processes)
@@ -199,7 +196,7 @@ def disturbed(args, folder, chance):
 
 
 def wait_for_ranks(args, folder):
-    """The process ids of all ranks, once each has told its own."""
+    """The process ids of all ranks, once each has written its own."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     pids = {}
     while len(pids) < args.num_processes:
@@ -217,7 +214,7 @@ def wait_for_ranks(args, folder):
 
 
 def wait_for_writing(checkpoints, number):
-    """Until a checkpoint is being written, for the so-manieth time."""
+    """Waits until a checkpoint is being written for the `number`-th time."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     was_writing = False
     while number and time.monotonic() < deadline:
@@ -229,10 +226,7 @@ def wait_for_writing(checkpoints, number):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _program.parser(__doc__)
     add = parser.add_argument
     add("--rounds", type=int, default=5)
     add("--num-processes", type=int, default=3)

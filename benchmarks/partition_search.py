@@ -1,34 +1,29 @@
 """The number of partitions that a search finds, against trying them all.
 
 Several shapes of tables, on several processes of this machine. For each,
-`ks.callbacks.PartitionSearch` searches inside of `fit`, as a user's would: its
-time is that from the start of `fit` to the choice, with every move of the
-tables and every new trace in it. Then the same model is built with each number
-of partitions of a grid over the range that the search has sampled, and all of
-them run in turn, round by round; those that are near the best go on to the
-next stage, until one is left. That one and the choice run in turn until the
-median of the rounds' ratios is known to 1 %, or for long enough.
+`ks.callbacks.PartitionSearch` searches inside of `fit`, as in a user's program;
+its time is that from the start of `fit` to the choice, moves of tables and new
+traces included. Then models with each number of partitions of a grid over the
+sampled range run in turn, round by round; those near the best go on to the next
+stage, until one is left. It and the choice run in turn until the median of the
+rounds' ratios is known to 1 %, or for long enough.
 
-Asked of each shape: the steps/s with the choice are at least 0.97 of those
-with the best of the grid, at most 7 samples, in 90 s, and a worst number in
-the range that takes at least 1.3 times the best one's time, so that there is
-something to find; and that the best is not for all shapes what tables have
-without a search, a partition for each process.
+Asked of each shape: at least 0.97 of the best one's steps/s, at most 7 samples,
+in 90 s, and a worst number that takes at least 1.3 times the best one's time,
+so that there is something to find; and of all shapes together, that the best is
+not always the default, a partition for each process.
 """
 
-import argparse
 import operator
-import os
 import statistics
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-import _timing
+import _program
 import keras
 import numpy as np
 import tensorflow as tf
-from _steps import Steps, in_turn
+from _steps import Steps
+from _timing import in_turn
 
 import keras_sparsity as ks
 from keras_sparsity.callbacks.step_seconds import median_and_error
@@ -39,9 +34,8 @@ MOST_SECONDS = 90
 LEAST_SPREAD = 1.3
 
 BATCH, WORDS = 128, 16
-# Exact updates of whole parts: what an owner works on fits into the
-# processor's cache once there are enough partitions, and each partition costs
-# operations.
+# Exact updates of whole partitions: with many, a partition fits into the
+# processor's cache; each one costs operations.
 SHAPES = {
     "long": {
         "tables": [(200_000, 64)],
@@ -59,12 +53,11 @@ SHAPES = {
         "num_processes": 2,
     },
 }
-# Rounds of each stage, and which numbers of partitions stay: those within this
-# share of the best.
+# Rounds of each stage, and the largest time / the best one's that stays.
 STAGES = [(4, 1.15), (6, 1.05), (12, 1.0)]
-# Rounds of the last two: until the error is so small, or at most.
+# Rounds of the last two numbers, until the standard error is small enough.
 LEAST_ROUNDS, MOST_ROUNDS, ERROR = 20, 100, 0.01
-# Of a round.
+# Steps of a round.
 STEPS = 8
 
 
@@ -88,7 +81,7 @@ def main():
         "engine": args.engine,
         "shapes": shapes,
     }
-    _timing.finish(figures, misses)
+    _program.finish(figures, misses)
 
 
 def missed(figures):
@@ -116,7 +109,7 @@ def missed_together(shapes):
         each["best"] == SHAPES[name]["num_processes"]
         for name, each in shapes.items()
     ):
-        yield "the best is what tables have without a search, for all shapes"
+        yield "the best is the default, a partition per process, for all shapes"
 
 
 # On each rank.
@@ -172,7 +165,7 @@ def measure(name, per_octave):
 
 
 def compare(steps, best, chosen):
-    """Steps/s of the choice in terms of the best's: median, error, rounds."""
+    """Steps/s of the choice / the best's: median, error, rounds."""
     if best == chosen:
         return 1.0, 0.0, 0
     shares = []
@@ -254,7 +247,7 @@ def make_dataset(strategy, shape):
     return strategy.shard(dataset.batch(BATCH).cache().repeat())
 
 
-# What is printed.
+# Output.
 
 
 def say(strategy, text):
@@ -278,10 +271,7 @@ def row(name, figures):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _program.parser(__doc__)
     add = parser.add_argument
     add(
         "--shapes",

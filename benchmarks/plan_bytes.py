@@ -1,28 +1,23 @@
-"""Does the plan say what the network carries?
+"""Do the plan's formulas predict the bytes on the network?
 
-Three models train on the machines of an emulated cluster, whose interfaces
-count the bytes: a language model with sampled softmax, a recommender with
-tables of several sizes, and ResNet-50 at small images. Less the packets'
-headers and what an idle run of the same length sends, they must be within 5 %
-of what the plan's formulas say with the alpha that was measured meanwhile.
+Three models train on an emulated cluster, whose interfaces count the bytes: a
+language model with sampled softmax, a recommender with tables of several sizes,
+and ResNet-50 at small images. Without headers and idle traffic, the bytes must
+be within 5 % of the plan's, which uses the alpha measured in the same run.
 Needs root, as `cluster.py` does.
 """
 
 import argparse
-import os
-import sys
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import _network
-import _timing
+import _program
+import cluster
 import keras
 from _models import MODELS
-from cluster import Cluster, ClusterError
 from workloads import _common
 
 import keras_sparsity as ks
-from keras_sparsity import model_plan
+from keras_sparsity.board import model_plan
 
 LIMIT = 0.05
 WARM_UP = 20
@@ -48,20 +43,15 @@ def main():
         )
         if abs(error) > LIMIT:
             misses.append(f"{name}: {error:+.1%}, at most {LIMIT:.0%} asked")
-    _timing.finish(figures, misses)
+    _program.finish(figures, misses)
 
 
 def on_cluster(args, name):
-    """What `inside` reports, of all machines."""
+    """The figures of `inside`, of all machines."""
     arguments = ["--inside", name, "--steps", str(args.steps)]
-    try:
-        with Cluster(args.machines) as cluster:
-            found = cluster.run(__file__, arguments, args.engine)
-    except ClusterError as error:
-        sys.exit(f"plan_bytes.py: {error}")
-    if found["exit_code"]:
-        sys.exit(f"{name}: exit code {found['exit_code']}")
-    (found,) = _network.by_rate(found)
+    (found,) = cluster.measure(
+        __file__, arguments, args.engine, machines=args.machines
+    )
     counted = sum(
         machine["sent_payload_bytes_per_step"]
         for machine in found["per_machine"]
@@ -96,7 +86,7 @@ def inside(args):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = _program.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--machines", type=int, default=3)
     parser.add_argument("--engine", default="native")

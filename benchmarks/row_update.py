@@ -1,24 +1,20 @@
-"""What one step costs on the touched rows of a large table and of a small one.
+"""The time of a step on touched rows of a large and of a small table.
 
-A step gathers 4,096 rows of a sharded table in one process, takes a gradient
-with respect to them and applies it by `HybridOptimizer`. Optimizers that
-update only the touched rows must take as long on a table of a million rows
-as on one of ten thousand: at most 1.3 times. Exact Adam, which must decay
-every row, and stock Keras stand beside them.
+A step gathers 4,096 rows of a sharded table in one process, computes their
+gradient and applies it by `HybridOptimizer`. Asked of optimizers that update
+touched rows alone: at most 1.3 times as long on a million rows as on ten
+thousand. Exact Adam, which decays every row, and stock Keras are shown beside
+them.
 
-The rows are the same in both tables and in all steps: all of them lie in the
-first ten thousand. What is compared is then the work done, not how fast the
-processor reaches 4,096 rows among 5 MB and among 512 MB. That is what
-`--spread` shows, with rows drawn from all of the large table; nothing is asked
-of it.
+The rows are the same in both tables and in all steps, all among the first ten
+thousand: this compares the work, not the processor's access to 4,096 rows in 5
+MB and in 512 MB. `--spread` shows the latter, with rows from all of the large
+table and no limit.
 """
 
-import argparse
-import os
 import statistics
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
+import _program
 import _timing
 import keras
 import numpy as np
@@ -70,7 +66,7 @@ def main():
             )
         del steps, optimizers
     limit = None if args.spread else LIMIT
-    _timing.finish({"limit": limit, "optimizers": figures}, misses)
+    _program.finish({"limit": limit, "optimizers": figures}, misses)
 
 
 def wrap(name, optimizer):
@@ -118,10 +114,7 @@ def row(figures):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _program.parser(__doc__)
     add = parser.add_argument
     add("--num-rows", type=int, default=1_000_000, help="of the large table")
     add("--num-small-rows", type=int, default=10_000)

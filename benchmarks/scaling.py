@@ -1,44 +1,46 @@
-"""How training scales on an emulated cluster, beside what people would use.
+"""Training on an emulated cluster, compared with other ways to train.
 
-Each training is a run of its own on network namespaces with a limited rate
-(`cluster.py`), one after the other. Sets of runs answer one question each, with
-tables in Markdown and, with `--plots`, PNG files. What a run has given is kept
-in the file of `--results`, and not run again: end the program when you like,
-and start it again. A run that fails is a miss, and the others go on. Lines of
-other sizes of a workload do not count, nor, but with `--report`, those of other
-versions of this library, TensorFlow or Keras; both are said.
+Each run trains one workload in one way on `cluster.py`. Sets of runs answer one
+question each, with tables in Markdown and, with `--plots`, PNG files. The file
+of `--results` keeps the figures; a run in it is not repeated, so a set may be
+interrupted and resumed. Failed runs are reported, counted as misses and
+retried. Lines of other sizes of a workload do not count, nor, except in
+`--report`, lines of other versions of this library, TensorFlow or Keras; the
+program reports both.
 
     python benchmarks/scaling.py                        # a few minutes
     python benchmarks/scaling.py --set speed --results runs.jsonl
     python benchmarks/scaling.py --set all --results runs.jsonl --plots plots
 
-Needs root, as `cluster.py` does, and Horovod. README.md says what is asked, and
-how the bound of `--set bound` is derived.
+Needs root, as `cluster.py` does, and Horovod. `--publish` writes
+results/README.md, which has each set's limits.
 """
 
 import argparse
 import importlib.util
-import os
 import signal
 import sys
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
+import _page
+import _program
 import _report
-import _timing
 from _namespaces import ClusterError
-from _runs import WORKLOADS, Results
+from _results import Results
+from _runs import WORKLOADS
 from cluster import Cluster
-from sets import SETS
+from sets import SETS, report_of
 
 
 def main():
     options = parse_arguments()
-    # A run that is ended has much to put away.
+    if options.publish:
+        _page.publish(parse_arguments)
+        return
+    # A cluster cleans up when the program exits.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     names = list(SETS) if "all" in options.set else options.set
     plots = _report.Plots(options.plots)
-    results = Results(options.results, of_any_version=options.report)
+    results = Results(options.results, for_report=options.report)
     runs = {name: SETS[name].runs(options) for name in names}
     if options.estimate:
         for name, of_set in runs.items():
@@ -52,28 +54,17 @@ def main():
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
     figures, misses = report(names, options, results, plots)
-    _timing.finish(figures, misses)
+    _program.finish(figures, misses)
 
 
 def report(names, options, results, plots):
     """Prints and plots; returns figures and misses of all sets."""
     figures, misses = {}, []
     for name in names:
-        found = SETS[name].report(options, results.get, plots)
+        found = report_of(name, options, results, plots)
         print(*found.tables, sep="\n", flush=True)
         figures[name] = found.figures
         misses += [f"{name}: {miss}" for miss in found.misses]
-        runs = dict.fromkeys(SETS[name].runs(options))
-        failed = [run for run in runs if results.get(run) is None]
-        for run in failed:
-            misses.append(f"{name}: {run}: {results.why_missing(run)}")
-        busy = [f["busy_before"] for f in map(results.get, runs) if f]
-        if busy:
-            print(f"Measured with {results.versions_of(runs)}.")
-            print(
-                "Of the processors others had, just before each run, "
-                f"{min(busy):.0%} to {max(busy):.0%}.\n"
-            )
     plots.save()
     return figures, misses
 
@@ -91,12 +82,9 @@ def check_possible():
         sys.exit(f"scaling.py: {error}")
 
 
-def parse_arguments():
+def parse_arguments(arguments=None):
     sets = "\n".join(f"  {name:12} {of.help}" for name, of in SETS.items())
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}\nsets:\n{sets}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _program.parser(f"{__doc__}\nsets:\n{sets}")
     add = parser.add_argument
     add(
         *("--set", "-s"),
@@ -107,7 +95,8 @@ def parse_arguments():
     )
     add("--results", metavar="FILE", help="JSON lines, kept and gone on with")
     add("--plots", metavar="FOLDER", help="for PNG files")
-    add("--report", action="store_true", help="run nothing, say what is known")
+    add("--report", action="store_true", help="run nothing")
+    add("--publish", action="store_true", help="write results/README.md")
     add("--estimate", action="store_true", help="say how long it may take")
     add("--machines", type=int, nargs="+", default=[1, 2, 4, 8])
     add("--rates", type=float, nargs="+", help="Mbit/s; by default the set's")
@@ -123,7 +112,7 @@ def parse_arguments():
         default=[],
         help="all that follow are the workload's own",
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
-"""What it costs to measure how sparse a model is, while it trains.
+"""The cost of measuring a model's sparsity while it trains.
 
 Seconds of a step of `fit` with the counting of touched rows, which is always
-on, against the same model's without: at most 1.03 times as long, in one
-process and in several. The models are small, so that overheads show; each has
-a `ShardedEmbedding` and an ordinary `Embedding`. A third one without
-shows what two equal ones differ by. Then the counting alone: microseconds of
-one variable's part of a step that is sampled, and of one that is not.
+on, / without: at most 1.03, in one process and in several. The models are
+small, so that overheads show; each has a `ShardedEmbedding` and an ordinary
+`Embedding`. A third model without counting shows the noise. Then the counting
+alone, in microseconds per variable: in a sampled step and in another.
 """
 
-import argparse
 import contextlib
 import functools
-import os
 import statistics
 import time
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
+import _program
 import _timing
 import keras
 import numpy as np
@@ -24,7 +20,7 @@ import tensorflow as tf
 from single_process import StepSeconds, make_dataset
 
 import keras_sparsity as ks
-from keras_sparsity import touches
+from keras_sparsity.sparsity import touches
 
 LIMIT = 1.03
 
@@ -33,7 +29,7 @@ def main():
     args = parse_arguments()
     figures, misses = {"limit": LIMIT}, []
     for num_processes in args.num_processes:
-        # Of all ranks the first, for a step takes them the same time.
+        # Of rank 0: a step takes all ranks the same time.
         seconds = ks.launch.run(
             measure,
             num_processes,
@@ -56,7 +52,7 @@ def main():
                 f"process(es), at most {LIMIT} asked"
             )
     figures.update(of_one_variable(args))
-    _timing.finish(figures, misses)
+    _program.finish(figures, misses)
 
 
 def measure(args):
@@ -137,10 +133,7 @@ def make_model(args):
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _program.parser(__doc__)
     add = parser.add_argument
     add("--num-processes", type=int, nargs="+", default=[1, 2])
     add("--engine", default="native", help="of several processes")

@@ -2,12 +2,12 @@
 
     keras-sparsity run -n 2 tutorials/02_plan_and_architecture.py
 
-A variable is dense, if a step reads all of it, or sparse, if it reads a few of
-its rows: alpha is the fraction of its elements that one process touches in a
-step. Dense gradients are best summed by AllReduce; the rows of sparse ones
-are best sent to the process that owns them ("ps", parameter server), unless
-alpha is large. This tutorial measures alpha, looks at what each architecture
-would cost, and draws it.
+A step reads all elements of a dense variable and a few rows of a sparse one.
+Alpha is the fraction of its elements that one process touches in a step.
+AllReduce is best for dense gradients; sending rows to the process that owns
+them ("ps", parameter server) is best for sparse ones, unless alpha is large.
+This tutorial measures alpha, computes the cost of each architecture and draws
+it.
 """
 
 import argparse
@@ -26,13 +26,13 @@ parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 parser.add_argument("--folder", default="plan", help="for the pictures")
 folder = pathlib.Path(parser.parse_args().folder)
 
-# By default, as with `architecture="auto"`, each table begins on the parameter
-# server; after the first steps it gets what is fastest here. One that is said
-# by name, for the strategy or for one layer, stays as it is.
+# The default, `architecture="auto"`, starts each table on the parameter server
+# and switches to the fastest architecture after the first steps. A named
+# architecture, of the strategy or of a layer, stays.
 strategy = ks.HybridStrategy()
 
-# What people bought, and on which day of the week: a large table of which a
-# batch touches a little, and a small one of which it touches every row.
+# Purchases, and their day of the week: a batch touches few rows of the large
+# table of items and every row of the small table of days.
 random = np.random.default_rng(0)
 items = (random.zipf(1.3, size=(20_480, 4)) % NUM_ITEMS).astype("int32")
 days = random.integers(NUM_DAYS, size=(20_480, 1), dtype="int32")
@@ -58,13 +58,13 @@ with strategy.scope():
     model.compile("adagrad", loss="binary_crossentropy")
 
 # --- Before training ------------------------------------------------------
-# Some batches go through the model and back; nothing is trained. Each column
-# of bytes is what the busiest machine would send and receive in a step.
+# The plan takes gradients of some batches and trains nothing. Bytes are those
+# that the busiest machine would send and receive in a step.
 plan = ks.plan(model, dataset)
 
 # --- The same on eight machines -------------------------------------------
-# The equations alone, with the alpha just measured: here for the large table,
-# as alpha grows. Where the lines cross, a table is better off as a dense one.
+# The equations alone, for the large table, as alpha grows. Right of the
+# crossing AllReduce of the dense gradient is cheaper.
 cluster = ks.planning.Cluster(num_machines=8)
 measured = plan.variables[0].sparsity
 alphas = np.geomspace(0.001, 1, 40)
@@ -92,13 +92,13 @@ if strategy.rank == 0:
     figure.savefig(folder / "bytes_by_alpha.png")
 
 # --- While it trains ------------------------------------------------------
-# The tables find their architecture; a line says why. TensorBoard gets the
-# plan with the bytes that were counted, and times of each path.
+# "auto" finds each table's architecture; a line explains the choice.
+# TensorBoard shows the plan with the counted bytes, and the times of each path.
 logger = ks.callbacks.ArchitectureLogger(folder / "logs", every_steps=20)
 model.fit(dataset, epochs=2, callbacks=[logger], verbose=2)
 
-# How sparse was it? Of a table that every process now updates as a dense one,
-# each knows its own touches only, so that popularity is not told.
+# The measured sparsity. A table under AllReduce has no owner that counts the
+# touches of all processes, so its popularity is unknown.
 for found in ks.sparsity.measured(model):
     if strategy.rank == 0 and found.alpha is not None:
         print(f"{found.name}: alpha {found.alpha:.4f}")

@@ -3,10 +3,10 @@
     keras-sparsity run -n 2 tutorials/03_partition_search.py
     keras-sparsity report logs
 
-A sharded table is stored, looked up and updated partition by partition. Few
-partitions leave owners without work; many cost time to split ids and to put
-rows together. Which number is best depends on the table, the optimizer and
-the machines: so it is tried out, while the model trains.
+A sharded table is stored, read and updated partition by partition. Few
+partitions leave owners without work; many cost time to split ids and to join
+rows. The best number depends on the table, the optimizer and the machines, so
+the search measures it while the model trains.
 """
 
 import argparse
@@ -24,12 +24,12 @@ parser.add_argument("--log-dir", default="logs", help="for TensorBoard")
 parser.add_argument("--steps", type=int, default=300, help="of training")
 args = parser.parse_args()
 log_dir = pathlib.Path(args.log_dir)
-# Tables stay on their owners: what is not spread has no partitions.
+# "hybrid" keeps tables on their owners; others have no partitions.
 strategy = ks.HybridStrategy(architecture="hybrid")
 
-# Words as in a text: few of them occur often. With Adam, as Keras defines it,
-# each step updates all rows of the table (their moments decay), so that it
-# matters how many processes and cores share them.
+# As in a text, few words occur often. Keras's Adam updates all rows of the
+# table in each step (their moments decay), so it matters how many processes and
+# cores share them.
 random = np.random.default_rng(0)
 texts = (random.zipf(1.2, size=(4_096, LENGTH)) % NUM_WORDS).astype("int32")
 labels = (texts.min(axis=1, keepdims=True) < 3).astype("float32")
@@ -45,17 +45,16 @@ model = keras.Sequential(
 with strategy.scope():
     model.compile("adam", loss="binary_crossentropy")
 
-# The search: it begins with as many partitions as there are machines, doubles
-# them as long as a step gets faster, then halves them, fits a curve to what it
-# has seen, and takes the best. All of these steps train as any others do; the
-# result of training does not depend on it, to the bit. The choice is kept in a
-# file, from which the next run takes it without a search.
+# The search starts with one partition per machine, doubles the number as long
+# as steps get faster, then halves it, fits a curve to the samples and takes the
+# best number. All of these steps train; the result of training does not depend
+# on the search, to the bit. A file keeps the choice for the next run.
 search = ks.callbacks.PartitionSearch(
     num_steps=12, num_warm_up_steps=2, path=log_dir / "partitions.json"
 )
-# And what TensorBoard shows: samples, curve and choice, and much more.
+# TensorBoard shows samples, curve and choice.
 logger = ks.callbacks.ArchitectureLogger(log_dir, every_steps=50)
-# Its steps are few here, to be quick: a real training has enough of them.
+# Few steps per sample, to be quick here.
 model.fit(
     texts,
     labels,

@@ -3,10 +3,9 @@
     keras-sparsity run -n 2 --max-restarts 1 \
         tutorials/04_saving_resuming_exporting.py
 
-No process holds a whole table while it trains, and yet nothing is lost: this
-script ends itself with an error in the middle of its second epoch, is started
-again, and goes on from its last checkpoint. Then it saves the model in two
-ways, and loads what it has saved.
+No process holds a whole table while it trains. This script raises an error in
+the middle of its second epoch, restarts, and resumes from its last checkpoint.
+Then it saves the model in two ways and loads both.
 """
 
 import argparse
@@ -57,9 +56,9 @@ class PowerCut(keras.callbacks.Callback):
 
 
 # --- Resuming -------------------------------------------------------------
-# Each process writes its own rows and slots; a checkpoint is complete or not
-# there at all. `fit` looks for one by itself: weights, slots, metrics, random
-# states and the place in the data are as they were.
+# Each process writes its own rows and slots; a checkpoint is complete or
+# absent. `fit` looks for the latest one and restores weights, slots, metrics,
+# random states and the position in the data.
 model = new_model()
 with strategy.scope():
     model.compile("adam", loss="binary_crossentropy", metrics=["accuracy"])
@@ -77,9 +76,9 @@ model.fit(
 # `evaluate`, `predict` and `save` are for all processes together.
 expected = model.predict(texts[:100], verbose=0)
 
-# --- Saving, to go on with this library -----------------------------------
-# One file, written by rank 0, one table at a time. It loads in any number of
-# processes; inside of the scope it is ready to train on.
+# --- Saving, for use with this library ------------------------------------
+# One file, written by rank 0, one table at a time. It loads on any number of
+# processes; a model loaded inside the scope can train on.
 model.save(folder / "model.keras")
 with strategy.scope():
     loaded = keras.models.load_model(folder / "model.keras")
@@ -89,7 +88,7 @@ np.testing.assert_allclose(
 
 # --- Exporting, for everyone else -----------------------------------------
 # The same model with `keras.layers.Embedding` in place of the sharded one. It
-# needs Keras alone, wherever it is loaded.
+# loads with Keras alone.
 plain = ks.export(model)
 if is_first:
     plain.save(folder / "plain.keras")

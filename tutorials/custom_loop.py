@@ -3,9 +3,9 @@
     python tutorials/custom_loop.py
     keras-sparsity run -n 2 tutorials/custom_loop.py
 
-Without `fit`: a `tf.GradientTape`, an optimizer and a loop, as in TensorFlow's
-guide to custom training. Run it both ways: both print the same losses, to
-float rounding, though the last batch of each epoch is a short one.
+A `tf.GradientTape`, an optimizer and a loop, as in TensorFlow's guide to custom
+training. Both commands print the same losses, to float rounding, though the
+last batch of each epoch is short.
 """
 
 import keras
@@ -16,17 +16,17 @@ import keras_sparsity as ks
 
 NUM_ITEMS, DIM, NUM_EXAMPLES, BATCH, EPOCHS = 5_000, 16, 10_100, 256, 3
 
-# 1. The strategy, first of all.
+# 1. The strategy comes first.
 strategy = ks.HybridStrategy()
 
-# Do people like what they have seen three items of? Seeded, so that all
-# processes have the same data.
+# Do people like a set of three items? Seeded, so that all processes have the
+# same data.
 random = np.random.default_rng(0)
 items = random.zipf(1.3, size=(NUM_EXAMPLES, 3)).astype("int32") % NUM_ITEMS
 taste = random.normal(size=NUM_ITEMS)
 likes = (taste[items].sum(axis=1, keepdims=True) > 0).astype("float32")
 
-# 2. Batches are global ones; each process gets its part of each.
+# 2. Batches are global; each process receives its part.
 dataset = tf.data.Dataset.from_tensor_slices((items, likes)).batch(BATCH)
 dataset = strategy.experimental_distribute_dataset(dataset)
 
@@ -40,8 +40,8 @@ model = keras.Sequential(
     ]
 )
 
-# 3. In the scope: the optimizer, wrapped, which adds up the processes'
-# gradients, and metrics, whose results are those of all processes.
+# 3. In the scope: the wrapped optimizer, which sums the processes' gradients,
+# and metrics, whose results are those of all processes.
 with strategy.scope():
     optimizer = ks.HybridOptimizer(keras.optimizers.Adam(0.01))
     optimizer.build(model.trainable_variables)
@@ -63,7 +63,7 @@ def train_step(batch):
     accuracy.update_state(y, outputs)
 
 
-# 5. `strategy.run`: what it calls knows that it holds a part of the batch.
+# 5. `strategy.run` calls the step with the process's part of the batch.
 @tf.function
 def distributed_train_step(batch):
     strategy.run(train_step, args=(batch,))
@@ -73,7 +73,7 @@ losses = []
 for epoch in range(EPOCHS):
     for batch in dataset:
         distributed_train_step(batch)
-    # Every process asks for results, one prints them.
+    # Every process asks for the results, one prints them.
     losses.append(float(mean_loss.result()))
     correct = float(accuracy.result())
     if strategy.rank == 0:

@@ -6,10 +6,10 @@
 The model predicts each word from the words before it. Its two large variables
 are sparse: a step reads the rows of the words in the batch from the embedding,
 and those of the target words and of a random sample from the softmax. Each
-process holds a part of these tables and is sent the rows it needs; the LSTM's
-dense gradients are summed over the processes. Nothing of that shows in
-`model.fit`: what is said of distribution is `HybridStrategy`, the two sharded
-layers, and `strategy.scope()` around `compile`.
+process stores a part of these tables and pulls the rows it needs; the LSTM's
+dense gradients are summed over the processes. `model.fit` is plain Keras: the
+script mentions distribution in `HybridStrategy`, the two sharded layers, and
+`strategy.scope()` around `compile`.
 """
 
 import argparse

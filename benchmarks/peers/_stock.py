@@ -1,4 +1,4 @@
-"""The workloads built of stock layers, for those who train them otherwise."""
+"""The workloads built of stock layers, for the peers."""
 
 import argparse
 import sys
@@ -11,8 +11,8 @@ from workloads import _common
 class SampledSoftmax(keras.layers.Layer):
     """TensorFlow's sampled softmax as a model's last layer.
 
-    It passes the hidden states on in training, and gives the logits of all
-    classes otherwise; its loss tells the two by their width.
+    It returns the hidden states in training and the logits of all classes
+    otherwise; the loss distinguishes the two by their width.
 
     Args:
         num_classes: In all.
@@ -44,7 +44,7 @@ class SampledSoftmax(keras.layers.Layer):
         return self.kernel.value, self.bias.value
 
     def loss(self):
-        """Of labels and of what the layer gives; one for each label."""
+        """Function from labels and the layer's outputs to a loss per label."""
         return self._losses_of
 
     def _losses_of(self, labels, outputs):
@@ -89,7 +89,7 @@ KIT = _common.Kit(
 
 
 def parse(description, add_options=lambda add: None):
-    """The workload's module that the first argument names, and all arguments.
+    """The workload's module, by the first argument, and all arguments.
 
     Args:
         description: Of the peer.

@@ -5,10 +5,10 @@ ParameterServerStrategy": a coordinator schedules steps on workers; variables
 are on servers, large ones cut by `MinSizePartitioner`. Each machine has its
 workers and one server, the first machine the coordinator, too.
 
-It is asynchronous by nature: a worker takes what variables are at the moment,
-and no worker waits for another. A step that is reported is one of each worker,
-on average. The others here are synchronous: compare words/s and bytes, and not
-what is learnt in a number of steps.
+It is asynchronous: a worker reads the variables' current values, and no worker
+waits for another. A reported step is one of each worker, on average. The other
+peers are synchronous: compare words/s and bytes, not losses after a number of
+steps.
 
 Keras 3 does not support this strategy (keras#18624): a Keras variable cannot be
 one of the strategy's. So the variables are TensorFlow's; embeddings and the
@@ -20,7 +20,7 @@ row's gradients before it sends them. TensorFlow 2.18.1, Keras 3.15.1.
 
     python benchmarks/peers/parameter_server.py lm --machines 4 --rate 50
 
-makes the emulated cluster itself, as what runs on it is no one script. Needs
+makes the emulated cluster itself, because it runs several programs there. Needs
 root.
 """
 
@@ -33,15 +33,14 @@ sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import _network
 import _stock
-import _timing
 import cluster
 import keras
 import tensorflow as tf
 from workloads import _common
 
-# Each is alone on its machine with it, but workers, which count up.
+# One program of each kind per machine; workers count up.
 CHIEF_PORT, SERVER_PORT, WORKER_PORT = 2000, 2100, 2200
-# Those whose tables travel. Others have statistics, which `stateless_call`
+# Workloads with tables. Others have batch statistics, which `stateless_call`
 # leaves to the caller.
 WORKLOADS = ("lm", "nmt", "recommender")
 
@@ -53,8 +52,7 @@ class Servers:
         strategy: The strategy.
 
     Attributes:
-        variables: List of those made so far, of their pieces where the
-            strategy has cut them.
+        variables: List of the variables made so far, or of their pieces.
     """
 
     def __init__(self, strategy):
@@ -80,7 +78,7 @@ class Servers:
 
 
 def pieces(variable):
-    """What the strategy has cut a variable into."""
+    """The pieces that the strategy has cut a variable into."""
     return list(getattr(variable, "variables", [variable]))
 
 
@@ -106,7 +104,7 @@ class Embedding(keras.layers.Layer):
 
 
 class SampledSoftmax(_stock.SampledSoftmax):
-    """The same with the rows on the servers; in training alone.
+    """The same with rows on the servers, for training alone.
 
     Args:
         servers: `Servers`.
@@ -255,7 +253,7 @@ def coordinate(module, args, cluster_spec):
     window = _network.Window()
     window.open()
     coordinator = Coordinator(module, args, num_workers, num_servers)
-    # Nobody waits for another: `train` ends when all steps are through.
+    # `train` ends when all steps are done: no need to wait for each other.
     for num_steps in _common.measured(window, args, lambda name: None):
         loss = coordinator.train(num_steps)
     window.report(
@@ -279,7 +277,7 @@ def serve(task):
 
 
 def on_cluster(args):
-    """Starts all on an emulated cluster; returns what the chief reports."""
+    """Starts all on an emulated cluster; returns the chief's figures."""
     with cluster.Cluster(
         args.machines, args.processes, args.rate, args.delay, args.mtu
     ) as machines:
@@ -322,9 +320,7 @@ def main():
         figures = on_cluster(args)
     except cluster.ClusterError as error:
         sys.exit(f"parameter_server.py: {error}")
-    cluster.show(figures)
-    code = figures["exit_code"]
-    _timing.finish(figures, [f"exit code {code}"] * bool(code))
+    cluster.finish(figures, "parameter_server.py")
 
 
 if __name__ == "__main__":

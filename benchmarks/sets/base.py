@@ -1,4 +1,4 @@
-"""What the sets have in common: the runs that they name, what they report."""
+"""The parts of all sets: runs and reports."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,49 +8,56 @@ import _traffic
 from _runs import Run
 
 RATES = (50, 200, 1000)
-# At which the step of Horovod's own way is nearly all network.
+# Mbit/s at which a step of Horovod's own way is nearly all network.
 SLOW = 50
-# Horovod's processes talk in each cycle; where bytes are counted, less often.
+# Milliseconds. Horovod's processes talk in each cycle: few where bytes count.
 QUIET_CYCLE = 20
 BOTH = ("hybrid", "hybrid bfloat16")
 
 
 class Report:
-    """What a set has found.
+    """The findings of a set.
 
     Attributes:
         tables: list of Markdown.
         figures: dict for the last line.
-        misses: list of sentences.
+        beyond: list of sentences, of figures outside their limits.
+        missing: list of sentences, of figures that were not measured.
     """
 
     def __init__(self):
-        self.tables, self.figures, self.misses = [], {}, []
+        self.tables, self.figures = [], {}
+        self.beyond, self.missing = [], []
 
-    def table(self, *table):
-        self.tables.append(_report.table(*table))
+    @property
+    def misses(self):
+        return [*self.beyond, *self.missing]
+
+    def table(self, title, head, rows):
+        if rows:
+            self.tables.append(_report.table(title, head, rows))
 
     def check(self, name, value, least=None, most=None):
-        """Keeps a figure, and whether it is what was asked."""
+        """Keeps a figure and compares it with its limits."""
         if value is None:
-            self.misses.append(f"{name}: not measured")
+            self.missing.append(f"{name}: not measured")
             return
         self.figures[name] = round(value, 4)
         if least is not None and value < least:
-            self.misses.append(f"{name}: {value:.3f}, at least {least} asked")
+            self.beyond.append(f"{name}: {value:.3f}, at least {least} asked")
         if most is not None and value > most:
-            self.misses.append(f"{name}: {value:.3f}, at most {most} asked")
+            self.beyond.append(f"{name}: {value:.3f}, at most {most} asked")
 
 
 @dataclasses.dataclass(frozen=True)
 class Set:
-    """Runs that belong together.
+    """Runs that answer one question.
 
     Attributes:
-        help: what it is.
-        runs: function of the options that gives a list of `Run`.
-        report: function of the options, of a function from a `Run` to its
-            figures or None, and of `_report.Plots`, that gives a `Report`.
+        help: one line.
+        runs: function from the options to a list of `Run`.
+        report: function from the options, a function from a `Run` to its
+            figures or None, and `_report.Plots` to a `Report`.
     """
 
     help: str
@@ -91,7 +98,7 @@ def words_of(figures):
 
 
 def words_ratio(figures, of):
-    """Of words/s; None where a run has failed."""
+    """Words/s / those of another run; None where one has failed."""
     return words_of(figures) / words_of(of) if figures and of else None
 
 

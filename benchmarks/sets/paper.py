@@ -43,17 +43,17 @@ PAPER_SWEEP = (
     (0.52, 511, 219),
     (1.0, 437, 214),
 )
-# Asked: of words/s on the most machines in terms of those on the fewest of
-# several; of hybrid in terms of each other architecture, which may be as fast
-# where nearly all is sparse; of each thing that is switched on in terms of what
-# was before it, where the network is slowest, and of all of them in terms of
-# naive servers; and of hybrid in terms of all others, however sparse.
+# Least ratios of words/s: the most machines / the fewest of several; hybrid /
+# Horovod's way, and / naive servers at any sparsity; hybrid / each other
+# architecture, which may be as fast where nearly all is sparse; each row of the
+# cumulative table / the row before, at the slowest rate, and the last / the
+# first.
 ASKED_OF_MORE_MACHINES = 1.0
 ASKED_OF_PEERS = 1.0
 ASKED_OF_HYBRID = 0.97
 ASKED_OF_EACH_STEP = 0.9
 ASKED_OF_ALL_STEPS = 1.5
-# Words of an instance. So few rows that the longest ones touch nearly all.
+# Words of an instance; the longest ones touch nearly all of these few rows.
 SWEEP_TIMES = (1, 4, 8, 15, 30, 60, 120)
 SWEEP_OPTIONS = ("--vocabulary", "1000", "--dim", "512") + (
     *("--units", "16", "--sampled", "16"),
@@ -100,20 +100,13 @@ def _over_machines_of(report, options, figures_of, plots, workload):
             found = {n: figures for n, figures in found.items() if figures}
             if not found:
                 continue
-            words = {n: words_of(figures) for n, figures in found.items()}
-            first = min(words)
-            scaling = {n: first * w / words[first] for n, w in words.items()}
-            carried = {
-                n: sent_and_received(figures)
-                for n, figures in found.items()
-                if n > 1
-            }
+            words, scaling, carried = curves = _curves(found)
             row = [f"{at_rate(rate)}, {way}"]
             row += map(words.get, machines)
             row += [of.get(n) for of in (scaling, carried) for n in several]
             rows.append(row)
-            for line, of in zip(lines, (words, scaling, carried), strict=True):
-                line[way] = list(of.items())
+            for line, curve in zip(lines, curves, strict=True):
+                line[way] = list(curve.items())
             for n, w in words.items():
                 report.figures[f"{where}, {way}, {n}"] = w
             if len(carried) > 1:
@@ -138,8 +131,19 @@ def _over_machines_of(report, options, figures_of, plots, workload):
     )
 
 
+def _curves(found):
+    """Words/s, normalised words/s and MB, by the number of machines."""
+    words = {n: words_of(figures) for n, figures in found.items()}
+    first = min(words)
+    return (
+        words,
+        {n: first * w / words[first] for n, w in words.items()},
+        {n: sent_and_received(f) for n, f in found.items() if n > 1},
+    )
+
+
 def _check_peers(report, where, lines, machines):
-    """Of each of these numbers of machines: this library and Horovod's way."""
+    """This library / Horovod's way, on each of these numbers of machines."""
     words = {way: dict(line) for way, line in lines.items()}
     for n in machines:
         for way in BOTH:
@@ -153,11 +157,10 @@ def _check_peers(report, where, lines, machines):
 
 # EuroSys Table 4, and the cumulative table of the arXiv version.
 
-# The paper has all but the last.
+# All but the last are the paper's.
 _TABLE_4 = ("allreduce", "naive ps", "ps", "hybrid", "hybrid, prefetch")
-# Where the operations run that need all of a gradient (EuroSys 4.3): with the
-# owners of rows, who tell each other one number, or with every worker, whom all
-# owners send their gradients to.
+# Operations on all of a gradient (EuroSys 4.3) run at the owners of rows, which
+# exchange one number, or at every worker, to which owners send their gradients.
 _CLIPPED = ("hybrid", "hybrid, clipped", "hybrid, clipped by workers")
 _CUMULATIVE = {
     "base: naive servers": "naive ps",
@@ -166,8 +169,8 @@ _CUMULATIVE = {
     "+ local aggregation": "hybrid",
     "+ cast to bfloat16 at the sender": "hybrid bfloat16",
 }
-# What of Table 4 stands beside them: the optimized servers and Parallax do
-# aggregate locally.
+# Their counterparts in Table 4, where optimized servers and Parallax aggregate
+# locally.
 _PAPER_CUMULATIVE = {
     "base: naive servers": "naive ps",
     "+ local aggregation": "hybrid",
@@ -233,14 +236,15 @@ def _ablation(options, figures_of, plots):
                 check(report, f"{title}, {at_rate(rate)}", words, rate)
                 bars = {label: words_of(f) for label, f in of_rate.items() if f}
                 where = f"{workload}, {at_rate(rate)}"
-                plots.bars(f"{name} {workload}", where, "words/s", bars)
+                if len(bars) > 1:
+                    plots.bars(f"{name} {workload}", where, "words/s", bars)
     return report
 
 
 def _compare(report, title, found, base, workload):
-    """A table of what is there at each rate, in terms of one of them."""
+    """A table of the ways at each rate, in terms of one of them."""
     rates, paper = list(found), PAPER_WORDS.get(workload, {})
-    rows = []
+    rows, has_base = [], any(found[rate][base] for rate in rates)
     for label in found[rates[0]]:
         of_label = [found[rate][label] for rate in rates]
         row = [label]
@@ -253,7 +257,8 @@ def _compare(report, title, found, base, workload):
             row.append(paper[of_paper] / paper["naive ps"])
         else:
             row.append(None)
-        rows.append([*row, sent_and_received(of_label[-1])])
+        if has_base and any(of_label):
+            rows.append([*row, sent_and_received(of_label[-1])])
     report.table(
         f"{title}; in terms of {base.removeprefix('base: ')}, beside EuroSys "
         "Table 4 (words/s in terms of naive servers, 8 machines of 6 GPUs)",
@@ -267,7 +272,7 @@ def _compare(report, title, found, base, workload):
 
 
 def _ratio(words, label, of):
-    """None where one of the two has not been measured, which is a miss."""
+    """None, a miss, where one of the two is not measured."""
     mine, others = words.get(label), words.get(of)
     return mine / others if mine and others else None
 
@@ -332,31 +337,15 @@ def _sweep(options, figures_of, plots):
                 way: figures_of(_sweep_run(options, way, time, rate))
                 for way in _SWEEP_WAYS
             }
-            ours = found["hybrid"]
-            alpha = ours and _traffic.alpha_model(ours)
+            alpha = found["hybrid"] and _traffic.alpha_model(found["hybrid"])
             for way, figures in found.items():
-                report.check(
-                    f"{time} words, {at_rate(rate)}: {way}", words_of(figures)
-                )
                 if alpha and figures:
                     lines[way].append((alpha, words_of(figures)))
-            for peer in _SWEEP_WAYS[1:]:
-                report.check(
-                    f"{time} words, {at_rate(rate)}: hybrid / {peer}",
-                    words_ratio(ours, found[peer]),
-                    least=ASKED_OF_PEERS,
-                )
-            rows.append(
-                [
-                    str(time),
-                    alpha,
-                    *map(words_of, found.values()),
-                    words_ratio(ours, found["naive ps"]),
-                    words_ratio(ours, found["horovod"]),
-                    paper[0],
-                    paper[1] / paper[2],
-                ]
+            ratios = _check_sweep(
+                report, f"{time} words, {at_rate(rate)}", found
             )
+            row = [str(time), alpha, *map(words_of, found.values()), *ratios]
+            rows.append([*row, paper[0], paper[1] / paper[2]])
         report.table(
             f"Words/s by sparsity, {at_rate(rate)}, {max(options.machines)} "
             "machines; EuroSys Table 6 beside it, in its order",
@@ -367,14 +356,21 @@ def _sweep(options, figures_of, plots):
             ],
             rows,
         )
-        plots.lines(
-            "sparsity",
-            f"lm, {at_rate(rate)}",
-            ("alpha of the model", "words/s"),
-            lines,
-            logarithmic=True,
-        )
+        axes = "alpha of the model", "words/s"
+        plots.lines("sparsity", f"lm, {at_rate(rate)}", axes, lines, True)
     return report
+
+
+def _check_sweep(report, where, found):
+    """Words/s of hybrid / those of each other way."""
+    ratios = []
+    for way, figures in found.items():
+        report.check(f"{where}: {way}", words_of(figures))
+        if way != "hybrid":
+            ratios.append(words_ratio(found["hybrid"], figures))
+            name = f"{where}: hybrid / {way}"
+            report.check(name, ratios[-1], least=ASKED_OF_PEERS)
+    return ratios
 
 
 MACHINES = Set(

@@ -1,4 +1,4 @@
-"""Words/s against what people would use instead."""
+"""Words/s against other ways to train."""
 
 from _runs import WORKLOADS
 
@@ -16,19 +16,23 @@ from sets.base import (
     workloads_of,
 )
 
-# Words/s in terms of Horovod's own way, at 8 machines of 50 Mbit/s: with
-# float32 on the wire; with 16 bits, and Horovod's fp16 compression.
-ASKED_SPEED = {
-    "lm": (4, 7),
-    "nmt": (2.3, 4),
-    "recommender": (4, 7),
-    "resnet50": (0.98, None),
+FLOAT32, NARROW = ("hybrid", "horovod"), ("hybrid bfloat16", "horovod fp16")
+# Of these pairs the least words/s of the first / those of the second, on 8
+# machines at 50 Mbit/s.
+ASKED = {
+    "lm": {
+        FLOAT32: 4,
+        NARROW: 7,
+        ("hybrid", "naive ps"): 1.5,
+        ("hybrid bfloat16", "naive ps"): 2.8,
+    },
+    "nmt": {FLOAT32: 2.3, NARROW: 4},
+    "recommender": {FLOAT32: 4, NARROW: 7},
+    "resnet50": {FLOAT32: 0.98},
 }
-# And in terms of naive servers, of float32 both times.
-ASKED_OF_NAIVE = {"hybrid": 1.5, "hybrid bfloat16": 2.8}
 
 
-# One look.
+# Pairs of runs: this library's and a peer's.
 
 
 def _quick_runs(options):
@@ -41,102 +45,14 @@ def _quick_runs(options):
 
 
 def _quick(options, figures_of, plots):
-    report = Report()
-    rows = []
-    for ours, peer in in_pairs(_quick_runs(options)):
-        figures, others = figures_of(ours), figures_of(peer)
-        ratio = words_ratio(figures, others)
-        name = f"{ours.workload}, {at_rate(ours.rate)}"
-        rows.append(
-            [
-                f"{name}, {ours.machines} machines",
-                words_of(figures),
-                words_of(others),
-                ratio,
-                sent_and_received(figures),
-                sent_and_received(others),
-            ]
-        )
-        report.check(name, ratio, least=1 if ours.rate == SLOW else None)
-    report.table(
-        "Words/s, and MB that a machine sends and receives in a step",
-        ["", "hybrid", "Horovod's way", "ratio", "MB", "MB, Horovod's way"],
-        rows,
+    title = "One look"
+    return _pairs(
+        title,
+        _quick_runs(options),
+        figures_of,
+        lambda run: 1 if run.rate == SLOW else None,
     )
-    return report
 
-
-# Against what people would use instead.
-
-
-# TensorFlow's own servers, asynchronous: for comparison, and not judged.
-_OF_SERVERS = ("lm", "nmt", "recommender")
-
-
-def _speed_ways(workload):
-    ways = ["hybrid", "horovod"]
-    if ASKED_SPEED.get(workload, (None, None))[1]:
-        ways += ["hybrid bfloat16", "horovod fp16"]
-    ways += ["naive ps"] * (workload == "lm")
-    return ways + ["tensorflow ps"] * (workload in _OF_SERVERS)
-
-
-def _speed_runs(options):
-    return [
-        make_run(options, workload, way, rate)
-        for rate in rates_of(options)
-        for workload in workloads_of(options, tuple(ASKED_SPEED))
-        for way in _speed_ways(workload)
-    ]
-
-
-def _speed(options, figures_of, plots):
-    report = Report()
-    rows = []
-    for rate in rates_of(options):
-        for workload in workloads_of(options, tuple(ASKED_SPEED)):
-            found = {
-                way: figures_of(make_run(options, workload, way, rate))
-                for way in _speed_ways(workload)
-            }
-            pairs = [("hybrid", "horovod"), ("hybrid bfloat16", "horovod fp16")]
-            asked = ASKED_SPEED.get(workload, (None, None))
-            ratios = []
-            for (ours, peer), least in zip(pairs, asked, strict=True):
-                if ours not in found:
-                    ratios.append(None)
-                    continue
-                ratios.append(words_ratio(found[ours], found[peer]))
-                report.check(
-                    f"{workload}, {at_rate(rate)}: {ours} / {peer}",
-                    ratios[-1],
-                    least=least if rate == SLOW else None,
-                )
-            for ours, least in ASKED_OF_NAIVE.items():
-                if "naive ps" in found:
-                    report.check(
-                        f"{workload}, {at_rate(rate)}: {ours} / naive ps",
-                        words_ratio(found[ours], found["naive ps"]),
-                        least=least if rate == SLOW else None,
-                    )
-            columns = [way for pair in pairs for way in pair]
-            columns += ["naive ps", "tensorflow ps"]
-            rows.append(
-                [
-                    f"{workload}, {WORKLOADS[workload][0]}/s, {at_rate(rate)}",
-                    *(words_of(found.get(way)) for way in columns),
-                    *ratios,
-                ]
-            )
-    report.table(
-        f"Against Horovod's own way, {max(options.machines)} machines",
-        ["", *columns, "ratio, float32", "ratio, 16 bits"],
-        rows,
-    )
-    return report
-
-
-# What else there is.
 
 # Horovod's dense way sends whole tables: where the links are fast.
 _FAST = 1000
@@ -151,8 +67,8 @@ _OTHERS = (
         for workload in ("nmt", "recommender", "lm")
     ),
 )
-# An all-dense model goes as fast as with Horovod; all else is faster.
-ASKED_OF_OTHERS = {"inception_v3": ASKED_SPEED["resnet50"][0]}
+# An all-dense model trains as fast as with Horovod, the others faster.
+ASKED_OF_OTHERS = {"inception_v3": ASKED["resnet50"][FLOAT32]}
 
 
 def _others_runs(options):
@@ -166,31 +82,98 @@ def _others_runs(options):
 
 
 def _others(options, figures_of, plots):
-    report = Report()
-    rows = []
-    for ours, peer in in_pairs(_others_runs(options)):
+    return _pairs(
+        "Inception v3, float16 and Horovod's dense way, "
+        f"{max(options.machines)} machines",
+        _others_runs(options),
+        figures_of,
+        lambda run: ASKED_OF_OTHERS.get(run.workload, 1.0),
+    )
+
+
+def _pairs(title, runs, figures_of, asked):
+    """A table of pairs of runs.
+
+    Args:
+        title: of the table.
+        runs: list of `Run`, pair by pair.
+        figures_of: see `Set.report`.
+        asked: function from the pair's first run to its least ratio, or None.
+    """
+    report, rows = Report(), []
+    for ours, peer in in_pairs(runs):
         figures, others = figures_of(ours), figures_of(peer)
         ratio = words_ratio(figures, others)
-        name = f"{ours.workload}, {at_rate(ours.rate)}"
-        report.check(
-            f"{name}: {ours.way} / {peer.way}",
-            ratio,
-            least=ASKED_OF_OTHERS.get(ours.workload, 1.0),
-        )
-        rows.append(
-            [
-                *(name, ours.way, peer.way),
-                *(words_of(figures), words_of(others), ratio),
-                *(sent_and_received(figures), sent_and_received(others)),
-            ]
-        )
+        where = f"{ours.workload}, {at_rate(ours.rate)}"
+        name = f"{where}: {ours.way} / {peer.way}"
+        report.check(name, ratio, least=asked(ours))
+        if figures or others:
+            rows.append(
+                [
+                    f"{where}, {WORKLOADS[ours.workload][0]}/s",
+                    *(ours.way, peer.way),
+                    *(words_of(figures), words_of(others), ratio),
+                    *(sent_and_received(figures), sent_and_received(others)),
+                ]
+            )
     report.table(
-        f"Inception v3, float16 and Horovod's dense way, "
-        f"{max(options.machines)} machines",
-        [
-            *("", "this library's way", "against", "a second"),
-            *("a second, against", "ratio", "MB", "MB, against"),
-        ],
+        title,
+        ["", "ours", "peer", "ours /s", "peer /s", "ratio", "MB", "peer MB"],
+        rows,
+    )
+    return report
+
+
+# All ways side by side.
+
+# TensorFlow's own servers are asynchronous: for comparison, and not judged.
+_OF_SERVERS = ("lm", "nmt", "recommender")
+_COLUMNS = (*FLOAT32, *NARROW, "naive ps", "tensorflow ps")
+
+
+def _speed_runs(options):
+    return [
+        run
+        for rate in rates_of(options)
+        for workload in workloads_of(options, tuple(ASKED))
+        for run in _speed_ways(options, workload, rate).values()
+    ]
+
+
+def _speed_ways(options, workload, rate):
+    """dict from a way to its run."""
+    ways = [way for pair in _asked(workload) for way in pair]
+    ways += ["tensorflow ps"] * (workload in _OF_SERVERS)
+    return {way: make_run(options, workload, way, rate) for way in ways}
+
+
+def _asked(workload):
+    return ASKED.get(workload, {FLOAT32: None})
+
+
+def _speed(options, figures_of, plots):
+    report, rows = Report(), []
+    for rate in rates_of(options):
+        for workload in workloads_of(options, tuple(ASKED)):
+            runs = _speed_ways(options, workload, rate)
+            found = {way: figures_of(run) for way, run in runs.items()}
+            where, ratios = f"{workload}, {at_rate(rate)}", {}
+            for (ours, peer), least in _asked(workload).items():
+                ratio = words_ratio(found[ours], found[peer])
+                ratios[ours, peer] = ratio
+                least = least if rate == SLOW else None
+                report.check(f"{where}: {ours} / {peer}", ratio, least=least)
+            if any(found.values()):
+                rows.append(
+                    [
+                        f"{where}, {WORKLOADS[workload][0]}/s",
+                        *(words_of(found.get(way)) for way in _COLUMNS),
+                        *(ratios.get(pair) for pair in (FLOAT32, NARROW)),
+                    ]
+                )
+    report.table(
+        f"Against Horovod's own way, {max(options.machines)} machines",
+        ["", *_COLUMNS, "ratio, float32", "ratio, 16 bits"],
         rows,
     )
     return report

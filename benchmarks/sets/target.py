@@ -14,10 +14,9 @@ from sets.base import (
 )
 from sets.paper import PAPER_WORDS
 
-# Held-out losses in nats a word, below those of the words'
-# frequencies alone (7.2 and 5.4), and how they are come to: in one process with
-# the batch of eight after 300 steps.
-
+# Held-out losses in nats a word, below those of the words' frequencies alone
+# (7.2 and 5.4), and arguments with which one process with the batch of eight
+# reaches them after 300 steps.
 TARGETS = {
     "lm": (6, ("--learning-rate", "0.5")),
     "nmt": (
@@ -27,7 +26,7 @@ TARGETS = {
     ),
 }
 _TARGET_WAYS = (*BOTH, "horovod")
-# Of Horovod's seconds in terms of this library's.
+# Least ratio: Horovod's seconds / this library's.
 ASKED_OF_TARGET = 1.0
 
 
@@ -45,8 +44,7 @@ def _target_run(options, workload, way, rate):
     arguments += ("--target", str(loss), "--every", "25")
     arguments += ("--most-steps", "1000", *options.arguments)
     run = make_run(options, workload, way, rate, arguments=arguments)
-    # How many steps it takes is not known before; the small one learns within
-    # minutes.
+    # The number of steps is unknown; the small size learns within minutes.
     return dataclasses.replace(run, steps=300, warm_up=2, size="small")
 
 
@@ -57,7 +55,7 @@ def _target(options, figures_of, plots):
             where = f"{workload}, {at_rate(rate)}"
             rows, lines = [], {}
             words = PAPER_WORDS[workload]
-            # Steps are the same, so what a step takes is what training takes.
+            # With equal numbers of steps, training scales as words/s.
             paper = {"hybrid": words["hybrid"] / words["allreduce"]}
             paper["horovod"] = 1.0
             slowest = target = least = None

@@ -15,7 +15,7 @@ from sets.base import (
     sparse_workloads,
 )
 
-# Sparse bytes less indices, in terms of 4 alpha w (N-1)/N with float32.
+# Most sparse bytes without indices / 4 alpha w (N-1)/N with float32.
 ASKED_BYTES = {
     ("horovod", "hybrid"): 1.05,
     ("horovod", "hybrid bfloat16"): 0.55,
@@ -24,8 +24,8 @@ ASKED_BYTES = {
 }
 ASKED_OF_BOUND = 0.85
 ASKED_OF_OVERLAP = 0.05
-# Sixteen talk more, and what is looked for is a difference: at 20 ms what they
-# say while idle, more than while they train, was 5 to 9 % at 50 Mbit/s.
+# Milliseconds. With a cycle of 20, the idle traffic of eight processes, larger
+# than while they train, was 5 to 9 % at 50 Mbit/s: too much for a difference.
 _QUIETEST_CYCLE = 100
 
 
@@ -174,8 +174,8 @@ def _bound(options, figures_of, plots):
         if figures is None:
             report.check(name, None)
             continue
-        # A step sends the same at each rate. The shorter it is, the less of
-        # an idle time is taken off, which may be too much.
+        # A step sends the same bytes at each rate; a short one has the least
+        # idle traffic to subtract, which may be too much.
         fastest = figures_of(
             make_run(options, run.workload, run.way, max(rates_of(options)))
         )

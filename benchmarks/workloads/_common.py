@@ -1,13 +1,13 @@
-"""What the workloads share, also where they are trained by `peers/`.
+"""The common parts of the workloads, for this library and for `peers/`.
 
 A workload is a module with
 
     SIZES       a dict of the options of `--size small` and `--size large`
     options     a function of `ArgumentParser.add_argument`, for its own
-    make        a function of a `Kit`, the arguments, a number of examples and
-                a NumPy generator, which returns a `Workload`
+    make        a function from a `Kit`, the arguments, a number of examples and
+                a NumPy generator to a `Workload`
 
-Nothing here imports keras_sparsity.
+This module does not import keras_sparsity.
 """
 
 import importlib
@@ -26,18 +26,19 @@ import tensorflow as tf
 NAMES = ("lm", "nmt", "recommender", "resnet50", "inception_v3")
 # Of all processes together: logits of all classes take memory.
 HELD_OUT_BATCH = 64
-# Every process draws all examples: of more steps they would take longer to
-# draw than to train on. Behind so many steps, their examples come again.
+# Every process draws all examples, which takes longer than training on them:
+# after these steps the examples repeat.
 _DIFFERENT_STEPS = 24
 
 
 class Kit(NamedTuple):
-    """What layers a workload's model is built with.
+    """The layers that a workload's model is built of.
 
     Args:
         embedding: Function of the number of rows, their width and, by the
             keyword `name`, the layer's name. Returns a layer.
-        bag: The same, of what adds up the rows of the ids on the last axis.
+        bag: The same for a layer that sums the rows of the ids on the last
+            axis.
         softmax: Function of the number of classes and of those in a sample.
             Returns a layer whose method `loss` makes its loss: sampled in
             training, of all classes otherwise.
@@ -49,17 +50,17 @@ class Kit(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """What is trained.
+    """A model with its examples.
 
     Args:
         model: Keras's, not compiled.
-        x, y: NumPy arrays of examples (`x` may be a tuple of them). A run
-            begins again where there are fewer than it needs.
-        loss: What `compile` takes.
+        x, y: NumPy arrays of examples (`x` may be a tuple of them); a run
+            that needs more repeats them.
+        loss: For `compile`.
         optimizer: Keras's.
-        words: How many of them, images or samples, an example counts for.
-        least_loss: Function of `x` and `y`: the mean loss of the best
-            possible model on these examples, of a source that is known.
+        words: Number of words, images or samples of an example.
+        least_loss: Function from `x` and `y` to the mean loss of the best
+            possible model, where the source is known.
     """
 
     model: Any
@@ -86,7 +87,7 @@ class Workload(NamedTuple):
 
 
 def module(name):
-    """That of a workload."""
+    """Imports the module of a workload."""
     folder = os.path.dirname(os.path.abspath(__file__))
     if folder not in sys.path:
         sys.path.append(folder)
@@ -115,7 +116,7 @@ def parse(module, parser, arguments=None):
     add("--learning-rate", type=float, help="by default the workload's own")
     module.options(add)
     parser.set_defaults(target=None)
-    parser.epilog = "What --size stands for: " + "; ".join(
+    parser.epilog = "Options of --size: " + "; ".join(
         f"{size}: "
         + " ".join(
             f"--{name.replace('_', '-')} {value}"
@@ -126,9 +127,15 @@ def parse(module, parser, arguments=None):
     chosen = parser.parse_args(arguments)
     parser.set_defaults(**module.SIZES[chosen.size])
     args = parser.parse_args(arguments)
+    _check(parser, args)
+    return args
+
+
+def _check(parser, args):
+    """Ends the program where the arguments do not fit together."""
     if args.warm_up < 1:
         parser.error(f"--warm-up must be 1 or more. Received: {args.warm_up}.")
-    # A program that makes the cluster has an option for them.
+    # A program that makes the cluster has an option for the rates.
     rates = getattr(args, "rate", _network.Window().rates)
     if len(args.steps) == 1:
         args.steps *= len(rates)
@@ -150,37 +157,35 @@ def parse(module, parser, arguments=None):
                 f"--held-out must be a multiple of {HELD_OUT_BATCH}. "
                 f"Received: {args.held_out}."
             )
-    return args
 
 
 def target_options(add):
-    """Those of training until a held-out loss is reached (EuroSys 6.2)."""
+    """Adds options of training to a held-out loss (EuroSys 6.2)."""
     add(
         "--target",
         type=float,
-        help="train until the loss of held-out examples, of all classes, is "
-        "at most so many nats a word, in place of --steps",
+        help="train to this loss of held-out examples over all classes, in "
+        "nats a word, in place of --steps",
     )
-    add("--every", type=int, default=50, help="steps, it is looked at")
-    add("--most-steps", type=int, default=5000, help="to give up after")
+    add("--every", type=int, default=50, help="steps between evaluations")
+    add("--most-steps", type=int, default=5000, help="steps to give up after")
     add("--held-out", type=int, default=512, help="examples held out")
 
 
 def num_steps(args):
-    """Of all that `measured` lets a workload train."""
+    """The number of steps that `measured` yields in all."""
     return args.warm_up + sum(_network.SETTLE + steps for steps in args.steps)
 
 
 def measured(window, args, meet):
-    """How many steps to train next, again and again.
+    """Yields the number of steps to train next, again and again.
 
-    What is to be done and measured before, between and after them is done when
-    the next number is asked for.
+    Limits and measures the network before, between and after them.
 
     Args:
         window: `_network.Window`.
         args: Of `parse`.
-        meet: Function of a name, which returns when all processes call it.
+        meet: Function of a name that returns when all processes call it.
     """
     yield args.warm_up
     for rate, steps in zip(window.rates, args.steps, strict=True):
@@ -197,7 +202,7 @@ def measured(window, args, meet):
 
 
 def made(module, kit, args, size):
-    """A workload for `size` processes, and what it holds out or None."""
+    """A workload for `size` processes, and its held-out examples or None."""
     if args.target is None:
         held_out, steps = 0, min(_DIFFERENT_STEPS, num_steps(args))
     else:
@@ -217,25 +222,25 @@ def made(module, kit, args, size):
 
 
 def zipf(shape, num_rows, generator):
-    """Ids that come as often as words do: id k in proportion to 1 / (k + 1)."""
+    """Ids as frequent as words: id k in proportion to 1 / (k + 1)."""
     uniform = generator.random(shape)
     ids = np.exp(uniform * np.log(num_rows + 1)).astype("int32") - 1
     return np.minimum(ids, num_rows - 1)
 
 
 def zipf_probability(ids, num_rows):
-    """That of each id in what `zipf` draws."""
+    """The probability of each id that `zipf` draws."""
     return np.log1p(1 / (ids + 1.0)) / np.log(num_rows + 1)
 
 
 def examples(x, y, start, number):
-    """Some examples, from the first one again behind the last."""
+    """Some examples; the first one follows the last."""
     index = np.arange(start, start + number) % len(y)
     return tf.nest.map_structure(lambda array: array[index], (x, y))
 
 
 def dataset(x, y, batch, num_batches):
-    """`tf.data` of batches, from the first example again behind the last."""
+    """`tf.data` of batches; the first example follows the last."""
     arrays = tf.nest.map_structure(tf.constant, (x, y))
 
     def take(number):
@@ -258,7 +263,7 @@ def fit(workload, held_out, args, size, window, meet):
         meet: Function of a name, which returns when all processes call it.
 
     Returns:
-        dict of what to report besides.
+        dict of further figures to report.
     """
     model, batch = workload.model, args.batch * size
     if held_out is None:
@@ -288,7 +293,7 @@ def fit(workload, held_out, args, size, window, meet):
 
 
 class Timed(keras.callbacks.Callback):
-    """Measures what a `fit` trains, of one epoch of `num_steps(args)`.
+    """Measures a `fit` of one epoch of `num_steps(args)`.
 
     Arguments are those of `measured`.
     """
@@ -318,12 +323,12 @@ class Curve:
         self._points = []
 
     def add(self, seconds, num_timed, loss):
-        """The loss after `--every` more steps.
+        """Adds the loss after `--every` more steps.
 
         Args:
-            seconds: That they took, `num_timed` of them.
-            num_timed: Steps. The first of all is left out, which traces the
-                model, and taken to be as long as the others.
+            seconds: Of `num_timed` steps.
+            num_timed: Number of timed steps: all but the very first, which
+                traces the model and counts as one of mean length.
             loss: Of all held-out examples.
 
         Returns:
@@ -339,7 +344,7 @@ class Curve:
         return loss <= self._target
 
     def figures(self):
-        """What to report: seconds of training, not of looking at the loss."""
+        """Figures to report: seconds of training, without evaluation."""
         last = self._points[-1]
         return {
             "loss": last["loss"],

@@ -1,4 +1,4 @@
-"""What the models of images share."""
+"""The common parts of the image models."""
 
 import _common
 import keras
@@ -12,7 +12,7 @@ def options(add):
 def make(application, args, num_examples, generator):
     shape = (args.pixels, args.pixels, 3)
     model = application(weights=None, input_shape=shape, classes=args.classes)
-    # A few, again and again: they take the memory.
+    # A few images, repeated, to save memory.
     count = min(num_examples, 256)
     return _common.Workload(
         model,

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 
-# So small that gradients are clipped.
+# Small enough that gradients are clipped.
 NORM = 0.01
 KIT = _common.Kit(
     embedding=ks.layers.ShardedEmbedding,
@@ -29,31 +29,9 @@ def run(name):
     parser = argparse.ArgumentParser(
         description=module.__doc__.partition("\n")[0]
     )
-    add = parser.add_argument
-    add("--architecture", default="hybrid", help="of the strategy")
-    add("--wire-dtype", help="of the strategy")
-    add(
-        "--no-local-aggregation",
-        dest="local_aggregation",
-        action="store_false",
-        help="of the strategy",
-    )
-    add("--prefetch", action="store_true", help="of the strategy")
-    add("--alone", action="store_true", help="time it without exchange, too")
-    add(
-        "--clip",
-        choices=["owners", "workers"],
-        help=f"to a global norm of {NORM}, which the owners of rows find with "
-        "one number of each, or every worker from the gradients of all owners",
-    )
+    _options(parser.add_argument)
     args = _common.parse(module, parser)
-    strategy = ks.HybridStrategy(
-        architecture=args.architecture,
-        wire_dtype=args.wire_dtype,
-        local_aggregation=args.local_aggregation,
-        prefetch=args.prefetch,
-        transform_gradients=clip_by_workers if args.clip == "workers" else None,
-    )
+    strategy = _strategy(args)
     window = _network.Window(is_first=strategy.rank == 0)
     if args.architecture != "auto":  # which measures the links
         window.open()
@@ -89,8 +67,37 @@ def run(name):
     )
 
 
+def _options(add):
+    add("--architecture", default="hybrid", help="of the strategy")
+    add("--wire-dtype", help="of the strategy")
+    add(
+        "--no-local-aggregation",
+        dest="local_aggregation",
+        action="store_false",
+        help="of the strategy",
+    )
+    add("--prefetch", action="store_true", help="of the strategy")
+    add("--alone", action="store_true", help="also time it without exchange")
+    add(
+        "--clip",
+        choices=["owners", "workers"],
+        help=f"to a global norm of {NORM}, computed by the owners of rows from "
+        "one number of each, or by every worker from all gradients",
+    )
+
+
+def _strategy(args):
+    return ks.HybridStrategy(
+        architecture=args.architecture,
+        wire_dtype=args.wire_dtype,
+        local_aggregation=args.local_aggregation,
+        prefetch=args.prefetch,
+        transform_gradients=clip_by_workers if args.clip == "workers" else None,
+    )
+
+
 def clip_by_workers(gradients, variables):
-    """The norm from gradients that are gathered from their owners."""
+    """Clips by the norm of gradients gathered from their owners."""
     ranks = ks.collectives.current()
     squares = []
     for index, gradient in enumerate(gradients):
@@ -108,7 +115,7 @@ def clip_by_workers(gradients, variables):
 
 
 def _alone(module, args):
-    """Makes what a process trains alone, see `_facts.seconds_alone`."""
+    """Prepares the training without exchange: see `_facts.seconds_alone`."""
     workload, _ = _common.made(module, KIT, args, 1)
     with ks.HybridStrategy(architecture="hybrid").scope():
         workload.model.compile(workload.optimizer, workload.loss)

@@ -2,20 +2,19 @@
 
     python benchmarks/cluster.py --machines 4 benchmarks/workloads/lm.py
 
-Each word is drawn as often as words are (Zipf), or, with the probability
-`--follows`, is one of four that follow on the one before. What a model can
-learn of that is known exactly. `--time` is the length of an instance, of which
-EuroSys Table 6 takes 1 to 120 words, and alpha with them.
+Words are drawn by Zipf's law or, with the probability `--follows`, are one of
+four that follow the word before; the least possible loss is known exactly.
+`--time` is the length of an instance: EuroSys Table 6 has 1 to 120 words, and
+alpha grows with it.
 """
 
 import _common
 import keras
 import numpy as np
 
-# Eight machines' computation is on the few cores of one here: the large one
-# computes little for the rows that it needs, so that its step is nearly all
-# network, and takes as many examples of a machine as come near the paper's
-# (six GPUs with 128 each).
+# Eight machines compute on the few cores of one: the large size computes little
+# for its rows, so that a step is nearly all network, and has about as many
+# examples per machine as the paper (six GPUs with 128 each).
 SIZES = {
     "small": {
         "vocabulary": 20_000,
@@ -32,7 +31,7 @@ SIZES = {
         "batch": 256,
     },
 }
-# Of the four words that follow on one.
+# Probabilities of the four words that follow a word.
 SHARES = np.array([0.4, 0.3, 0.2, 0.1])
 # `--follows` with `--target`.
 STRUCTURE = 0.9
@@ -47,7 +46,7 @@ def options(add):
     add(
         "--follows",
         type=float,
-        help="share of words that follow on the one before; by default 0, "
+        help="share of words that depend on the one before; by default 0, "
         f"with --target {STRUCTURE}",
     )
     _common.target_options(add)
@@ -78,11 +77,11 @@ def make(kit, args, num_examples, generator):
 
 
 class Source:
-    """Of text: each word depends on the one before, and on nothing else.
+    """A source of text: each word depends on the one before alone.
 
     Args:
         args: Of the command line.
-        generator: Of NumPy, which draws what follows on each word.
+        generator: NumPy's, to draw the followers of each word.
     """
 
     def __init__(self, args, generator):

@@ -2,17 +2,18 @@
 
     python benchmarks/cluster.py --machines 4 benchmarks/workloads/nmt.py
 
-A sentence's translation is its mirror image, word by word another one: a model
-that has learnt it has no loss.
+A sentence's translation is its mirror image, with another word for each: the
+least possible loss is 0.
 """
 
 import _common
 import keras
 import numpy as np
 
-# With 64 examples the dense part, which is the same for all who exchange it,
-# would outweigh the rows; with tables and LSTMs that are wider still, the large
-# one's step would be eight machines' computation on few cores, and not network.
+# A step of the large one shall be nearly all network. With 64 examples dense
+# gradients, whose bytes do not depend on the batch, would outweigh the rows;
+# with wider tables and LSTMs it would be eight machines' computation on few
+# cores.
 SIZES = {
     "small": {
         "vocabulary": 4_000,
@@ -26,6 +27,14 @@ SIZES = {
         "dim": 128,
         "units": 256,
         "sampled": 512,
+        "batch": 128,
+    },
+    # The size in most lines of `results/scaling.jsonl`.
+    "earlier": {
+        "vocabulary": 1_200,
+        "dim": 256,
+        "units": 192,
+        "sampled": 256,
         "batch": 128,
     },
 }

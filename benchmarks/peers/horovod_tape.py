@@ -1,41 +1,43 @@
-"""A workload, trained in the way that Horovod's documentation recommends.
+"""A workload, trained as Horovod's documentation recommends.
 
 A custom loop with `hvd.DistributedGradientTape`, after Horovod's example
 tensorflow2_mnist.py: dense gradients by allreduce, those of embeddings
 (`tf.IndexedSlices`) by allgather, or, with `--dense`, made dense for allreduce
 (`sparse_as_dense`, which the documentation recommends where that is faster);
 variables of rank 0 for all after the first step. `--fp16` is Horovod's own
-compression; Horovod 0.28.1 compresses what it reduces, and not what it
-gathers, so that without `--dense` rows still travel in 32 bits.
+compression; Horovod 0.28.1 compresses sums, not gathered rows, so that without
+`--dense` rows still travel in 32 bits.
 
 The model is that of `workloads/`, of stock Keras 3 layers and TensorFlow's
-sampled softmax, with the same data, batch and optimizer; nothing of
-keras_sparsity is in the step. Unlike the example, the learning rate is not
-multiplied by the number of processes: ours is not, either. Keras's optimizers
-take `IndexedSlices` as they are, rows that several processes have touched one
-by one: with Adagrad the accumulator gets the sum of the squares, and not the
-square of the sum, where a row is there more than once. Variables are
-TensorFlow's own (`.value`), as Horovod's tape takes no Keras 3 variables.
-Horovod 0.28.1, TensorFlow 2.18.1, Keras 3.15.1.
+sampled softmax, with the same data, batch and optimizer; the step does not use
+keras_sparsity. Unlike in the example, the learning rate is not multiplied by
+the number of processes, as ours is not. Keras's optimizers apply duplicate rows
+of `IndexedSlices` one by one: Adagrad's accumulator gets the sum of their
+squares, not the square of their sum. Variables are TensorFlow's own (`.value`),
+as Horovod's tape takes no Keras 3 variables. After four steps from the same
+weights its weights are those of `HybridStrategy`, to rounding: under SGD
+always, under Adagrad where gradients are dense
+(`tests/benchmarks/test_peers.py`). Horovod 0.28.1, TensorFlow 2.18.1, Keras
+3.15.1.
 
     python benchmarks/cluster.py --machines 4 --engine horovod \\
-        benchmarks/peers/horovod.py lm --steps 40
+        benchmarks/peers/horovod_tape.py lm --steps 40
+
+No script here may be called `horovod.py`: a rank imports Horovod with the
+script's folder first on its path.
 """
 
 import os
 import sys
 
-_HERE = os.path.dirname(os.path.abspath(__file__))
-# Not this folder, in which `horovod` would be this file.
-sys.path[:] = [p for p in sys.path if os.path.abspath(p) != _HERE]
-sys.path.append(os.path.dirname(_HERE))
+sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from peers import _stock  # noqa: E402, I001
-from workloads import _common  # noqa: E402
-import _network  # noqa: E402
-import horovod.tensorflow as hvd  # noqa: E402
-import keras  # noqa: E402
-import tensorflow as tf  # noqa: E402
+import _network
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+from peers import _stock
+from workloads import _common
 
 
 class Trainer:
@@ -45,7 +47,7 @@ class Trainer:
         workload: Of stock layers.
         batch: Examples of this process.
         dense: Whether embeddings' gradients are made dense.
-        fp16: Whether what is reduced is compressed.
+        fp16: Whether sums are compressed.
     """
 
     def __init__(self, workload, batch, dense=False, fp16=False):
