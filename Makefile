@@ -17,6 +17,7 @@ export KERAS_BACKEND := tensorflow
 
 NEW := .venv
 HOROVOD := .venv-horovod
+DOCS := .venv-docs
 SOURCES := setup.py pyproject.toml README.md \
 	$(shell find keras_sparsity -name '*.py' -o -name '*.md')
 
@@ -25,7 +26,7 @@ ENVIRONMENTS := $(HOROVOD)/.installed $(NEW)/.dev
 # See pytest_collection_modifyitems.
 TWO_AT_ONCE := -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-all browser sshd lint format bench clean
+.PHONY: help demo test test-all browser sshd docs lint format bench clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -54,25 +55,44 @@ browser sshd:
 # Two runs of apt-get do not wait for each other.
 sshd: | browser
 
-lint: $(NEW)/.dev  ## Ruff's checks and format
+# Strict: a broken link or an unknown name ends it. The variable turns the
+# generator's advertisement off.
+docs: $(DOCS)/.installed  ## Build the documentation's site into site/
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "Open site/index.html"
+
+lint: $(NEW)/.dev  ## Ruff, the direction of imports, public docstrings
 	$(NEW)/bin/ruff check .
 	$(NEW)/bin/ruff format --check .
+	$(NEW)/bin/lint-imports --no-logo --no-cache
+	$(NEW)/bin/python scripts/counts.py --check
 
 format: $(NEW)/.dev  ## Let ruff mend what it can
 	$(NEW)/bin/ruff check --fix .
 	$(NEW)/bin/ruff format .
 
-# One stands beside Horovod; those of an emulated cluster need root.
+# Some stand beside Horovod; those of an emulated cluster need root.
+# before_after.py needs a second checkout.
 bench: $(NEW)/.installed $(HOROVOD)/.installed  ## Every benchmark
 	set -e; for benchmark in benchmarks/[a-z]*.py; do \
 		python=$(NEW)/bin/python; \
-		case $$benchmark in */all_to_all.py|*/scaling.py) python=$(HOROVOD)/bin/python;; esac; \
+		case $$benchmark in */before_after.py) continue;; \
+			*/all_to_all.py|*/scaling.py) python=$(HOROVOD)/bin/python;; esac; \
 		echo "== $$benchmark"; $$python $$benchmark; done
 
 clean:  ## Remove the virtual environments and what the tools wrote
-	rm -rf $(NEW) $(HOROVOD) build dist *.egg-info .pytest_cache \
-		.ruff_cache .hypothesis
+	rm -rf $(NEW) $(HOROVOD) $(DOCS) site build dist *.egg-info \
+		.pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The site's generator; it reads the source and needs no TensorFlow.
+$(DOCS)/.installed: docs/requirements.txt
+	@echo "Making $(DOCS) ..."
+	@python="$$(scripts/find_python.sh $(PYTHON))" && \
+		"$$python" -m venv $(DOCS)
+	@scripts/pip_install.sh $(DOCS)/bin/python "the site's generator" \
+		-r docs/requirements.txt
+	@touch $@
 
 # The newest TensorFlow, native engine.
 $(NEW)/bin/python:

@@ -118,7 +118,7 @@ EOF
 # Gloo's all-to-all begins to send to one process before it has told others
 # that they may send: what it tells them then waits behind its own data. Told
 # first, machines that all send to each other fill their links
-# (benchmarks/README.md has figures).
+# (benchmarks/tried.md has figures).
 all_told_first() {
   replace_in "$1/alltoallv.cc" \
     '    int sendRank = (myRank + i) % worldSize;
@@ -139,7 +139,7 @@ all_told_first() {
 
 # The thread that receives for Gloo's pairs asks the kernel again and again, as
 # fast as it can, while another thread sends to one of them: it took 16 % of two
-# processors from those that compute (benchmarks/README.md). It sleeps now.
+# processors from those that compute (benchmarks/tried.md). It sleeps now.
 none_spins() {
   local held='std::try_to_lock);
   if (!lock) {
