@@ -30,7 +30,7 @@ end_line() { if [ -t 1 ]; then printf '\r\033[K'; fi; }
 state() {
   local found
   if grep -q '^Installing collected' "$log"; then
-    echo "unpacking, $(du -sm "$environment" | cut -f 1) MB so far"
+    echo "unpacking, $(du -sm "$environment" 2>/dev/null | cut -f 1) MB so far"
   else
     found="$(grep -c '^Collecting\|^Requirement already' "$log")" || true
     echo "looking for wheels, $found found"
