@@ -51,7 +51,7 @@ How far the figures carry:
 `scaling.jsonl` has runs of the Xeon, from before `install_horovod.sh` made
 Gloo's receiving thread sleep; those of local aggregation, sparsity, `lm` by
 AllReduce and TensorFlow's servers ran on two slower cores of an AMD EPYC, with
-that patch. `bound.jsonl` and `epyc.jsonl` have later runs of the EPYC, with it.
+that patch. The other files have later runs of the EPYC, with it.
 """
 
 _MACHINES_NOTE = """\
@@ -191,6 +191,14 @@ PARTS = (
         plots=("architectures_lm", "cumulative_lm"),
     ),
     Part(
+        "Ablation, both patches of Gloo",
+        ("ablation",),
+        "AMD EPYC, all runs of one day. The 8 processes of AllReduce, with "
+        "dense gradients of both tables, ran out of 24 GB.",
+        ("--workloads", "lm", "--rates", "50", "1000"),
+        "ablation.jsonl",
+    ),
+    Part(
         "Sparsity",
         ("sweep",),
         "`lm` on 1,000 rows of 512, instances of 1 to 120 words, 256 of them "
@@ -259,6 +267,8 @@ def text(parse, plots):
 def _part(part, parse, results, plots):
     lines = [f"## {part.title}", "", _wrapped(part.note), ""]
     options = parse(["--set", *part.sets, *part.arguments])
+    if not part.plots:  # Plots of one name are drawn into one file.
+        plots = _report.Plots(None)
     for name in part.sets:
         found = report_of(name, options, results, plots)
         lines += found.tables

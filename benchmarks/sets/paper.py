@@ -169,6 +169,10 @@ _CUMULATIVE = {
     "+ local aggregation": "hybrid",
     "+ cast to bfloat16 at the sender": "hybrid bfloat16",
 }
+_BESIDE_PAPER = (
+    ", beside EuroSys Table 4 (words/s in terms of naive servers, 8 machines "
+    "of 6 GPUs)"
+)
 # Their counterparts in Table 4, where optimized servers and Parallax aggregate
 # locally.
 _PAPER_CUMULATIVE = {
@@ -242,8 +246,13 @@ def _ablation(options, figures_of, plots):
 
 
 def _compare(report, title, found, base, workload):
-    """A table of the ways at each rate, in terms of one of them."""
-    rates, paper = list(found), PAPER_WORDS.get(workload, {})
+    """A table of the ways at each rate, in terms of one of them.
+
+    The paper's words/s stand beside it if that one is naive servers.
+    """
+    is_papers = _PAPER_CUMULATIVE.get(base, base) == "naive ps"
+    rates = list(found)
+    paper = PAPER_WORDS.get(workload, {}) if is_papers else {}
     rows, has_base = [], any(found[rate][base] for rate in rates)
     for label in found[rates[0]]:
         of_label = [found[rate][label] for rate in rates]
@@ -252,20 +261,19 @@ def _compare(report, title, found, base, workload):
             ratio = words_ratio(figures, found[rate][base])
             row += [words_of(figures), ratio]
             report.check(f"{title}, {at_rate(rate)}: {label}", row[-2])
-        of_paper = _PAPER_CUMULATIVE.get(label, label)
-        if of_paper in paper:
-            row.append(paper[of_paper] / paper["naive ps"])
-        else:
-            row.append(None)
+        if is_papers:
+            of_paper = paper.get(_PAPER_CUMULATIVE.get(label, label))
+            row.append(of_paper / paper["naive ps"] if of_paper else None)
         if has_base and any(of_label):
             rows.append([*row, sent_and_received(of_label[-1])])
     report.table(
-        f"{title}; in terms of {base.removeprefix('base: ')}, beside EuroSys "
-        "Table 4 (words/s in terms of naive servers, 8 machines of 6 GPUs)",
+        f"{title}; in terms of {base.removeprefix('base: ')}"
+        + (_BESIDE_PAPER if is_papers else ""),
         [
             "",
             *(f"{a}{at_rate(r)}" for r in rates for a in ("words/s, ", "/, ")),
-            *("the paper's /", "MB"),
+            *(["the paper's /"] if is_papers else []),
+            "MB",
         ],
         rows,
     )
