@@ -1,39 +1,16 @@
 """Rows of the next step, which come while this one computes."""
 
-import dataclasses
 import typing
-from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf.own_variable import OwnVariable
-from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Route
-from keras_sparsity.collectives.wire import Wire
-from keras_sparsity.exchange.addresses import Addresses
-from keras_sparsity.exchange.routes import sorted_by
+from keras_sparsity.exchange.owned_rows import OwnedRows
+from keras_sparsity.exchange.routes import by_owner, sorted_by
 
 _SAME_BITS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """What an `Ahead` needs to know of the exchange it is a part of.
-
-    Attributes:
-        communicator: `Collectives` of all ranks.
-        role: what the names of the messages begin with.
-        wire: `Wire` of the rows.
-        addresses: `Addresses` of the tables.
-        owned_rows: function from addresses of this rank's rows to the rows.
-    """
-
-    communicator: Collectives
-    role: str
-    wire: Wire
-    addresses: Addresses
-    owned_rows: Callable
 
 
 class Ahead:
@@ -61,16 +38,15 @@ class Ahead:
     messages more in a step.
 
     Args:
-        communicator: `Collectives` of all ranks.
-        columns: the length of a row.
-        dtype: of the rows.
-        addresses: `Addresses` of the tables.
+        exchange: `Exchange`, whose rows have one length.
     """
 
-    def __init__(self, communicator, columns, dtype, addresses):
-        self._columns = columns
-        numbers = addresses.row_dtype
-        each = [0] * communicator.size
+    def __init__(self, exchange):
+        self.exchange = exchange
+        self._columns = columns = exchange.width
+        dtype = exchange.tables[0].variable.dtype
+        numbers = exchange.addresses.row_dtype
+        each = [0] * exchange.communicator.size
 
         def of_some(dtype, *inner):
             none = np.zeros((0, *inner), tf.as_dtype(dtype).as_numpy_dtype)
@@ -92,32 +68,31 @@ class Ahead:
         # What any rank sends late to any other at most; 1 is the verdict.
         self._largest = OwnVariable(1, tf.int32)
 
-    def announce(self, exchange, request):
+    def announce(self, request):
         """Tells the owners which rows this rank needs in the next step.
 
         Args:
-            exchange: `Exchange`.
-            request: what this rank will ask for, see `exchange`.
+            request: `Request` of the next step.
 
         Returns:
             `Announced`.
         """
+        exchange = self.exchange
         communicator, addresses = exchange.communicator, exchange.addresses
         size = communicator.size
-
-        def valid():
-            owner, address = request.owner_and_address
-            return sorted_by(owner, address, size, addresses.dtype)
 
         def nothing():  # an id is outside: the next step is to say so
             return (
                 tf.zeros([0], addresses.dtype),
-                tf.zeros([request.num_rows], tf.int32),
+                tf.zeros([tf.size(request.rows)], tf.int32),
                 tf.zeros([size], tf.int32),
             )
 
-        is_inside = request.is_inside
-        sent, positions, splits = tf.cond(is_inside, valid, nothing)
+        request.merge()
+        is_inside = tf.reduce_all(request.are_inside())
+        sent, positions, splits = tf.cond(
+            is_inside, lambda: by_owner(request), nothing
+        )
         received, route = communicator.all_to_all(
             sent, splits, name=f"{exchange.role}/pull/next/ids"
         )
@@ -160,39 +135,37 @@ class Ahead:
             Route(counts, received_counts, largest[0]),
             largest[1],
             # Now, when the processor is idle: later, it computes gradients.
-            exchange.owned_rows(tf.boolean_mask(received, goes_early)),
+            OwnedRows(exchange, tf.boolean_mask(received, goes_early)).rows(),
         )
 
-    def pull(self, exchange, request):
+    def pull(self, request):
         """Has the late rows of this step sent.
 
         Args:
-            exchange: `Exchange`.
-            request: what this rank asks for, see `exchange`.
+            request: `Request` of this step.
 
         Returns:
             `Late`.
         """
         received = self._received.read()
         route = Route(*(part.read() for part in self._route))
-        rows, is_right = self._rows(exchange, request, received, route)
+        rows, is_right = self._rows(request, received, route)
         return Late(rows, is_right, self._arrivals.read(), received, route)
 
-    def send(self, exchange, announced, behind):
+    def send(self, announced, behind):
         """Sends the early rows of the next step.
 
         Args:
-            exchange: `Exchange`.
             announced: what `announce` has given.
             behind: list of tensors that are waited for.
         """
         # What is left to do by then is to send: a processor has other work.
         with tf.control_dependencies(behind):
-            early = exchange.wire.carry(
+            early = self.exchange.pull_wire.carry(
                 tf.identity(announced.rows),
-                exchange.communicator.all_to_all_along,
+                self.exchange.communicator.all_to_all_along,
                 announced.early_route,
-                name=f"{exchange.role}/pull/next/rows",
+                name=f"{self.exchange.role}/pull/next/rows",
             )
         self._numbers.assign(announced.numbers)
         self._arrivals.assign(announced.arrivals)
@@ -207,11 +180,11 @@ class Ahead:
             variable.assign(part)
         self._largest.assign(announced.most_late)
 
-    def _rows(self, exchange, request, received, route):
-        """What has come early, with what comes late; if all is right."""
-        size = exchange.communicator.size
+    def _rows(self, request, received, route):
+        """The early rows and the late ones; and whether all are right."""
+        exchange, size = self.exchange, self.exchange.communicator.size
         goes_late = self._goes_late.read()
-        owned = exchange.owned_rows(received)
+        owned = OwnedRows(exchange, received).rows()
         late, now = (
             tf.boolean_mask(owned, which)
             for which in (goes_late, tf.logical_not(goes_late))
@@ -232,7 +205,7 @@ class Ahead:
         comes_late = self._comes_late.read()
         owner = route.receivers
         received_splits = 1 + _counts(tf.boolean_mask(owner, comes_late), size)
-        arrived = exchange.wire.carry(
+        arrived = exchange.pull_wire.carry(
             message,
             exchange.communicator.all_to_all_along,
             Route(splits, received_splits, self._largest.read()),
@@ -288,12 +261,12 @@ class Late(typing.NamedTuple):
     received: tf.Tensor
     route: Route
 
-    def settle(self, way, pull):
+    def settle(self, route, pull):
         """The rows of this step, pulled now where they are not right.
 
         Args:
-            way: `Direct`, which is told how the rows have come.
-            pull: function that has `way` pull the rows now.
+            route: `Direct`, which goes on with the way the rows came.
+            pull: function that pulls the rows now, by `route`.
 
         Returns:
             `(num_sent, columns)`.
@@ -304,11 +277,11 @@ class Late(typing.NamedTuple):
 
         def anew():
             rows = pull()
-            return rows, way.arrivals, way.received, *_parts(way.route)
+            return rows, route.arrivals, route.received, *_parts(route.parts)
 
-        rows, arrivals, received, *route = tf.cond(self.is_right, resume, anew)
+        rows, arrivals, received, *parts = tf.cond(self.is_right, resume, anew)
         rows.set_shape([None, self.rows.shape[-1]])
-        way.resume(arrivals, tf.shape(rows)[0], received, Route(*route))
+        route.resume(arrivals, tf.shape(rows)[0], received, Route(*parts))
         return rows
 
 

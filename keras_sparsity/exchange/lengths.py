@@ -1,4 +1,4 @@
-"""Rows of different lengths, which travel without what pads them."""
+"""Rows of several lengths, which travel without padding."""
 
 import math
 
@@ -53,47 +53,37 @@ class Lengths:
         return tf.gather(tf.constant(self._counts, tf.int32), index)
 
 
-class Carrier:
-    """Takes rows along a route, and back, each in its own length.
+class LengthCarrier:
+    """Takes rows along a `Route`, and back, each in its own length.
 
-    In memory they are as wide as the longest; what is behind the end of a
-    shorter one does not travel.
+    In memory they are as wide as the longest; the padding of shorter ones
+    does not travel.
 
     Args:
         communicator: `Collectives` of those who send to each other.
-        route: `Route` of the rows.
-        lengths: `Lengths`; None if all rows have one.
+        parts: `Route` of the rows.
+        lengths: `Lengths`.
         sent, received: int32, the number of pieces of each row that goes along
-            the route, and that comes. With `lengths`.
-        name: what the names of messages about it begin with. With `lengths`.
+            the route, and that comes.
+        name: beginning of the names of its own messages.
     """
 
-    def __init__(
-        self,
-        communicator,
-        route,
-        lengths=None,
-        sent=None,
-        received=None,
-        name=None,
-    ):
+    def __init__(self, communicator, parts, lengths, sent, received, name):
         self._communicator, self._lengths = communicator, lengths
         self._sent, self._received = sent, received
-        self._route = route
-        if lengths is None:
-            return
-        size = communicator.size
 
         def added(pieces, ranks):
-            return tf.math.unsorted_segment_sum(pieces, ranks, size)
+            return tf.math.unsorted_segment_sum(
+                pieces, ranks, communicator.size
+            )
 
-        splits = added(sent, route.receivers)
+        splits = added(sent, parts.receivers)
         largest = tf.constant(0)
         if communicator.pads:
             (largest,) = communicator.all_reduce(
                 [tf.reduce_max(splits)], op="max", name=f"{name}/lengths"
             )
-        self._route = Route(splits, added(received, route.senders), largest)
+        self._route = Route(splits, added(received, parts.senders), largest)
 
     def along(self, rows, name):
         return self._send(
@@ -114,8 +104,6 @@ class Carrier:
         )
 
     def _send(self, send, rows, pieces, arriving, name):
-        if self._lengths is None:
-            return send(rows, self._route, name=name)
         most, width = self._lengths.most, self._lengths.width
         rows = tf.reshape(rows, [-1, most, width])
         arrived = send(

@@ -32,6 +32,21 @@ class Options:
         """Whether messages go through machines where the cluster allows it."""
         return self.merges and self.local_aggregation
 
+    def goes_through_machines(self, communicator):
+        """Whether messages go through machines.
+
+        That takes several machines, with as many processes on each.
+
+        Args:
+            communicator: `Collectives` of all ranks.
+        """
+        machines = communicator.machines
+        counts = [machines.count(machine) for machine in machines]
+        is_possible = min(counts) == max(counts) and (
+            1 < min(counts) < len(machines)
+        )
+        return self.aggregates_locally and is_possible
+
     def wire(self, dtype, cast_to=None):
         """The `Wire` of rows or gradients of a dtype.
 
@@ -68,7 +83,7 @@ class Options:
 def entered():
     """`Options` of the entered strategy; the defaults outside of any.
 
-    For the doors of a step that are given no strategy: a table's `gather` and
-    an optimizer's `apply`. All else is handed its options.
+    For what users call in a step and give no strategy: a table's `gather` and
+    the loss of `SampledSoftmax`. All else is handed its options.
     """
     return getattr(tf.distribute.get_strategy(), "options", Options())

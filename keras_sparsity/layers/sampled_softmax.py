@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks, keras_scopes
+from keras_sparsity.exchange import options
 from keras_sparsity.exchange.together import gather_side_by_side
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.layers.full_logits import full_logits
@@ -256,7 +257,9 @@ class SampledSoftmax(keras.layers.Layer):
             (sampled, num_tries, ids), of_tables = ahead.pop()
         else:
             sampled, num_tries, ids = self._sample(labels)
-            of_tables = gather_side_by_side(self.tables, ids, hidden.dtype)
+            of_tables = gather_side_by_side(
+                self.tables, ids, hidden.dtype, options.entered()
+            )
         rows, *biases = of_tables
         sizes = [tf.size(labels), self.num_sampled]
         correction = -tf.math.log(self.sampler.expected_count(ids, num_tries))

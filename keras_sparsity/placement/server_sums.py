@@ -4,7 +4,6 @@ import tensorflow as tf
 
 from keras_sparsity.collectives.engine import Route
 from keras_sparsity.collectives.wire import Wire
-from keras_sparsity.exchange.routes import ThroughMachines
 
 # What the names of its messages begin with.
 ROLE = "optimizer/servers/"
@@ -72,12 +71,7 @@ def _sums(communicator, options, gradients, server, role):
 def _sum(communicator, options, flat, server, role):
     """The sum of a flat tensor, at one server, or in even parts at all."""
     wire = options.wire(flat.dtype)
-    is_by_machine = (
-        server is None
-        and options.aggregates_locally
-        and ThroughMachines.is_possible(communicator)
-    )
-    if not is_by_machine:
+    if server is not None or not options.goes_through_machines(communicator):
         return _served(communicator, flat, server, role, wire, wire)
     # Each of a machine's processes has a part, as long as those of the same
     # local rank on other machines.

@@ -3,8 +3,6 @@
 import keras
 import tensorflow as tf
 
-from keras_sparsity.exchange.pull import row_gradient
-
 _OF_OWNERS = "_keras_sparsity_is_of_owners"
 
 
@@ -43,8 +41,9 @@ class SpreadRegularizer(keras.regularizers.Regularizer):
             del anchor
 
             def spread(upstream):
-                slices = row_gradient(
-                    table, values * upstream, tf.constant(ids)
+                shape = tf.constant([table.num_rows, table.dim], tf.int64)
+                slices = tf.IndexedSlices(
+                    values * upstream, tf.constant(ids), shape
                 )
                 return slices, None, None
 

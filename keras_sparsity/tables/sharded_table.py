@@ -9,8 +9,10 @@ import tensorflow as tf
 from keras_sparsity._tf import checks, keras_scopes
 from keras_sparsity.collectives import order
 from keras_sparsity.collectives.base import raise_if_different
-from keras_sparsity.exchange import pull as exchange
+from keras_sparsity.exchange import options
 from keras_sparsity.exchange.layout import Layout, default_owners
+from keras_sparsity.exchange.owned_rows import outside_message
+from keras_sparsity.exchange.pull import PullNow, in_turn, shaped
 from keras_sparsity.placement import choice
 from keras_sparsity.sparsity import touches
 from keras_sparsity.tables import control_flow, initial_values, row_wise
@@ -139,6 +141,8 @@ class ShardedTable:
         self.messages = self.role
         # Of a row, as its owner last sent it; None before.
         self.pulled_bytes = None
+        # Made by `exchange_of`, of this table first, until it moves.
+        self.exchanges = {}
         # Fingerprints of what `assign_like` was given since ranks were last
         # seen to agree on it, by the path of what they were given for.
         self.given = {}
@@ -245,6 +249,7 @@ class ShardedTable:
             self.check_can_be_spread()
         touches.discard(self.variable)
         self.given.clear()
+        self.exchanges.clear()
         self.placement = placement
         self.variable.regularizer = self.regularizer
         if layout is None:
@@ -381,7 +386,7 @@ class ShardedTable:
             )
         if not self.variable.is_built or keras_scopes.in_symbolic_scope():
             shape = tf.concat([tf.shape(ids), [stop - start]], axis=0)
-            return exchange.shaped(tf.zeros(shape, dtype), ids)
+            return shaped(tf.zeros(shape, dtype), ids)
         is_whole = stop - start == self.dim
         if not self.is_sharded:
             rows = self._gather_here(ids)
@@ -389,13 +394,14 @@ class ShardedTable:
         if control_flow.is_entered():
             rows = self._gather_of(control_flow.read_before(self), ids)
             return tf.cast(rows[..., start:stop], dtype)
-        pull = exchange.Pull(
+        pull = PullNow(
             [([self], tf.reshape(ids, [-1]))],
-            columns=None if is_whole else (start, stop),
-            cast_to=dtype,
+            options.entered(),
+            None if is_whole else (start, stop),
+            dtype,
         )
-        ((rows,),) = exchange.in_turn([pull])
-        return tf.cast(exchange.shaped(rows, ids), dtype)
+        ((rows,),) = in_turn([pull])
+        return tf.cast(shaped(rows, ids), dtype)
 
     def _start_and_stop(self, columns):
         """Those of a slice of a row."""
@@ -447,7 +453,7 @@ class ShardedTable:
         limit = tf.constant(min(self.num_rows, ids.dtype.max + 1), unsigned)
         check = tf.raw_ops.Assert(
             condition=largest < limit,
-            data=exchange.outside_message(
+            data=outside_message(
                 self.owner_name, tf.bitcast(largest, ids.dtype), self.num_rows
             ),
             name="ids_are_inside",

@@ -1,16 +1,16 @@
 """One exchange for all tables of a functional model."""
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_scopes
 from keras_sparsity.data.stand_ins import counted
-from keras_sparsity.exchange import pull as exchange
-from keras_sparsity.exchange.addresses import Addresses
 from keras_sparsity.exchange.ahead import Ahead
-from keras_sparsity.exchange.routes import Direct
+from keras_sparsity.exchange.exchange import exchange_of
+from keras_sparsity.exchange.prefetch import PrefetchedPull
 from keras_sparsity.exchange.together import (
     gather_together,
     travel_side_by_side,
@@ -22,7 +22,6 @@ from keras_sparsity.layers.sampled_softmax import (
 )
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
-from keras_sparsity.placement import architectures
 
 _LAYERS = (ShardedEmbedding, ShardedEmbeddingBag)
 # Layers that give the same output for the same input, as operations do.
@@ -57,8 +56,8 @@ class JointPull:
         self._ids = None
         self._softmax = self._softmax_call = None
         self._following = self._labels = None
-        # `Ahead`s, by the tables that travel together and their layouts. They
-        # stay when a rank traces the step anew, which another need not do.
+        # `Ahead`s, by the tables that travel together. They stay when a rank
+        # traces the step anew, which another need not do.
         self._aheads = {}
 
     @contextlib.contextmanager
@@ -80,10 +79,11 @@ class JointPull:
     def can_look_ahead(self):
         """Whether rows of a built model could be pulled ahead of a step."""
         strategy = self._model.distribute_strategy
-        if not (
-            strategy.prefetch
-            and architectures.of(strategy).merges
-            and exchange.way_of(strategy.collectives, strategy) is Direct
+        options = strategy.options
+        if (
+            not strategy.prefetch
+            or not options.merges
+            or options.goes_through_machines(strategy.collectives)
         ):
             return False
         self._look()
@@ -117,10 +117,10 @@ class JointPull:
         others, which a closure makes of it, are given other ids.
         """
         softmax = self._softmax_of_step()
-        ahead = following = None
+        prefetched = None
         if self._following is not None:
-            ahead = self._ahead_of
             following = self._asked_next(self._following)
+            prefetched = functools.partial(self._prefetched, following)
         then = None
         if softmax is not None:
             labels = tf.cast(tf.reshape(self._labels, [-1]), tf.int64)
@@ -133,7 +133,8 @@ class JointPull:
                 self._layers.values(), self._asked(inputs), strict=True
             )
         ]
-        rows, last = gather_together(asked, ahead, following, then)
+        options = self._model.distribute_strategy.options
+        rows, last = gather_together(asked, options, prefetched, then)
         pulled = {
             number: (layer.ahead, of_call)
             for (number, layer), of_call in zip(
@@ -181,7 +182,7 @@ class JointPull:
             and type(model).train_step is keras.Model.train_step
             and type(model).compute_loss is keras.Model.compute_loss
             and type(losses.unwrap(model.loss)) is SampledSoftmaxLoss
-            and architectures.of(model.distribute_strategy).merges
+            and model.distribute_strategy.options.merges
             and travel_side_by_side(layer.tables)
         )
         return layer if is_known else None
@@ -195,25 +196,25 @@ class JointPull:
             optimizer.updates_rows_of(piece) for piece in table.partitions
         )
 
-    def _ahead_of(self, tables):
-        if not all(self._may_come_early(table) for table in tables):
+    def _prefetched(self, following, asked, indices, cast_to):
+        """The `PrefetchedPull` of requests, None where rows come late.
+
+        Args:
+            following: of each layer, the ids of the next step.
+            asked, indices, cast_to: see `gather_together`.
+        """
+        if not all(self._may_come_early(table) for (table,), _ in asked):
             return None
-        place = tables[0].variable.dtype, *(id(table) for table in tables)
-        layouts = [table.layout for table in tables]
-        known = self._aheads.get(place)
-        if known is None or known[0] != layouts:  # they were moved
-            addresses = Addresses(list(dict.fromkeys(tables)))
-            known = (
-                layouts,
-                Ahead(
-                    tables[0].collectives,
-                    tables[0].dim,
-                    tables[0].variable.dtype,
-                    addresses,
-                ),
-            )
-            self._aheads[place] = known
-        return known[1]
+        options = self._model.distribute_strategy.options
+        exchange = exchange_of(asked, options, cast_to=cast_to)
+        ahead = self._aheads.get(exchange.groups)
+        if ahead is None or ahead.exchange is not exchange:  # tables moved
+            ahead = self._aheads[exchange.groups] = Ahead(exchange)
+        of_next = [
+            (tables, tf.reshape(following[index], [-1]))
+            for (tables, _), index in zip(asked, indices, strict=True)
+        ]
+        return PrefetchedPull(asked, of_next, ahead)
 
     def _look(self):
         """Finds the calls whose ids a run's inputs tell."""

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity.exchange.pull import split_gradient
+from keras_sparsity.exchange.owned_rows import split_gradient
 from keras_sparsity.placement import slices
 from keras_sparsity.placement.base import Update
 from keras_sparsity.sparsity import touches

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.board import model_plan
-from keras_sparsity.exchange.pull import Pull, in_turn
+from keras_sparsity.exchange.pull import PullNow, in_turn
 from keras_sparsity.exchange.together import gather_together
 from keras_sparsity.health import journal
 from keras_sparsity.placement import server_sums
@@ -55,7 +55,8 @@ def pull_together(shapes, asked, outside):
                 [
                     (tables[i], of, "float32")
                     for i, of in zip(asked, ids, strict=True)
-                ]
+                ],
+                strategy.options,
             )
             loss = tf.add_n(
                 [tf.reduce_sum(x) * (k + 1.0) for k, x in enumerate(rows)]
@@ -190,7 +191,10 @@ def what_pulls_wait_for():
 
     @tf.function
     def gather(ids):
-        pulls = [Pull([([table], ids)]) for table in (first, second)]
+        pulls = [
+            PullNow([([table], ids)], strategy.options)
+            for table in (first, second)
+        ]
         ((a,), (b,)) = in_turn(pulls)
         found.append(oracles.messages(a))
         found.append(oracles.messages(b))

@@ -1,0 +1,204 @@
+"""The rows that a rank owns and others ask for."""
+
+import tensorflow as tf
+
+from keras_sparsity.collectives.engine import num_up_to
+from keras_sparsity.exchange.addresses import Piece, is_marked, marked
+from keras_sparsity.exchange.layout import row_of
+from keras_sparsity.sparsity import touches
+
+
+class OwnedRows:
+    """Rows of this rank, by the addresses that others have asked for.
+
+    Args:
+        exchange: `Exchange`.
+        addresses: integers `(n,)` of the dtype of rows' numbers, see
+            `checked`.
+    """
+
+    def __init__(self, exchange, addresses):
+        self._exchange, self.addresses = exchange, addresses
+        # A rank without rows is asked for none.
+        self._pieces = exchange.addresses.pieces or [Piece(0, 0, 0, 0)]
+        self._piece, self._local = None, addresses
+        if len(self._pieces) > 1:
+            starts = self._constant(p.start for p in self._pieces)
+            self._piece = num_up_to(starts, addresses) - 1
+            self._local = addresses - tf.gather(starts, self._piece)
+
+    def rows(self):
+        """The owner's values: `(n, width)`. Owners read rows here only."""
+        if self._piece is None:
+            return tf.stop_gradient(self._read(self._pieces[0], self._local))
+        count = len(self._pieces)
+        places = tf.range(tf.size(self.addresses))
+        places = tf.dynamic_partition(places, self._piece, count)
+        locals_ = tf.dynamic_partition(self._local, self._piece, count)
+        rows = map(self._read, self._pieces, locals_)
+        return tf.stop_gradient(tf.dynamic_stitch(places, list(rows)))
+
+    def _read(self, piece, local):
+        """Rows of a partition: those of the group's tables side by side."""
+        exchange = self._exchange
+        rows = [
+            tf.gather(table.partitions[piece.slot].value, local)
+            for table in exchange.groups[piece.table]
+        ]
+        if exchange.columns is not None:
+            return rows[0][:, slice(*exchange.columns)]
+        rows = rows[0] if len(rows) == 1 else tf.concat(rows, axis=1)
+        return padded(rows, exchange.row_lengths[piece.table], exchange.width)
+
+    def gradients(self, at_owner):
+        """The gradient of each table: list of `tf.IndexedSlices` by id.
+
+        Args:
+            at_owner: gradients `(n, width)` of the rows.
+        """
+        exchange, width = self._exchange, self._exchange.width
+        if exchange.columns is not None:
+            start, stop = exchange.columns
+            width = exchange.tables[0].dim
+            at_owner = tf.pad(at_owner, [[0, 0], [start, width - stop]])
+        of_groups = self._by_group(at_owner, self._ids())
+        slices = []
+        for group, (values, ids) in zip(
+            exchange.groups, of_groups, strict=True
+        ):
+            start = 0
+            for table in group:
+                stop = start + table.dim
+                of_table = values
+                if table.dim < width:
+                    of_table = values[:, start:stop]
+                shape = tf.constant([table.num_rows, table.dim], tf.int64)
+                slices.append(tf.IndexedSlices(of_table, ids, shape))
+                start = stop
+        return slices
+
+    def _constant(self, values):
+        return tf.constant(list(values), self.addresses.dtype)
+
+    def _ids(self):
+        """The rows' ids in their tables, which users see in gradients."""
+        groups = self._exchange.groups
+        counts = self._constant(
+            groups[p.table][0].layout.num_partitions for p in self._pieces
+        )
+        partitions = self._constant(p.partition for p in self._pieces)
+        piece = 0 if self._piece is None else self._piece
+        count, partition = (
+            tf.gather(counts, piece),
+            tf.gather(partitions, piece),
+        )
+        return tf.cast(row_of(partition, self._local, count), tf.int64)
+
+    def _by_group(self, *tensors):
+        """Splits tensors of all rows by the group of tables."""
+        count = len(self._exchange.groups)
+        if count == 1:
+            return [tensors]
+        group = tf.constant([p.table for p in self._pieces])
+        group = tf.gather(
+            group,
+            tf.zeros_like(self.addresses, tf.int32)
+            if self._piece is None
+            else self._piece,
+        )
+        parts = [tf.dynamic_partition(t, group, count) for t in tensors]
+        return list(zip(*parts, strict=True))
+
+    def note_touches(self, route, request):
+        """Counts the touches of these rows where a step is sampled.
+
+        Args:
+            route: `RowRoute` by which they were asked for.
+            request: `Request` of this rank.
+        """
+        groups = self._exchange.groups
+
+        def asked():
+            # Each group's share of the padding of all of them together.
+            largest = tf.cast(route.parts.largest, tf.int64)
+            num_all = tf.maximum(tf.size(self.addresses, tf.int64), 1)
+            found = []
+            for index, (ids, ranks) in enumerate(
+                self._by_group(self._ids(), route.ranks)
+            ):
+                share = largest * tf.size(ids, tf.int64) // num_all
+                own_ids = route.ids_of_machine(request, index)
+                found += [(ids, ranks, share, own_ids)] * len(groups[index])
+            return found
+
+        touches.note([table.variable for table in self._exchange.tables], asked)
+
+
+def padded(rows, length, width):
+    """Rows of a length, as wide as the longest."""
+    if length == width:
+        return rows
+    return tf.pad(rows, [[0, 0], [0, width - length]])
+
+
+def checked(exchange, received):
+    """The received addresses, of a dtype to compute with, if each is one.
+
+    Raises:
+        tf.errors.InvalidArgumentError: in the step, on every rank, if an id
+            of any rank lies outside of its table.
+    """
+    tables = [group[0] for group in exchange.groups]
+    which, offending = tf.unstack(marked(received))
+    names = tf.constant([table.owner_name for table in tables])
+    limits = tf.constant([table.num_rows for table in tables], tf.int64)
+    check = tf.raw_ops.Assert(
+        condition=tf.logical_not(tf.reduce_any(is_marked(received))),
+        data=outside_message(
+            tf.gather(names, which), offending, tf.gather(limits, which)
+        ),
+        name="ids_are_inside",
+    )
+    with tf.control_dependencies([check]):
+        return tf.identity(tf.cast(received, exchange.addresses.row_dtype))
+
+
+def outside_message(owner_name, offending, num_rows):
+    """The error of an id outside of a table: data of an Assert."""
+    # In pieces, for a name and a number may be tensors.
+    return [
+        tf.strings.join(["'", owner_name, "' received the id"]),
+        offending,
+        tf.strings.join(
+            [
+                "but ids must lie in [0, ",
+                tf.as_string(num_rows),
+                "). Stock Keras reads the last row for -1; map such ids to a "
+                "row of their own.",
+            ]
+        ),
+    ]
+
+
+def split_gradient(table, gradient):
+    """The gradient of each of this rank's partitions.
+
+    Args:
+        table: the `ShardedTable`.
+        gradient: `tf.IndexedSlices` by id of rows that this rank owns, see
+            `OwnedRows.gradients`.
+
+    Returns:
+        List of `tf.IndexedSlices` by local row, one for each partition.
+    """
+    ids = tf.cast(gradient.indices, tf.int64)
+    rows, values = [table.layout.local_row(ids)], [gradient.values]
+    count = len(table.partitions)
+    if count > 1:
+        slots = table.layout.owned_index(ids)
+        rows = tf.dynamic_partition(rows[0], slots, count)
+        values = tf.dynamic_partition(values[0], slots, count)
+    return [
+        tf.IndexedSlices(value, row, tf.constant(list(p.shape), tf.int64))
+        for p, row, value in zip(table.partitions, rows, values, strict=True)
+    ]
