@@ -1031,21 +1031,14 @@ NOT_CALLED = {
         (
             f"ShardedTable.{name}"
             for name in (
-                "assert_inside",
-                "assign_like",
-                "check_inside",
-                "check_under_strategy",
                 "create",
                 "hold",
                 "layout_over_owners",
                 "read",
-                "read_like",
                 "shard",
-                "stored_rows",
                 "to_stock",
                 "use_constraint",
                 "use_regularizer",
-                "whole",
             )
         ),
         "called by layers, saving and the optimizer",

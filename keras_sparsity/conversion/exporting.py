@@ -13,10 +13,8 @@ from keras_sparsity.conversion.replacing import (
     unbuilt,
 )
 from keras_sparsity.global_batch.losses import GlobalMean
-from keras_sparsity.layers.sampled_softmax import (
-    SampledSoftmax,
-    SampledSoftmaxLoss,
-)
+from keras_sparsity.layers.sampled_softmax import SampledSoftmax
+from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
 from keras_sparsity.optimizer import HybridOptimizer

@@ -7,7 +7,7 @@ import keras
 from keras_sparsity._tf import checks, keras_models
 from keras_sparsity.conversion.copying import Copier
 from keras_sparsity.global_batch.losses import GlobalMean
-from keras_sparsity.layers.sampled_softmax import SampledSoftmaxLoss
+from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 from keras_sparsity.tables.sharded_table import ShardedTable
 
 

@@ -5,7 +5,7 @@ import contextlib
 import tensorflow as tf
 
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.tables import sharded_table
+from keras_sparsity.tables import whole
 from keras_sparsity.tables.table_variable import TableVariable
 
 _DONE, _FAILED = -1, -2
@@ -48,7 +48,7 @@ def on_rank_zero(model):
         index = {id(pieces[0]): i for i, (_, pieces) in enumerate(readable)}
         code = _FAILED
         try:
-            with sharded_table.announcing(lambda p: tell(index[id(p[0])])):
+            with whole.announcing(lambda p: tell(index[id(p[0])])):
                 yield True
             code = _DONE
         finally:
@@ -56,7 +56,7 @@ def on_rank_zero(model):
         return
     while (code := tell(0)) >= 0:
         table, pieces = readable[code]
-        table.read_like(pieces)
+        whole.read_like(table, pieces)
     if code == _FAILED:
         raise RuntimeError(
             "Rank 0 failed while it saved the model; its own error says why."

@@ -94,6 +94,15 @@ class OwnedRows:
         )
         return tf.cast(row_of(partition, self._local, count), tf.int64)
 
+    def _places(self):
+        """Of each row, its place among those of its table at this rank."""
+        if self._piece is None:
+            return self.addresses
+        exchange = self._exchange
+        first = exchange.addresses.first_addresses[exchange.communicator.rank]
+        first = self._constant(first[p.table] for p in self._pieces)
+        return self.addresses - tf.gather(first, self._piece)
+
     def _by_group(self, *tensors):
         """Splits tensors of all rows by the group of tables."""
         count = len(self._exchange.groups)
@@ -123,12 +132,12 @@ class OwnedRows:
             largest = tf.cast(route.parts.largest, tf.int64)
             num_all = tf.maximum(tf.size(self.addresses, tf.int64), 1)
             found = []
-            for index, (ids, ranks) in enumerate(
-                self._by_group(self._ids(), route.ranks)
+            for index, (places, ranks) in enumerate(
+                self._by_group(self._places(), route.ranks)
             ):
-                share = largest * tf.size(ids, tf.int64) // num_all
+                share = largest * tf.size(places, tf.int64) // num_all
                 own_ids = route.ids_of_machine(request, index)
-                found += [(ids, ranks, share, own_ids)] * len(groups[index])
+                found += [(places, ranks, share, own_ids)] * len(groups[index])
             return found
 
         touches.note([table.variable for table in self._exchange.tables], asked)

@@ -139,8 +139,7 @@ def expanded(request, route, owned, rows):
     lengths = [exchange.row_lengths[group] for group in request.groups]
 
     def push(*gradients):
-        for table in exchange.tables:
-            table.check_under_strategy()
+        _check_under_strategy(exchange)
         with tf.name_scope("push"):
             # Summed per row here, then along the addresses' own route: each
             # owner already knows which rows these are.
@@ -175,6 +174,19 @@ def expanded(request, route, owned, rows):
 
     anchors = [tf.convert_to_tensor(t.variable.value) for t in exchange.tables]
     return list(expand(*anchors, rows))
+
+
+def _check_under_strategy(exchange):
+    """Raises where training would go on without any aggregation."""
+    if not hasattr(tf.distribute.get_strategy(), "collectives"):
+        raise ValueError(
+            f"'{exchange.tables[0].owner_name}' is spread over "
+            f"{exchange.communicator.size} processes, but is trained outside "
+            "of a strategy: gradients would not be aggregated. Write "
+            "`with strategy.scope(): model.compile(...)`, or, in a custom "
+            "training loop, `strategy.run(train_step, args=(batch,))`, "
+            "with a `ks.HybridStrategy()`."
+        )
 
 
 def _cut(rows, length, width):

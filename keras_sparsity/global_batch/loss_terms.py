@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_sparsity._tf import keras_losses
 from keras_sparsity.data import empty_parts
 from keras_sparsity.global_batch import loss_scale
-from keras_sparsity.layers.sampled_softmax import SampledSoftmaxLoss
+from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 
 # Losses of Keras that are no sums over examples: Dice and Tversky are
 # quotients of sums over the whole batch, Circle compares examples in pairs.

@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from keras_sparsity.tables import whole
+
 
 def full_logits(hidden, kernel, bias=None):
     """`hidden @ kernel.T + bias`.
@@ -40,10 +42,10 @@ def full_logits(hidden, kernel, bias=None):
 
 
 def _from_whole_tables(hidden, kernel, bias):
-    rows = tf.cast(kernel.whole(), hidden.dtype)
+    rows = tf.cast(whole.tensor(kernel), hidden.dtype)
     logits = tf.matmul(hidden, rows, transpose_b=True)
     if bias is not None:
-        logits += tf.cast(bias.whole(), hidden.dtype)[:, 0]
+        logits += tf.cast(whole.tensor(bias), hidden.dtype)[:, 0]
     return logits
 
 
@@ -56,10 +58,10 @@ def _from_owners(hidden, num_hidden, kernel, bias, name):
     # One of the two tables may have been moved by itself.
     is_beside = bias is not None and bias.layout == kernel.layout
     if mine > 0:
-        rows = tf.cast(kernel.stored_rows(), hidden.dtype)
+        rows = tf.cast(whole.stored_rows(kernel), hidden.dtype)
         logits = tf.matmul(everyone, rows, transpose_b=True)
         if is_beside:
-            logits += tf.cast(bias.stored_rows(), hidden.dtype)[:, 0]
+            logits += tf.cast(whole.stored_rows(bias), hidden.dtype)[:, 0]
     else:
         # A product without columns has ended a process in oneDNN (SIGABRT,
         # TensorFlow 2.21; not reproduced in isolation).
@@ -80,5 +82,5 @@ def _from_owners(hidden, num_hidden, kernel, bias, name):
     order = kernel.layout.stored_position(tf.range(kernel.num_rows))
     logits = tf.gather(columns, order, axis=1)
     if bias is not None and not is_beside:
-        logits += tf.cast(bias.whole(), hidden.dtype)[:, 0]
+        logits += tf.cast(whole.tensor(bias), hidden.dtype)[:, 0]
     return tf.ensure_shape(logits, [hidden.shape[0], kernel.num_rows])

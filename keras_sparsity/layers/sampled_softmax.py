@@ -8,20 +8,22 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import checks, keras_scopes
+from keras_sparsity._tf import checks
 from keras_sparsity.exchange import options
 from keras_sparsity.exchange.together import gather_side_by_side
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.layers.full_logits import full_logits
+from keras_sparsity.layers.sampled_softmax_loss import (
+    ORIGIN,
+    SampledSoftmaxLoss,
+)
 from keras_sparsity.placement import choice
 from keras_sparsity.tables import initial_values
+from keras_sparsity.tables.inside import check_inside
 from keras_sparsity.tables.sharded_table import ShardedTable
 
 # Keras hands labels to a loss as float32, exact up to here.
 _MAX_CLASSES = 2**24
-# On what the layer returns, for its loss: the layer, whether it is in training,
-# and a list of what its loss needs, where that was gathered before.
-_ORIGIN = "_keras_sparsity_sampled_softmax"
 # Under this name the sampler's state is saved, beside the weights.
 _SAMPLER = "sampler"
 
@@ -102,12 +104,7 @@ class SampledSoftmax(keras.layers.Layer):
         num_classes = checks.positive_integer("num_classes", num_classes)
         num_sampled = checks.positive_integer("num_sampled", num_sampled)
         checks.boolean("use_bias", use_bias)
-        if num_partitions is not None:
-            num_partitions = checks.num_partitions(
-                "num_partitions",
-                num_partitions,
-                ", or None for the number of processes",
-            )
+        num_partitions = checks.optional_partitions(num_partitions)
         checks.optional_string("partition_group", partition_group)
         if num_sampled > num_classes:
             raise ValueError(
@@ -221,7 +218,7 @@ class SampledSoftmax(keras.layers.Layer):
             outputs = tf.reshape(logits, shape)
             outputs.set_shape([*hidden.shape[:-1], self.num_classes])
         ahead = [self.ahead.popleft()] if training and self.ahead else []
-        setattr(outputs, _ORIGIN, (self, bool(training), ahead))
+        setattr(outputs, ORIGIN, (self, bool(training), ahead))
         return outputs
 
     def compute_output_shape(self, input_shape):
@@ -296,7 +293,7 @@ class SampledSoftmax(keras.layers.Layer):
     def full_losses(self, labels, logits):
         """Crossentropy `(n,)` of labels `(n,)`, logits `(n, num_classes)`."""
         with tf.control_dependencies([logits]):  # which have come by then
-            checked = self.kernel_table.check_inside(labels)
+            checked = check_inside(self.kernel_table, labels)
         with tf.control_dependencies(checked):
             return tf.nn.sparse_softmax_cross_entropy_with_logits(
                 labels=labels, logits=logits
@@ -349,71 +346,3 @@ class Sample(typing.NamedTuple):
     classes: tf.Tensor
     num_tries: tf.Tensor
     ids: tf.Tensor
-
-
-@keras.saving.register_keras_serializable(package="keras_sparsity")
-class SampledSoftmaxLoss(keras.losses.Loss):
-    """The loss of a model that ends in a `SampledSoftmax` layer.
-
-    Sampled in training, over all classes otherwise. It finds the layer by
-    what the layer returned, so a saved model needs to know no more than its
-    class. Made by `SampledSoftmax.loss()`.
-
-    Args:
-        reduction, name, dtype: as for every `keras.losses.Loss`.
-    """
-
-    def __init__(
-        self,
-        reduction="sum_over_batch_size",
-        name="sampled_softmax_loss",
-        dtype=None,
-    ):
-        checks.optional_string("reduction", reduction)
-        super().__init__(
-            name=name,
-            reduction=reduction and checks.shortened(reduction),
-            dtype=dtype,
-        )
-
-    def call(self, y_true, y_pred):
-        origin = getattr(y_pred, _ORIGIN, None)
-        if origin is None and keras_scopes.is_tracing_shapes():
-            return tf.zeros(tf.shape(y_pred)[:-1], y_pred.dtype)
-        if origin is None:
-            raise ValueError(
-                "The loss of `SampledSoftmax` was called on something else "
-                f"than what such a layer has just returned. Received: {y_pred}"
-                ". Make it the model's last layer, with the loss's dtype "
-                f"({self.dtype}), and call model and loss in the same "
-                "function. The loss of plain logits, such as "
-                "`model.predict` returns, is "
-                "`keras.losses.SparseCategoricalCrossentropy("
-                "from_logits=True)`."
-            )
-        layer, is_training, ahead = origin
-        labels = _labels(y_true, y_pred, layer)
-        labels = tf.reshape(labels, [-1])
-        flat = tf.reshape(y_pred, [-1, y_pred.shape[-1]])
-        if is_training:
-            flat = layer.sampled_losses(labels, flat, ahead)
-        else:
-            flat = layer.full_losses(labels, flat)
-        flat = tf.reshape(flat, tf.shape(y_pred)[:-1])
-        return tf.ensure_shape(flat, y_pred.shape[:-1])
-
-    def get_config(self):
-        return {**super().get_config(), "dtype": self.dtype}
-
-
-def _labels(y_true, y_pred, layer):
-    labels = tf.cast(y_true, tf.int64)
-    if labels.shape.rank == y_pred.shape.rank and labels.shape[-1] == 1:
-        labels = tf.squeeze(labels, -1)
-    if not labels.shape.is_compatible_with(y_pred.shape[:-1]):
-        raise ValueError(
-            f"The loss of '{layer.name}' takes class ids, one for each of the "
-            f"layer's inputs. Received: labels of shape {y_true.shape}. "
-            f"Expected: {y_pred.shape[:-1]}."
-        )
-    return labels

@@ -79,12 +79,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         input_dim = checks.dimension("input_dim", input_dim)
         output_dim = checks.dimension("output_dim", output_dim)
         checks.boolean("mask_zero", mask_zero)
-        if num_partitions is not None:
-            num_partitions = checks.num_partitions(
-                "num_partitions",
-                num_partitions,
-                ", or None for the number of processes",
-            )
+        num_partitions = checks.optional_partitions(num_partitions)
         checks.optional_string("partition_group", partition_group)
         if embeddings_initializer is not None:
             embeddings_initializer = initial_values.standardize(

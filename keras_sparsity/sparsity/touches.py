@@ -71,14 +71,12 @@ class Touches:
         num_rows: of the whole variable.
         machines: the machine of each rank.
         num_counted: number of rows that are counted here.
-        position: function from row ids to their places among these.
     """
 
-    def __init__(self, num_rows, machines, num_counted, position):
+    def __init__(self, num_rows, machines, num_counted):
         self._num_rows = num_rows
         self._machines = machines
         self._num_counted = num_counted
-        self._position = position
         self._is_of_rank = False
         # In one variable: steps to go until the next sample, sampled steps,
         # touches, touches of machines; notes, the rows of their largest parts,
@@ -140,7 +138,7 @@ class Touches:
         self._state.add([-1, 0, 0, 0, 0, 0, 0])
 
     def _numbers(self, ids, ranks):
-        """Each touch as one number: row id + number of rows * rank."""
+        """Each touch as one number: row + number of rows * rank."""
         ids = tf.cast(ids, tf.int64)
         if ranks is None:
             return ids
@@ -162,7 +160,7 @@ class Touches:
             machines = tf.constant(self._machines, tf.int64)
             machine = tf.gather(machines, touched // self._num_rows)
             together = tf.unique(machine * self._num_rows + ids)[0]
-        self._of_rows.add_at(self._position(ids), 1)
+        self._of_rows.add_at(ids, 1)
         to_go = tf.where(self.state[1] + 1 < _FIRST, 0, _EVERY - 1)
         to_go = tf.cast(tf.where(is_due, to_go, -1), tf.int64)
         sizes = [tf.size(x, tf.int64) for x in (touched, together)]
@@ -242,12 +240,12 @@ def note(variables, asked):
     Args:
         variables: list of their variables.
         asked: function without arguments that gives a tuple for each of them:
-            an int64 tensor of row ids; the rank that each comes from, or one
-            that stands for its machine, if that asks for its ranks together;
-            how many any rank receives of any other at most, where the engine
-            knows it, else 0; and the ids that this rank has asked for itself,
-            if it is machines that ask, else None. Called where a step is
-            sampled.
+            places among the rows of the table that this rank stores; the
+            rank that each comes from, or one that stands for its machine, if
+            that asks for its ranks together; how many any rank receives of any
+            other at most, where the engine knows it, else 0; and the ids that
+            this rank has asked for itself, if it is machines that ask, else
+            None. Called where a step is sampled.
     """
     if _left_out:
         return
@@ -327,13 +325,7 @@ def _new(variable):
     if table is None or not table.is_sharded:
         num_rows = variable.shape[0]
         machines = collectives.current().machines
-        return Touches(num_rows, machines, num_rows, lambda ids: ids)
-    layout, ranks = table.layout, table.collectives
-    stored = layout.num_stored_rows()
-    start = sum(stored[: ranks.rank])
-    return Touches(
-        table.num_rows,
-        ranks.machines,
-        stored[ranks.rank],
-        lambda ids: layout.stored_position(ids) - start,
-    )
+        return Touches(num_rows, machines, num_rows)
+    ranks = table.collectives
+    num_stored = table.layout.num_stored_rows()[ranks.rank]
+    return Touches(table.num_rows, ranks.machines, num_stored)

@@ -1,21 +1,23 @@
 """A table whose rows live in the processes that own them."""
 
-import contextlib
-import zlib
-
 import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_scopes
-from keras_sparsity.collectives import order
-from keras_sparsity.collectives.base import raise_if_different
 from keras_sparsity.exchange import options
-from keras_sparsity.exchange.layout import Layout, default_owners
-from keras_sparsity.exchange.owned_rows import outside_message
+from keras_sparsity.exchange.layout import Layout
 from keras_sparsity.exchange.pull import PullNow, in_turn, shaped
 from keras_sparsity.placement import choice
 from keras_sparsity.sparsity import touches
-from keras_sparsity.tables import control_flow, initial_values, row_wise
+from keras_sparsity.tables import (
+    agreement,
+    arguments,
+    control_flow,
+    initial_values,
+    row_wise,
+)
+from keras_sparsity.tables import whole as whole_tables
+from keras_sparsity.tables.inside import gather_whole
 from keras_sparsity.tables.table_variable import (
     Partition,
     TableVariable,
@@ -102,30 +104,18 @@ class ShardedTable:
     ):
         self.num_rows = checks.dimension("num_rows", num_rows)
         self.dim = checks.dimension("dim", dim)
-        if num_partitions is not None:
-            num_partitions = checks.num_partitions(
-                "num_partitions",
-                num_partitions,
-                ", or None for the number of processes",
-            )
-        checks.boolean("trainable", trainable)
-        checks.string("name", name)
-        checks.optional_string("owner_name", owner_name)
-        checks.function(
-            "to_stock", to_stock, "None or a function of the table's array"
+        num_partitions = checks.optional_partitions(num_partitions)
+        arguments.check(
+            dtype,
+            trainable,
+            name,
+            owner_name,
+            regularizer,
+            constraint,
+            to_stock,
+            partition_group,
+            architecture,
         )
-        for kind, value in (
-            ("regularizer", regularizer),
-            ("constraint", constraint),
-        ):
-            checks.function(
-                kind, value, f"None or a callable, such as Keras's {kind}s"
-            )
-        checks.optional_string("partition_group", partition_group)
-        choice.check_requested(
-            "architecture", architecture, ", or None for the strategy's"
-        )
-        _check_is_float(dtype)
         self.requested_architecture = architecture
         self.requested_partitions = num_partitions
         self.partition_group = partition_group
@@ -192,9 +182,17 @@ class ShardedTable:
         with tf.init_scope():
             placement = None
             if placements.communicator.size > 1:
-                self._agree_on_seed(placements.communicator)
+                self.initializer = agreement.same_seed(
+                    self.initializer, placements.communicator
+                )
                 placement = self._distributed(placements)
-            return self.hold(placement, self._draw(self._own_rows(placement)))
+            rows = initial_values.draw(
+                self.initializer,
+                (self.num_rows, self.dim),
+                variable.dtype,
+                self._own_rows(placement),
+            )
+            return self.hold(placement, rows)
 
     def shard(self, placements):
         """Distributes a table that was built by one process.
@@ -262,7 +260,7 @@ class ShardedTable:
             Partition(self.variable, values, index)
             for index, values in enumerate(rows)
         ]
-        return anchor(self.variable, self._refuse_stock_optimizer)
+        return anchor(self.variable)
 
     def check_can_be_spread(self):
         """Raises if a regularizer or a constraint needs the whole table."""
@@ -293,26 +291,8 @@ class ShardedTable:
         Returns:
             Its `Placement`.
         """
-        communicator = placements.communicator
-        definition = {
-            "table": self.owner_name,
-            "num_rows": self.num_rows,
-            "dim": self.dim,
-            "num_partitions": self.requested_partitions,
-            "architecture": placements.name_of_table(self),
-            "dtype": self.variable.dtype,
-        }
-        facts = communicator.gather_objects(
-            [communicator.local_rank, communicator.cross_rank, definition],
-            name="table/topology",
-        )
-        raise_if_different(
-            [definition for _, _, definition in facts],
-            "The model's tables",
-            "Build the same model on every rank.",
-        )
-        self.collectives = communicator
-        self._owners = default_owners([tuple(place) for *place, _ in facts])
+        self._owners = agreement.owners(self, placements)
+        self.collectives = placements.communicator
         return placements.of_table(self)
 
     def _own_rows(self, placement):
@@ -322,30 +302,6 @@ class ShardedTable:
             return [np.arange(self.num_rows)]
         owned = layout.owned_partitions(self.collectives.rank)
         return [layout.rows_of(partition) for partition in owned]
-
-    def _refuse_stock_optimizer(self, *args, **kwargs):
-        raise ValueError(
-            f"The sharded table '{self.owner_name}' was given to an optimizer "
-            "that cannot update it. Wrap it: `ks.HybridOptimizer(optimizer)`; "
-            "`with strategy.scope(): model.compile(...)` does so itself."
-        )
-
-    def _draw(self, rows):
-        return initial_values.draw(
-            self.initializer,
-            (self.num_rows, self.dim),
-            self.variable.dtype,
-            rows,
-        )
-
-    def _agree_on_seed(self, communicator):
-        seed = getattr(self.initializer, "seed", None)
-        if isinstance(seed, int):
-            seeds = communicator.gather_objects(seed, name="table/seed")
-            if seeds[0] != seed:
-                config = self.initializer.get_config()
-                config["seed"] = seeds[0]
-                self.initializer = type(self.initializer).from_config(config)
 
     # Rows.
 
@@ -375,107 +331,27 @@ class ShardedTable:
         References:
             arXiv 5.3.2 (operation placement).
         """
-        start, stop = self._start_and_stop(columns)
-        _check_is_float(dtype)
+        columns = arguments.part_of_row(columns, self.dim)
+        arguments.check_is_float(dtype)
         dtype = tf.as_dtype(dtype or self.variable.dtype)
-        ids = checks.tensor("ids", ids, "a tensor or array of integers")
-        if not ids.dtype.is_integer:
-            raise ValueError(
-                f"{self.owner_name}: ids must be integers. "
-                f"Received: ids of dtype {ids.dtype.name}."
-            )
+        ids = arguments.ids(ids, self.owner_name)
         if not self.variable.is_built or keras_scopes.in_symbolic_scope():
-            shape = tf.concat([tf.shape(ids), [stop - start]], axis=0)
-            return shaped(tf.zeros(shape, dtype), ids)
-        is_whole = stop - start == self.dim
-        if not self.is_sharded:
-            rows = self._gather_here(ids)
-            return tf.cast(rows if is_whole else rows[..., start:stop], dtype)
-        if control_flow.is_entered():
-            rows = self._gather_of(control_flow.read_before(self), ids)
-            return tf.cast(rows[..., start:stop], dtype)
-        pull = PullNow(
-            [([self], tf.reshape(ids, [-1]))],
-            options.entered(),
-            None if is_whole else (start, stop),
-            dtype,
+            shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
+            rows = shaped(tf.zeros(shape, dtype), ids)
+        elif not self.is_sharded:
+            # On the variable itself, not on its value: reading the value
+            # after a sparse write copies the whole table.
+            rows = gather_whole(self, self.variable.value, ids)
+        elif control_flow.is_entered():
+            rows = gather_whole(self, control_flow.read_before(self), ids)
+        else:
+            request = [self], tf.reshape(ids, [-1])
+            pull = PullNow([request], options.entered(), columns, dtype)
+            ((rows,),) = in_turn([pull])
+            return tf.cast(shaped(rows, ids), dtype)
+        return tf.cast(
+            rows if columns is None else rows[..., slice(*columns)], dtype
         )
-        ((rows,),) = in_turn([pull])
-        return tf.cast(shaped(rows, ids), dtype)
-
-    def _start_and_stop(self, columns):
-        """Those of a slice of a row."""
-        if columns is None:
-            return 0, self.dim
-        start = stop = 0
-        with contextlib.suppress(TypeError):  # of ends that are no integers
-            if isinstance(columns, slice) and columns.step in (None, 1):
-                start, stop, _ = columns.indices(self.dim)
-        checks.check(
-            start < stop,
-            "columns",
-            columns,
-            f"a slice of some of the {self.dim} columns, of a step of 1",
-        )
-        return start, stop
-
-    def check_under_strategy(self):
-        """Raises where training would go on without any aggregation."""
-        if self.is_sharded and not under_strategy():
-            raise ValueError(
-                f"'{self.owner_name}' is spread over "
-                f"{self.collectives.size} processes, but is trained outside "
-                "of a strategy: gradients would not be aggregated. Write "
-                "`with strategy.scope(): model.compile(...)`, or, in a custom "
-                "training loop, `strategy.run(train_step, args=(batch,))`, "
-                "with a `ks.HybridStrategy()`."
-            )
-
-    def _gather_here(self, ids):
-        # On the variable itself, not on its value: reading the value after a
-        # sparse write copies the whole table.
-        return self._gather_of(self.variable.value, ids)
-
-    def _gather_of(self, whole, ids):
-        if ids.dtype not in (tf.int32, tf.int64):
-            ids = tf.cast(ids, tf.int64)
-        inside = self.assert_inside(ids)
-        with tf.control_dependencies(inside):
-            return tf.gather(whole, ids)
-
-    def assert_inside(self, ids):
-        """Operations that fail if an id of int32 or int64 is outside."""
-        # Without their signs negative ids are the largest ones, so that one
-        # extreme is enough; that of no ids at all is 0. In a small model each
-        # operation counts: see benchmarks/single_process.py.
-        unsigned = tf.uint32 if ids.dtype == tf.int32 else tf.uint64
-        largest = tf.reduce_max(tf.bitcast(ids, unsigned))
-        limit = tf.constant(min(self.num_rows, ids.dtype.max + 1), unsigned)
-        check = tf.raw_ops.Assert(
-            condition=largest < limit,
-            data=outside_message(
-                self.owner_name, tf.bitcast(largest, ids.dtype), self.num_rows
-            ),
-            name="ids_are_inside",
-        )
-        return [] if check is None else [check]
-
-    def check_inside(self, ids):
-        """Operations that fail, on every rank, if any rank's id is outside.
-
-        For ids that are not gathered; `gather` checks those it is given.
-        """
-        if not self.is_sharded:
-            return self.assert_inside(ids)
-        ids = tf.concat([tf.cast(tf.reshape(ids, [-1]), tf.int64), [0]], 0)
-        (extremes,) = self.collectives.all_reduce(
-            [tf.stack([tf.reduce_max(ids), -tf.reduce_min(ids)])],
-            op="max",
-            name=f"{self.role}/check_inside",
-        )
-        checked = self.assert_inside(tf.stack([extremes[0], -extremes[1]]))
-        order.hold_sums(checked)
-        return checked
 
     # The whole table.
 
@@ -486,65 +362,7 @@ class ShardedTable:
         """
         if not self.is_sharded:
             return self.variable.value.numpy()
-        return self.read_like(self.partitions)
-
-    def stored_rows(self):
-        """This rank's rows of a spread table, partition by partition.
-
-        Without a gradient to the table.
-        """
-        rows = [tf.stop_gradient(p.value) for p in self.partitions]
-        if not self.partitions[0].num_rows:  # a rank without a partition
-            rows = [rows[0][:0]]
-        return tf.concat(rows, axis=0)
-
-    def whole(self):
-        """The whole of the table as a tensor, also inside of a step.
-
-        Every rank must call it. Without a gradient to the table if that is
-        spread: what trains it gathers rows.
-        """
-        if not self.is_sharded:
-            return tf.convert_to_tensor(self.variable.value)
-        gathered = self.collectives.all_gather(
-            self.stored_rows(), name=f"{self.role}/whole"
-        )
-        order = self.layout.stored_position(tf.range(self.num_rows))
-        return tf.ensure_shape(
-            tf.gather(gathered, order), [self.num_rows, self.dim]
-        )
-
-    def read_like(self, pieces):
-        """A whole array from pieces that are laid out like the table.
-
-        Args:
-            pieces: one variable for each of this rank's partitions, for
-                example an optimizer's slots.
-
-        Returns:
-            Array `(num_rows, ...)`, on every rank.
-        """
-        layout = self.layout
-        _announce(pieces)
-        mine = np.concatenate(
-            [
-                to_numpy(piece)[: partition.num_rows]
-                for piece, partition in zip(
-                    pieces, self.partitions, strict=True
-                )
-            ]
-        )
-        gathered = self.collectives.all_gather(
-            tf.constant(mine), name=f"{self.role}/read"
-        ).numpy()
-        whole = np.empty((self.num_rows, *gathered.shape[1:]), gathered.dtype)
-        start = 0
-        for rank in range(layout.num_owners):
-            for partition in layout.owned_partitions(rank):
-                stop = start + layout.num_rows_of(partition)
-                whole[layout.rows_of(partition)] = gathered[start:stop]
-                start = stop
-        return whole
+        return whole_tables.read_like(self, self.partitions)
 
     def to_stock(self, whole):
         """A whole array as the stock layer that takes its place has it."""
@@ -576,82 +394,8 @@ class ShardedTable:
 
     def assign(self, whole):
         """Gives the table new values; every rank passes the whole table."""
-        try:
-            whole = to_numpy(whole)
-        except Exception as error:  # whatever an object's own method raises
-            raise ValueError(
-                f"`whole` must be an array of the table '{self.owner_name}'. "
-                f"Received: {checks.spell(whole)}, of which NumPy makes none: "
-                f"{checks.shortened(error)}"
-            ) from error
-        if whole.shape != (self.num_rows, self.dim):
-            raise ValueError(
-                "The shape of `whole` does not match the table "
-                f"'{self.owner_name}'. Received: shape {whole.shape}. "
-                f"Expected: {(self.num_rows, self.dim)}."
-            )
-        if whole.dtype.kind not in "fiubV":  # V: bfloat16
-            raise ValueError(
-                f"`whole`, the table '{self.owner_name}', must be real "
-                f"numbers. Received: an array of dtype {whole.dtype}."
-            )
-        if not self.is_sharded:
-            self.variable.assign_whole(whole)
-            return
-        self.assign_like(self.partitions, whole)
-
-    def assign_like(self, pieces, whole):
-        """Gives pieces that are laid out like the table their values."""
-        layout = self.layout
-        owned = layout.owned_partitions(self.collectives.rank)
-        whole = np.ascontiguousarray(whole)
-        fingerprint = zlib.crc32(whole.reshape(-1).view(np.uint8))
-        self.given[pieces[0].path] = fingerprint
-        # A rank without a partition has one piece, without rows.
-        for piece, partition in zip(pieces, owned, strict=False):
-            rows = layout.rows_of(partition)
-            if len(rows):
-                piece.assign(whole[rows])
-
-
-_announcers = []
-
-
-@contextlib.contextmanager
-def announcing(announce):
-    """While entered, `announce(pieces)` comes before each reading.
-
-    For the rank that decides alone what is read next: the others wait to be
-    told, so that all take part in the same reading.
-    """
-    _announcers.append(announce)
-    try:
-        yield
-    finally:
-        _announcers.remove(announce)
-
-
-def _announce(pieces):
-    for announce in _announcers:
-        announce(pieces)
-
-
-def under_strategy():
-    """Whether a `HybridStrategy` is entered."""
-    return hasattr(tf.distribute.get_strategy(), "collectives")
-
-
-def _check_is_float(dtype):
-    kinds = (str, type, np.dtype, tf.DType)
-    try:
-        is_float = dtype is None or (
-            isinstance(dtype, kinds) and tf.as_dtype(dtype).is_floating
-        )
-    except TypeError:
-        is_float = False
-    checks.check(
-        is_float,
-        "dtype",
-        dtype,
-        "None or a floating-point dtype, such as 'float32'",
-    )
+        array = arguments.whole(self, whole)
+        if self.is_sharded:
+            whole_tables.assign_like(self, self.partitions, array)
+        else:
+            self.variable.assign_whole(array)

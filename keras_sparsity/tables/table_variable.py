@@ -217,11 +217,17 @@ def storage(value, like):
     )
 
 
-def anchor(table_variable, refuse):
-    """A scalar that the tape watches in place of rows that are elsewhere.
+def anchor(table_variable):
+    """A scalar that the tape watches in place of rows that are elsewhere."""
 
-    `refuse` is called by a stock optimizer that tries to update it.
-    """
+    def refuse(*args, **kwargs):
+        raise ValueError(
+            f"The sharded table '{table_variable.table.owner_name}' was given "
+            "to an optimizer that cannot update it. Wrap it: "
+            "`ks.HybridOptimizer(optimizer)`; "
+            "`with strategy.scope(): model.compile(...)` does so itself."
+        )
+
     scalar = storage(np.zeros(()), table_variable)
     for method in _ASSIGNMENTS:
         setattr(scalar, method, refuse)

@@ -16,10 +16,8 @@ from keras_sparsity.exchange.together import (
     travel_side_by_side,
 )
 from keras_sparsity.global_batch import losses
-from keras_sparsity.layers.sampled_softmax import (
-    SampledSoftmax,
-    SampledSoftmaxLoss,
-)
+from keras_sparsity.layers.sampled_softmax import SampledSoftmax
+from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
 

@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_sparsity.tables import whole
 from keras_sparsity.update.rows import slots_of
 
 
@@ -35,7 +36,7 @@ def read(places):
     return [
         keras.ops.convert_to_numpy(pieces[0])
         if table is None
-        else table.read_like(pieces)
+        else whole.read_like(table, pieces)
         for table, pieces in places
     ]
 
@@ -51,4 +52,4 @@ def assign(places, values):
         if table is None:
             pieces[0].assign(value[...])
         else:
-            table.assign_like(pieces, value[...])
+            whole.assign_like(table, pieces, value[...])

@@ -8,7 +8,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.health import journal
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
-from keras_sparsity.layers.sampled_softmax import SampledSoftmaxLoss
+from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 from tests import oracles
 from tests.conftest import engines
 

@@ -1,0 +1,99 @@
+"""Whole tables: every rank calls these functions."""
+
+import contextlib
+import zlib
+
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity.tables.table_variable import to_numpy
+
+
+def stored_rows(table):
+    """This rank's rows of a spread table, partition by partition.
+
+    Without a gradient to the table.
+    """
+    rows = [
+        # A partition without rows holds a row of zeros.
+        tf.stop_gradient(p.value if p.num_rows else p.value[:0])
+        for p in table.partitions
+    ]
+    return tf.concat(rows, axis=0)
+
+
+def tensor(table):
+    """The whole of a table as a tensor, also inside of a step.
+
+    Without a gradient to the table if that is spread: what trains it gathers
+    rows.
+    """
+    if not table.is_sharded:
+        return tf.convert_to_tensor(table.variable.value)
+    gathered = table.collectives.all_gather(
+        stored_rows(table), name=f"{table.role}/whole"
+    )
+    order = table.layout.stored_position(tf.range(table.num_rows))
+    return tf.ensure_shape(
+        tf.gather(gathered, order), [table.num_rows, table.dim]
+    )
+
+
+def read_like(table, pieces):
+    """A whole array from pieces that are laid out like a table.
+
+    Args:
+        table: a spread `ShardedTable`.
+        pieces: one variable for each of this rank's partitions, for example
+            an optimizer's slots.
+
+    Returns:
+        Array `(num_rows, ...)`, on every rank.
+    """
+    layout = table.layout
+    for announce in _announcers:
+        announce(pieces)
+    mine = np.concatenate(
+        [
+            to_numpy(piece)[: partition.num_rows]
+            for piece, partition in zip(pieces, table.partitions, strict=True)
+        ]
+    )
+    gathered = table.collectives.all_gather(
+        tf.constant(mine), name=f"{table.role}/read"
+    ).numpy()
+    whole = np.empty((table.num_rows, *gathered.shape[1:]), gathered.dtype)
+    owned = [layout.owned_rows(rank) for rank in range(layout.num_owners)]
+    whole[np.concatenate(owned)] = gathered
+    return whole
+
+
+def assign_like(table, pieces, whole):
+    """Gives pieces that are laid out like a table their values."""
+    layout = table.layout
+    owned = layout.owned_partitions(table.collectives.rank)
+    whole = np.ascontiguousarray(whole)
+    fingerprint = zlib.crc32(whole.reshape(-1).view(np.uint8))
+    table.given[pieces[0].path] = fingerprint
+    # A rank without a partition has one piece, without rows.
+    for piece, partition in zip(pieces, owned, strict=False):
+        rows = layout.rows_of(partition)
+        if len(rows):
+            piece.assign(whole[rows])
+
+
+_announcers = []
+
+
+@contextlib.contextmanager
+def announcing(announce):
+    """While entered, `announce(pieces)` comes before each `read_like`.
+
+    For the rank that decides alone what is read next: the others wait to be
+    told, so that all take part in the same reading.
+    """
+    _announcers.append(announce)
+    try:
+        yield
+    finally:
+        _announcers.remove(announce)
