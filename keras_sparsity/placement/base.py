@@ -111,24 +111,6 @@ class Reducer(abc.ABC):
         return 1
 
 
-class Reducers:
-    """The reducers of one step: one of each class.
-
-    Args:
-        communicator, options: as for `Reducer`.
-    """
-
-    def __init__(self, communicator, options):
-        self._arguments = communicator, options
-        self._made = {}
-
-    def get(self, kind):
-        """The step's reducer of a class, made when first asked for."""
-        if kind not in self._made:
-            self._made[kind] = kind(*self._arguments)
-        return self._made[kind]
-
-
 class Placement(abc.ABC):
     """Where one variable lives, and how its gradients become one.
 

@@ -8,7 +8,6 @@ from keras_sparsity import collectives
 from keras_sparsity._tf import checks
 from keras_sparsity.exchange import options
 from keras_sparsity.placement.alone import Alone
-from keras_sparsity.placement.base import Reducers
 from keras_sparsity.placement.gathered import Gathered
 from keras_sparsity.placement.mirrored import Mirrored
 from keras_sparsity.placement.owned import Owned
@@ -118,10 +117,6 @@ class Placements:
         self.options = options
         self.strategy = strategy
         self._architecture = ARCHITECTURES[architecture]
-
-    def reducers(self):
-        """`Reducers` of one step."""
-        return Reducers(self.communicator, self.options)
 
     def of(self, variable):
         """The `Placement` of a model's variable."""

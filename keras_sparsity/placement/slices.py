@@ -10,11 +10,6 @@ def merged(slices):
     return tf.IndexedSlices(values, rows, slices.dense_shape)
 
 
-def unmerged(slices):
-    """Leaves duplicate rows as they are."""
-    return slices
-
-
 def dense(slices, num_rows):
     """The gradient of all rows: `(num_rows, ...)`."""
     return tf.math.unsorted_segment_sum(slices.values, slices.indices, num_rows)

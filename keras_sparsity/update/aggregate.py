@@ -62,8 +62,7 @@ class Aggregation:
         Returns:
             List of `Update`, in the same order. Rows may occur twice.
         """
-        reducers = placements.reducers()
-        updates, by_reducer = [], {}
+        updates, reducers, by_reducer = [], {}, {}
         for gradient, variable in zip(grads, variables, strict=True):
             is_of_rows = isinstance(gradient, tf.IndexedSlices)
             update = Update(
@@ -73,14 +72,18 @@ class Aggregation:
                 is_of_rows,
                 is_of_rows and keeps_rows(variable),
             )
+            # Variables that are reduced in one way share messages.
             kind = placements.of(variable).reducer(is_of_rows)
-            reducer = reducers.get(kind)
-            reducer.begin(update)
+            if kind not in reducers:
+                reducers[kind] = kind(
+                    placements.communicator, placements.options
+                )
+            reducers[kind].begin(update)
             updates.append(update)
-            by_reducer.setdefault(reducer, []).append(update)
+            by_reducer.setdefault(kind, []).append(update)
         _count_touches(updates)
-        for reducer, of_reducer in by_reducer.items():
-            reducer.finish(of_reducer)
+        for kind, of_reducer in by_reducer.items():
+            reducers[kind].finish(of_reducer)
         self._scale(updates, placements.communicator.size)
         return updates
 

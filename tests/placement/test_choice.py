@@ -151,13 +151,14 @@ def test_outside_of_any_strategy():
 def test_one_process_sends_nothing(architecture):
     strategy = ks.HybridStrategy(architecture=architecture)
     variable = keras.Variable(np.zeros((4, 2)))
-    placement = strategy.placements.of(variable)
+    placements = strategy.placements
+    placement = placements.of(variable)
     gradient = tf.IndexedSlices(tf.ones([3, 2]), tf.constant([1, 1, 3]))
-    reducers = strategy.placements.reducers()
     for value in (tf.ones([4, 2]), gradient):
         is_of_rows = value is gradient
         update = Update(variable, value, variable, is_of_rows)
-        reducer = reducers.get(placement.reducer(is_of_rows))
+        kind = placement.reducer(is_of_rows)
+        reducer = kind(placements.communicator, placements.options)
         reducer.begin(update)
         reducer.finish([update])
         np.testing.assert_array_equal(
