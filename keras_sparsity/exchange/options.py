@@ -61,23 +61,30 @@ class Options:
         return Wire(dtypes[0], min(dtypes, key=lambda each: each.size))
 
     def buckets(self, tensors):
-        """Splits dense gradients into messages.
+        """Splits dense gradients into messages of one dtype.
 
         Returns:
-            List of lists of indices. The last variables come first, because
-            the backward pass ends with the first layers.
+            Dictionary from the name of each message to a list of indices. The
+            last variables come first, because the backward pass ends with the
+            first layers.
         """
         limit = self.bucket_bytes or math.inf
-        found, room = [], 0
+        found, room = {}, {}
         for index in reversed(range(len(tensors))):
             tensor = tensors[index]
+            name = tensor.dtype.name
             size = tensor.dtype.size * (tensor.shape.num_elements() or 0)
-            if not found or size > room:
-                found.append([])
-                room = limit
-            found[-1].append(index)
-            room -= size
-        return found
+            of_dtype = found.setdefault(name, [])
+            if not of_dtype or size > room[name]:
+                of_dtype.append([])
+                room[name] = limit
+            of_dtype[-1].append(index)
+            room[name] -= size
+        return {
+            f"{name}/{number}": bucket
+            for name, of_dtype in found.items()
+            for number, bucket in enumerate(of_dtype)
+        }
 
 
 def entered():

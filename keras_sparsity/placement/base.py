@@ -23,6 +23,8 @@ class Update:
         keeps_rows: whether the rule is to update touched rows only, so that
             the reduced gradient has to say which these are.
         touched: `(row ids, counts)` for `touches.end_step`.
+        counts: where a gradient of rows is made dense and `keeps_rows`: how
+            often each row has a gradient, `(num_rows,)`.
     """
 
     variable: keras.Variable
@@ -31,6 +33,7 @@ class Update:
     is_of_rows: bool = False
     keeps_rows: bool = False
     touched: tuple[tf.Tensor | None, Callable | None] = (None, None)
+    counts: tf.Tensor | None = None
 
     @property
     def values(self):

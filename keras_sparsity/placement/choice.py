@@ -117,6 +117,8 @@ class Placements:
         self.options = options
         self.strategy = strategy
         self._architecture = ARCHITECTURES[architecture]
+        size = communicator.size
+        self._of_others = {name: choose(name, size) for name in OF_OTHERS}
 
     def of(self, variable):
         """The `Placement` of a model's variable."""
@@ -126,7 +128,7 @@ class Placements:
         name = self._architecture.others
         if name == "auto":
             name = getattr(variable, _ATTRIBUTE, _FIRST["others"])
-        return choose(name, self.communicator.size)
+        return self._of_others[name]
 
     def of_table(self, table, name=None, num_partitions=None):
         """The `Placement` of a table.
@@ -175,7 +177,7 @@ class Placements:
         table = getattr(variable, "table", None)
         if table is None:
             names = ("allreduce", "allgather")
-            return {n: choose(n, self.communicator.size) for n in names}
+            return {name: self._of_others[name] for name in names}
         names = ("allreduce", "ps", "allgather")
         return {name: self.of_table(table, name) for name in names}
 

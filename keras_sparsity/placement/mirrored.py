@@ -1,7 +1,5 @@
 """Every rank holds the whole variable; gradients are all-reduced."""
 
-import functools
-
 import tensorflow as tf
 
 from keras_sparsity.data import empty_parts
@@ -33,59 +31,39 @@ class AllReduce(Reducer):
 
     path = "allreduce"
 
-    def __init__(self, communicator, options):
-        super().__init__(communicator, options)
-        self._counts = {}  # of the rows with a gradient, by update
-
     def begin(self, update):
         if update.is_of_rows:
             rows = empty_parts.cut_slices(update.gradient)
             update.touched = rows.indices, None
             if update.keeps_rows:
-                self._counts[id(update)] = slices.counts(rows)
+                update.counts = slices.counts(rows)
             update.gradient = slices.dense(rows, update.variable.shape[0])
 
     def finish(self, updates):
-        of_rows = [u for u in updates if u.is_of_rows and u.keeps_rows]
-        reduced = self._sums(
-            [u.gradient for u in updates]
-            + [self._counts.pop(id(u)) for u in of_rows]
-        )
+        counted = [u for u in updates if u.counts is not None]
+        tensors = [u.gradient for u in updates] + [u.counts for u in counted]
+        sums = [None] * len(tensors)
+        with tf.name_scope("all_reduce"):
+            for name, bucket in self._options.buckets(tensors).items():
+                of_bucket = self._sums([tensors[i] for i in bucket], name)
+                for index, value in zip(bucket, of_bucket, strict=True):
+                    sums[index] = value
         for update in updates:
-            update.gradient = reduced.pop(0)
-        for update, counts in zip(of_rows, reduced, strict=True):
+            update.gradient = sums.pop(0)
+        for update, counts in zip(counted, sums, strict=True):
             update.gradient = slices.touched(update.gradient, counts)
 
-    def _sums(self, gradients):
-        of_dtypes = {}
-        for index, gradient in enumerate(gradients):
-            of_dtypes.setdefault(gradient.dtype, []).append(index)
-        results = [None] * len(gradients)
-        with tf.name_scope("all_reduce"):
-            for dtype, indices in of_dtypes.items():
-                sums = self._sums_of(dtype, [gradients[i] for i in indices])
-                for index, value in zip(indices, sums, strict=True):
-                    results[index] = value
-        return results
-
-    def _sums_of(self, dtype, gradients):
-        """The sums of gradients of one dtype."""
-        send = self._communicator.all_reduce
-        wire = self._options.wire(dtype)
-        if wire.dtype != wire.source:
-            # A ring would add up in the narrow dtype, servers in the wide one.
-            send = functools.partial(
-                server_sums.at_all, self._communicator, self._options
-            )
-        results = [None] * len(gradients)
-        for number, bucket in enumerate(self._options.buckets(gradients)):
-            sums = send(
-                empty_parts.selected([gradients[i] for i in bucket]),
-                name=f"{ROLE}/{dtype.name}/{number}",
-            )
-            for index, value in zip(bucket, sums, strict=True):
-                results[index] = value
-        return results
+    def _sums(self, tensors, name):
+        """The sums of one message's tensors."""
+        name = f"{ROLE}/{name}"
+        tensors = empty_parts.selected(tensors)
+        wire = self._options.wire(tensors[0].dtype)
+        if wire.dtype == wire.source:
+            return self._communicator.all_reduce(tensors, name=name)
+        # A ring would add up in the narrow dtype, servers in the wide one.
+        return server_sums.at_all(
+            self._communicator, self._options, tensors, name
+        )
 
     @classmethod
     def updated_bytes(cls, own, whole, size, num_slots):

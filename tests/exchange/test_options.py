@@ -38,7 +38,15 @@ def test_the_narrowest_dtype_travels(wire_dtype, dtype, cast_to, expected):
 )
 def test_buckets_begin_with_the_last_gradient(bucket_bytes, expected):
     gradients = [tf.zeros([n]) for n in (3, 7, 2, 1)]
-    assert Options(bucket_bytes=bucket_bytes).buckets(gradients) == expected
+    found = Options(bucket_bytes=bucket_bytes).buckets(gradients)
+    assert list(found.values()) == expected
+
+
+def test_a_bucket_has_one_dtype():
+    gradients = [tf.zeros([n], d) for n, d in ((3, "half"), (7, "float"))]
+    gradients.append(tf.zeros([2], "half"))
+    found = Options().buckets(gradients)
+    assert found == {"float16/0": [2, 0], "float32/0": [1]}
 
 
 @pytest.mark.parametrize(
