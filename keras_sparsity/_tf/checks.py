@@ -65,14 +65,6 @@ def num_partitions(name, value, otherwise=""):
     return positive_integer(name, value, otherwise, _MOST_PARTITIONS)
 
 
-def optional_partitions(value):
-    """The `num_partitions` of a table, which may be None."""
-    otherwise = ", or None for the number of processes"
-    if value is None:
-        return None
-    return num_partitions("num_partitions", value, otherwise)
-
-
 def positive_number(name, value, otherwise=""):
     """Checks for a finite number above 0."""
     is_number = isinstance(value, (int, float, np.number))

@@ -6,6 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.collectives.engine import num_up_to
+from keras_sparsity.exchange.layout import local_row_of, partition_of
 from keras_sparsity.planning.transfer_cost import narrowest_index
 
 # By their number of bytes.
@@ -83,8 +84,9 @@ class Addresses:
             table = num_up_to(ends, rows)
             rows -= of(self.first_rows, table)
         count = of(self._counts, table)
-        partition = of(self._first_partitions, table) + rows % count
-        address = of(self._starts, partition) + rows // count
+        partition = of(self._first_partitions, table)
+        partition += partition_of(rows, count)
+        address = of(self._starts, partition) + local_row_of(rows, count)
         return of(self._owners, partition), address
 
 

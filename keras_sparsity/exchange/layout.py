@@ -111,10 +111,6 @@ class Layout:
     def num_owners(self):
         return len(self.owners)
 
-    def owner_of(self, partition):
-        """Rank that owns a partition."""
-        return self.owners[partition % self.num_owners]
-
     def owned_partitions(self, rank):
         """Partitions of `rank`, in the order in which it stores them."""
         position = self.owners.index(rank)

@@ -86,22 +86,12 @@ class LengthCarrier:
         self._route = Route(splits, added(received, parts.senders), largest)
 
     def along(self, rows, name):
-        return self._send(
-            self._communicator.all_to_all_along,
-            rows,
-            self._sent,
-            self._received,
-            name,
-        )
+        send = self._communicator.all_to_all_along
+        return self._send(send, rows, self._sent, self._received, name)
 
     def back(self, rows, name):
-        return self._send(
-            self._communicator.all_to_all_back,
-            rows,
-            self._received,
-            self._sent,
-            name,
-        )
+        send = self._communicator.all_to_all_back
+        return self._send(send, rows, self._received, self._sent, name)
 
     def _send(self, send, rows, pieces, arriving, name):
         most, width = self._lengths.most, self._lengths.width

@@ -34,6 +34,12 @@ class ThroughMachines(RowRoute):
         self._machines, self._rank = communicator.machines, communicator.rank
         self._machine = communicator.group("machine")
         self._across = communicator.group("across")
+        # A code is the machine of an owner and the address there, as one
+        # number: how it travels, and is computed with.
+        num_codes = self._across.size * exchange.addresses.largest
+        row_dtype = exchange.addresses.row_dtype
+        self._code_dtype = narrowest(num_codes)
+        self._compute = row_dtype if num_codes < row_dtype.max else tf.int64
 
     def ask(self, request):
         role = self._exchange.role
@@ -55,54 +61,35 @@ class ThroughMachines(RowRoute):
         self._asked = route, codes, asked, sent
 
     def _by_local_rank(self, request):
-        """The request for the processes of this machine.
-
-        A code is the machine of an owner and the address there, as one number.
-        """
-        addresses = self._exchange.addresses
-        num_codes = self._across.size * addresses.largest
-        local_ranks = tf.constant(
-            [place.local_rank for place in topologies(self._machines)]
-        )
-        dtype, compute = narrowest(num_codes), self._dtype_of_codes()
+        """The codes of a request, for the processes of this machine."""
+        addresses, size = self._exchange.addresses, self._machine.size
+        local_ranks = [place.local_rank for place in topologies(self._machines)]
 
         def valid():
             owner, address = addresses.locate(request.rows)
             machine = tf.gather(tf.constant(self._machines), owner)
-            code = tf.cast(machine, compute) * addresses.largest
-            code += tf.cast(address, compute)
-            local_rank = tf.gather(local_ranks, owner)
-            return sorted_by(local_rank, code, self._machine.size, dtype)
+            code = tf.cast(machine, self._compute) * addresses.largest
+            code += tf.cast(address, self._compute)
+            local_rank = tf.gather(tf.constant(local_ranks), owner)
+            return sorted_by(local_rank, code, size, self._code_dtype)
 
         return tf.cond(
             tf.reduce_all(request.are_inside()),
             valid,
             lambda: told_to_all(
-                request.outside(), self._machine.size, dtype, request.rows
+                request.outside(), size, self._code_dtype, request.rows
             ),
         )
 
-    def _dtype_of_codes(self):
-        addresses = self._exchange.addresses
-        num_codes = self._across.size * addresses.largest
-        if num_codes >= addresses.row_dtype.max:
-            return tf.int64
-        return addresses.row_dtype
-
     def _by_machine(self, asked):
         """Each code once, for its owner; and the place of each."""
-        addresses, num_machines = self._exchange.addresses, self._across.size
-        dtype = addresses.dtype
-        unique, index = tf.unique(tf.cast(asked, self._dtype_of_codes()))
+        addresses, size = self._exchange.addresses, self._across.size
+        codes, index = tf.unique(tf.cast(asked, self._compute))
+        machine, address = codes // addresses.largest, codes % addresses.largest
         sent, positions, splits = tf.cond(
             tf.reduce_any(is_marked(asked)),
-            lambda: told_to_all(marked(asked), num_machines, dtype, unique),
-            lambda: sorted_by(
-                unique // addresses.largest,
-                unique % addresses.largest,
-                num_machines,
-                dtype,
-            ),
+            lambda: told_to_all(marked(asked), size, addresses.dtype, codes),
+            lambda: sorted_by(machine, address, size, addresses.dtype),
         )
         return sent, positions, splits, index
 

@@ -143,15 +143,12 @@ def expanded(request, route, owned, rows):
         with tf.name_scope("push"):
             # Summed per row here, then along the addresses' own route: each
             # owner already knows which rows these are.
-            gradients = tf.concat(
-                [
-                    padded(empty_parts.cut(gradient), length, exchange.width)
-                    for gradient, length in zip(gradients, lengths, strict=True)
-                ],
-                axis=0,
-            )
+            of_ids = [
+                padded(empty_parts.cut(gradient), length, exchange.width)
+                for gradient, length in zip(gradients, lengths, strict=True)
+            ]
             summed = tf.math.unsorted_segment_sum(
-                gradients, route.arrivals, route.num_sent
+                tf.concat(of_ids, axis=0), route.arrivals, route.num_sent
             )
             slices = owned.gradients(route.push(summed))
             owned.note_touches(route, request)

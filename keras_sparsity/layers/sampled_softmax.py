@@ -17,8 +17,8 @@ from keras_sparsity.layers.sampled_softmax_loss import (
     ORIGIN,
     SampledSoftmaxLoss,
 )
-from keras_sparsity.placement import choice
 from keras_sparsity.tables import initial_values
+from keras_sparsity.tables.arguments import check_spreading
 from keras_sparsity.tables.inside import check_inside
 from keras_sparsity.tables.sharded_table import ShardedTable
 
@@ -104,8 +104,9 @@ class SampledSoftmax(keras.layers.Layer):
         num_classes = checks.positive_integer("num_classes", num_classes)
         num_sampled = checks.positive_integer("num_sampled", num_sampled)
         checks.boolean("use_bias", use_bias)
-        num_partitions = checks.optional_partitions(num_partitions)
-        checks.optional_string("partition_group", partition_group)
+        num_partitions = check_spreading(
+            num_partitions, partition_group, architecture
+        )
         if num_sampled > num_classes:
             raise ValueError(
                 "`num_sampled` must be at most `num_classes`: the classes of "
@@ -136,9 +137,6 @@ class SampledSoftmax(keras.layers.Layer):
             kernel_initializer, "kernel_initializer"
         )
         self.seed = seed
-        choice.check_requested(
-            "architecture", architecture, ", or None for the strategy's"
-        )
         self.num_partitions = num_partitions
         self.partition_group = partition_group
         self.architecture = architecture

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from keras_sparsity._tf import checks
 from keras_sparsity.exchange.pull import shaped
-from keras_sparsity.placement import choice
 from keras_sparsity.tables import initial_values
+from keras_sparsity.tables.arguments import check_spreading
 from keras_sparsity.tables.sharded_table import ShardedTable
 
 
@@ -79,8 +79,9 @@ class ShardedEmbedding(keras.layers.Embedding):
         input_dim = checks.dimension("input_dim", input_dim)
         output_dim = checks.dimension("output_dim", output_dim)
         checks.boolean("mask_zero", mask_zero)
-        num_partitions = checks.optional_partitions(num_partitions)
-        checks.optional_string("partition_group", partition_group)
+        num_partitions = check_spreading(
+            num_partitions, partition_group, architecture
+        )
         if embeddings_initializer is not None:
             embeddings_initializer = initial_values.standardize(
                 embeddings_initializer, "embeddings_initializer"
@@ -103,9 +104,6 @@ class ShardedEmbedding(keras.layers.Embedding):
             ),
             mask_zero=mask_zero,
             **kwargs,
-        )
-        choice.check_requested(
-            "architecture", architecture, ", or None for the strategy's"
         )
         self.num_partitions = num_partitions
         self.partition_group = partition_group

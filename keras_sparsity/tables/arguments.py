@@ -10,36 +10,27 @@ from keras_sparsity.placement import choice
 from keras_sparsity.tables.table_variable import to_numpy
 
 
-def check(
-    dtype,
-    trainable,
-    name,
-    owner_name,
-    regularizer,
-    constraint,
-    to_stock,
-    partition_group,
-    architecture,
-):
-    """Raises ValueError if an argument of the constructor is of no use."""
-    checks.boolean("trainable", trainable)
-    checks.string("name", name)
-    checks.optional_string("owner_name", owner_name)
-    checks.function(
-        "to_stock", to_stock, "None or a function of the table's array"
-    )
-    for kind, value in (
-        ("regularizer", regularizer),
-        ("constraint", constraint),
-    ):
-        checks.function(
-            kind, value, f"None or a callable, such as Keras's {kind}s"
-        )
+def check_spreading(num_partitions, partition_group, architecture):
+    """Checks how a table is to be spread; returns `num_partitions`."""
     checks.optional_string("partition_group", partition_group)
     choice.check_requested(
         "architecture", architecture, ", or None for the strategy's"
     )
-    check_is_float(dtype)
+    if num_partitions is None:
+        return None
+    otherwise = ", or None for the number of processes"
+    return checks.num_partitions("num_partitions", num_partitions, otherwise)
+
+
+def check_functions(to_stock, **others):
+    """Checks the functions of rows: a regularizer and a constraint, too."""
+    checks.function(
+        "to_stock", to_stock, "None or a function of the table's array"
+    )
+    for kind, value in others.items():
+        checks.function(
+            kind, value, f"None or a callable, such as Keras's {kind}s"
+        )
 
 
 def check_is_float(dtype):

@@ -104,18 +104,16 @@ class ShardedTable:
     ):
         self.num_rows = checks.dimension("num_rows", num_rows)
         self.dim = checks.dimension("dim", dim)
-        num_partitions = checks.optional_partitions(num_partitions)
-        arguments.check(
-            dtype,
-            trainable,
-            name,
-            owner_name,
-            regularizer,
-            constraint,
-            to_stock,
-            partition_group,
-            architecture,
+        num_partitions = arguments.check_spreading(
+            num_partitions, partition_group, architecture
         )
+        checks.boolean("trainable", trainable)
+        checks.string("name", name)
+        checks.optional_string("owner_name", owner_name)
+        arguments.check_functions(
+            to_stock, regularizer=regularizer, constraint=constraint
+        )
+        arguments.check_is_float(dtype)
         self.requested_architecture = architecture
         self.requested_partitions = num_partitions
         self.partition_group = partition_group
