@@ -78,65 +78,73 @@ class Ahead:
             `Announced`.
         """
         exchange = self.exchange
-        communicator, addresses = exchange.communicator, exchange.addresses
-        size = communicator.size
-
-        def nothing():  # an id is outside: the next step is to say so
-            return (
-                tf.zeros([0], addresses.dtype),
-                tf.zeros([tf.size(request.rows)], tf.int32),
-                tf.zeros([size], tf.int32),
-            )
-
         request.merge()
         is_inside = tf.reduce_all(request.are_inside())
-        sent, positions, splits = tf.cond(
-            is_inside, lambda: by_owner(request), nothing
-        )
-        received, route = communicator.all_to_all(
-            sent, splits, name=f"{exchange.role}/pull/next/ids"
-        )
-        received = tf.cast(received, addresses.row_dtype)
+        arrivals, received, route = self._ask(request, is_inside)
+        received = tf.cast(received, exchange.addresses.row_dtype)
         # What was announced for this step is not known to be what it is given,
         # but will be before anything that was sent early is used.
         touched = self._received.read()
         goes_late = _is_among(received, touched) | (tf.size(touched) == 0)
-        comes_late = tf.cast(
-            communicator.all_to_all_back(
-                tf.cast(goes_late, tf.uint16),
-                route,
-                name=f"{exchange.role}/pull/next/which",
-            ),
-            tf.bool,
+        comes_late = exchange.communicator.all_to_all_back(
+            tf.cast(goes_late, tf.uint16),
+            route,
+            name=f"{exchange.role}/pull/next/which",
         )
+        comes_late = tf.cast(comes_late, tf.bool)
         goes_early = tf.logical_not(goes_late)
-        comes_early = tf.logical_not(comes_late)
+        early_route, most_late = self._early_route(
+            route, goes_early, tf.logical_not(comes_late)
+        )
+        # No batch is none: what is not asked for, is not found to be right.
+        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
+        return Announced(
+            request.numbers[:num_numbers],
+            arrivals,
+            received,
+            route,
+            goes_late,
+            comes_late,
+            early_route,
+            most_late,
+            # Now, when the processor is idle: later, it computes gradients.
+            OwnedRows(exchange, tf.boolean_mask(received, goes_early)).rows(),
+        )
+
+    def _ask(self, request, is_inside):
+        """Sends the addresses; `RowRoute`'s arrivals, received and parts."""
+        exchange, size = self.exchange, self.exchange.communicator.size
+
+        def nothing():  # an id is outside: the next step is to say so
+            return (
+                tf.zeros([0], exchange.addresses.dtype),
+                tf.zeros([tf.size(request.rows)], tf.int32),
+                tf.zeros([size], tf.int32),
+            )
+
+        sent, positions, splits = tf.cond(
+            is_inside, lambda: by_owner(request), nothing
+        )
+        received, route = exchange.communicator.all_to_all(
+            sent, splits, name=f"{exchange.role}/pull/next/ids"
+        )
+        return tf.gather(positions, request.index), received, route
+
+    def _early_route(self, route, goes_early, comes_early):
+        """`Route` of the early rows; the largest number of late ones."""
+        communicator = self.exchange.communicator
+        size = communicator.size
         counts = _counts(tf.boolean_mask(route.senders, goes_early), size)
         late_counts = route.received_splits - counts
-        received_counts = _counts(
-            tf.boolean_mask(route.receivers, comes_early), size
-        )
         largest = [tf.reduce_max(counts), 1 + tf.reduce_max(late_counts)]
         if communicator.pads:
             (largest,) = communicator.all_reduce(
                 [tf.stack(largest)],
                 op="max",
-                name=f"{exchange.role}/pull/next/largest",
+                name=f"{self.exchange.role}/pull/next/largest",
             )
-        # No batch is none: what is not asked for, is not found to be right.
-        num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
-        return Announced(
-            request.numbers[:num_numbers],
-            tf.gather(positions, request.index),
-            received,
-            route,
-            goes_late,
-            comes_late,
-            Route(counts, received_counts, largest[0]),
-            largest[1],
-            # Now, when the processor is idle: later, it computes gradients.
-            OwnedRows(exchange, tf.boolean_mask(received, goes_early)).rows(),
-        )
+        received = _counts(tf.boolean_mask(route.receivers, comes_early), size)
+        return Route(counts, received, largest[0]), largest[1]
 
     def pull(self, request):
         """Has the late rows of this step sent.
@@ -214,15 +222,7 @@ class Ahead:
         starts = tf.cumsum(received_splits, exclusive=True)
         is_right = tf.reduce_all(tf.gather(arrived, starts)[:, 0] > 0)
 
-        early = self._early.read()
-        is_late = tf.cast(comes_late, tf.int32)
-        place = tf.where(
-            comes_late,
-            # Before each are the verdicts of its owner and of those before.
-            tf.shape(early)[0] + tf.cumsum(is_late) + owner,
-            tf.cumsum(1 - is_late) - 1,
-        )
-        rows = tf.gather(tf.concat([early, arrived], axis=0), place)
+        rows = _in_place(self._early.read(), arrived, comes_late, owner)
         rows.set_shape([None, self._columns])
         return rows, is_right
 
@@ -283,6 +283,20 @@ class Late(typing.NamedTuple):
         rows.set_shape([None, self.rows.shape[-1]])
         route.resume(arrivals, tf.shape(rows)[0], received, Route(*parts))
         return rows
+
+
+def _in_place(early, late, comes_late, owner):
+    """Early and late rows in the order in which they were asked for.
+
+    The verdict of each owner precedes its rows in `late`.
+    """
+    is_late = tf.cast(comes_late, tf.int32)
+    place = tf.where(
+        comes_late,
+        tf.shape(early)[0] + tf.cumsum(is_late) + owner,
+        tf.cumsum(1 - is_late) - 1,
+    )
+    return tf.gather(tf.concat([early, late], axis=0), place)
 
 
 def _parts(route):

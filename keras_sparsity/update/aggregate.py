@@ -81,7 +81,9 @@ class Aggregation:
             reducers[kind].begin(update)
             updates.append(update)
             by_reducer.setdefault(kind, []).append(update)
-        _count_touches(updates)
+        of_rows = [(u.variable, *u.touched) for u in updates if u.is_of_rows]
+        if of_rows:
+            touches.end_step(of_rows)
         for kind, of_reducer in by_reducer.items():
             reducers[kind].finish(of_reducer)
         self._scale(updates, placements.communicator.size)
@@ -128,12 +130,6 @@ def merged(updates):
         else update
         for update in updates
     ]
-
-
-def _count_touches(updates):
-    of_rows = [u for u in updates if u.is_of_rows]
-    if of_rows:
-        touches.end_step([(u.variable, *u.touched) for u in of_rows])
 
 
 def _split(update):
