@@ -1,5 +1,8 @@
 """The optimizer: aggregates gradients, then applies a Keras rule."""
 
+import logging
+import math
+
 import keras
 import tensorflow as tf
 
@@ -8,11 +11,19 @@ from keras_sparsity.health import journal
 from keras_sparsity.placement import choice
 from keras_sparsity.tables import control_flow
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
-from keras_sparsity.update import loss_scale, rules, start, state, transform
+from keras_sparsity.update import (
+    kept_rows,
+    loss_scale,
+    rules,
+    start,
+    state,
+    transform,
+)
 from keras_sparsity.update import optimizer_arguments as arguments
 from keras_sparsity.update import rows as row_update
 from keras_sparsity.update.aggregate import Aggregation, merged
 from keras_sparsity.update.clip import Clipping
+from keras_sparsity.update.closed_form import closed_form_of
 from keras_sparsity.update.wrapper import OptimizerWrapper
 
 
@@ -34,12 +45,20 @@ class HybridOptimizer(OptimizerWrapper):
         inner_optimizer: any Keras optimizer. With sharded tables, one whose
             rule treats each row by itself.
         sparse_updates: `"exact"`: as the stock optimizer on the dense
-            gradient. If untouched rows change, too (momentum, decay of slots
-            or weights), the owner updates all of its rows. `"lazy"`: touched
-            rows only, at a cost in proportion to them. Both are the same, and
-            cheap, for rules that leave untouched rows alone (SGD, Adagrad).
-            Moving averages (`use_ema`) and `gradient_accumulation_steps`
-            update all rows.
+            gradient, but for rounding. `"lazy"`: touched rows only. Both
+            are the same for rules that leave untouched rows alone (SGD,
+            Adagrad); of the others, lazy ones train another model: untouched
+            rows keep a momentum that stock Keras spends. Both cost as much
+            as the touched rows. Of SGD with momentum, RMSprop, Adadelta,
+            Adam, AdamW and Adamax, also with `weight_decay`, an owner works
+            out how an untouched row has moved in any number of steps when the
+            row is read; that takes 4 bytes a row. It updates all rows in each
+            step instead, and logs so, of other rules, with
+            `use_ema`, `gradient_accumulation_steps` or a constraint, if
+            `beta_2` is much smaller than usual, of tables that every process
+            holds (`"allgather"`, `"allreduce"`), with `jit_compile=True`, and
+            if a function that reads the table was traced before the optimizer
+            was built, or another optimizer has trained it.
         dense_aggregation: `"mean"`: the gradient of the mean loss over the
             global batch. Each rank's loss is weighted by its share of that
             batch, so the ranks' gradients are added. `"sum"`: `size` times
@@ -113,6 +132,8 @@ class HybridOptimizer(OptimizerWrapper):
         for option, value in options.items():
             setattr(self, option, value)
         self._aggregation = Aggregation([], [])
+        # Set where a model is compiled.
+        self.is_compiled_by_xla = False
         self._forward_attributes()
 
     def options(self):
@@ -150,6 +171,7 @@ class HybridOptimizer(OptimizerWrapper):
             keras_optimizers.set_optimizer_strategy(
                 optimizer, placements.strategy
             )
+        is_new = not inner.built and values is None
         if not inner.built:
             for variable, of_variable in zip(var_list, pieces, strict=True):
                 keras_optimizers.exclude_from_weight_decay_too(
@@ -161,6 +183,32 @@ class HybridOptimizer(OptimizerWrapper):
         self.built = True
         if values is not None:
             state.assign(self.places(), values)
+        self._keep_rows(var_list, is_new)
+
+    def _keep_rows(self, variables, are_zero=False):
+        """Has rows of tables kept, where all would be updated else.
+
+        Args:
+            variables: some of the model's variables.
+            are_zero: whether their slots are zero.
+        """
+        if (
+            self.sparse_updates != "exact"
+            or self.is_compiled_by_xla
+            or rules.leaves_untouched_rows(self._rule)
+        ):
+            return
+        for variable in filter(rules.may_keep_rows, variables):
+            slots = self.slots_of(variable)
+            why_not = kept_rows.keep(
+                self._rule,
+                self._aggregation.pieces_of(variable),
+                slots,
+                variable.shape[0],
+                are_zero,
+            )
+            if why_not:
+                _tell_of_whole_updates(variable, len(slots), why_not)
 
     # Tables that are moved.
 
@@ -194,6 +242,7 @@ class HybridOptimizer(OptimizerWrapper):
         pieces_of.update((id(v), list(new)) for v, new, _ in moved)
         variables = [v for v, _ in self._aggregation.places]
         self._aggregate(variables, [pieces_of[id(v)] for v in variables])
+        self._keep_rows([v for v, _, _ in moved])
 
     def _aggregate(self, variables, pieces):
         self._aggregation = Aggregation(
@@ -273,7 +322,28 @@ class HybridOptimizer(OptimizerWrapper):
 
     def updates_rows_of(self, variable):
         """Whether only the touched rows of a variable are updated."""
+        return self._kept(variable) is not None or self.leaves_other_rows_of(
+            variable
+        )
+
+    def leaves_other_rows_of(self, variable):
+        """Whether a step changes only the touched rows of a variable."""
         return rules.updates_rows_of(variable, self._rule, self.sparse_updates)
+
+    def may_keep_rows_of(self, variable):
+        """Whether owners of a table's rows need not update all of them."""
+        return (
+            self.sparse_updates == "exact"
+            and rules.may_keep_rows(variable, is_spread=True)
+            and closed_form_of(self._rule, variable) is not None
+        )
+
+    def _kept(self, variable):
+        """The `KeptRows` of a variable, or None."""
+        whole = getattr(variable, "whole", variable)
+        if self.sparse_updates != "exact" or not rules.may_keep_rows(whole):
+            return None
+        return kept_rows.kept_rows(variable, self._rule)
 
     def _clipping(self, placements):
         return Clipping(placements.communicator, self._aggregation.spread)
@@ -295,6 +365,9 @@ class HybridOptimizer(OptimizerWrapper):
             for u in updates
             if isinstance(u.gradient, tf.IndexedSlices)
         ]
+        kept = kept_rows.KeptUpdates(
+            [(self._kept(variable), variable, of) for variable, of in rows]
+        )
         step, stand_ins = row_update.stand_in_for(rule, rows)
         keras_optimizers.set_optimizer_strategy(step, placements.strategy)
         # Aggregated already; clipped over all owners.
@@ -310,7 +383,8 @@ class HybridOptimizer(OptimizerWrapper):
         ):
             with patches.roots_stay_roots():
                 step.apply(values, variables)
-            row_update.write_back(step)
+            with kept.storing():
+                row_update.write_back(step)
 
     # As an optimizer among Keras's own.
 
@@ -370,6 +444,19 @@ class HybridOptimizer(OptimizerWrapper):
             config["inner_optimizer"], custom_objects=custom_objects
         )
         return cls(**config)
+
+
+def _tell_of_whole_updates(variable, num_slots, why):
+    """Logs that each step costs as much as the table is large."""
+    num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+    logging.getLogger(__name__).warning(
+        "Each step updates all %d rows of the table '%s', %.3g MB with its "
+        "slots: %s. See `sparse_updates` of `ks.HybridOptimizer`.",
+        variable.shape[0],
+        variable.table.owner_name,
+        num_bytes * (1 + num_slots) / 1e6,
+        why,
+    )
 
 
 def _check_under_strategy(placements):

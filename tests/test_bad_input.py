@@ -1035,6 +1035,7 @@ NOT_CALLED = {
                 "hold",
                 "layout_over_owners",
                 "read",
+                "settle",
                 "shard",
                 "to_stock",
                 "use_constraint",
@@ -1046,7 +1047,13 @@ NOT_CALLED = {
     **dict.fromkeys(
         (
             f"HybridOptimizer.{name}"
-            for name in ("follow", "slots_of", "updates_rows_of")
+            for name in (
+                "follow",
+                "leaves_other_rows_of",
+                "may_keep_rows_of",
+                "slots_of",
+                "updates_rows_of",
+            )
         ),
         "called where tables are moved",
     ),

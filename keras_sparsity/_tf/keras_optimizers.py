@@ -39,6 +39,11 @@ def excluded_from_weight_decay(optimizer):
     return [place for key, place in places.items() if key in excluded]
 
 
+def uses_weight_decay(optimizer, variable):
+    """Whether weight decay applies to a variable (`_use_weight_decay`)."""
+    return optimizer._use_weight_decay(variable)
+
+
 def iterations(optimizer):
     """The variable that counts `apply`'s calls (`_iterations`).
 

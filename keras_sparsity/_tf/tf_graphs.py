@@ -32,6 +32,19 @@ def outermost_function():
     return _graph_numbers[graph]
 
 
+def is_compiled_by_xla():
+    """Whether a function with `jit_compile=True` is being traced.
+
+    `control_flow_util.GraphOrParentsInXlaContext`.
+    """
+    from tensorflow.python.ops import control_flow_util
+
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    return control_flow_util.GraphOrParentsInXlaContext(graph)
+
+
 def captured(tensor):
     """An eager tensor, as the `tf.function` being traced sees it.
 

@@ -234,7 +234,11 @@ class AutoArchitecture(keras.callbacks.Callback):
             seconds -= path.latency_seconds
         whole = spec.num_bytes()
         own = whole / self._collectives.size
-        if self.model.optimizer.updates_rows_of(variable):
+        optimizer = self.model.optimizer
+        is_spread = placement.layout is not None
+        if optimizer.updates_rows_of(variable) or (
+            is_spread and optimizer.may_keep_rows_of(variable)
+        ):
             own = spec.alpha * whole
         updated = reducer.updated_bytes(
             own, whole, self._collectives.size, num_slots

@@ -36,9 +36,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     was made, also in the middle of an epoch: weights, slots, metrics, random
     states, the input's position, `EarlyStopping`, `ReduceLROnPlateau` and
     `ModelCheckpoint`, and `History` are as they were. On as many processes
-    the result is the same to the bit; the number of processes and of
-    partitions may change. What Python code outside of Keras remembers (your
-    own callbacks, TensorFlow's stateful random operations) starts anew, and
+    the result is the same to the bit as that of a run that saves in the same
+    steps; the number of processes and of partitions may change. What Python
+    code outside of Keras remembers (your own callbacks, TensorFlow's stateful
+    random operations) starts anew, and
     `EarlyStopping(restore_best_weights=True)` has no weights from before.
 
     While the model's weights have NaN, or are infinite and the loss is no

@@ -75,6 +75,9 @@ def entries(model):
         is_spread = (
             isinstance(variable, TableVariable) and variable.table.is_sharded
         )
+        if isinstance(variable, TableVariable):
+            # A run that goes on from files has all rows up to date, too.
+            variable.table.settle()
         table = variable.table if is_spread else None
         pieces = table.partitions if is_spread else [variable]
         found.append(_entry("model", pieces, table, id(variable) in trainable))

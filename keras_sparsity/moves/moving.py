@@ -24,7 +24,8 @@ def repartition(model, partitions):
 
     As `move`, without a change of the placement: a table that every rank has
     whole only remembers the number. No rank holds a whole table meanwhile,
-    and the result of training stays the same to the bit.
+    and the result of training stays the same: to the bit, but for rules that
+    move untouched rows of a large table, which round when they are moved.
 
     Args:
         model: as for `move`.
@@ -270,6 +271,7 @@ def _move_rows(table, placement, optimizer):
         # A rank without a partition has a piece without rows.
         return rows or [tf.zeros([0, *pieces[0].shape[1:]], pieces[0].dtype)]
 
+    table.settle()
     slots = optimizer.slots_of(table.variable) if optimizer else {}
     _check_by_rows(table, slots)
     slots = {

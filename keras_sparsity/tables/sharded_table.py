@@ -4,6 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_scopes
+from keras_sparsity._tf.current_variable import keeper_of, make_current
 from keras_sparsity.exchange import options
 from keras_sparsity.exchange.layout import Layout
 from keras_sparsity.exchange.pull import PullNow, in_turn, shaped
@@ -250,7 +251,7 @@ class ShardedTable:
         self.variable.regularizer = self.regularizer
         if layout is None:
             self.partitions = []
-            return storage(rows[0], self.variable)
+            return make_current(storage(rows[0], self.variable))
         # With fewer partitions than processes some have none: one without
         # rows, so that all have the same kinds of variables.
         rows = rows or [np.zeros((0, self.dim), np.float32)]
@@ -352,6 +353,16 @@ class ShardedTable:
         )
 
     # The whole table.
+
+    def settle(self):
+        """Brings rows up to date that an optimizer has left behind.
+
+        Local: no rank waits for another.
+        """
+        for piece in self.pieces:
+            keeper = keeper_of(piece.value)
+            if keeper is not None:
+                keeper.settle()
 
     def read(self):
         """The whole table on every rank: an array `(num_rows, dim)`.

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_variables
+from keras_sparsity._tf.current_variable import make_current
 
 # What a stock optimizer would write a table's anchor with.
 _ASSIGNMENTS = (
@@ -177,6 +178,7 @@ class Partition(keras.Variable):
             autocast=False,
             name=whole.name,
         )
+        make_current(self.value)
         # What an optimizer excludes by name it excludes in every partition.
         self._path = whole.path if index == 0 else f"{whole.path}_{index}"
         self.whole = whole

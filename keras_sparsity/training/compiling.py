@@ -51,6 +51,8 @@ def _compile(stock, model, arguments, strategy):
         metrics.ignore_empty_parts(compiled_metrics)
     if getattr(model, "optimizer", None) is not None:
         model.optimizer = wrap(model.optimizer, strategy)
+        is_compiled = model.jit_compile and not model.run_eagerly
+        model.optimizer.is_compiled_by_xla = bool(is_compiled)
 
 
 def wrap(optimizer, strategy):

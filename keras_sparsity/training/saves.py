@@ -1,21 +1,35 @@
 """An adopted model's files, written once."""
 
+from keras_sparsity._tf.current_variable import keeper_of, read_as_stored
 from keras_sparsity.conversion import saving
 from keras_sparsity.training.binding import Binding
 
 
 class Saves(Binding):
-    """`save` and `save_weights` on rank 0, and the saved compile arguments."""
+    """`save` and `save_weights` on rank 0, and the saved compile arguments.
+
+    `export` by functions that read rows as they are saved.
+    """
 
     def __init__(self, model, replicas):
         self._replicas = replicas
-        super().__init__(model, ["save", "save_weights", "get_compile_config"])
+        names = ["save", "save_weights", "export", "get_compile_config"]
+        super().__init__(model, names)
 
     def save(self, *args, **kwargs):
         self._save("save", args, kwargs)
 
     def save_weights(self, *args, **kwargs):
         self._save("save_weights", args, kwargs)
+
+    def export(self, *args, **kwargs):
+        keepers = [
+            keeper_of(piece.value)
+            for table in saving.tables_of(self._model)
+            for piece in table.pieces
+        ]
+        with read_as_stored([k for k in keepers if k is not None]):
+            return self._stock["export"](*args, **kwargs)
 
     def get_compile_config(self):
         """As stock, but with loss scaling outermost, where Keras looks for it.

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers, keras_variables
+from keras_sparsity._tf.current_variable import keeper_of
 
 # Stand-ins take part in an optimizer's arithmetic through these.
 _OPERATORS = (
@@ -25,6 +26,8 @@ class RowStandIn:
         self._tensor = None
         self._is_changed = False
         self._subtracted = None  # while the rows are not read
+        # Stored rows may be behind, and what is read is not.
+        self._is_kept = keeper_of(variable.value) is not None
         self.constraint = constraint
         self.name = variable.name
         self.path = variable.path
@@ -66,7 +69,8 @@ class RowStandIn:
 
     def assign_sub(self, value):
         value = tf.cast(value, self.dtype)
-        if self._tensor is None and self._subtracted is None:
+        is_unread = self._tensor is None and self._subtracted is None
+        if is_unread and not self._is_kept:
             self._subtracted = value
             return self
         return self.assign(self.tensor - value)

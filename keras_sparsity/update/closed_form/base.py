@@ -1,0 +1,104 @@
+"""What the closed form of each rule implements."""
+
+import abc
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedForm(abc.ABC):
+    r"""Any number of a rule's steps in which the gradient of a row is zero.
+
+    Let step t be the last one with a gradient, T the current one,
+    :math:`a_j` the step size and :math:`d_j = 1 - \eta_j \lambda` the weight
+    decay of step j. Then the weights become
+
+    .. math:: w \prod_j d_j - f\Big(\sum_{j=t+1}^{T} a_j g_p(j - t)
+              \prod_{l > j} d_l\Big)
+
+    in which the sums are numbers of t and T, not of a row, and f is a function
+    of the row's slots.
+
+    Attributes:
+        weight_decay: lambda; 0.0: none.
+    """
+
+    weight_decay: float
+
+    @property
+    @abc.abstractmethod
+    def factors(self):
+        """Dict from kinds of slots to their factor in each step."""
+
+    @property
+    @abc.abstractmethod
+    def kernel(self):
+        """The functions :math:`g_p`: float64 array `(num_steps, num_sums)`.
+
+        Row i is of j - t = i + 1; later steps move no row any more.
+        """
+
+    @abc.abstractmethod
+    def step_size(self, iterations, learning_rate):
+        """The number :math:`a_j` of the step that is about to be applied.
+
+        Args:
+            iterations: float64 scalar, number of steps applied before.
+            learning_rate: float64 scalar.
+
+        Returns:
+            float64 scalar.
+        """
+
+    @abc.abstractmethod
+    def moved(self, weights, slots, sums):
+        """The weights after these steps, from the decayed ones.
+
+        Args:
+            weights: tensor `(num_rows, dim)`.
+            slots: dict from kinds to tensors of the same shape, as they were
+                behind step t.
+            sums: list of tensors `(num_rows, 1)`.
+        """
+
+    def needed_for(self, kind):
+        """Kinds of the slots that `slot_after` reads for one of them."""
+        return (kind,)
+
+    def slot_after(self, kind, slots, factor):
+        """A slot after these steps.
+
+        Args:
+            kind: its kind.
+            slots: dict from kinds to tensors `(num_rows, dim)`.
+            factor: product of its factors in all steps, `(num_rows, 1)`; None
+                if these are 1.
+        """
+        return slots[kind] if factor is None else slots[kind] * factor
+
+
+def num_steps_of(factor, tolerance=1e-13):
+    """Number of steps after which the powers of a factor do not count."""
+    if factor <= 0:
+        return 1
+    tail = np.log(tolerance * (1 - factor))
+    return max(1, int(np.ceil(tail / np.log(factor))))
+
+
+def powers(factor, num_steps):
+    """Column of the powers of a factor: those of 1 to `num_steps`."""
+    steps = np.arange(1, num_steps + 1, dtype=np.float64)
+    return float(factor) ** steps[:, None]
+
+
+def as_float32(number):
+    """A number that `keras.ops.cast` has turned into float32 on its way."""
+    return float(np.float32(number))
+
+
+def one(iterations, learning_rate):
+    """The step size of a rule that has it in its slots."""
+    del iterations, learning_rate
+    return tf.ones([], tf.float64)

@@ -1,0 +1,125 @@
+"""Chooses the closed form of a Keras optimizer."""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_optimizers
+from keras_sparsity.update.closed_form.adam import Adam, Adamax, AMSGrad
+from keras_sparsity.update.closed_form.base import as_float32
+from keras_sparsity.update.closed_form.momentum import Momentum, Resting
+
+# More steps than these would have to be summed up in each step.
+_MOST_STEPS = 1 << 13
+# Relative error of a movement, by dtype: less than its rounding.
+_TOLERANCES = {tf.float32: 1e-9, tf.float64: 1e-15}
+
+
+def closed_form_of(rule, variable):
+    """The `ClosedForm` of a rule for one variable, or None if there is none.
+
+    Args:
+        rule: a built Keras optimizer.
+        variable: a variable that it updates.
+    """
+    make = _FORMS.get(type(rule))
+    dtype = tf.as_dtype(variable.dtype)
+    is_covered = (
+        make is not None
+        and variable.constraint is None
+        and not rule.use_ema
+        and not rule.gradient_accumulation_steps
+        # Narrower ones lose a step's movement to rounding.
+        and dtype in _TOLERANCES
+    )
+    if not is_covered:
+        return None
+    decay = 0.0
+    if rule.weight_decay is not None and (
+        keras_optimizers.uses_weight_decay(rule, variable)
+    ):
+        decay = rule.weight_decay
+        decay = as_float32(decay) if _is_number(decay) else decay
+    form = make(rule, decay, dtype) if _is_number(decay) else None
+    if form is None or not all(
+        _is_number(f) and 0 <= f <= 1 for f in form.factors.values()
+    ):
+        return None
+    num_steps, num_sums = form.kernel.shape
+    return form if num_sums and num_steps <= _MOST_STEPS else None
+
+
+def _adam(rule, decay, dtype):
+    if not _are_moments(rule):
+        return None
+    kind = AMSGrad if rule.amsgrad else Adam
+    return kind(decay, *_numbers(rule), _TOLERANCES[dtype])
+
+
+def _adamax(rule, decay, dtype):
+    if not _are_moments(rule):
+        return None
+    return Adamax(decay, *_numbers(rule), _TOLERANCES[dtype])
+
+
+def _numbers(rule):
+    return rule.beta_1, rule.beta_2, rule.epsilon
+
+
+def _are_moments(rule):
+    return (
+        all(map(_is_number, _numbers(rule)))
+        and 0 <= rule.beta_1 < 1
+        and 0 < rule.beta_2 < 1
+        # 0 / 0 else, in rows that were never touched.
+        and rule.epsilon > 0
+    )
+
+
+def _sgd(rule, decay, dtype):
+    if not rule.momentum:
+        return Resting(decay, ())
+    if not _is_factor(rule.momentum):
+        return None
+    momentum = as_float32(rule.momentum)
+    return Momentum(
+        decay, momentum, "momentums", is_nesterov=bool(rule.nesterov)
+    )
+
+
+def _rmsprop(rule, decay, dtype):
+    others = [("_velocities", rule.rho)]
+    if rule.centered:
+        others.append(("_average_gradients", rule.rho))
+    if not rule.momentum:
+        return Resting(decay, tuple(others))
+    if not _is_factor(rule.momentum):
+        return None
+    return Momentum(decay, rule.momentum, "_momentums", -1, tuple(others))
+
+
+def _adadelta(rule, decay, dtype):
+    kinds = "_accumulated_grads", "_accumulated_delta_vars"
+    return Resting(decay, tuple((kind, rule.rho) for kind in kinds))
+
+
+def _adagrad(rule, decay, dtype):
+    return Resting(decay, (("_accumulators", 1.0),))
+
+
+def _is_number(value):
+    return isinstance(value, (int, float))
+
+
+def _is_factor(value):
+    return _is_number(value) and 0 < value < 1
+
+
+_FORMS = {
+    keras.optimizers.SGD: _sgd,
+    keras.optimizers.RMSprop: _rmsprop,
+    keras.optimizers.Adagrad: _adagrad,
+    keras.optimizers.Adadelta: _adadelta,
+    keras.optimizers.Adam: _adam,
+    keras.optimizers.AdamW: _adam,
+    keras.optimizers.Adamax: _adamax,
+}

@@ -1,0 +1,137 @@
+"""Numbers of the steps, from which rows that are behind are brought up."""
+
+import functools
+import typing
+
+import numpy as np
+import tensorflow as tf
+
+# Steps after which all rows are brought up to date, however large the table:
+# one dense step in so many. At 3 MB of sums.
+_MOST_STEPS = 1 << 16
+_FEWEST_STEPS = 1 << 12
+# Products of weight decay are not to fall below.
+_SMALLEST = 1e-100
+# In place of a decay of all there is.
+_NOTHING = 1e-60
+
+
+class Gap(typing.NamedTuple):
+    """The steps by which rows are behind.
+
+    Attributes:
+        sums: list of tensors `(num_rows, 1)`, see `ClosedForm.moved`.
+        decay: product of the weight decay, `(num_rows, 1)`.
+        factors: dict from kinds of slots to `(num_rows, 1)`.
+    """
+
+    sums: list
+    decay: tf.Tensor
+    factors: dict
+
+
+class StepSums:
+    """The sums of a `ClosedForm` from each earlier step to the current one.
+
+    Step T adds to the sums of the last steps alone: as many as the form's
+    kernel has. All is in float64, and divided by the product of the weight
+    decay so far, which would else change every sum in each step.
+
+    Args:
+        form: `ClosedForm`.
+        num_rows: number of rows of the table.
+    """
+
+    def __init__(self, form, num_rows):
+        self._form = form
+        num_steps, num_sums = form.kernel.shape
+        fewest = max(_FEWEST_STEPS, 2 * num_steps)
+        self.capacity = max(fewest, min(num_rows, _MOST_STEPS))
+        self._now = tf.Variable(0, dtype=tf.int32, trainable=False)
+        self._sums = tf.Variable(
+            np.zeros((self.capacity, num_sums)), trainable=False
+        )
+        self._decays = tf.Variable(np.ones(self.capacity), trainable=False)
+        # Captured by traced functions, so that none has a copy.
+        self._kernel = tf.constant(form.kernel, tf.float64)
+        self._powers = {
+            kind: _powers(float(factor), self.capacity)
+            for kind, factor in form.factors.items()
+            if factor != 1
+        }
+
+    @property
+    def now(self):
+        """Number of steps since all rows were up to date."""
+        return self._now.read_value()
+
+    def next_step(self, rule):
+        """`(a, d)` of the step that a rule is about to apply, see `extend`."""
+        rate = tf.cast(tf.convert_to_tensor(rule.learning_rate), tf.float64)
+        iterations = tf.cast(tf.convert_to_tensor(rule.iterations), tf.float64)
+        size = self._form.step_size(iterations, rate)
+        decay = 1 - rate * self._form.weight_decay
+        # Sums are divided by it.
+        nothing = tf.constant(_NOTHING, tf.float64)
+        return size, tf.where(tf.abs(decay) < nothing, nothing, decay)
+
+    def extend(self, size, decay):
+        """Adds a step.
+
+        Args:
+            size, decay: float64 scalars, :math:`a_j` and :math:`d_j`.
+
+        Returns:
+            Whether it is full: it has to be reset before the next step.
+        """
+        step = self._now.read_value() + 1
+        # Gathered: after a scatter, reading a variable copies all of it.
+        product = decay * tf.gather(self._decays, step - 1)
+        # Of a fixed length, as XLA asks: before the first step is nothing.
+        places = step - 1 - tf.range(self._kernel.shape[0])
+        weights = tf.where(places >= 0, size / product, 0)[:, None]
+        self._sums.scatter_add(
+            tf.IndexedSlices(self._kernel * weights, tf.maximum(places, 0))
+        )
+        self._decays.scatter_update(tf.IndexedSlices(product[None], step[None]))
+        self._now.assign(step)
+        return (step >= self.capacity - 1) | ~(tf.abs(product) > _SMALLEST)
+
+    def gap(self, steps, dtype):
+        """What lies between earlier steps and now.
+
+        Args:
+            steps: int32 tensor `(num_rows,)`, smaller than `now`.
+            dtype: of the result.
+
+        Returns:
+            `Gap`.
+        """
+        now = self._now.read_value()
+        product = tf.gather(self._decays, now)
+        sums = tf.gather(self._sums, steps) * product
+        decay = product / tf.gather(self._decays, steps)
+        return Gap(
+            [
+                tf.cast(column, dtype)
+                for column in tf.split(sums, sums.shape[1], axis=1)
+            ],
+            tf.cast(decay, dtype)[:, None],
+            {
+                kind: tf.cast(tf.gather(powers, now - steps), dtype)[:, None]
+                for kind, powers in self._powers.items()
+            },
+        )
+
+    def reset(self):
+        """Begins anew: all rows are up to date."""
+        self._now.assign(0)
+        self._sums.assign(tf.zeros(self._sums.shape, tf.float64))
+        self._decays.assign(tf.ones(self._decays.shape, tf.float64))
+
+
+@functools.lru_cache(maxsize=64)
+def _powers(factor, count):
+    """Powers 0 to `count - 1`: by a table, the same on any processor."""
+    with tf.init_scope():
+        return tf.constant(factor ** np.arange(count, dtype=np.float64))

@@ -1,0 +1,148 @@
+"""Every way to read or to write a variable asks its keeper."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_sparsity._tf import current_variable
+from keras_sparsity._tf.current_variable import CurrentVariable, make_current
+
+
+class Keeper:
+    """Adds 1 to what is read of rows, and counts the rest."""
+
+    def __init__(self):
+        self.is_writing = False
+        self.calls = []
+
+    def settle(self):
+        self.calls.append("settle")
+
+    def note_write(self):
+        self.calls.append("written")
+
+    def rows_now(self, variable, ids, rows):
+        self.calls.append("rows")
+        return rows + 1
+
+
+def made():
+    variable = make_current(tf.Variable(np.zeros((4, 2), "float32")))
+    variable.keeper = Keeper()
+    return variable
+
+
+ROWS = tf.constant([1])
+SLICES = tf.IndexedSlices(tf.ones([1, 2]), ROWS)
+READS = {
+    "value": lambda v: v.value(),
+    "numpy": lambda v: v.numpy(),
+    "read_value": lambda v: v.read_value(),
+    "convert": tf.convert_to_tensor,
+    "array": np.asarray,
+    "item": lambda v: v[1:2],
+    "sum": lambda v: v + 1,
+    "concat": lambda v: tf.concat([v, v], 0),
+    "square": tf.square,
+    "raw": lambda v: tf.raw_ops.AddV2(x=v, y=1.0),
+    "matmul": lambda v: tf.matmul(v, v, transpose_b=True),
+    "gather_nd": lambda v: tf.gather_nd(v, [[1]]),
+    "columns": lambda v: tf.gather(v, [1], axis=1),
+}
+ROW_READS = {
+    "gather": lambda v: tf.gather(v, ROWS),
+    "sparse_read": lambda v: v.sparse_read(ROWS),
+    "lookup": lambda v: tf.nn.embedding_lookup(v, ROWS),
+}
+WRITES = {
+    "assign": lambda v: v.assign(tf.ones([4, 2])),
+    "assign_add": lambda v: v.assign_add(tf.ones([4, 2])),
+    "assign_sub": lambda v: v.assign_sub(tf.ones([4, 2])),
+    "item": lambda v: v[1:2].assign(tf.ones([1, 2])),
+    "restore": lambda v: v._restore_from_tensors(
+        {"VARIABLE_VALUE": tf.ones([4, 2])}
+    ),
+    **{
+        name: lambda v, name=name: getattr(v, name)(SLICES)
+        for name in ("add", "div", "max", "min", "mul", "sub", "update")
+        for name in [f"scatter_{name}"]
+    },
+    **{
+        name: lambda v, name=name: getattr(v, name)([[1]], tf.ones([1, 2]))
+        for name in ("add", "max", "min", "sub", "update")
+        for name in [f"scatter_nd_{name}"]
+    },
+}
+
+
+def run(function, is_traced):
+    return tf.function(function)() if is_traced else function()
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("name", READS)
+def test_all_of_it_is_read_once_it_is_settled(name, is_traced):
+    if is_traced and name in ("numpy", "array"):
+        pytest.skip("not in a traced function")
+    variable = made()
+    run(lambda: tf.convert_to_tensor(READS[name](variable)), is_traced)
+    assert set(variable.keeper.calls) == {"settle"}
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("name", ROW_READS)
+def test_rows_are_read_as_they_are_by_now(name, is_traced):
+    variable = made()
+    rows = run(lambda: ROW_READS[name](variable), is_traced)
+    np.testing.assert_array_equal(rows, [[1, 1]])
+    assert set(variable.keeper.calls) == {"rows"}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writing_settles_before_and_is_noted_behind(name):
+    variable = made()
+    WRITES[name](variable)
+    calls = variable.keeper.calls
+    assert calls[0] == "settle"
+    assert "written" in calls
+    if name.endswith(("update", "add", "max", "assign", "item", "restore")):
+        assert np.any(variable.numpy() == 1)
+
+
+def test_the_keeper_writes_as_it_likes():
+    variable = made()
+    variable.keeper.is_writing = True
+    variable.scatter_update(SLICES)
+    variable.read_value()
+    assert variable.keeper.calls == []
+
+
+def test_every_write_of_tensorflow_is_known():
+    writes = {
+        name
+        for name in dir(CurrentVariable)
+        if name.startswith(("assign", "scatter", "batch_scatter"))
+    }
+    assert writes <= set(current_variable._ASSIGNMENTS)
+
+
+@pytest.mark.parametrize("uses", ["read", "rows", "write"])
+def test_knows_whether_a_function_uses_it_as_it_is(uses):
+    variable = make_current(tf.Variable(np.zeros((4, 2), "float32")))
+    use = {
+        "read": READS["value"],
+        "rows": ROW_READS["gather"],
+        "write": WRITES["assign"],
+    }[uses]
+    use(variable)
+    assert not variable.is_traced
+    tf.function(lambda: tf.constant(use(variable) is None))()
+    assert variable.is_traced
+
+
+def test_gradients_pass():
+    variable = made()
+    with tf.GradientTape() as tape:
+        rows = tf.reduce_sum(tf.gather(variable, ROWS) * 3.0)
+    gradient = tape.gradient(rows, variable)
+    np.testing.assert_array_equal(gradient.values, [[3, 3]])

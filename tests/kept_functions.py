@@ -1,0 +1,207 @@
+"""What the ranks run in tests of rows that are brought up to date."""
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity._tf.current_variable import keeper_of
+from keras_sparsity.conversion import saving
+from keras_sparsity.update import rules
+from tests.checkpoint_functions import InterruptAfter, Interruption
+from tests.oracles import DenseGradients
+
+ROWS, DIM, LENGTH = 50, 4, 5
+BATCH, EXAMPLES, EPOCHS = 8, 400, 2
+RULES = {
+    "adam": ("Adam", {"learning_rate": 0.01}),
+    "amsgrad": ("Adam", {"learning_rate": 0.01, "amsgrad": True}),
+    "adamw": ("AdamW", {"learning_rate": 0.01, "weight_decay": 0.1}),
+    "adamax": ("Adamax", {"learning_rate": 0.01}),
+    "nesterov": (
+        "SGD",
+        {"learning_rate": 0.05, "momentum": 0.9, "nesterov": True},
+    ),
+    "rmsprop": (
+        "RMSprop",
+        {"learning_rate": 0.005, "momentum": 0.8, "centered": True},
+    ),
+    "adadelta": ("Adadelta", {"learning_rate": 1.0, "weight_decay": 0.01}),
+}
+
+
+def made(name):
+    kind, options = RULES[name]
+    return getattr(keras.optimizers, kind)(**options)
+
+
+def data():
+    """Ids by Zipf; those of the upper half come in some batches alone."""
+    rng = np.random.default_rng(6)
+    ids = np.minimum(rng.zipf(1.3, (EXAMPLES, LENGTH)) - 1, ROWS // 2)
+    ids[::70, 0] = rng.integers(ROWS // 2, ROWS - 5, len(ids[::70]))
+    return ids.astype("int32"), rng.normal(size=(EXAMPLES, 1))
+
+
+def build(layers, optimizer):
+    """A model of two tables."""
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    hidden = keras.layers.Concatenate()(
+        [keras.layers.Flatten()(layer(inputs)) for layer in layers]
+    )
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    rng = np.random.default_rng(2)
+    model.set_weights(
+        [
+            rng.normal(size=w.shape).astype("float32")
+            for w in model.get_weights()
+        ]
+    )
+    model.compile(optimizer, loss="mse", run_eagerly=False)
+    return model
+
+
+def fit(model, epochs=EPOCHS, callbacks=(), **more):
+    ids, labels = data()
+
+    class Rates(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            rate = base * (1 + np.cos(np.pi * batch / 60))
+            self.model.optimizer.learning_rate = rate
+
+    base = float(model.optimizer.learning_rate)
+    model.fit(
+        ids,
+        labels,
+        batch_size=BATCH,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[Rates(), *callbacks],
+        **more,
+    )
+
+
+def stock(name):
+    """Weights and slots of stock Keras, fed the dense gradient."""
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Embedding(ROWS, DIM) for _ in range(2)]
+    model = build(layers, DenseGradients(made(name)))
+    model.run_eagerly = True  # else its gradients would not be dense
+    fit(model)
+    inner = model.optimizer.inner
+    return model.get_weights(), [v.numpy() for v in inner.variables]
+
+
+def spread(optimizer, partitions=(None, 3), **options):
+    rules._SMALL_ELEMENTS = 0
+    keras.utils.set_random_seed(1)
+    with ks.HybridStrategy(architecture="hybrid", **options).scope():
+        layers = [
+            ks.layers.ShardedEmbedding(ROWS, DIM, num_partitions=count)
+            for count in partitions
+        ]
+        return build(layers, optimizer)
+
+
+def keepers(model):
+    return [
+        keeper_of(piece.value)
+        for table in saving.tables_of(model)
+        for piece in table.pieces
+    ]
+
+
+class Between(keras.callbacks.Callback):
+    """Reads, evaluates, moves and repartitions in the first epoch."""
+
+    is_done = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        model = self.model
+        tables = saving.tables_of(model)
+        if self.is_done:
+            return
+        if batch == 10:
+            model.get_weights()
+        if batch == 15:
+            model.predict(np.zeros((8, LENGTH), "int32"), verbose=0)
+        if batch == 20:
+            ks.moves.repartition(model, {tables[0]: 5, tables[1]: 1})
+            if tables[0].is_sharded:
+                assert None not in keepers(model)
+        if batch == 30:
+            ks.moves.move(model, {tables[0]: "allreduce"})
+        if batch == 40:
+            ks.moves.move(model, {tables[0]: ("ps", 2)})
+            self.is_done = True
+
+
+def train(name, reads_between, *options):
+    """Weights and state, on every rank."""
+    try:
+        model = spread(made(name), **dict(options))
+        callbacks, more = [], {}
+        if reads_between:
+            callbacks = [Between()]
+            more["validation_data"] = data()
+        fit(model, callbacks=callbacks, **more)
+        found = keepers(model)
+        assert found and None not in found, found
+        return model.get_weights(), model.optimizer.state()
+    finally:
+        rules._SMALL_ELEMENTS = 1 << 15
+
+
+def save_and_go_on(directory, interrupt_after):
+    """Trains with a checkpoint, perhaps until an interruption.
+
+    Returns:
+        Weights and state.
+    """
+    try:
+        model = spread(made("adam"))
+        callbacks = [ks.callbacks.ShardedCheckpoint(directory, every_steps=15)]
+        if interrupt_after:
+            callbacks.append(InterruptAfter(interrupt_after))
+        with contextlib.suppress(Interruption):
+            fit(model, callbacks=callbacks)
+        assert None not in keepers(model)
+        return model.get_weights(), model.optimizer.state()
+    finally:
+        rules._SMALL_ELEMENTS = 1 << 15
+
+
+def own_loop(name):
+    """Two tables and a function of one's own, rank by rank of the batch."""
+    try:
+        rules._SMALL_ELEMENTS = 0
+        strategy = ks.HybridStrategy()
+        table = ks.ShardedTable(ROWS, DIM, 3)
+        table.assign(np.ones((ROWS, DIM), "float32"))
+        optimizer = ks.HybridOptimizer(made(name))
+        optimizer.build([table.variable])
+        ids, labels = data()
+
+        def step(ids, labels):
+            with tf.GradientTape() as tape:
+                rows = tf.reduce_mean(table.gather(ids), axis=[1, 2])
+                errors = tf.square(rows - labels[:, 0])
+                loss = tf.reduce_sum(errors) / BATCH  # of all ranks
+            variables = [table.variable]
+            optimizer.apply(tape.gradient(loss, variables), variables)
+
+        run = tf.function(lambda *args: strategy.run(step, args))
+        part = slice(strategy.rank, None, strategy.size)
+        for batch in range(EXAMPLES // BATCH):
+            rows = slice(batch * BATCH, (batch + 1) * BATCH)
+            run(
+                tf.constant(ids[rows][part]),
+                tf.constant(labels[rows][part], tf.float32),
+            )
+        assert keeper_of(table.pieces[0].value) is not None
+        return table.read()
+    finally:
+        rules._SMALL_ELEMENTS = 1 << 15

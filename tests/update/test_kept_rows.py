@@ -1,0 +1,674 @@
+"""Rows that zero gradients move are updated when they are read."""
+
+import shutil
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity._tf.current_variable import keeper_of
+from keras_sparsity.tables import whole
+from keras_sparsity.update import kept_rows, rules, step_sums
+from keras_sparsity.update.closed_form import adam
+from tests import kept_functions
+from tests.conftest import engines
+
+ROWS, DIM = 60, 3
+DTYPES = ("float32", "float64")
+RULES = {
+    "adam": ("Adam", {}),
+    "adamw": ("AdamW", {"weight_decay": 0.1}),
+    "amsgrad": ("Adam", {"amsgrad": True}),
+    "slow adam": ("Adam", {"beta_1": 0.95, "beta_2": 0.9995}),
+    "adam without momentum": ("Adam", {"beta_1": 0.0}),
+    "adamax": ("Adamax", {}),
+    "momentum": ("SGD", {"momentum": 0.9}),
+    "nesterov": ("SGD", {"momentum": 0.95, "nesterov": True}),
+    "decayed sgd": ("SGD", {"weight_decay": 0.1}),
+    "rmsprop": ("RMSprop", {}),
+    "rmsprop of all": (
+        "RMSprop",
+        {"momentum": 0.9, "centered": True, "weight_decay": 0.05},
+    ),
+    "adadelta": ("Adadelta", {}),
+    "decayed adagrad": ("Adagrad", {"weight_decay": 0.1}),
+}
+# Those that a row needs more of than its last step.
+MOVING = [
+    name
+    for name, (_, options) in RULES.items()
+    if options.get("beta_1", 1) and name not in ("rmsprop", "adadelta")
+]
+
+
+@pytest.fixture(autouse=True)
+def kept_however_small(monkeypatch):
+    monkeypatch.setattr(rules, "_SMALL_ELEMENTS", 0)
+
+
+def made(name, **more):
+    kind, options = RULES[name]
+    return getattr(keras.optimizers, kind)(**options, **more)
+
+
+def start(dtype="float32"):
+    return np.random.default_rng(3).normal(size=(ROWS, DIM)).astype(dtype)
+
+
+def problem(num_steps, dtype="float32", rare=500):
+    """Ids by Zipf, of which the last ones come once in `rare` steps.
+
+    A third of the rows never come.
+    """
+    rng = np.random.default_rng(4)
+    for step in range(num_steps):
+        ids = np.minimum(rng.zipf(1.2, 8) - 1, ROWS // 3)
+        if step % rare == rare - 1:
+            ids[:4] = np.arange(4) + ROWS // 3
+        yield ids, rng.normal(size=(8, DIM)).astype(dtype)
+
+
+def rate(step, num_steps):
+    return 0.02 * (1 + np.cos(np.pi * step / num_steps)) + 1e-3
+
+
+class Stock:
+    """Stock Keras, fed the dense gradient."""
+
+    def __init__(self, optimizer, dtype="float32"):
+        self.optimizer = optimizer
+        self.weights = keras.Variable(start(dtype), dtype=dtype)
+        optimizer.build([self.weights])
+
+        @tf.function
+        def step(gradient):
+            optimizer.apply([gradient])
+
+        self._step = step
+
+    def step(self, ids, values):
+        dense = np.zeros(self.weights.shape, self.weights.dtype)
+        np.add.at(dense, ids, values)
+        self._step(tf.constant(dense))
+
+    def state(self):
+        return [v.numpy() for v in (self.weights, *self.optimizer.variables)]
+
+
+class Kept:
+    """A table of this package, in a training loop."""
+
+    def __init__(self, optimizer, dtype="float32", mode="exact"):
+        self.table = ks.ShardedTable(ROWS, DIM, dtype=dtype)
+        self.table.assign(start(dtype))
+        self.optimizer = ks.HybridOptimizer(optimizer, mode)
+        self.optimizer.build([self.table.variable])
+        self.retrace()
+
+    @property
+    def keeper(self):
+        return keeper_of(self.table.variable.value)
+
+    def retrace(self):
+        self.step = tf.function(self._step)
+
+    def _step(self, ids, values):
+        variables = [self.table.variable]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(self.table.gather(ids) * values)
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+
+    def state(self):
+        return [v.numpy() for v in (self.table.variable, *self.variables)]
+
+    @property
+    def variables(self):
+        return self.optimizer.variables
+
+
+def train(num_steps, *trained, dtype="float32", each=lambda step: None):
+    for step, (ids, values) in enumerate(problem(num_steps, dtype)):
+        each(step)
+        for one in trained:
+            one.optimizer.learning_rate = rate(step, num_steps)
+            one.step(ids, values)
+
+
+def assert_same(kept, stock, rtol=2e-5, atol=2e-6):
+    for a, b in zip(kept.state(), stock.state(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+def error(weights, expected):
+    """The largest one of a row, of the largest distance that any has moved."""
+    moved = np.abs(expected - start("float64")).max()
+    return np.abs(weights - expected).max() / moved
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_2000_steps_as_accurate_as_stock_keras(name):
+    steps = 2000
+    exact = Stock(made(name), "float64")
+    stock, kept = Stock(made(name)), Kept(made(name))
+    precise = Kept(made(name), "float64")
+    assert kept.keeper is not None
+    train(steps, exact, precise, dtype="float64")
+    train(steps, stock, kept)
+    expected = exact.weights.numpy()
+    own = error(stock.weights.numpy(), expected)
+    # By rows first: reading all of them stores them.
+    rows = kept.table.gather(tf.range(ROWS)).numpy()
+    assert error(rows, expected) <= max(1.5 * own, 1e-6)
+    np.testing.assert_array_equal(kept.table.read(), rows)
+    # Narrow numbers that stock Keras has passed are in the bias correction.
+    assert error(precise.table.read(), expected) < 1e-12
+    assert_same(precise, exact, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_lazy_is_far_off(name):
+    """The control: what the comparison above sees."""
+    exact, lazy = Stock(made(name), "float64"), Kept(made(name), mode="lazy")
+    train(2000, exact, dtype="float64")
+    train(2000, lazy)
+    assert error(lazy.table.read(), exact.weights.numpy()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["adam", "adamax"])
+def test_one_term_is_not_enough(name, monkeypatch):
+    kernel = adam.OfMoments.kernel.func
+    monkeypatch.setattr(
+        adam.OfMoments, "kernel", property(lambda self: kernel(self)[:, :1])
+    )
+    exact, kept = Stock(made(name), "float64"), Kept(made(name), "float64")
+    train(500, exact, kept, dtype="float64")
+    assert error(kept.table.read(), exact.weights.numpy()) > 1e-5
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "momentum"])
+def test_clock_that_is_full_begins_anew(name, monkeypatch):
+    monkeypatch.setattr(step_sums, "_FEWEST_STEPS", 1)
+    monkeypatch.setattr(step_sums, "_MOST_STEPS", 1)
+    stock, kept = Stock(made(name)), Kept(made(name))
+    train(1500, stock, kept)
+    assert kept.keeper._sums.capacity < 1000
+    assert_same(kept, stock)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 20, ROWS - 1])
+def test_rows_are_brought_up_to_date_in_blocks(num_rows, monkeypatch):
+    monkeypatch.setattr(kept_rows, "_BLOCK_BYTES", 4 * DIM * num_rows)
+    stock, kept = Stock(made("adamw")), Kept(made("adamw"))
+    read = tf.function(lambda: whole.tensor(kept.table))
+    for _ in range(3):
+        train(20, stock, kept)
+        np.testing.assert_allclose(
+            read(), stock.weights.numpy(), rtol=2e-5, atol=2e-6
+        )
+        train(20, stock, kept)
+        assert_same(kept, stock)
+
+
+def test_decay_to_nothing():
+    """Products of decays fall below the smallest float64."""
+    options = {"weight_decay": 20.0, "momentum": 0.5}
+    stock = Stock(keras.optimizers.SGD(0.03, **options))
+    kept = Kept(keras.optimizers.SGD(0.03, **options))
+    train(1500, stock, kept)
+    assert_same(kept, stock)
+
+
+def test_decay_of_all_there_is_in_one_step():
+    options = {"weight_decay": 2.0, "momentum": 0.5}
+    stock = Stock(keras.optimizers.SGD(0.5, **options))
+    kept = Kept(keras.optimizers.SGD(0.5, **options))
+    for ids, values in problem(40):
+        for one in (stock, kept):
+            one.step(ids, values)
+    assert_same(kept, stock)
+
+
+def test_rows_are_read_without_a_change():
+    """An evaluation leaves training as it was, to the bit."""
+    plain, read = Kept(made("adam")), Kept(made("adam"))
+    train(
+        300,
+        plain,
+        read,
+        each=lambda step: read.table.gather(tf.range(ROWS)),
+    )
+    for a, b in zip(plain.state(), read.state(), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_reading_and_setting_anything_between_steps():
+    stock, kept = Stock(made("adamw")), Kept(made("adamw"))
+    scale = np.float32(0.5)
+
+    def each(step):
+        if step == 50:  # weights, whole
+            value = stock.weights.numpy() * scale
+            stock.weights.assign(value)
+            kept.table.assign(value)
+        if step == 100:  # a slot, in place
+            for one in (stock, kept):
+                momentum = one.optimizer.variables[2]
+                momentum.assign(momentum.numpy() * scale)
+        if step == 150:  # some rows
+            rows = tf.constant([0, 1, ROWS - 1])
+            values = tf.ones([3, DIM])
+            for variable in (stock.weights, kept.table.variable):
+                variable.value.scatter_update(tf.IndexedSlices(values, rows))
+        if step == 200:  # all state
+            state = [v * scale for v in kept.optimizer.state()[2:]]
+            iterations = np.array(7)
+            learning_rate = np.float32(0.01)
+            kept.optimizer.set_weights([iterations, learning_rate, *state])
+            for variable, value in zip(
+                stock.optimizer.variables,
+                [iterations, learning_rate, *state],
+                strict=True,
+            ):
+                variable.assign(value)
+        if step % 60 == 30:
+            assert_same(kept, stock)
+
+    train(300, stock, kept, each=each)
+    assert_same(kept, stock)
+
+
+@pytest.mark.parametrize("attribute", ["beta_1", "weight_decay", "epsilon"])
+def test_another_hyperparameter(attribute):
+    """Functions of before and of after may even take turns."""
+    stock, kept = Stock(made("adamw")), Kept(made("adamw"))
+    values = {"beta_1": 0.8, "weight_decay": 0.3, "epsilon": 1e-3}
+    train(50, stock, kept)
+    before = stock._step, kept.step
+    for one in (stock, kept):
+        setattr(one.optimizer, attribute, values[attribute])
+    kept.retrace()
+    after = tf.function(lambda g: stock.optimizer.apply([g])), kept.step
+
+    def each(step):
+        stock._step, kept.step = before if step // 20 % 2 else after
+
+    train(100, stock, kept, each=each)
+    assert_same(kept, stock)
+
+
+def test_from_exact_to_lazy_and_back():
+    kept, stock = Kept(made("adam")), Stock(made("adam"))
+    train(50, stock, kept)
+    kept.optimizer.sparse_updates = "lazy"
+    kept.retrace()
+    before = kept.table.gather(tf.range(ROWS)).numpy()
+    kept.step(np.array([0]), np.ones((1, DIM), "float32"))
+    np.testing.assert_array_equal(kept.table.read()[1:], before[1:])
+
+
+def test_function_that_was_traced_before_the_optimizer():
+    table = ks.ShardedTable(ROWS, DIM)
+    table.assign(start())
+    read = tf.function(lambda: table.gather(tf.range(ROWS)))
+    read()
+    kept, stock = Kept(made("adam")), Stock(made("adam"))
+    kept.table = table
+    kept.optimizer = ks.HybridOptimizer(made("adam"))
+    kept.optimizer.build([table.variable])
+    train(50, stock, kept)
+    np.testing.assert_allclose(
+        read(), stock.weights.numpy(), rtol=2e-5, atol=2e-6
+    )
+    assert_same(kept, stock)
+
+
+def test_functions_of_all_kinds_of_readers():
+    stock, kept = Stock(made("adam")), Kept(made("adam"))
+    table, ids = kept.table, np.array([[5, 5], [ROWS // 3, 0]])
+    readers = {
+        "rows": lambda: table.gather(ids),
+        "value": lambda: tf.gather(table.variable.value + 0.0, ids),
+        "tensor": lambda: tf.gather(tf.convert_to_tensor(table.variable), ids),
+        "keras": lambda: keras.ops.take(table.variable, ids, axis=0),
+        "whole": lambda: tf.gather(whole.tensor(table), ids),
+        "nd": lambda: tf.gather_nd(table.variable.value, ids[..., None]),
+        "lookup": lambda: tf.nn.embedding_lookup(table.variable.value, ids),
+        "item": lambda: tf.gather(table.variable[:], ids),
+    }
+    traced = {kind: tf.function(read) for kind, read in readers.items()}
+    for round_ in range(3):
+        train(40, stock, kept)
+        for kind in readers:
+            train(3, stock, kept)
+            read = (traced if round_ % 2 else readers)[kind]
+            np.testing.assert_allclose(
+                read(),
+                stock.weights.numpy()[ids],
+                rtol=2e-5,
+                atol=2e-6,
+                err_msg=kind,
+            )
+
+
+def test_optimizer_that_has_trained_before():
+    """Its slots are not zero."""
+    stock = Stock(made("adam"))
+    train(30, stock)
+    inner = made("adam")
+    table = ks.ShardedTable(ROWS, DIM)
+    inner.build([table.variable])
+    kept = Kept(made("adam"))
+    kept.table, kept.optimizer = table, ks.HybridOptimizer(inner)
+    for variable, value in zip(
+        (table.variable, *inner.variables), stock.state(), strict=True
+    ):
+        variable.assign(value)
+    kept.optimizer.build([table.variable])
+    assert kept.keeper is not None
+    train(100, stock, kept)
+    assert_same(kept, stock)
+
+
+def test_second_optimizer_of_a_table():
+    stock, first = Stock(made("adam")), Kept(made("adam"))
+    train(30, stock, first)
+    second = Kept(made("adam"))
+    second.table, second.optimizer = (
+        first.table,
+        ks.HybridOptimizer(made("momentum")),
+    )
+    second.optimizer.build([first.table.variable])
+    other = Stock(made("momentum"))
+    other.weights = stock.weights
+    other.optimizer = made("momentum")
+    other.optimizer.build([stock.weights])
+    other._step = tf.function(lambda g: other.optimizer.apply([g]))
+    for _ in range(3):
+        train(20, stock, first)
+        train(20, other, second)
+    assert_same(first, stock)
+
+
+def test_table_that_a_step_leaves_out():
+    """Its slots rest, in stock Keras, too."""
+    stock = Stock(made("adam"))
+    kept = Kept(made("adam"))
+    for one in (stock, kept):
+        one.other = keras.Variable(np.ones(2, "float32"))
+        variable = stock.weights if one is stock else kept.table.variable
+        one.optimizer = type(one.optimizer).from_config(
+            one.optimizer.get_config()
+        )
+        one.optimizer.build([variable, one.other])
+    stock._step = tf.function(
+        lambda g: stock.optimizer.apply([g], [stock.weights])
+    )
+
+    def each(step):
+        if step % 3 == 0:
+            for one in (stock, kept):
+                one.optimizer.apply([tf.ones([2])], [one.other])
+
+    kept.retrace()
+    train(100, stock, kept, each=each)
+    assert_same(kept, stock)
+
+
+def test_skipped_steps_of_loss_scaling_are_none():
+    def scaled():
+        return keras.optimizers.LossScaleOptimizer(
+            made("adam"), initial_scale=4.0, dynamic_growth_steps=20
+        )
+
+    stock, kept = Stock(scaled()), Kept(scaled())
+    assert kept.keeper is not None
+    for step, (ids, values) in enumerate(problem(100)):
+        if step % 7 == 3:
+            values[0, 0] = np.inf
+        for one in (stock, kept):
+            one.step(ids, values)
+    assert_same(kept, stock)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_ema": True},
+        {"gradient_accumulation_steps": 2},
+        {"beta_1": 0.9999},
+        {"beta_2": 0.5},
+        {"epsilon": 0.0},
+    ],
+    ids=str,
+)
+def test_what_is_not_covered_is_updated_whole(options):
+    options = {"epsilon": 1e-7, **options}
+    kept = Kept(keras.optimizers.Adam(**options))
+    assert kept.keeper is None
+
+
+def test_rows_that_never_came_cost_nothing(monkeypatch):
+    counts = []
+    current = kept_rows.KeptRows._current
+
+    def spy(self, piece, ids, variable):
+        counts.append(int(tf.size(ids)))
+        return current(self, piece, ids, variable)
+
+    kept = Kept(made("adam"))
+    kept.step = kept._step  # not traced
+    train(5, kept)
+    monkeypatch.setattr(kept_rows.KeptRows, "_current", spy)
+    kept.table.gather(tf.range(ROWS // 3 + 1, ROWS))
+    kept.table.read()
+    assert 0 < max(counts) <= ROWS // 3 + 1
+
+
+def test_checkpoints_of_tensorflow(tmp_path):
+    stock, kept = Stock(made("adam")), Kept(made("adam"))
+    train(50, stock, kept)
+    saved = tf.train.Checkpoint(
+        table=kept.table.variable,
+        slots=[v for v in kept.variables[2:]],
+        iterations=kept.variables[0],
+    )
+    path = saved.write(str(tmp_path / "state"))
+    expected = stock.state()
+    train(50, kept)
+    saved.read(path).assert_consumed()
+    for a, b in zip(kept.state(), expected, strict=True):
+        if a.ndim:
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    train(50, stock, kept)
+    assert_same(kept, stock)
+
+
+def test_xla_is_refused():
+    kept = Kept(made("adam"))
+    for read in (
+        lambda: kept.table.gather([1]),
+        lambda: kept.table.variable.value + 1.0,
+    ):
+        with pytest.raises(ValueError, match="jit_compile=False"):
+            tf.function(read, jit_compile=True)()
+
+
+def test_saved_model_of_a_table_in_training(tmp_path):
+    kept = Kept(made("adam"))
+    module = tf.Module()
+    module.table = kept.table.variable.value
+    module.read = tf.function(lambda: kept.table.gather([1]))
+    module.read()
+    with pytest.raises(ValueError, match=r"ks\.export"):
+        tf.saved_model.save(module, str(tmp_path / "module"))
+
+
+class Fit:
+    """A model that `fit` trains."""
+
+    def __init__(self, layer, optimizer, **options):
+        self.model = keras.Sequential(
+            [keras.Input((4,), dtype="int32"), layer(ROWS, DIM)]
+            + [keras.layers.Flatten(), keras.layers.Dense(1)]
+        )
+        self.model.layers[0].set_weights([start()])
+        self.model.layers[-1].set_weights(
+            [np.linspace(-1, 1, 4 * DIM)[:, None], np.zeros(1)]
+        )
+        self.model.compile(optimizer, loss="mse", **options)
+
+    def fit(self, **more):
+        rng = np.random.default_rng(6)
+        ids = np.minimum(rng.zipf(1.2, (256, 4)) - 1, ROWS - 1)
+        labels = rng.normal(size=(256, 1))
+        return self.model.fit(
+            ids.astype("int32"),
+            labels,
+            batch_size=4,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            **more,
+        )
+
+
+def fitted(**options):
+    """Stock Keras fed the dense gradient, and a model of this package."""
+    from tests.oracles import DenseGradients
+
+    stock = Fit(keras.layers.Embedding, DenseGradients(made("adam")))
+    with ks.HybridStrategy().scope():
+        kept = Fit(ks.layers.ShardedEmbedding, made("adam"), **options)
+    return stock, kept
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"run_eagerly": True}, {"steps_per_execution": 8}, {"jit_compile": True}],
+    ids=str,
+)
+def test_ways_to_compile(options):
+    stock, kept = fitted(**options)
+    stock.fit()
+    kept.fit()
+    keeper = keeper_of(kept.model.layers[0].table.variable.value)
+    assert (keeper is None) == ("jit_compile" in options)
+    for a, b in zip(
+        kept.model.get_weights(), stock.model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_fit_with_all_that_reads_between_steps(tmp_path):
+    class Read(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch % 9 == 5:
+                self.model.get_weights()
+                self.model.predict(np.zeros((2, 4), "int32"), verbose=0)
+
+    stock, kept = fitted()
+    ids = np.arange(4 * 12).reshape(12, 4)
+    for one in (stock, kept):
+        one.fit(
+            callbacks=[Read(), keras.callbacks.EarlyStopping("loss", 99)],
+            validation_data=(ids, np.ones((12, 1))),
+        )
+    table = kept.model.layers[0].table
+    assert keeper_of(table.variable.value) is not None
+    for one in (kept, stock):
+        one.predictions = one.model.predict(ids, verbose=0)
+    np.testing.assert_allclose(
+        kept.predictions, stock.predictions, rtol=1e-4, atol=1e-5
+    )
+    kept.model.save(tmp_path / "model.keras")
+    exported = ks.export(kept.model)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    kept.model.export(str(tmp_path / "served"), verbose=False)
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    np.testing.assert_allclose(
+        served.serve(tf.constant(ids, tf.int32)), kept.predictions, rtol=1e-5
+    )
+    for model in (kept.model, exported, loaded):
+        for a, b in zip(
+            model.get_weights(), stock.model.get_weights(), strict=True
+        ):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for a, b in zip(
+        exported.optimizer.variables, kept.model.optimizer.state(), strict=True
+    ):
+        np.testing.assert_array_equal(a.numpy(), b)
+    for one in (stock, kept):
+        one.fit()
+    for a, b in zip(
+        kept.model.get_weights(), stock.model.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+# Several processes.
+
+CASES = {
+    ("native", 2): [("adam", True), ("adam", False, ("prefetch", True))],
+    ("native", 3): [("adamw", False)],
+    ("horovod", 2): [("amsgrad", True), ("rmsprop", False)],
+    ("local", 1): [("adamax", True), ("adadelta", False)],
+}
+
+
+def parameters():
+    for engine, num_processes in CASES:
+        marks = []
+        if engine != "local":
+            marks = engines(engine)[0].marks
+        yield pytest.param(engine, num_processes, marks=marks)
+
+
+@pytest.mark.parametrize(("engine", "num_processes"), [*parameters()])
+def test_fit_as_stock_keras(cluster, engine, num_processes):
+    for case in CASES[engine, num_processes]:
+        results = cluster(engine, num_processes).run(
+            kept_functions.train, *case, timeout=400
+        )
+        assert_trained(results, case)
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_custom_loop_as_one_process(cluster, engine):
+    first, second = cluster(engine, 2).run(kept_functions.own_loop, "nesterov")
+    np.testing.assert_array_equal(first, second)
+    expected = cluster("local", 1).run(kept_functions.own_loop, "nesterov")[0]
+    np.testing.assert_allclose(first, expected, rtol=1e-4, atol=1e-5)
+
+
+def assert_trained(results, case):
+    first, *others = map(flat, results)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+    expected = flat(kept_functions.stock(case[0]))
+    for a, b in zip(first, expected, strict=True):
+        np.testing.assert_allclose(
+            a, b, rtol=1e-3, atol=2e-5, err_msg=str(case)
+        )
+
+
+def flat(weights_and_state):
+    weights, state = weights_and_state
+    return [*weights, *state]
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_goes_on_from_a_checkpoint(cluster, engine, tmp_path):
+    """To the bit; on another number of ranks, to the rounding of sums."""
+    run, folder = kept_functions.save_and_go_on, tmp_path / "stopped"
+    whole = cluster(engine, 2).run(run, str(tmp_path / "whole"), None)[0]
+    cluster(engine, 2).run(run, str(folder), 38)
+    shutil.copytree(folder, tmp_path / "other")
+    again = cluster(engine, 2).run(run, str(folder), None)[0]
+    for a, b in zip(flat(whole), flat(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    other = cluster("local", 1).run(run, str(tmp_path / "other"), None)[0]
+    for a, b in zip(flat(whole), flat(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
