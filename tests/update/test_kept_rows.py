@@ -443,10 +443,14 @@ def test_skipped_steps_of_loss_scaling_are_none():
     ],
     ids=str,
 )
-def test_what_is_not_covered_is_updated_whole(options):
+def test_what_is_not_covered_is_updated_whole(options, caplog):
     options = {"epsilon": 1e-7, **options}
     kept = Kept(keras.optimizers.Adam(**options))
     assert kept.keeper is None
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert f"all {ROWS} rows of the table 'embeddings'" in message
+    assert "no closed form" in message
 
 
 def test_rows_that_never_came_cost_nothing(monkeypatch):
