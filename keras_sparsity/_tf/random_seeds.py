@@ -32,7 +32,10 @@ def random_operations_seeded(change):
     from keras.src.random import seed_generator
     from tensorflow.python.eager import context
 
-    name = seed_generator.GLOBAL_SEED_GENERATOR
+    # Keras 3.5 has no such constant.
+    name = getattr(
+        seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator"
+    )
     own = global_state.get_global_attribute(name)
 
     class Changed:
