@@ -70,6 +70,29 @@ def losses_are_scaled():
 
 
 @contextlib.contextmanager
+def loss_metrics_multiplied(model, factor):
+    """While entered, the losses of outputs are multiplied before shown.
+
+    For Keras 3.5; later ones do it themselves (`losses_are_scaled`).
+    """
+    metrics = [] if losses_are_scaled() else loss_metrics(model)
+
+    def multiplied(update_state):
+        def update(value, sample_weight=None):
+            return update_state(value * factor, sample_weight=sample_weight)
+
+        return update
+
+    for metric in metrics:
+        metric.update_state = multiplied(metric.update_state)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            del metric.update_state
+
+
+@contextlib.contextmanager
 def losses_replaced(model, losses):
     """While entered, `model.losses` are others (`_losses_override`)."""
     object.__setattr__(model, "_losses_override", losses)

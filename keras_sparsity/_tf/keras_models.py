@@ -1,5 +1,7 @@
 """Keras's models and layers. Checked on Keras 3.5 to 3.15."""
 
+import tensorflow as tf
+
 # `fit`, `evaluate` and `predict` call this before their first step.
 SYMBOLIC_BUILD = "_maybe_symbolic_build"
 
@@ -88,6 +90,10 @@ def calls_with_more_arguments(layer, name):
     """
     return any(
         len(node.arguments.args) > 1
-        or node.arguments.kwargs.get(name) is not None
+        # Keras 3.5 gives a mask of None for each input.
+        or any(
+            value is not None
+            for value in tf.nest.flatten(node.arguments.kwargs.get(name))
+        )
         for node in layer._inbound_nodes
     )

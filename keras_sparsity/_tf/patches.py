@@ -45,7 +45,7 @@ class Patch:
 
     @property
     def is_in_place(self):
-        found = getattr(self.owner, self.name)
+        found = getattr(self.owner, self.name, None)  # not in every Keras
         return getattr(found, "_patch", None) is self
 
     @contextlib.contextmanager

@@ -41,7 +41,10 @@ class StepLosses(Binding):
         if num_replicas == 1:
             return self._stock["compute_loss"](*args, **kwargs)
         self._adds_losses = False
-        with loss_scale.as_keras_multiplies():
+        with (
+            loss_scale.as_keras_multiplies(),
+            keras_losses.loss_metrics_multiplied(self._model, num_replicas),
+        ):
             loss = self._divided_loss(*args, **kwargs)
         if self._is_in_keras_loss:
             return loss

@@ -14,5 +14,7 @@ def test_callbacks_have_what_they_learn(name):
     callback = getattr(keras.callbacks, name)(*given)
     callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
     callback.on_train_begin()
+    if name == "EarlyStopping":  # Keras 3.5 sets its best there.
+        callback.on_epoch_end(0, {"val_loss": 1.0})
     for attribute in keras_callbacks.LEARNT[name]:
         assert attribute in vars(callback)
