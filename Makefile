@@ -17,6 +17,7 @@ export KERAS_BACKEND := tensorflow
 
 NEW := .venv
 HOROVOD := .venv-horovod
+OLDEST := .venv-oldest
 DOCS := .venv-docs
 SOURCES := setup.py pyproject.toml README.md \
 	$(shell find keras_sparsity -name '*.py' -o -name '*.md')
@@ -26,7 +27,7 @@ ENVIRONMENTS := $(HOROVOD)/.installed $(NEW)/.dev
 # See pytest_collection_modifyitems.
 TWO_AT_ONCE := -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-all browser sshd docs lint format bench clean
+.PHONY: help demo test test-oldest test-all browser sshd docs lint format bench clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -41,6 +42,9 @@ test:  ## All tests on all engines
 	$(HOROVOD)/bin/python -m pytest $(TWO_AT_ONCE) $(PYTEST_ARGS)
 	@echo "The smoke tests on the newest TensorFlow:"
 	$(NEW)/bin/python -m pytest $(TWO_AT_ONCE) -m smoke
+
+test-oldest: $(OLDEST)/.dev  ## The smoke tests on the oldest versions
+	$(OLDEST)/bin/python -m pytest $(TWO_AT_ONCE) -m smoke
 
 test-all:  ## And the whole matrix: hours
 	$(MAKE) --no-print-directory -j2 $(ENVIRONMENTS)
@@ -81,7 +85,7 @@ bench: $(NEW)/.installed $(HOROVOD)/.installed  ## Every benchmark
 		echo "== $$benchmark"; $$python $$benchmark; done
 
 clean:  ## Remove the virtual environments and what the tools wrote
-	rm -rf $(NEW) $(HOROVOD) $(DOCS) site build dist *.egg-info \
+	rm -rf $(NEW) $(HOROVOD) $(OLDEST) $(DOCS) site build dist *.egg-info \
 		.pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -108,6 +112,16 @@ $(NEW)/.installed: $(SOURCES) | $(NEW)/bin/python
 $(NEW)/.dev: $(NEW)/.installed
 	@scripts/pip_install.sh $(NEW)/bin/python \
 		"what tests need" '.[cpu,dev]'
+	@touch $@
+
+# The oldest versions that are supported, native engine.
+$(OLDEST)/.dev: $(SOURCES)
+	@echo "Making $(OLDEST) ..."
+	@python="$$(scripts/find_python.sh $(PYTHON))" && \
+		"$$python" -m venv $(OLDEST)
+	@scripts/pip_install.sh $(OLDEST)/bin/python \
+		"TensorFlow 2.16, Keras 3.5 and what tests need" \
+		'tensorflow-cpu==2.16.*' 'keras==3.5.*' '.[dev]'
 	@touch $@
 
 # The newest TensorFlow that Horovod compiles with, and Horovod.

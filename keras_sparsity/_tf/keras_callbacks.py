@@ -10,3 +10,28 @@ LEARNT = {
         "_last_batch_seen",
     ),
 }
+
+
+def set_learnt(callback, learnt):
+    """Gives a callback what it had learnt, after its `on_train_begin`.
+
+    `EarlyStopping._set_monitor_op`, at the end of the first epoch, forgets the
+    best value in Keras 3.5.
+
+    Args:
+        callback: one of `LEARNT`.
+        learnt: dict by attribute; None: nothing learnt yet.
+    """
+    learnt = {n: v for n, v in learnt.items() if v is not None}
+    vars(callback).update(learnt)
+    name = "_set_monitor_op"
+    if "best" not in learnt or not hasattr(callback, name):
+        return
+    stock = getattr(callback, name)
+
+    def set_monitor_op():
+        delattr(callback, name)
+        stock()
+        callback.best = learnt["best"]
+
+    setattr(callback, name, set_monitor_op)

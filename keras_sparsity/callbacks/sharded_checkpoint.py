@@ -428,10 +428,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             # Of several of a class, in their order; rank 0 may have more.
             for number, (kind, learnt) in enumerate(saved):
                 if kind == type(callback).__name__:
-                    # None: nothing learnt yet.
-                    vars(callback).update(
-                        {n: v for n, v in learnt.items() if v is not None}
-                    )
+                    keras_callbacks.set_learnt(callback, learnt)
                     del saved[number]
                     break
         self._found = None

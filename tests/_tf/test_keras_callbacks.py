@@ -18,3 +18,16 @@ def test_callbacks_have_what_they_learn(name):
         callback.on_epoch_end(0, {"val_loss": 1.0})
     for attribute in keras_callbacks.LEARNT[name]:
         assert attribute in vars(callback)
+
+
+def test_what_was_learnt_outlives_the_first_epoch():
+    callback = keras.callbacks.EarlyStopping(mode="min")
+    callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
+    callback.on_train_begin()
+    learnt = {"best": 1.0, "wait": 2, "best_epoch": None}
+    keras_callbacks.set_learnt(callback, learnt)
+    assert callback.best_epoch == 0
+    callback.on_epoch_end(3, {"val_loss": 2.0})
+    assert (callback.best, callback.wait) == (1.0, 3)
+    callback.on_epoch_end(4, {"val_loss": 0.5})
+    assert callback.best == 0.5
