@@ -487,7 +487,7 @@ def differences(cell, outcome, size=1, instead=None):
         [outcome.end[name] for name in names],
     )
     found = dict(zip(names, found, strict=True))
-    for a, b in zip(outcome.losses, expected.losses, strict=False):
+    for a, b in zip(outcome.losses, expected.losses, strict=True):
         # Without a loss where each batch is trained on by itself.
         if np.isfinite(b):
             found["loss"] = max(found.get("loss", 0.0), abs(a - b) / abs(b))

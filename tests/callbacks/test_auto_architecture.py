@@ -209,13 +209,12 @@ def by_the_real_speeds():
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_by_the_speeds_of_this_cluster(engine, cluster):
     one, other = cluster(engine, 2).run(by_the_real_speeds)
-    assert one == other
-    lines, architectures = one
+    assert one == other  # the speeds, and what was made of them
+    lines, _ = one
     assert lines.keys() == {"allreduce", "ps", "allgather", "update"}
     for latency, per_byte in lines.values():
         assert 0 < latency < 1
         assert 0 <= per_byte < 1e-6
-    assert set(architectures) <= {"ps", "allreduce", "allgather"}
 
 
 def test_one_process_has_nothing_to_find():
