@@ -1,0 +1,127 @@
+"""How far updates of touched rows are off stock Keras's dense ones.
+
+Trains a table in one process with gradients of rows drawn by Zipf, and a
+learning rate that follows a cosine: by stock Keras in float64 on the dense
+gradient, and in float32 by stock Keras, by exact rules and by lazy ones. The
+error is the distance of the weights from float64's, relative to the distance
+that those have moved. Asked of exact rules: at most 1e-5, and at most 1.1 times
+stock Keras's own error in float32 or a millionth, whichever is larger. Lazy
+rules are asked to be off by more than 0.1 %, as a control.
+"""
+
+import _program
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+
+LIMIT = 1e-5
+FLOOR = 1e-6
+TIMES_STOCK = 1.1
+LEAST_OF_LAZY = 1e-3
+RULES = {
+    "Adam": ("Adam", {}),
+    "AdamW": ("AdamW", {"weight_decay": 0.01}),
+    "AMSGrad": ("Adam", {"amsgrad": True}),
+    "Adamax": ("Adamax", {}),
+    "SGD, momentum": ("SGD", {"momentum": 0.9}),
+    "RMSprop, momentum": ("RMSprop", {"momentum": 0.9}),
+    "Adadelta": ("Adadelta", {}),
+}
+RATES = {"Adadelta": 1.0}  # others: 0.01
+WAYS = ("stock", "exact", "lazy")
+
+
+def main():
+    args = parse_arguments()
+    ids, upstream = batches(args)
+    figures, misses = {}, []
+    print(f"{'':18}" + "".join(f"{way:>12}" for way in WAYS), flush=True)
+    for name in RULES:
+        start, reference = trained(name, "float64", args, ids, upstream)
+        moved = np.linalg.norm(reference - start)
+        errors = {
+            way: np.linalg.norm(
+                trained(name, way, args, ids, upstream)[1] - reference
+            )
+            / moved
+            for way in WAYS
+        }
+        figures[name] = {way: float(f"{e:.2g}") for way, e in errors.items()}
+        line = "".join(f"{errors[way]:12.1e}" for way in WAYS)
+        print(f"{name:18}{line}", flush=True)
+        misses += missed(name, errors)
+    _program.finish({"num_steps": args.num_steps, "errors": figures}, misses)
+
+
+def missed(name, errors):
+    """Sentences about errors of one rule that are outside of their limits."""
+    misses = []
+    limit = min(LIMIT, max(TIMES_STOCK * errors["stock"], FLOOR))
+    if not errors["exact"] <= limit:
+        misses.append(
+            f"{name}: exact is off by {errors['exact']:.1e}, at most "
+            f"{limit:.1e} asked"
+        )
+    if not errors["lazy"] > LEAST_OF_LAZY:
+        misses.append(
+            f"{name}: lazy is off by {errors['lazy']:.1e} only: the control "
+            "fails"
+        )
+    return misses
+
+
+def batches(args):
+    """Ids `(steps, ids)` and gradients `(steps, ids, dim)`."""
+    random = np.random.default_rng(0)
+    shape = args.num_steps, args.num_ids
+    by_zipf = 1 / np.arange(1, args.num_rows + 1)
+    ids = random.choice(args.num_rows, shape, p=by_zipf / by_zipf.sum())
+    return ids, random.normal(size=(*shape, args.dim))
+
+
+def trained(name, way, args, ids, upstream):
+    """Weights before and after a training: float64 arrays."""
+    dtype = "float64" if way == "float64" else "float32"
+    kind, options = RULES[name]
+    rate = keras.optimizers.schedules.CosineDecay(
+        RATES.get(name, 0.01), args.num_steps
+    )
+    optimizer = getattr(keras.optimizers, kind)(rate, **options)
+    shape = args.num_rows, args.dim
+    start = np.random.default_rng(1).normal(size=shape) * 0.05
+    if way in ("exact", "lazy"):
+        optimizer = ks.HybridOptimizer(optimizer, sparse_updates=way)
+        table = ks.ShardedTable(*shape, dtype=dtype)
+        table.assign(start.astype(dtype))
+        variable = table.variable
+    else:
+        variable = keras.Variable(start.astype(dtype), dtype=dtype)
+    optimizer.build([variable])
+
+    @tf.function
+    def step(ids, values):
+        gradient = tf.IndexedSlices(values, ids, tf.constant(shape, tf.int64))
+        if way not in ("exact", "lazy"):
+            gradient = tf.math.unsorted_segment_sum(values, ids, shape[0])
+        optimizer.apply([gradient], [variable])
+
+    for of_step, values in zip(ids, upstream, strict=True):
+        step(tf.constant(of_step), tf.constant(values, dtype))
+    return start, np.array(variable.numpy(), "float64")
+
+
+def parse_arguments():
+    parser = _program.parser(__doc__)
+    add = parser.add_argument
+    # More elements than tables that are updated whole have.
+    add("--num-rows", type=int, default=4096)
+    add("--dim", type=int, default=16)
+    add("--num-ids", type=int, default=16, help="of a step")
+    add("--num-steps", type=int, default=2000)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
