@@ -154,8 +154,11 @@ def imported_names(path):
                 yield node.value
 
 
-# Keras calls or reads these of its subclasses.
+# Keras and TensorFlow call or read these of their subclasses.
 OVERRIDDEN = {
+    "CurrentVariable": {
+        *("_handle", "_read_variable_op", "_export_to_saved_model_graph"),
+    },
     "HybridOptimizer": {"_trainable_variables"},
     "Partition": {"_path"},
     "ShardedEmbedding": {"_embeddings"},

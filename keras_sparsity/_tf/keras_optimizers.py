@@ -6,6 +6,17 @@ STATE = (
     *("_trainable_variables", "_trainable_variables_indices"),
 )
 
+# Kinds of slots of Keras's rules: the attributes that hold them.
+ACCUMULATORS = "_accumulators"
+ACCUMULATED_GRADIENTS = "_accumulated_grads"
+ACCUMULATED_CHANGES = "_accumulated_delta_vars"
+AVERAGE_GRADIENTS = "_average_gradients"
+MOMENTUMS = "_momentums"
+VELOCITIES = "_velocities"
+LARGEST_VELOCITIES = "_velocity_hats"
+ADAMAX_MOMENTS = "_m"
+ADAMAX_NORMS = "_u"
+
 
 def built_variables(optimizer):
     """The variables an optimizer was built with (`_trainable_variables`)."""

@@ -36,6 +36,33 @@ def test_optimizers():
     assert int(keras_optimizers.iterations(optimizer)) == 2
 
 
+@pytest.mark.parametrize(
+    ("rule", "kinds"),
+    [
+        (
+            keras.optimizers.Adam(amsgrad=True),
+            "MOMENTUMS VELOCITIES LARGEST_VELOCITIES",
+        ),
+        (keras.optimizers.Adamax(), "ADAMAX_MOMENTS ADAMAX_NORMS"),
+        (
+            keras.optimizers.RMSprop(momentum=0.9, centered=True),
+            "MOMENTUMS VELOCITIES AVERAGE_GRADIENTS",
+        ),
+        (
+            keras.optimizers.Adadelta(),
+            "ACCUMULATED_GRADIENTS ACCUMULATED_CHANGES",
+        ),
+        (keras.optimizers.Adagrad(), "ACCUMULATORS"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_kinds_of_slots(rule, kinds):
+    rule.build([keras.Variable(tf.ones([2]))])
+    for kind in kinds.split():
+        (slot,) = getattr(rule, getattr(keras_optimizers, kind))
+        assert slot.shape == (2,)
+
+
 def test_rebuild_optimizer():
     variables = [keras.Variable(tf.ones([n])) for n in (2, 3)]
     inner = keras.optimizers.AdamW()

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_optimizers
 from keras_sparsity.update.closed_form.base import (
     ClosedForm,
     as_float32,
@@ -59,7 +60,7 @@ class OfMoments(ClosedForm):
 
     def scale(self, slots):
         """The slot s."""
-        return tf.sqrt(slots["_velocities"])
+        return tf.sqrt(slots[keras_optimizers.VELOCITIES])
 
     def moved(self, weights, slots, sums):
         s = self.scale(slots)
@@ -70,7 +71,7 @@ class OfMoments(ClosedForm):
             total = total * u + value
         return weights - slots[self.first_moment] * inverse * total
 
-    first_moment = "_momentums"
+    first_moment = keras_optimizers.MOMENTUMS
 
 
 class Adam(OfMoments):
@@ -78,7 +79,10 @@ class Adam(OfMoments):
 
     @property
     def factors(self):
-        return {"_momentums": self.beta_1, "_velocities": self.beta_2}
+        return {
+            keras_optimizers.MOMENTUMS: self.beta_1,
+            keras_optimizers.VELOCITIES: self.beta_2,
+        }
 
     def step_size(self, iterations, learning_rate):
         step = iterations + 1
@@ -96,29 +100,34 @@ class AMSGrad(Adam):
 
     @property
     def factors(self):
-        return {**super().factors, "_velocity_hats": 1.0}
+        return {**super().factors, keras_optimizers.LARGEST_VELOCITIES: 1.0}
 
     def scale(self, slots):
         return tf.sqrt(self._largest(slots))
 
     def needed_for(self, kind):
-        return tuple(self.factors) if kind == "_velocity_hats" else (kind,)
+        return (
+            tuple(self.factors)
+            if kind == keras_optimizers.LARGEST_VELOCITIES
+            else (kind,)
+        )
 
     def slot_after(self, kind, slots, factor):
-        if kind == "_velocity_hats":
+        if kind == keras_optimizers.LARGEST_VELOCITIES:
             return self._largest(slots)
         return super().slot_after(kind, slots, factor)
 
     def _largest(self, slots):
         # Velocities that were set by hand may be larger.
-        hats, velocities = slots["_velocity_hats"], slots["_velocities"]
-        return tf.maximum(hats, velocities * self.beta_2)
+        largest = slots[keras_optimizers.LARGEST_VELOCITIES]
+        velocities = slots[keras_optimizers.VELOCITIES]
+        return tf.maximum(largest, velocities * self.beta_2)
 
 
 class Adamax(OfMoments):
     """The infinity norm shrinks by `beta_2`."""
 
-    first_moment = "_m"
+    first_moment = keras_optimizers.ADAMAX_MOMENTS
 
     @property
     def shrink(self):
@@ -126,10 +135,13 @@ class Adamax(OfMoments):
 
     @property
     def factors(self):
-        return {"_m": self.beta_1, "_u": self.beta_2}
+        return {
+            keras_optimizers.ADAMAX_MOMENTS: self.beta_1,
+            keras_optimizers.ADAMAX_NORMS: self.beta_2,
+        }
 
     def scale(self, slots):
-        return slots["_u"]
+        return slots[keras_optimizers.ADAMAX_NORMS]
 
     def step_size(self, iterations, learning_rate):
         power = as_float32(self.beta_1) ** (iterations + 1)

@@ -87,23 +87,28 @@ def _sgd(rule, decay, dtype):
 
 
 def _rmsprop(rule, decay, dtype):
-    others = [("_velocities", rule.rho)]
+    others = [(keras_optimizers.VELOCITIES, rule.rho)]
     if rule.centered:
-        others.append(("_average_gradients", rule.rho))
+        others.append((keras_optimizers.AVERAGE_GRADIENTS, rule.rho))
     if not rule.momentum:
         return Resting(decay, tuple(others))
     if not _is_factor(rule.momentum):
         return None
-    return Momentum(decay, rule.momentum, "_momentums", -1, tuple(others))
+    return Momentum(
+        decay, rule.momentum, keras_optimizers.MOMENTUMS, -1, tuple(others)
+    )
 
 
 def _adadelta(rule, decay, dtype):
-    kinds = "_accumulated_grads", "_accumulated_delta_vars"
+    kinds = (
+        keras_optimizers.ACCUMULATED_GRADIENTS,
+        keras_optimizers.ACCUMULATED_CHANGES,
+    )
     return Resting(decay, tuple((kind, rule.rho) for kind in kinds))
 
 
 def _adagrad(rule, decay, dtype):
-    return Resting(decay, (("_accumulators", 1.0),))
+    return Resting(decay, ((keras_optimizers.ACCUMULATORS, 1.0),))
 
 
 def _is_number(value):
