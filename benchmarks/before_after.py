@@ -7,7 +7,8 @@ A round runs each of four programs of both checkouts, old and new side by side
 and in the opposite order every other round: `single_process.py`,
 `row_update.py` and, on an emulated cluster of 4 machines, `workloads/lm.py`
 and `workloads/recommender.py`. Each checkout runs its own programs and its own
-library, with this interpreter.
+library, with this interpreter; but both run the new `row_update.py`, whose rows
+are others than those of older ones.
 
 Compared are the seconds of a step, new / old: the median of the rounds' ratios,
 with its standard error. Asked: at most 1.02. Figures called control run no code
@@ -39,6 +40,7 @@ CONTROL = "control: "
 _CLUSTER = "benchmarks/cluster.py"
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _SIDES = ("old", "new")
+_BY_ROWS = ("sgd", "adagrad", "adam_lazy")
 _MOST_ROUNDS = 12
 _TIMEOUT_SECONDS = 400
 _GRACE_SECONDS = 40
@@ -56,6 +58,7 @@ class Case:
         arguments: the program, from the checkout's root, and its arguments.
         step_seconds: function from the program's last line to a dict from a
             figure's name to the seconds of a step.
+        is_of_new: whether both checkouts run the program of the new one.
         seconds: how long a run takes; measured after the first one.
         busy: the largest share of the processors that others used before.
         found: for each side, one dict of figures for each round.
@@ -64,6 +67,7 @@ class Case:
     arguments: tuple
     step_seconds: Callable
     seconds: float
+    is_of_new: bool = False
     busy: float = 0.0
     found: dict = dataclasses.field(
         default_factory=lambda: {side: [] for side in _SIDES}
@@ -112,10 +116,11 @@ def cases(engine):
         "row_update": Case(
             (
                 *("benchmarks/row_update.py", "--num-rows", "200000"),
-                *("--rounds", "150", "--rounds-beside", "1"),
+                *("--rounds", "150", "--rules", *_BY_ROWS),
             ),
             _of_row_update,
             30,
+            is_of_new=True,
         ),
         "lm": on_cluster("lm"),
         "recommender": on_cluster("recommender"),
@@ -135,7 +140,7 @@ def _of_single_process(figures):
 def _of_row_update(figures):
     return {
         f"{name}, {size} table": milliseconds / 1e3
-        for name in ("sgd", "adagrad", "adam_lazy")
+        for name in _BY_ROWS
         for size in ("large", "small")
         for milliseconds in [
             figures["optimizers"][name][f"{size}_milliseconds"]
@@ -265,7 +270,8 @@ def run_pair(name, case, folders, number):
             say(f"  others use {others:.0%} of the processors")
         case.busy = max(case.busy, others)
         try:
-            figures, output = run(case.arguments, folders[side])
+            programs = folders["new" if case.is_of_new else side]
+            figures, output = run(case.arguments, folders[side], programs)
             found[side] = case.step_seconds(figures)
         except subprocess.TimeoutExpired:
             say(f"  {name}, {side}: still running after {_TIMEOUT_SECONDS} s")
@@ -283,10 +289,20 @@ def run_pair(name, case, folders, number):
     say(f"  {name} ({2 * case.seconds:.0f} s): new / old {ratios}")
 
 
-def run(arguments, folder):
-    """Runs a program of a checkout; returns its last line and its output."""
+def run(arguments, folder, programs):
+    """Runs a program with a checkout's library.
+
+    Args:
+        arguments: the program, from the root of its checkout, and arguments.
+        folder: the checkout of the library.
+        programs: that of the program.
+
+    Returns:
+        Its last line and its output.
+    """
+    script, *arguments = arguments
     program = subprocess.Popen(
-        [sys.executable, *arguments],
+        [sys.executable, os.path.join(programs, script), *arguments],
         cwd=folder,
         env={
             **os.environ,

@@ -369,7 +369,7 @@ class HybridOptimizer(OptimizerWrapper):
         kept = kept_rows.KeptUpdates(
             [(self._kept(variable), variable, of) for variable, of in rows]
         )
-        step, stand_ins = row_update.stand_in_for(rule, rows)
+        step, stand_ins = row_update.stand_in_for(rule, kept.row_updates)
         keras_optimizers.set_optimizer_strategy(step, placements.strategy)
         # Aggregated already; clipped over all owners.
         keras_optimizers.take_aggregated_gradients(

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf.current_variable import stored_rows
 from keras_sparsity.collectives.engine import Route
 from keras_sparsity.exchange.layout import Layout
 
@@ -101,8 +102,9 @@ def _take(pieces, layout, ids):
     return tf.dynamic_stitch(
         positions,
         [
-            # On the variable itself: reading it could copy it whole.
-            tf.gather(piece.value, local_rows[position])
+            # As they are stored: they are up to date. Slots that would tell
+            # so may be gone already.
+            stored_rows(piece.value, local_rows[position])
             for piece, position in zip(pieces, positions, strict=True)
         ],
     )

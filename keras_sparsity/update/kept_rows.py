@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -21,6 +22,8 @@ from keras_sparsity.update.step_sums import StepSums
 _BLOCK_BYTES = 1 << 22
 # The step of a row that has none: zero in all slots, which stay so.
 _NEVER = -1
+# The collection of a graph with what it has pulled.
+_PULLED = "keras_sparsity/pulled"
 
 
 @dataclasses.dataclass
@@ -69,7 +72,9 @@ class KeptRows:
         self.is_writing = False
         first = _NEVER if are_zero and not form.weight_decay else 0
         with tf.init_scope():
-            self._sums = StepSums(form, num_rows)
+            self.sums = StepSums(form, num_rows)
+            # Of steps, and from outside.
+            self.num_writes = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._pieces = [
                 Piece(
                     piece.value,
@@ -101,28 +106,22 @@ class KeptRows:
             rows: the stored rows, of which the gradient is the result's.
         """
         piece = self._piece_of[id(variable)]
-        flat = tf.reshape(ids, [-1])
-        stored = tf.reshape(
-            tf.stop_gradient(rows), tf.concat([[-1], variable.shape[1:]], 0)
-        )
-        steps = tf.gather(piece.steps, flat)
-        behind = self._behind(steps)
         # Each row once, however often it is read.
-        unique, index = tf.unique(tf.gather(flat, behind))
-        result = self._current(piece, unique, variable)
-        result = tf.tensor_scatter_nd_update(
-            stored, behind[:, None], tf.gather(result, index)
-        )
-        result = tf.reshape(result, tf.shape(rows))
+        unique, index = tf.unique(tf.reshape(ids, [-1]))
+        current = CurrentRows(self, piece, unique)
+        if variable is piece.weights:
+            _note(current)
+        result = tf.gather(current[variable], tf.reshape(index, tf.shape(ids)))
         result.set_shape(rows.shape)
         return _with_gradient_of(rows, result)
 
     def settle(self):
         """Brings all rows up to date, and stores them."""
-        tf.cond(self._sums.now > 0, self._settle, lambda: tf.constant(False))
+        tf.cond(self.sums.now > 0, self._settle, lambda: tf.constant(False))
 
     def note_write(self):
         """Something else has written rows, which were up to date."""
+        self.num_writes.assign_add(1)
         for piece in self._pieces:
             piece.steps.assign(tf.zeros(piece.steps.shape, tf.int32))
 
@@ -130,7 +129,34 @@ class KeptRows:
 
     def next_step(self):
         """Numbers of the step that the rule is about to apply."""
-        return self._sums.next_step(self.rule)
+        return self.sums.next_step(self.rule)
+
+    def read(self, variable, rows):
+        """Rows of the weights and of all slots, for the rule to update.
+
+        Rows that the same step has pulled are not computed anew.
+
+        Args:
+            variable: the variable that the rule updates.
+            rows: int tensor without duplicates.
+
+        Returns:
+            Dict from the `id` of each `tf.Variable` to a tensor.
+        """
+        piece = self._piece_of[id(variable.value)]
+        variables = piece.weights, *piece.slots.values()
+
+        def anew():
+            current = CurrentRows(self, piece, rows)
+            return [current[v] for v in variables]
+
+        pulled = _noted(piece)
+        if pulled is None:
+            tensors = anew()
+        else:
+            of_pulled = [pulled[v] for v in variables]
+            tensors = tf.cond(pulled.are_still(rows), lambda: of_pulled, anew)
+        return dict(zip(map(id, variables), tensors, strict=True))
 
     def advance(self, numbers, rows):
         """A step was applied, and its rows are stored.
@@ -140,38 +166,27 @@ class KeptRows:
             rows: list of `(piece, rows)`: variables, and int tensors without
                 duplicates, of all rows that were updated.
         """
-        step = self._sums.now + 1
+        self.num_writes.assign_add(1)
+        step = self.sums.now + 1
         for piece, of_piece in rows:
             steps = tf.fill(tf.shape(of_piece), step)
             self._piece_of[id(piece.value)].steps.scatter_update(
                 tf.IndexedSlices(steps, of_piece)
             )
-        is_full = self._sums.extend(*numbers)
+        is_full = self.sums.extend(*numbers)
         tf.cond(is_full, self._settle, lambda: tf.constant(False))
 
     def _behind(self, steps):
         """Places of the steps of rows that are behind."""
-        is_behind = (steps >= 0) & (steps < self._sums.now)
+        is_behind = (steps >= 0) & (steps < self.sums.now)
         return tf.where(is_behind)[:, 0]
-
-    def _current(self, piece, ids, variable):
-        """Rows of a variable that are behind, as they would be by now."""
-        gap = self._sums.gap(tf.gather(piece.steps, ids), variable.dtype)
-        kinds = {id(slot): kind for kind, slot in piece.slots.items()}
-        if id(variable) in kinds:
-            kind = kinds[id(variable)]
-            slots = _stored(piece, self.form.needed_for(kind), ids)
-            return self.form.slot_after(kind, slots, gap.factors.get(kind))
-        slots = _stored(piece, piece.slots, ids)
-        weights = tf.stop_gradient(stored_rows(piece.weights, ids))
-        return self.form.moved(weights * gap.decay, slots, gap.sums)
 
     def _settle(self):
         was_writing, self.is_writing = self.is_writing, True
         try:
             for piece in self._pieces:
                 self._settle_piece(piece)
-            self._sums.reset()
+            self.sums.reset()
         finally:
             self.is_writing = was_writing
         return tf.constant(True)
@@ -189,10 +204,11 @@ class KeptRows:
             ids = first + tf.range(count, dtype=tf.int64)
             ids = tf.gather(ids, self._behind(tf.gather(piece.steps, ids)))
             variables = piece.weights, *piece.slots.values()
-            rows = [self._current(piece, ids, v) for v in variables]
+            current = CurrentRows(self, piece, ids)
+            rows = [current[v] for v in variables]
             for variable, of_variable in zip(variables, rows, strict=True):
                 store_rows(variable, ids, of_variable)
-            now = tf.fill(tf.shape(ids), self._sums.now)
+            now = tf.fill(tf.shape(ids), self.sums.now)
             piece.steps.scatter_update(tf.IndexedSlices(now, ids))
             return (start + count,)
 
@@ -205,11 +221,81 @@ class KeptRows:
         piece.steps.assign(tf.minimum(piece.steps, 0))
 
 
-def _stored(piece, kinds, ids):
-    return {
-        kind: tf.stop_gradient(stored_rows(piece.slots[kind], ids))
-        for kind in kinds
-    }
+class CurrentRows:
+    """Some rows of a piece as they would be by now.
+
+    `rows[variable]` are those of its weights or of a slot. What is asked for
+    is read and computed once.
+
+    Args:
+        kept: `KeptRows`.
+        piece: its `Piece`.
+        ids: int tensor `(n,)`, local rows without duplicates.
+    """
+
+    def __init__(self, kept, piece, ids):
+        self.piece, self._kept, self._ids = piece, kept, ids
+        steps, now = tf.gather(piece.steps, ids), kept.sums.now
+        # No step has left a row behind that has none.
+        steps = tf.where(steps < 0, now, steps)
+        self._gap = kept.sums.gap(steps, now, piece.weights.dtype)
+        self._slots = _StoredSlots(piece, ids)
+        self._found = {}
+        self._num_writes = kept.num_writes.read_value()
+
+    def __getitem__(self, variable):
+        if id(variable) not in self._found:
+            self._found[id(variable)] = self._current(variable)
+        return self._found[id(variable)]
+
+    def are_still(self, ids):
+        """Whether these are the rows, and none has been written since."""
+        is_unwritten = self._num_writes == self._kept.num_writes.read_value()
+        is_as_long = tf.size(ids) == tf.size(self._ids)
+        are_same = tf.raw_ops.Equal(
+            x=ids,
+            y=tf.cast(self._ids, ids.dtype),
+            incompatible_shape_error=False,
+        )
+        return is_unwritten & is_as_long & tf.reduce_all(are_same)
+
+    def _current(self, variable):
+        form, gap = self._kept.form, self._gap
+        for kind, slot in self.piece.slots.items():
+            if slot is variable:
+                return form.slot_after(kind, self._slots, gap.factors.get(kind))
+        weights = tf.stop_gradient(stored_rows(variable, self._ids))
+        if gap.decay is not None:
+            weights = weights * gap.decay
+        return form.moved(weights, self._slots, gap.sums)
+
+
+class _StoredSlots(dict):
+    """Rows of each kind of slot, read when first needed."""
+
+    def __init__(self, piece, ids):
+        super().__init__()
+        self._slots, self._ids = piece.slots, ids
+
+    def __missing__(self, kind):
+        rows = stored_rows(self._slots[kind], self._ids)
+        self[kind] = tf.stop_gradient(rows)
+        return self[kind]
+
+
+def _note(rows):
+    """Keeps the `CurrentRows` that a traced step has pulled."""
+    if not tf.executing_eagerly():
+        graph = tf.compat.v1.get_default_graph()
+        graph.add_to_collection(_PULLED, rows)
+
+
+def _noted(piece):
+    """The `CurrentRows` of a piece that this graph has pulled last, or None."""
+    if tf.executing_eagerly():
+        return None
+    pulled = tf.compat.v1.get_default_graph().get_collection(_PULLED)
+    return next((rows for rows in pulled[::-1] if rows.piece is piece), None)
 
 
 @tf.custom_gradient
@@ -260,20 +346,29 @@ def kept_rows(variable, rule):
 
 
 class KeptUpdates:
-    """The updates of kept rows in one step.
+    """The updates of rows in one step, of which some are kept.
 
     Made before the rule is applied.
 
     Args:
         rows: list of `(kept, variable, rows)`: `KeptRows` or None, and the
             rows, without duplicates, that are updated of a variable.
+
+    Attributes:
+        row_updates: the same as `rows.stand_in_for` takes them.
     """
 
     def __init__(self, rows):
         self._rows = {}
+        self.row_updates = []
         for kept, variable, of_variable in rows:
+            read = None
             if kept is not None:
                 self._rows.setdefault(kept, []).append((variable, of_variable))
+                read = functools.partial(
+                    _row_of, kept.read(variable, of_variable)
+                )
+            self.row_updates.append((variable, of_variable, read))
         self._numbers = {kept: kept.next_step() for kept in self._rows}
 
     @contextlib.contextmanager
@@ -288,3 +383,7 @@ class KeptUpdates:
         finally:
             for kept in self._rows:
                 kept.is_writing = False
+
+
+def _row_of(tensors, variable):
+    return tensors[id(variable.value)]

@@ -3,7 +3,6 @@
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers, keras_variables
-from keras_sparsity._tf.current_variable import keeper_of
 
 # Stand-ins take part in an optimizer's arithmetic through these.
 _OPERATORS = (
@@ -20,14 +19,14 @@ class RowStandIn:
     when first needed: a rule that only subtracts (SGD, Adagrad) reads none.
     """
 
-    def __init__(self, variable, rows, constraint=None):
+    def __init__(self, variable, rows, read=None, constraint=None):
         self._variable = variable
         self._rows = rows
         self._tensor = None
         self._is_changed = False
         self._subtracted = None  # while the rows are not read
         # Stored rows may be behind, and what is read is not.
-        self._is_kept = keeper_of(variable.value) is not None
+        self._read = read
         self.constraint = constraint
         self.name = variable.name
         self.path = variable.path
@@ -39,7 +38,9 @@ class RowStandIn:
 
     @property
     def tensor(self):
-        if self._tensor is None:
+        if self._tensor is None and self._read is not None:
+            self._tensor = self._read(self._variable)
+        elif self._tensor is None:
             # On the variable itself: reading its value would copy it whole.
             self._tensor = tf.gather(self._variable.value, self._rows)
             if self._subtracted is not None:
@@ -70,7 +71,7 @@ class RowStandIn:
     def assign_sub(self, value):
         value = tf.cast(value, self.dtype)
         is_unread = self._tensor is None and self._subtracted is None
-        if is_unread and not self._is_kept:
+        if is_unread and self._read is None:
             self._subtracted = value
             return self
         return self.assign(self.tensor - value)
@@ -113,9 +114,10 @@ def stand_in_for(optimizer, row_updates):
 
     Args:
         optimizer: a built Keras optimizer.
-        row_updates: list of `(variable, rows)`, the variables of the
+        row_updates: list of `(variable, rows, read)`, the variables of the
             optimizer of which only `rows` (int tensor, no row twice) take
-            part.
+            part. `read` is a function that gives these rows of the variable,
+            or of one of its slots; None: they are gathered.
 
     Returns:
         `(copy, stand_ins)`: the optimizer to apply, and a dict from the `id`
@@ -128,17 +130,18 @@ def stand_in_for(optimizer, row_updates):
     made = []
     in_place_of = {}
     indices = {}
-    for variable, rows in row_updates:
-        stand_in = RowStandIn(variable, rows, variable.constraint)
+    for variable, rows, read in row_updates:
+        stand_in = RowStandIn(variable, rows, read, variable.constraint)
         in_place_of[id(variable)] = stand_in
-        indices[keras_optimizers.variable_index(optimizer, variable)] = rows
+        index = keras_optimizers.variable_index(optimizer, variable)
+        indices[index] = rows, read
         made.append(stand_in)
     for name, slots in _slot_containers(optimizer) if indices else ():
         replaced = _plain(slots)
-        for index, rows in indices.items():
+        for index, (rows, read) in indices.items():
             slot = _slot(slots, index)
             if slot is not None:
-                replaced[index] = RowStandIn(slot, rows)
+                replaced[index] = RowStandIn(slot, rows, read)
                 made.append(replaced[index])
         copy.__dict__[name] = replaced
     copy.__dict__["_row_stand_ins"] = made

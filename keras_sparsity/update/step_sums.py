@@ -21,7 +21,8 @@ class Gap(typing.NamedTuple):
 
     Attributes:
         sums: list of tensors `(num_rows, 1)`, see `ClosedForm.moved`.
-        decay: product of the weight decay, `(num_rows, 1)`.
+        decay: product of the weight decay, `(num_rows, 1)`; None: there is
+            none.
         factors: dict from kinds of slots to `(num_rows, 1)`.
     """
 
@@ -97,26 +98,29 @@ class StepSums:
         self._now.assign(step)
         return (step >= self.capacity - 1) | ~(tf.abs(product) > _SMALLEST)
 
-    def gap(self, steps, dtype):
+    def gap(self, steps, now, dtype):
         """What lies between earlier steps and now.
 
         Args:
-            steps: int32 tensor `(num_rows,)`, smaller than `now`.
+            steps: int32 tensor `(num_rows,)`, at most `now`.
+            now: what `self.now` is.
             dtype: of the result.
 
         Returns:
             `Gap`.
         """
-        now = self._now.read_value()
-        product = tf.gather(self._decays, now)
-        sums = tf.gather(self._sums, steps) * product
-        decay = product / tf.gather(self._decays, steps)
+        sums, decay = tf.gather(self._sums, steps), None
+        if self._form.weight_decay:
+            product = tf.gather(self._decays, now)
+            sums = sums * product
+            decay = product / tf.gather(self._decays, steps)
+            decay = tf.cast(decay, dtype)[:, None]
         return Gap(
             [
                 tf.cast(column, dtype)
                 for column in tf.split(sums, sums.shape[1], axis=1)
             ],
-            tf.cast(decay, dtype)[:, None],
+            decay,
             {
                 kind: tf.cast(tf.gather(powers, now - steps), dtype)[:, None]
                 for kind, powers in self._powers.items()

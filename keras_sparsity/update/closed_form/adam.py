@@ -63,9 +63,9 @@ class OfMoments(ClosedForm):
         return tf.sqrt(slots[keras_optimizers.VELOCITIES])
 
     def moved(self, weights, slots, sums):
-        s = self.scale(slots)
-        inverse = 1 / (s + tf.constant(self.epsilon, s.dtype))
-        u = s * inverse
+        epsilon = tf.constant(self.epsilon, weights.dtype)
+        inverse = 1 / (self.scale(slots) + epsilon)
+        u = 1 - epsilon * inverse  # Of an infinite s, too.
         total = sums[-1]
         for value in reversed(sums[:-1]):
             total = total * u + value
@@ -104,13 +104,6 @@ class AMSGrad(Adam):
 
     def scale(self, slots):
         return tf.sqrt(self._largest(slots))
-
-    def needed_for(self, kind):
-        return (
-            tuple(self.factors)
-            if kind == keras_optimizers.LARGEST_VELOCITIES
-            else (kind,)
-        )
 
     def slot_after(self, kind, slots, factor):
         if kind == keras_optimizers.LARGEST_VELOCITIES:

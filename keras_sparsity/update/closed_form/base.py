@@ -63,10 +63,6 @@ class ClosedForm(abc.ABC):
             sums: list of tensors `(num_rows, 1)`.
         """
 
-    def needed_for(self, kind):
-        """Kinds of the slots that `slot_after` reads for one of them."""
-        return (kind,)
-
     def slot_after(self, kind, slots, factor):
         """A slot after these steps.
 
