@@ -16,6 +16,7 @@ VELOCITIES = "_velocities"
 LARGEST_VELOCITIES = "_velocity_hats"
 ADAMAX_MOMENTS = "_m"
 ADAMAX_NORMS = "_u"
+LINEARS = "_linears"
 
 
 def built_variables(optimizer):
@@ -61,6 +62,11 @@ def iterations(optimizer):
     `iterations` counts updates, if gradients accumulate.
     """
     return optimizer._iterations
+
+
+def momentum_product(optimizer):
+    """The variable of Nadam's product of momentums (`_u_product`)."""
+    return optimizer._u_product
 
 
 def set_optimizer_strategy(optimizer, strategy):

@@ -70,7 +70,10 @@ class KeptRows:
         self.rule, self.form = rule, form
         # While its own writes are traced, or run.
         self.is_writing = False
-        first = _NEVER if are_zero and not form.weight_decay else 0
+        are_at_rest = are_zero and not (
+            form.weight_decay or form.changes_new_rows
+        )
+        first = _NEVER if are_at_rest else 0
         with tf.init_scope():
             self.sums = StepSums(form, num_rows)
             # Of steps, and from outside.

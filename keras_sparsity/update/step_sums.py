@@ -6,6 +6,8 @@ import typing
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity.update.closed_form.base import NO_MARK
+
 # Steps after which all rows are brought up to date, however large the table:
 # one dense step in so many. At 3 MB of sums.
 _MOST_STEPS = 1 << 16
@@ -53,6 +55,10 @@ class StepSums:
             np.zeros((self.capacity, num_sums)), trainable=False
         )
         self._decays = tf.Variable(np.ones(self.capacity), trainable=False)
+        # Of the step after each.
+        self._marks = None
+        if form.has_marks:
+            self._marks = tf.Variable(np.ones(self.capacity), trainable=False)
         # Captured by traced functions, so that none has a copy.
         self._kernel = tf.constant(form.kernel, tf.float64)
         self._powers = {
@@ -67,20 +73,22 @@ class StepSums:
         return self._now.read_value()
 
     def next_step(self, rule):
-        """`(a, d)` of the step that a rule is about to apply, see `extend`."""
+        """Numbers of the step that a rule is about to apply, for `extend`."""
         rate = tf.cast(tf.convert_to_tensor(rule.learning_rate), tf.float64)
         iterations = tf.cast(tf.convert_to_tensor(rule.iterations), tf.float64)
-        size = self._form.step_size(iterations, rate)
+        size = self._form.step_size(iterations, rate, rule)
+        mark = self._form.mark(iterations, rate)
         decay = 1 - rate * self._form.weight_decay
         # Sums are divided by it.
         nothing = tf.constant(_NOTHING, tf.float64)
-        return size, tf.where(tf.abs(decay) < nothing, nothing, decay)
+        return size, tf.where(tf.abs(decay) < nothing, nothing, decay), mark
 
-    def extend(self, size, decay):
+    def extend(self, size, decay, mark):
         """Adds a step.
 
         Args:
             size, decay: float64 scalars, :math:`a_j` and :math:`d_j`.
+            mark: `ClosedForm.mark`.
 
         Returns:
             Whether it is full: it has to be reset before the next step.
@@ -88,15 +96,29 @@ class StepSums:
         step = self._now.read_value() + 1
         # Gathered: after a scatter, reading a variable copies all of it.
         product = decay * tf.gather(self._decays, step - 1)
-        # Of a fixed length, as XLA asks: before the first step is nothing.
-        places = step - 1 - tf.range(self._kernel.shape[0])
-        weights = tf.where(places >= 0, size / product, 0)[:, None]
-        self._sums.scatter_add(
-            tf.IndexedSlices(self._kernel * weights, tf.maximum(places, 0))
-        )
+        if self._marks is not None:
+            self._marks.scatter_update(
+                tf.IndexedSlices(mark[None], step[None] - 1)
+            )
+        if self._form.lasts:
+            total = tf.gather(self._sums, step - 1) + size / product
+            self._sums.scatter_update(tf.IndexedSlices(total[None], step[None]))
+        else:
+            self._add_to_last(step, size / product, mark)
         self._decays.scatter_update(tf.IndexedSlices(product[None], step[None]))
         self._now.assign(step)
         return (step >= self.capacity - 1) | ~(tf.abs(product) > _SMALLEST)
+
+    def _add_to_last(self, step, size, mark):
+        # Of a fixed length, as XLA asks: before the first step is nothing.
+        places = step - 1 - tf.range(self._kernel.shape[0])
+        weights = tf.where(places >= 0, size, 0)[:, None]
+        places = tf.maximum(places, 0)
+        kernel = self._kernel
+        if self._marks is not None:
+            marks = tf.gather(self._marks, places)
+            kernel = self._form.kernel_of(kernel, mark, marks)
+        self._sums.scatter_add(tf.IndexedSlices(kernel * weights, places))
 
     def gap(self, steps, now, dtype):
         """What lies between earlier steps and now.
@@ -110,22 +132,31 @@ class StepSums:
             `Gap`.
         """
         sums, decay = tf.gather(self._sums, steps), None
+        if self._form.lasts:
+            sums = tf.gather(self._sums, now) - sums
         if self._form.weight_decay:
             product = tf.gather(self._decays, now)
             sums = sums * product
             decay = product / tf.gather(self._decays, steps)
             decay = tf.cast(decay, dtype)[:, None]
+        columns = tf.split(sums, sums.shape[1], axis=1)
+        if self._marks is not None:
+            columns += self._marks_of(steps, now)
         return Gap(
-            [
-                tf.cast(column, dtype)
-                for column in tf.split(sums, sums.shape[1], axis=1)
-            ],
+            [tf.cast(column, dtype) for column in columns],
             decay,
             {
                 kind: tf.cast(tf.gather(powers, now - steps), dtype)[:, None]
                 for kind, powers in self._powers.items()
             },
         )
+
+    def _marks_of(self, steps, now):
+        """Columns: the marks of the first step behind, and of the last."""
+        first = tf.gather(self._marks, steps)
+        last = tf.gather(self._marks, tf.maximum(now - 1, 0))
+        last = tf.where(steps < now, last, NO_MARK)
+        return [first[:, None], last[:, None]]
 
     def reset(self):
         """Begins anew: all rows are up to date."""

@@ -1,35 +1,27 @@
 """Adam, AdamW and AMSGrad; Adamax."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers
-from keras_sparsity.update.closed_form.base import (
-    ClosedForm,
-    as_float32,
-    num_steps_of,
-)
-
-# That the series below may take.
-_MOST_TERMS = 12
-
+from keras_sparsity.update.closed_form import series
+from keras_sparsity.update.closed_form.base import ClosedForm, as_float32
 
 @dataclasses.dataclass(frozen=True)
 class OfMoments(ClosedForm):
     r"""Steps of size :math:`a_j m_j / (s_j + \epsilon)`.
 
     The first moment m shrinks by `beta_1` in each step, s by `shrink`. With
-    :math:`u = s / (s + \epsilon)` and :math:`q_i = shrink^i`,
+    :math:`z = \epsilon / (s + \epsilon)` and :math:`q_i = shrink^i`,
 
     .. math:: \frac{1}{s q_i + \epsilon}
-              = \frac{1}{s + \epsilon} \sum_p u^p (1 - q_i)^p
+              = \frac{1}{s + \epsilon} \frac{1}{q_i + (1 - q_i) z}
 
-    so that the sums are those of :math:`a_{t+i} \beta_1^i (1 - q_i)^p`. Few
-    terms are enough, for :math:`\beta_1^i` ends the sum where :math:`q_i` is
-    still near 1.
+    and the second factor is a polynomial in z, see `series.of_steps`. So a row
+    needs the sums of :math:`a_{t+i} \beta_1^i` with its coefficients. They are
+    few, for :math:`\beta_1^i` ends the sum where :math:`q_i` is still near 1.
 
     Attributes:
         beta_1, beta_2, epsilon: the rule's.
@@ -45,18 +37,13 @@ class OfMoments(ClosedForm):
     def shrink(self):
         return np.sqrt(self.beta_2)
 
-    @functools.cached_property
+    @property
     def kernel(self):
-        num_steps = num_steps_of(self.beta_1)
-        i = np.arange(1, num_steps + 1, dtype=np.float64)[:, None]
-        weights = self.beta_1**i
-        gone = 1 - self.shrink**i
-        terms = gone ** np.arange(_MOST_TERMS + 1)
-        # What is left out, by the number of terms taken.
-        left = (weights * terms / np.maximum(1 - gone, 1e-200)).sum(axis=0)
-        is_enough = left <= self.tolerance * weights.sum()
-        count = max(1, np.argmax(is_enough)) if is_enough.any() else 0
-        return (weights * terms)[:, :count]
+        return self._series[0]
+
+    @property
+    def _series(self):
+        return series.of_steps(self.beta_1, self.shrink, self.tolerance)
 
     def scale(self, slots):
         """The slot s."""
@@ -65,11 +52,15 @@ class OfMoments(ClosedForm):
     def moved(self, weights, slots, sums):
         epsilon = tf.constant(self.epsilon, weights.dtype)
         inverse = 1 / (self.scale(slots) + epsilon)
-        u = 1 - epsilon * inverse  # Of an infinite s, too.
-        total = sums[-1]
-        for value in reversed(sums[:-1]):
-            total = total * u + value
-        return weights - slots[self.first_moment] * inverse * total
+        moment = slots[self.first_moment] * inverse
+        if len(sums) == 1:
+            return weights - moment * sums[0]
+        root = self._series[1]
+        if root == 1:
+            x = inverse * (2 * epsilon) - 1
+        else:
+            x = 2 * (inverse * epsilon) ** (1 / root) - 1
+        return weights - moment * series.value(sums, x)
 
     first_moment = keras_optimizers.MOMENTUMS
 
@@ -84,7 +75,8 @@ class Adam(OfMoments):
             keras_optimizers.VELOCITIES: self.beta_2,
         }
 
-    def step_size(self, iterations, learning_rate):
+    def step_size(self, iterations, learning_rate, rule):
+        del rule
         step = iterations + 1
         return (
             learning_rate
@@ -136,6 +128,7 @@ class Adamax(OfMoments):
     def scale(self, slots):
         return slots[keras_optimizers.ADAMAX_NORMS]
 
-    def step_size(self, iterations, learning_rate):
+    def step_size(self, iterations, learning_rate, rule):
+        del rule
         power = as_float32(self.beta_1) ** (iterations + 1)
         return learning_rate / (1 - power)

@@ -7,6 +7,10 @@ import numpy as np
 import tensorflow as tf
 
 
+# The last mark of rows that are not behind.
+NO_MARK = -1.0
+
+
 @dataclasses.dataclass(frozen=True)
 class ClosedForm(abc.ABC):
     r"""Any number of a rule's steps in which the gradient of a row is zero.
@@ -23,9 +27,16 @@ class ClosedForm(abc.ABC):
 
     Attributes:
         weight_decay: lambda; 0.0: none.
+        lasts: whether g is 1 for ever, and the only one.
+        has_marks: whether steps have a `mark`.
+        changes_new_rows: whether rows whose slots are as an optimizer starts
+            them change, without weight decay.
     """
 
     weight_decay: float
+    lasts = False
+    has_marks = False
+    changes_new_rows = False
 
     @property
     @abc.abstractmethod
@@ -41,16 +52,33 @@ class ClosedForm(abc.ABC):
         """
 
     @abc.abstractmethod
-    def step_size(self, iterations, learning_rate):
+    def step_size(self, iterations, learning_rate, rule):
         """The number :math:`a_j` of the step that is about to be applied.
 
         Args:
             iterations: float64 scalar, number of steps applied before.
             learning_rate: float64 scalar.
+            rule: the Keras optimizer.
 
         Returns:
             float64 scalar.
         """
+
+    def mark(self, iterations, learning_rate):
+        """Another number of that step: float64 scalar."""
+        del iterations, learning_rate
+
+    def kernel_of(self, kernel, mark, marks):
+        """The kernel of one step, from its own mark and earlier ones.
+
+        Args:
+            kernel: `self.kernel`, as a tensor.
+            mark: float64 scalar, the step's mark.
+            marks: float64 tensor `(num_steps,)`: row i is the mark of the first
+                step after a row's last gradient, if that was i + 1 steps ago.
+        """
+        del mark, marks
+        return kernel
 
     @abc.abstractmethod
     def moved(self, weights, slots, sums):
@@ -60,7 +88,9 @@ class ClosedForm(abc.ABC):
             weights: tensor `(num_rows, dim)`.
             slots: dict from kinds to tensors of the same shape, as they were
                 behind step t.
-            sums: list of tensors `(num_rows, 1)`.
+            sums: list of tensors `(num_rows, 1)`; if steps have marks, those
+                of steps t + 1 and T come last. For rows that are not behind,
+                sums are zero, and the last mark is `NO_MARK`.
         """
 
     def slot_after(self, kind, slots, factor):
@@ -94,7 +124,7 @@ def as_float32(number):
     return float(np.float32(number))
 
 
-def one(iterations, learning_rate):
+def one(iterations, learning_rate, rule):
     """The step size of a rule that has it in its slots."""
-    del iterations, learning_rate
+    del iterations, learning_rate, rule
     return tf.ones([], tf.float64)

@@ -6,12 +6,16 @@ import tensorflow as tf
 from keras_sparsity._tf import keras_optimizers
 from keras_sparsity.update.closed_form.adam import Adam, Adamax, AMSGrad
 from keras_sparsity.update.closed_form.base import as_float32
+from keras_sparsity.update.closed_form.ftrl import Ftrl
+from keras_sparsity.update.closed_form.lion import Lion
 from keras_sparsity.update.closed_form.momentum import Momentum, Resting
+from keras_sparsity.update.closed_form.nadam import Nadam
 
 # More steps than these would have to be summed up in each step.
 _MOST_STEPS = 1 << 13
-# Relative error of a movement, by dtype: less than its rounding.
-_TOLERANCES = {tf.float32: 1e-9, tf.float64: 1e-15}
+# Relative error of a movement, by dtype: half of float32's rounding; in float64,
+# less than the rounding of a thousand steps.
+_TOLERANCES = {tf.float32: 3e-8, tf.float64: 1e-13}
 
 
 def closed_form_of(rule, variable):
@@ -59,6 +63,40 @@ def _adamax(rule, decay, dtype):
     if not _are_moments(rule):
         return None
     return Adamax(decay, *_numbers(rule), _TOLERANCES[dtype])
+
+
+def _nadam(rule, decay, dtype):
+    if not _are_moments(rule):
+        return None
+    beta_1, beta_2, epsilon = _numbers(rule)
+    return Nadam(
+        decay,
+        as_float32(beta_1),
+        as_float32(beta_2),
+        epsilon,
+        _TOLERANCES[dtype],
+        beta_1,
+    )
+
+
+def _lion(rule, decay, dtype):
+    if not _is_factor(rule.beta_2) or not rule.beta_1:
+        return None
+    return Lion(decay, as_float32(rule.beta_2))
+
+
+def _ftrl(rule, decay, dtype):
+    numbers = (
+        rule.learning_rate_power,
+        rule.l1_regularization_strength,
+        rule.l2_regularization_strength,
+        rule.beta,
+    )
+    # With shrinkage, the slots of each element decay at a pace of their own.
+    shrinks = rule.l2_shrinkage_regularization_strength
+    if shrinks or not all(map(_is_number, numbers)):
+        return None
+    return Ftrl(0.0, *numbers)  # decayed weights do not count either
 
 
 def _numbers(rule):
@@ -127,4 +165,7 @@ _FORMS = {
     keras.optimizers.Adam: _adam,
     keras.optimizers.AdamW: _adam,
     keras.optimizers.Adamax: _adamax,
+    keras.optimizers.Nadam: _nadam,
+    keras.optimizers.Lion: _lion,
+    keras.optimizers.Ftrl: _ftrl,
 }

@@ -40,8 +40,8 @@ class Momentum(ClosedForm):
         ahead = self.momentum if self.is_nesterov else 1.0
         return ahead * powers(self.momentum, num_steps_of(self.momentum))
 
-    def step_size(self, iterations, learning_rate):
-        return one(iterations, learning_rate)
+    def step_size(self, iterations, learning_rate, rule):
+        return one(iterations, learning_rate, rule)
 
     def moved(self, weights, slots, sums):
         return weights + slots[self.kind] * (self.sign * sums[0])
@@ -65,8 +65,8 @@ class Resting(ClosedForm):
     def kernel(self):
         return np.zeros((1, 1))
 
-    def step_size(self, iterations, learning_rate):
-        return one(iterations, learning_rate)
+    def step_size(self, iterations, learning_rate, rule):
+        return one(iterations, learning_rate, rule)
 
     def moved(self, weights, slots, sums):
         del slots, sums
