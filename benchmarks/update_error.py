@@ -25,11 +25,14 @@ RULES = {
     "AdamW": ("AdamW", {"weight_decay": 0.01}),
     "AMSGrad": ("Adam", {"amsgrad": True}),
     "Adamax": ("Adamax", {}),
+    "Nadam": ("Nadam", {}),
+    "Lion": ("Lion", {}),
+    "Ftrl": ("Ftrl", {"l1_regularization_strength": 0.01}),
     "SGD, momentum": ("SGD", {"momentum": 0.9}),
     "RMSprop, momentum": ("RMSprop", {"momentum": 0.9}),
     "Adadelta": ("Adadelta", {}),
 }
-RATES = {"Adadelta": 1.0}  # others: 0.01
+RATES = {"Adadelta": 1.0, "Lion": 1e-3, "Ftrl": 0.1}  # others: 0.01
 WAYS = ("stock", "exact", "lazy")
 
 
@@ -85,8 +88,9 @@ def trained(name, way, args, ids, upstream):
     """Weights before and after a training: float64 arrays."""
     dtype = "float64" if way == "float64" else "float32"
     kind, options = RULES[name]
+    # Not down to zero, which would leave no weights of Ftrl.
     rate = keras.optimizers.schedules.CosineDecay(
-        RATES.get(name, 0.01), args.num_steps
+        RATES.get(name, 0.01), args.num_steps, alpha=0.1
     )
     optimizer = getattr(keras.optimizers, kind)(rate, **options)
     shape = args.num_rows, args.dim

@@ -50,16 +50,16 @@ class HybridOptimizer(OptimizerWrapper):
             Adagrad); of the others, lazy ones train another model: untouched
             rows keep a momentum that stock Keras spends. Both cost as much
             as the touched rows. Of SGD with momentum, RMSprop, Adadelta,
-            Adam, AdamW and Adamax, also with `weight_decay`, an owner works
-            out how an untouched row has moved in any number of steps when the
-            row is read; that takes 4 bytes a row. All rows are updated in
-            each step of tables that every process holds (`"allgather"`,
-            `"allreduce"`), of models with `jit_compile=True`, and, which is
-            logged, of other rules, with `use_ema`,
-            `gradient_accumulation_steps` or a constraint, if `beta_2` is much
-            smaller than usual, and if a function that reads the table was
-            traced before the optimizer was built, or another optimizer has
-            trained it.
+            Adam, AdamW, Adamax, Nadam, Lion and Ftrl, also with
+            `weight_decay`, an owner works out how an untouched row has moved
+            in any number of steps when the row is read; that takes 4 bytes a
+            row. All rows are updated in each step of tables that every
+            process holds (`"allgather"`, `"allreduce"`), of models with
+            `jit_compile=True`, and, which is logged, of other rules, with
+            `use_ema`, `gradient_accumulation_steps` or a constraint, if
+            `beta_2` is at most about `beta_1`, and if a function that reads
+            the table was traced before the optimizer was built, or another
+            optimizer has trained it.
         dense_aggregation: `"mean"`: the gradient of the mean loss over the
             global batch. Each rank's loss is weighted by its share of that
             batch, so the ranks' gradients are added. `"sum"`: `size` times

@@ -11,36 +11,18 @@ import keras_sparsity as ks
 from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity.tables import whole
 from keras_sparsity.update import kept_rows, rules, step_sums
-from keras_sparsity.update.closed_form import adam
 from tests import kept_functions
 from tests.conftest import engines
 
 ROWS, DIM = 60, 3
-DTYPES = ("float32", "float64")
 RULES = {
     "adam": ("Adam", {}),
     "adamw": ("AdamW", {"weight_decay": 0.1}),
-    "amsgrad": ("Adam", {"amsgrad": True}),
-    "slow adam": ("Adam", {"beta_1": 0.95, "beta_2": 0.9995}),
-    "adam without momentum": ("Adam", {"beta_1": 0.0}),
-    "adamax": ("Adamax", {}),
+    "nadam": ("Nadam", {}),
+    "lion": ("Lion", {"weight_decay": 0.1}),
+    "ftrl": ("Ftrl", {"l1_regularization_strength": 0.02}),
     "momentum": ("SGD", {"momentum": 0.9}),
-    "nesterov": ("SGD", {"momentum": 0.95, "nesterov": True}),
-    "decayed sgd": ("SGD", {"weight_decay": 0.1}),
-    "rmsprop": ("RMSprop", {}),
-    "rmsprop of all": (
-        "RMSprop",
-        {"momentum": 0.9, "centered": True, "weight_decay": 0.05},
-    ),
-    "adadelta": ("Adadelta", {}),
-    "decayed adagrad": ("Adagrad", {"weight_decay": 0.1}),
 }
-# Those that a row needs more of than its last step.
-MOVING = [
-    name
-    for name, (_, options) in RULES.items()
-    if options.get("beta_1", 1) and name not in ("rmsprop", "adadelta")
-]
 
 
 @pytest.fixture(autouse=True)
@@ -141,53 +123,7 @@ def assert_same(kept, stock, rtol=2e-5, atol=2e-6):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
-def error(weights, expected):
-    """The largest one of a row, of the largest distance that any has moved."""
-    moved = np.abs(expected - start("float64")).max()
-    return np.abs(weights - expected).max() / moved
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_2000_steps_as_accurate_as_stock_keras(name):
-    steps = 2000
-    exact = Stock(made(name), "float64")
-    stock, kept = Stock(made(name)), Kept(made(name))
-    precise = Kept(made(name), "float64")
-    assert kept.keeper is not None
-    train(steps, exact, precise, dtype="float64")
-    train(steps, stock, kept)
-    expected = exact.weights.numpy()
-    own = error(stock.weights.numpy(), expected)
-    # By rows first: reading all of them stores them.
-    rows = kept.table.gather(tf.range(ROWS)).numpy()
-    assert error(rows, expected) <= max(1.5 * own, 1e-6)
-    np.testing.assert_array_equal(kept.table.read(), rows)
-    # Narrow numbers that stock Keras has passed are in the bias correction.
-    assert error(precise.table.read(), expected) < 1e-12
-    assert_same(precise, exact, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", MOVING)
-def test_lazy_is_far_off(name):
-    """The control: what the comparison above sees."""
-    exact, lazy = Stock(made(name), "float64"), Kept(made(name), mode="lazy")
-    train(2000, exact, dtype="float64")
-    train(2000, lazy)
-    assert error(lazy.table.read(), exact.weights.numpy()) > 1e-3
-
-
-@pytest.mark.parametrize("name", ["adam", "adamax"])
-def test_one_term_is_not_enough(name, monkeypatch):
-    kernel = adam.OfMoments.kernel.func
-    monkeypatch.setattr(
-        adam.OfMoments, "kernel", property(lambda self: kernel(self)[:, :1])
-    )
-    exact, kept = Stock(made(name), "float64"), Kept(made(name), "float64")
-    train(500, exact, kept, dtype="float64")
-    assert error(kept.table.read(), exact.weights.numpy()) > 1e-5
-
-
-@pytest.mark.parametrize("name", ["adam", "adamw", "momentum"])
+@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "lion", "ftrl"])
 def test_clock_that_is_full_begins_anew(name, monkeypatch):
     monkeypatch.setattr(step_sums, "_FEWEST_STEPS", 1)
     monkeypatch.setattr(step_sums, "_MOST_STEPS", 1)
@@ -477,7 +413,7 @@ def test_skipped_steps_of_loss_scaling_are_none():
         {"use_ema": True},
         {"gradient_accumulation_steps": 2},
         {"beta_1": 0.9999},
-        {"beta_2": 0.5},
+        {"beta_2": 0.9},
         {"epsilon": 0.0},
     ],
     ids=str,

@@ -9,6 +9,7 @@ from keras_sparsity._tf import keras_optimizers
 from keras_sparsity.update.closed_form import series
 from keras_sparsity.update.closed_form.base import ClosedForm, as_float32
 
+
 @dataclasses.dataclass(frozen=True)
 class OfMoments(ClosedForm):
     r"""Steps of size :math:`a_j m_j / (s_j + \epsilon)`.

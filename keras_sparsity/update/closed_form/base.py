@@ -6,7 +6,6 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-
 # The last mark of rows that are not behind.
 NO_MARK = -1.0
 

@@ -13,8 +13,8 @@ from keras_sparsity.update.closed_form.nadam import Nadam
 
 # More steps than these would have to be summed up in each step.
 _MOST_STEPS = 1 << 13
-# Relative error of a movement, by dtype: half of float32's rounding; in float64,
-# less than the rounding of a thousand steps.
+# Relative error of a movement, by dtype: half of float32's rounding; in
+# float64, less than the rounding of a thousand steps.
 _TOLERANCES = {tf.float32: 3e-8, tf.float64: 1e-13}
 
 

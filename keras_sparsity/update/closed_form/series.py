@@ -7,8 +7,8 @@ from numpy.polynomial import chebyshev
 
 from keras_sparsity.update.closed_form.base import num_steps_of, powers
 
-# More terms are too many for powers: their coefficients would be rounding alone.
-# 16 are enough for beta_1 = 0.9, beta_2 = 0.95 in float32.
+# Coefficients of more powers would be rounding alone. 16 are enough for
+# beta_1 = 0.9, beta_2 = 0.95 in float32.
 _MOST_TERMS = 24
 _ROOTS = (1, 2, 4, 8)
 _NUM_NODES = 256
