@@ -37,7 +37,7 @@ def stepped(kind, beta_1, beta_2, m, s, iterations, num_steps):
     for step in range(iterations + 1, iterations + num_steps + 1):
         u = beta_1 * (1 - 0.5 * 0.96**step)
         # Keras rounds this one to float32.
-        following = beta_1 * (1 - 0.5 * np.float32(0.96) ** (step + 1.0))
+        following = beta_1 * (1 - 0.5 * float(np.float32(0.96)) ** (step + 1))
         product *= u
         m = m * beta_1
         s = s * bias(beta_2)
