@@ -56,10 +56,10 @@ class HybridOptimizer(OptimizerWrapper):
             row. All rows are updated in each step of tables that every
             process holds (`"allgather"`, `"allreduce"`), of models with
             `jit_compile=True`, and, which is logged, of other rules, with
-            `use_ema`, `gradient_accumulation_steps` or a constraint, if
-            `beta_2` is at most about `beta_1`, and if a function that reads
-            the table was traced before the optimizer was built, or another
-            optimizer has trained it.
+            `use_ema`, `gradient_accumulation_steps` or a constraint other
+            than `NonNeg`, if `beta_2` is at most about `beta_1`, and if a
+            function that reads the table was traced before the optimizer was
+            built, or another optimizer has trained it.
         dense_aggregation: `"mean"`: the gradient of the mean loss over the
             global batch. Each rank's loss is weighted by its share of that
             batch, so the ranks' gradients are added. `"sum"`: `size` times
@@ -193,13 +193,11 @@ class HybridOptimizer(OptimizerWrapper):
             variables: some of the model's variables.
             are_zero: whether their slots are zero.
         """
-        if (
-            self.sparse_updates != "exact"
-            or self.is_compiled_by_xla
-            or rules.leaves_untouched_rows(self._rule)
-        ):
+        if self.sparse_updates != "exact" or self.is_compiled_by_xla:
             return
         for variable in filter(rules.may_keep_rows, variables):
+            if self.leaves_other_rows_of(variable):
+                continue
             slots = self.slots_of(variable)
             why_not = kept_rows.keep(
                 self._rule,

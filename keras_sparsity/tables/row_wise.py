@@ -91,11 +91,14 @@ def check_acts_on_rows(owner_name, regularizer, constraint):
         )
 
 
+def is_non_negative(constraint):
+    """Whether a constraint is `NonNeg`."""
+    return _computes_as(constraint, (keras.constraints.NonNeg,))
+
+
 def acts_on_rows(constraint):
     """Whether a constraint, or None, changes each row of a table by itself."""
-    if constraint is None or _computes_as(
-        constraint, (keras.constraints.NonNeg,)
-    ):
+    if constraint is None or is_non_negative(constraint):
         return True
     axis = getattr(constraint, "axis", None)
     is_of_rows = axis in (1, -1, [1], (1,), [-1], (-1,))

@@ -71,7 +71,7 @@ class KeptRows:
         # While its own writes are traced, or run.
         self.is_writing = False
         are_at_rest = are_zero and not (
-            form.weight_decay or form.changes_new_rows
+            form.weight_decay or form.changes_new_rows or form.is_non_negative
         )
         first = _NEVER if are_at_rest else 0
         with tf.init_scope():
@@ -242,6 +242,7 @@ class CurrentRows:
         # No step has left a row behind that has none.
         steps = tf.where(steps < 0, now, steps)
         self._gap = kept.sums.gap(steps, now, piece.weights.dtype)
+        self._are_behind = steps < now
         self._slots = _StoredSlots(piece, ids)
         self._found = {}
         self._num_writes = kept.num_writes.read_value()
@@ -270,7 +271,11 @@ class CurrentRows:
         weights = tf.stop_gradient(stored_rows(variable, self._ids))
         if gap.decay is not None:
             weights = weights * gap.decay
-        return form.moved(weights, self._slots, gap.sums)
+        moved = form.moved(weights, self._slots, gap.sums)
+        if form.is_non_negative:
+            is_less = self._are_behind[:, None] & (moved < 0)
+            moved = tf.where(is_less, tf.zeros_like(moved), moved)
+        return moved
 
 
 class _StoredSlots(dict):

@@ -30,9 +30,13 @@ class ClosedForm(abc.ABC):
         has_marks: whether steps have a `mark`.
         changes_new_rows: whether rows whose slots are as an optimizer starts
             them change, without weight decay.
+        is_non_negative: whether negative weights become zero in each step.
+            Steps without a gradient move a weight in one direction, so that it
+            is enough to do so after the last one.
     """
 
     weight_decay: float
+    is_non_negative: bool = dataclasses.field(default=False, kw_only=True)
     lasts = False
     has_marks = False
     changes_new_rows = False

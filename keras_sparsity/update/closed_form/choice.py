@@ -1,9 +1,12 @@
 """Chooses the closed form of a Keras optimizer."""
 
+import dataclasses
+
 import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers
+from keras_sparsity.tables.row_wise import is_non_negative
 from keras_sparsity.update.closed_form.adam import Adam, Adamax, AMSGrad
 from keras_sparsity.update.closed_form.base import as_float32
 from keras_sparsity.update.closed_form.ftrl import Ftrl
@@ -27,9 +30,10 @@ def closed_form_of(rule, variable):
     """
     make = _FORMS.get(type(rule))
     dtype = tf.as_dtype(variable.dtype)
+    constraint = variable.constraint
     is_covered = (
         make is not None
-        and variable.constraint is None
+        and (constraint is None or is_non_negative(constraint))
         and not rule.use_ema
         and not rule.gradient_accumulation_steps
         # Narrower ones lose a step's movement to rounding.
@@ -49,7 +53,9 @@ def closed_form_of(rule, variable):
     ):
         return None
     num_steps, num_sums = form.kernel.shape
-    return form if num_sums and num_steps <= _MOST_STEPS else None
+    if not num_sums or num_steps > _MOST_STEPS:
+        return None
+    return dataclasses.replace(form, is_non_negative=constraint is not None)
 
 
 def _adam(rule, decay, dtype):

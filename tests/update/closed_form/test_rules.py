@@ -36,6 +36,7 @@ RULES = {
     "ftrl of all": ("Ftrl", {**FTRL, "weight_decay": 0.1}),
     "momentum": ("SGD", {"momentum": 0.9}),
     "nesterov": ("SGD", {"momentum": 0.95, "nesterov": True}),
+    "sgd": ("SGD", {}),
     "decayed sgd": ("SGD", {"weight_decay": 0.1}),
     "rmsprop": ("RMSprop", {}),
     "rmsprop of all": (
@@ -74,9 +75,10 @@ def problem():
 class Stock:
     """Stock Keras, fed the dense gradient."""
 
-    def __init__(self, rule, dtype):
+    def __init__(self, rule, dtype, constraint=None):
         self.optimizer, self.dtype = rule, dtype
         self.weights = keras.Variable(start().astype(dtype), dtype=dtype)
+        self.weights.constraint = constraint
         rule.build([self.weights])
 
     def step(self, ids, values):
@@ -93,9 +95,11 @@ class Stock:
 class Table:
     """A table of this package."""
 
-    def __init__(self, rule, dtype, mode="exact"):
+    def __init__(self, rule, dtype, mode="exact", constraint=None):
         self.dtype = dtype
-        self.table = ks.ShardedTable(ROWS, DIM, dtype=dtype)
+        self.table = ks.ShardedTable(
+            ROWS, DIM, dtype=dtype, constraint=constraint
+        )
         self.table.assign(start().astype(dtype))
         self.optimizer = ks.HybridOptimizer(rule, mode)
         self.optimizer.build([self.table.variable])
@@ -145,7 +149,7 @@ def made(name):
     return getattr(keras.optimizers, kind)(**options)
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [name for name in RULES if name != "sgd"])
 def test_as_accurate_as_stock_keras(name):
     dtypes = "float64", "float32"
     exact, stock = (Stock(made(name), dtype) for dtype in dtypes)
@@ -167,6 +171,29 @@ def test_as_accurate_as_stock_keras(name):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
     if name not in RESTING:  # the control
         assert error(lazy.rows(), expected) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["adamw", "decayed nadam", "decayed lion", "ftrl", "nesterov", "sgd"],
+)
+def test_weights_that_are_not_negative(name):
+    constraint = keras.constraints.NonNeg()
+    exact, stock = (
+        Stock(made(name), dtype, constraint) for dtype in ("float64", "float32")
+    )
+    kept, lazy = (
+        Table(made(name), "float32", way, constraint)
+        for way in ("exact", "lazy")
+    )
+    train(exact, stock, kept, lazy, times=RATES.get(name, 1.0))
+    expected = exact.rows()
+    assert np.mean(expected == 0) > 0.05 and expected.max() > 0.01
+    own, ours = error(stock.rows(), expected), error(kept.rows(), expected)
+    assert ours <= max(1.1 * own, 1e-7), (ours, own)
+    np.testing.assert_array_equal(kept.rows(), kept.table.read())
+    # Rows that never came are negative, too.
+    assert error(lazy.rows(), expected) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["adam", "adamax", "nadam"])
