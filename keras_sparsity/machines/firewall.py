@@ -23,9 +23,6 @@ ANY = "any"
 # Read by TensorFlow 2.3 and later.
 _SHARE_VARIABLE = "TF_GRPC_REUSE_PORT"
 
-# Kept open as long as TensorFlow's server, until the process ends.
-_sockets = []
-
 
 def given_networks(variables=os.environ):
     """The networks in the environment; None for `any`.
@@ -95,10 +92,12 @@ def guarded_port(port, hosts, warn):
                 f"connections from there are dropped, unless {VARIABLE} names "
                 "their addresses."
             )
-        _sockets.append(first)
+        own = first.family, first.getsockname()[:2]
+        # Open as long as TensorFlow's server, until the process ends.
+        first.detach()
         stack.pop_all()
     for other in _listening(port):
-        if other != (first.family, first.getsockname()[:2]):
+        if other != own:
             warn(_why_open(port, f"TensorFlow listens at {other[1]}"))
 
 
