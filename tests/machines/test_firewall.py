@@ -246,6 +246,25 @@ def test_a_port_in_use(shares):
     assert raised.value.errno == errno.EADDRINUSE
 
 
+def test_python_ends_without_a_warning():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    code = (
+        "import sys\n"
+        "sys.argv[0] = 'keras-sparsity'\n"
+        "from keras_sparsity.machines import firewall\n"
+        f"with firewall.guarded_port({port}, ['127.0.0.1'], print):\n"
+        "    pass"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
 def test_a_kernel_that_cannot(monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOPROTOOPT, "Protocol not available")
