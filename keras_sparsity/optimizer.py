@@ -321,13 +321,9 @@ class HybridOptimizer(OptimizerWrapper):
 
     def updates_rows_of(self, variable):
         """Whether only the touched rows of a variable are updated."""
-        return self._kept(variable) is not None or self.leaves_other_rows_of(
-            variable
+        return self._kept(variable) is not None or rules.updates_rows_of(
+            variable, self._rule, self.sparse_updates
         )
-
-    def leaves_other_rows_of(self, variable):
-        """Whether a step changes only the touched rows of a variable."""
-        return rules.updates_rows_of(variable, self._rule, self.sparse_updates)
 
     def may_keep_rows_of(self, variable):
         """Whether owners of a table's rows need not update all of them."""

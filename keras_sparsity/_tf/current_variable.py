@@ -54,8 +54,8 @@ class CurrentVariable(ResourceVariable):
     TensorFlow's own reads and writes all pass through what is overridden here.
 
     Attributes:
-        keeper: object with `settle`, `rows_now`, `note_write` and
-            `is_writing`; None: an ordinary variable.
+        keeper: object with `settle`, `rows_now`, `rows_after_step`,
+            `note_write` and `is_writing`; None: an ordinary variable.
         is_traced: whether a traced function reads or writes it as an ordinary
             variable: then it has to remain one.
     """
@@ -163,6 +163,14 @@ def stored_rows(variable, indices):
     return tf.raw_ops.ResourceGather(
         resource=variable.handle, indices=indices, dtype=variable.dtype
     )
+
+
+def rows_after_step(variable, indices):
+    """Rows as they will be after the step under way, if it updates none."""
+    keeper = keeper_of(variable)
+    if keeper is None:
+        return tf.gather(variable, indices)
+    return keeper.rows_after_step(variable, indices)
 
 
 def store_rows(variable, indices, rows):

@@ -5,6 +5,7 @@ import typing
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf.current_variable import rows_after_step
 from keras_sparsity._tf.own_variable import OwnVariable
 from keras_sparsity.collectives.engine import Route
 from keras_sparsity.exchange.owned_rows import OwnedRows
@@ -22,11 +23,14 @@ class Ahead:
     behind the rows of step t, while it computes and nothing else is to be sent.
     The others come *late*, when step t + 1 begins.
 
-    That is a guess, which may be wrong: a callback assigns rows, a decay
-    changes all of them, another layer trains the same table, another batch
-    comes than was announced. So when step t + 1 begins, each owner compares
-    the rows that it has sent early with what they are by then, bit by bit, and
-    each rank the ids that it has asked for with those of its batch. The late
+    Rows that move without a gradient are sent as step t will leave them.
+
+    That is a guess, which may be wrong: a callback assigns rows, a gradient
+    that is not finite has step t left out, another layer trains the same
+    table, another batch comes than was announced. So when step t + 1 begins,
+    each owner compares the rows that it has sent early with what they are by
+    then, bit by bit, and each rank the ids that it has asked for with those of
+    its batch. The late
     message of each owner to each rank begins with what it has found: every
     rank learns of every other, and unless all is as it was, all of them pull
     anew. What is trained on is thus what an ordinary pull would give, always.
@@ -108,7 +112,9 @@ class Ahead:
             early_route,
             most_late,
             # Now, when the processor is idle: later, it computes gradients.
-            OwnedRows(exchange, tf.boolean_mask(received, goes_early)).rows(),
+            OwnedRows(exchange, tf.boolean_mask(received, goes_early)).rows(
+                rows_after_step
+            ),
         )
 
     def _ask(self, request, is_inside):
@@ -197,7 +203,7 @@ class Ahead:
             tf.boolean_mask(owned, which)
             for which in (goes_late, tf.logical_not(goes_late))
         )
-        is_right = _is_same(request.numbers, self._numbers.read()) & _is_same(
+        is_right = is_same(request.numbers, self._numbers.read()) & is_same(
             _bits(now), _bits(self._sent.read())
         )
         asker = route.senders
@@ -318,7 +324,7 @@ def _bits(rows):
     return tf.bitcast(rows, _SAME_BITS[rows.dtype.size])
 
 
-def _is_same(a, b):
+def is_same(a, b):
     """Whether two tensors are, which may be of different lengths."""
     size = tf.minimum(tf.shape(a)[0], tf.shape(b)[0])
     is_as_long = tf.equal(tf.shape(a)[0], tf.shape(b)[0])

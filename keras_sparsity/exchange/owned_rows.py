@@ -27,22 +27,30 @@ class OwnedRows:
             self._piece = num_up_to(starts, addresses) - 1
             self._local = addresses - tf.gather(starts, self._piece)
 
-    def rows(self):
-        """The owner's values: `(n, width)`. Owners read rows here only."""
+    def rows(self, read=tf.gather):
+        """The owner's values: `(n, width)`. Owners read rows here only.
+
+        Args:
+            read: function of a `tf.Variable` and local rows.
+        """
         if self._piece is None:
-            return tf.stop_gradient(self._read(self._pieces[0], self._local))
+            rows = self._read(self._pieces[0], self._local, read)
+            return tf.stop_gradient(rows)
         count = len(self._pieces)
         places = tf.range(tf.size(self.addresses))
         places = tf.dynamic_partition(places, self._piece, count)
         locals_ = tf.dynamic_partition(self._local, self._piece, count)
-        rows = map(self._read, self._pieces, locals_)
-        return tf.stop_gradient(tf.dynamic_stitch(places, list(rows)))
+        rows = [
+            self._read(piece, local, read)
+            for piece, local in zip(self._pieces, locals_, strict=True)
+        ]
+        return tf.stop_gradient(tf.dynamic_stitch(places, rows))
 
-    def _read(self, piece, local):
+    def _read(self, piece, local, read):
         """Rows of a partition: those of the group's tables side by side."""
         exchange = self._exchange
         rows = [
-            tf.gather(table.partitions[piece.slot].value, local)
+            read(table.partitions[piece.slot].value, local)
             for table in exchange.groups[piece.table]
         ]
         if exchange.columns is not None:

@@ -191,7 +191,7 @@ class JointPull:
             return True
         optimizer = self._model.optimizer
         return optimizer is not None and all(
-            optimizer.leaves_other_rows_of(piece) for piece in table.partitions
+            optimizer.updates_rows_of(piece) for piece in table.partitions
         )
 
     def _prefetched(self, following, asked, indices, cast_to):

@@ -15,6 +15,7 @@ from keras_sparsity._tf.current_variable import (
     store_rows,
     stored_rows,
 )
+from keras_sparsity.exchange.ahead import is_same
 from keras_sparsity.update.closed_form import closed_form_of
 from keras_sparsity.update.step_sums import StepSums
 
@@ -118,6 +119,19 @@ class KeptRows:
         result.set_shape(rows.shape)
         return _with_gradient_of(rows, result)
 
+    def rows_after_step(self, variable, ids):
+        """Rows as they will be after the step under way.
+
+        If that step is applied, and updates none of them.
+
+        Args:
+            variable, ids: as for `rows_now`.
+        """
+        piece = self._piece_of[id(variable)]
+        unique, index = tf.unique(tf.reshape(ids, [-1]))
+        rows = CurrentRows(self, piece, unique, self.next_step())[variable]
+        return tf.gather(rows, tf.reshape(index, tf.shape(ids)))
+
     def settle(self):
         """Brings all rows up to date, and stores them."""
         tf.cond(self.sums.now > 0, self._settle, lambda: tf.constant(False))
@@ -131,7 +145,7 @@ class KeptRows:
     # For the optimizer.
 
     def next_step(self):
-        """Numbers of the step that the rule is about to apply."""
+        """`Step` that the rule is about to apply."""
         return self.sums.next_step(self.rule)
 
     def read(self, variable, rows):
@@ -176,7 +190,7 @@ class KeptRows:
             self._piece_of[id(piece.value)].steps.scatter_update(
                 tf.IndexedSlices(steps, of_piece)
             )
-        is_full = self.sums.extend(*numbers)
+        is_full = self.sums.extend(numbers)
         tf.cond(is_full, self._settle, lambda: tf.constant(False))
 
     def _behind(self, steps):
@@ -234,15 +248,17 @@ class CurrentRows:
         kept: `KeptRows`.
         piece: its `Piece`.
         ids: int tensor `(n,)`, local rows without duplicates.
+        coming: `Step` that is to be applied before; None: none.
     """
 
-    def __init__(self, kept, piece, ids):
+    def __init__(self, kept, piece, ids, coming=None):
         self.piece, self._kept, self._ids = piece, kept, ids
         steps, now = tf.gather(piece.steps, ids), kept.sums.now
         # No step has left a row behind that has none.
         steps = tf.where(steps < 0, now, steps)
-        self._gap = kept.sums.gap(steps, now, piece.weights.dtype)
-        self._are_behind = steps < now
+        dtype = piece.weights.dtype
+        self._gap = kept.sums.gap(steps, now, dtype, coming)
+        self._are_behind = steps < (now if coming is None else now + 1)
         self._slots = _StoredSlots(piece, ids)
         self._found = {}
         self._num_writes = kept.num_writes.read_value()
@@ -255,13 +271,7 @@ class CurrentRows:
     def are_still(self, ids):
         """Whether these are the rows, and none has been written since."""
         is_unwritten = self._num_writes == self._kept.num_writes.read_value()
-        is_as_long = tf.size(ids) == tf.size(self._ids)
-        are_same = tf.raw_ops.Equal(
-            x=ids,
-            y=tf.cast(self._ids, ids.dtype),
-            incompatible_shape_error=False,
-        )
-        return is_unwritten & is_as_long & tf.reduce_all(are_same)
+        return is_unwritten & is_same(ids, tf.cast(self._ids, ids.dtype))
 
     def _current(self, variable):
         form, gap = self._kept.form, self._gap
@@ -295,15 +305,19 @@ def _note(rows):
     """Keeps the `CurrentRows` that a traced step has pulled."""
     if not tf.executing_eagerly():
         graph = tf.compat.v1.get_default_graph()
-        graph.add_to_collection(_PULLED, rows)
+        graph.add_to_collection(_PULLED, (graph, rows))
 
 
 def _noted(piece):
     """The `CurrentRows` of a piece that this graph has pulled last, or None."""
     if tf.executing_eagerly():
         return None
-    pulled = tf.compat.v1.get_default_graph().get_collection(_PULLED)
-    return next((rows for rows in pulled[::-1] if rows.piece is piece), None)
+    graph = tf.compat.v1.get_default_graph()
+    for of_graph, rows in graph.get_collection(_PULLED)[::-1]:
+        # A branch shares the collection, and has tensors of its own.
+        if of_graph is graph and rows.piece is piece:
+            return rows
+    return None
 
 
 @tf.custom_gradient

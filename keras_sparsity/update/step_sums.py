@@ -18,6 +18,19 @@ _SMALLEST = 1e-100
 _NOTHING = 1e-60
 
 
+class Step(typing.NamedTuple):
+    """Numbers of a step: float64 scalars.
+
+    Attributes:
+        size, decay: :math:`a_j` and :math:`d_j` of `ClosedForm`.
+        mark: `ClosedForm.mark`; None: none.
+    """
+
+    size: tf.Tensor
+    decay: tf.Tensor
+    mark: tf.Tensor | None
+
+
 class Gap(typing.NamedTuple):
     """The steps by which rows are behind.
 
@@ -73,7 +86,7 @@ class StepSums:
         return self._now.read_value()
 
     def next_step(self, rule):
-        """Numbers of the step that a rule is about to apply, for `extend`."""
+        """`Step` that a rule is about to apply."""
         rate = tf.cast(tf.convert_to_tensor(rule.learning_rate), tf.float64)
         iterations = tf.cast(tf.convert_to_tensor(rule.iterations), tf.float64)
         size = self._form.step_size(iterations, rate, rule)
@@ -81,67 +94,89 @@ class StepSums:
         decay = 1 - rate * self._form.weight_decay
         # Sums are divided by it.
         nothing = tf.constant(_NOTHING, tf.float64)
-        return size, tf.where(tf.abs(decay) < nothing, nothing, decay), mark
+        decay = tf.where(tf.abs(decay) < nothing, nothing, decay)
+        return Step(size, decay, mark)
 
-    def extend(self, size, decay, mark):
+    def extend(self, added):
         """Adds a step.
 
         Args:
-            size, decay: float64 scalars, :math:`a_j` and :math:`d_j`.
-            mark: `ClosedForm.mark`.
+            added: `Step`.
 
         Returns:
             Whether it is full: it has to be reset before the next step.
         """
-        step = self._now.read_value() + 1
+        now = self._now.read_value()
+        step = now + 1
         # Gathered: after a scatter, reading a variable copies all of it.
-        product = decay * tf.gather(self._decays, step - 1)
-        if self._marks is not None:
-            self._marks.scatter_update(
-                tf.IndexedSlices(mark[None], step[None] - 1)
-            )
+        product = added.decay * tf.gather(self._decays, now)
         if self._form.lasts:
-            total = tf.gather(self._sums, step - 1) + size / product
+            total = self._total(now, added, product)
             self._sums.scatter_update(tf.IndexedSlices(total[None], step[None]))
         else:
-            self._add_to_last(step, size / product, mark)
+            of_last = self._of_last(now, added, product)
+            # Before the first step is nothing, of which zeros are added.
+            places = tf.maximum(now - tf.range(of_last.shape[0]), 0)
+            self._sums.scatter_add(tf.IndexedSlices(of_last, places))
+        if self._marks is not None:
+            self._marks.scatter_update(
+                tf.IndexedSlices(added.mark[None], now[None])
+            )
         self._decays.scatter_update(tf.IndexedSlices(product[None], step[None]))
         self._now.assign(step)
         return (step >= self.capacity - 1) | ~(tf.abs(product) > _SMALLEST)
 
-    def _add_to_last(self, step, size, mark):
+    def _total(self, now, added, product):
+        """The sum of all steps, if they last."""
+        return tf.gather(self._sums, now) + added.size / product
+
+    def _of_last(self, now, added, product):
+        """What a step adds to the sums of the last ones, the latest first."""
         # Of a fixed length, as XLA asks: before the first step is nothing.
-        places = step - 1 - tf.range(self._kernel.shape[0])
-        weights = tf.where(places >= 0, size, 0)[:, None]
-        places = tf.maximum(places, 0)
+        places = now - tf.range(self._kernel.shape[0])
+        weights = tf.where(places >= 0, added.size / product, 0)[:, None]
         kernel = self._kernel
         if self._marks is not None:
-            marks = tf.gather(self._marks, places)
-            kernel = self._form.kernel_of(kernel, mark, marks)
-        self._sums.scatter_add(tf.IndexedSlices(kernel * weights, places))
+            marks = tf.gather(self._marks, tf.maximum(places[1:], 0))
+            marks = tf.concat([added.mark[None], marks], axis=0)
+            kernel = self._form.kernel_of(kernel, added.mark, marks)
+        return kernel * weights
 
-    def gap(self, steps, now, dtype):
+    def gap(self, steps, now, dtype, coming=None):
         """What lies between earlier steps and now.
 
         Args:
             steps: int32 tensor `(num_rows,)`, at most `now`.
             now: what `self.now` is.
             dtype: of the result.
+            coming: `Step` that `extend` is to add, as if it had, to the bit;
+                None: none.
 
         Returns:
             `Gap`.
         """
         sums, decay = tf.gather(self._sums, steps), None
-        if self._form.lasts:
+        product = tf.gather(self._decays, now)
+        if coming is not None:
+            product = coming.decay * product
+        if self._form.lasts and coming is None:
             sums = tf.gather(self._sums, now) - sums
+        elif self._form.lasts:
+            sums = self._total(now, coming, product) - sums
+        elif coming is not None:
+            of_last = self._of_last(now, coming, product)
+            place, last = now - steps, of_last.shape[0] - 1
+            of_rows = tf.gather(of_last, tf.minimum(place, last))
+            sums += tf.where(place[:, None] <= last, of_rows, 0)
         if self._form.weight_decay:
-            product = tf.gather(self._decays, now)
             sums = sums * product
             decay = product / tf.gather(self._decays, steps)
             decay = tf.cast(decay, dtype)[:, None]
         columns = tf.split(sums, sums.shape[1], axis=1)
         if self._marks is not None:
-            columns += self._marks_of(steps, now)
+            columns += self._marks_of(steps, now, coming)
+        if coming is not None:
+            now += 1
         return Gap(
             [tf.cast(column, dtype) for column in columns],
             decay,
@@ -151,9 +186,13 @@ class StepSums:
             },
         )
 
-    def _marks_of(self, steps, now):
+    def _marks_of(self, steps, now, coming):
         """Columns: the marks of the first step behind, and of the last."""
         first = tf.gather(self._marks, steps)
+        if coming is not None:
+            first = tf.where(steps < now, first, coming.mark)
+            last = tf.fill(tf.shape(steps), coming.mark)
+            return [first[:, None], last[:, None]]
         last = tf.gather(self._marks, tf.maximum(now - 1, 0))
         last = tf.where(steps < now, last, NO_MARK)
         return [first[:, None], last[:, None]]

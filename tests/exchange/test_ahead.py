@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.health import journal
+from keras_sparsity.update import rules
 from tests import oracles
 from tests.conftest import engines
 
@@ -118,7 +119,8 @@ class Case:
     pulls: int
     make: typing.Callable = several
     optimizer: str = "Adagrad"
-    learning_rate: float = 0.1
+    learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 0.1
+    keeps_rows: bool = False  # of these small tables
     sparse_updates: str = "exact"
     wire_dtype: str | None = None
     steps_per_execution: int = 1
@@ -148,6 +150,14 @@ ADAM = {"optimizer": "Adam", "learning_rate": 0.01}
 CASES = {
     "adagrad": Case(3 + 3 * 6, epochs=3, shuffle=True, validates=True),
     "exact": Case(6, **ADAM),
+    "kept": Case(1, **ADAM, keeps_rows=True, steps_per_execution=2, repeat=2),
+    "decayed": Case(
+        1 + 2,
+        optimizer="AdamW",
+        learning_rate=keras.optimizers.schedules.CosineDecay(0.1, 9),
+        keeps_rows=True,
+        between_steps=assign_rows,
+    ),
     "one": Case(
         1,
         make=one,
@@ -163,7 +173,7 @@ CASES = {
     "eager": Case(0, run_eagerly=True),
     "classes": Case(1 + 6, make=classes, validates=True),
 }
-ON_HOROVOD = ("exact", "narrow", "moved", "assigned", "classes")
+ON_HOROVOD = ("kept", "exact", "narrow", "moved", "assigned", "classes")
 NOT_IN_MAKE_TEST = ("one", "narrow", "eager", "elsewhere")
 
 
@@ -171,11 +181,10 @@ def train(prefetch, name, local_aggregation=False):
     """Losses, all state and the calls of each role of the words' pull."""
     case = CASES[name]
     keras.utils.set_random_seed(3)
-    rule = {"learning_rate": case.learning_rate}
     model, inputs, _ = compiled(
         case.make,
         prefetch,
-        keras.optimizers.get({"class_name": case.optimizer, "config": rule}),
+        getattr(keras.optimizers, case.optimizer)(case.learning_rate),
         {
             "local_aggregation": local_aggregation,
             "wire_dtype": case.wire_dtype,
@@ -207,8 +216,12 @@ def train(prefetch, name, local_aggregation=False):
 
 def train_both(name, num_pulls, local_aggregation=False):
     """A case without and with prefetch."""
+    small = rules._SMALL_ELEMENTS
+    if CASES[name].keeps_rows:
+        rules._SMALL_ELEMENTS = 0
     losses, state, calls = train(False, name, local_aggregation)
     found = train(True, name, local_aggregation)
+    rules._SMALL_ELEMENTS = small
     assert found[0] == losses
     for mine, expected in zip(found[1], state, strict=True):
         np.testing.assert_array_equal(mine, expected)

@@ -52,15 +52,17 @@ class OfMoments(ClosedForm):
 
     def moved(self, weights, slots, sums):
         epsilon = tf.constant(self.epsilon, weights.dtype)
-        inverse = 1 / (self.scale(slots) + epsilon)
-        moment = slots[self.first_moment] * inverse
+        denominator = self.scale(slots) + epsilon
+        # Not a product with 1 / x, which rounds by where an element stands in
+        # its tensor: rows that are prefetched are to be the same bits.
+        moment = slots[self.first_moment] / denominator
         if len(sums) == 1:
             return weights - moment * sums[0]
         root = self._series[1]
         if root == 1:
-            x = inverse * (2 * epsilon) - 1
+            x = 2 * epsilon / denominator - 1
         else:
-            x = 2 * (inverse * epsilon) ** (1 / root) - 1
+            x = 2 * (epsilon / denominator) ** (1 / root) - 1
         return weights - moment * series.value(sums, x)
 
     first_moment = keras_optimizers.MOMENTUMS

@@ -86,9 +86,8 @@ class Nadam(ClosedForm):
         *sums, first, _ = sums
         s = tf.sqrt(slots[keras_optimizers.VELOCITIES])
         epsilon = first * self.epsilon
-        inverse = 1 / (s + epsilon)
-        moment = slots[keras_optimizers.MOMENTUMS] * inverse
-        x = inverse * (2 * epsilon) - 1
+        moment = slots[keras_optimizers.MOMENTUMS] / (s + epsilon)
+        x = 2 * epsilon / (s + epsilon) - 1
         return weights - moment * series.value(sums, x)
 
 
