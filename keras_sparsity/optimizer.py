@@ -196,7 +196,7 @@ class HybridOptimizer(OptimizerWrapper):
         if self.sparse_updates != "exact" or self.is_compiled_by_xla:
             return
         for variable in filter(rules.may_keep_rows, variables):
-            if self.leaves_other_rows_of(variable):
+            if self.updates_rows_of(variable):
                 continue
             slots = self.slots_of(variable)
             why_not = kept_rows.keep(

@@ -1049,7 +1049,6 @@ NOT_CALLED = {
             f"HybridOptimizer.{name}"
             for name in (
                 "follow",
-                "leaves_other_rows_of",
                 "may_keep_rows_of",
                 "slots_of",
                 "updates_rows_of",
