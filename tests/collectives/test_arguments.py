@@ -1,4 +1,4 @@
-"""Wrong arguments of collectives; `tests/test_bad_input.py` has more."""
+"""Wrong arguments of collectives; `tests/bad_arguments` has more."""
 
 import pytest
 import tensorflow as tf

@@ -1,4 +1,4 @@
-"""The command `keras-sparsity`; `tests/test_bad_input.py` has wrong usage."""
+"""The command `keras-sparsity`; `test_wrong_usage.py` has wrong usage."""
 
 import os
 import pathlib
