@@ -61,7 +61,7 @@ def closed(form, slots, iterations, num_steps, dtype):
     @tf.function
     def step(iterations, product):
         rule.iterations, rule._u_product = iterations, product
-        sums.extend(*sums.next_step(rule))
+        sums.extend(sums.next_step(rule))
 
     for done in range(iterations, iterations + num_steps):
         step(*(tf.constant(n, tf.float64) for n in (done, product)))
