@@ -86,8 +86,8 @@ SECTIONS = {
     "References": re.compile(r"^\s*References?:", re.M),
     "Args": None,  # every parameter is described
 }
-# At most so many may lack each: lower these numbers, never raise them.
-ALLOWED = {"Raises": 11, "Example": 2, "References": 9, "Args": 0}
+# At most so many may lack each: never raise these numbers.
+ALLOWED = dict.fromkeys(SECTIONS, 0)
 
 
 def main():

@@ -60,6 +60,13 @@ class PartitionSearch(keras.callbacks.Callback):
             its `ks.planning.PartitionChoice`: the number of partitions, the
             samples, and the fit. Empty until the first group is done.
 
+    Raises:
+        ValueError: if an argument has another type or value; in `fit`, if it
+            has several of these callbacks, or if the tables need more than
+            `memory_limit_bytes` with any number of partitions.
+        OSError: in `fit`, on every rank, if rank 0 cannot write to the folder
+            of `path`.
+
     Example:
 
     >>> import keras, keras_sparsity as ks

@@ -79,6 +79,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     >>> import tempfile
     >>> checkpoint = ShardedCheckpoint(
     ...     tempfile.mkdtemp(), every_seconds=600)
+
+    References:
+        `keras.callbacks.BackupAndRestore`, which resumes a training of one
+        process in the same way.
     """
 
     def __init__(

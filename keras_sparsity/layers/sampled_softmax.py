@@ -71,6 +71,14 @@ class SampledSoftmax(keras.layers.Layer):
         `(batch, ..., num_classes)`; in training, that of the input. Its dtype
         is float32 also under mixed precision.
 
+    Raises:
+        ValueError: if an argument has another type or value, if `num_sampled`
+            is more than `num_classes`, if `num_classes` is more than 2**24
+            (Keras hands labels to losses as float32), or if the last dimension
+            of the input is unknown.
+        tf.errors.InvalidArgumentError: in a step, on every rank, if a label
+            of any rank is no class.
+
     Example:
 
     >>> import numpy as np

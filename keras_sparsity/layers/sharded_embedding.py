@@ -45,6 +45,14 @@ class ShardedEmbedding(keras.layers.Embedding):
     Output shape:
         `(batch, ..., output_dim)`.
 
+    Raises:
+        ValueError: if an argument has another type or value (`lora_rank`,
+            `lora_alpha` and `quantization_config` must be None), if ids are
+            not integers, or, over several processes, if a regularizer or a
+            constraint needs the whole table.
+        tf.errors.InvalidArgumentError: in a step, on every rank, if an id of
+            any rank is outside `[0, input_dim)`.
+
     Example:
 
     >>> import numpy as np

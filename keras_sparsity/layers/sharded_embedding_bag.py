@@ -37,6 +37,11 @@ class ShardedEmbeddingBag(ShardedEmbedding):
     Returns:
         Tensor `(..., output_dim)`.
 
+    Raises:
+        ValueError: if an argument has another type or value, or if `weights`
+            are no tensor of the kind of `inputs`; else as `ShardedEmbedding`.
+        tf.errors.InvalidArgumentError: as `ShardedEmbedding`.
+
     Example:
 
     >>> import numpy as np

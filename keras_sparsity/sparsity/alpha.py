@@ -48,6 +48,21 @@ class VariableSparsity:
         largest_rows: of such a table, the largest number of rows that one
             rank asks of one owner in a gather, on average over these; what
             the native engine pads to. None on other engines.
+
+    Raises:
+        Nothing: `ks.sparsity.measured` makes these objects and has checked
+            its argument. `spec` raises as `ks.planning.VariableSpec`.
+
+    Example:
+
+    >>> import keras_sparsity as ks
+    >>> table = ks.sparsity.VariableSparsity(
+    ...     "table", (1000, 64), "float32", alpha=0.02, num_steps=16)
+    >>> table.alpha, table.alpha_machine, table.num_steps
+    (0.02, None, 16)
+
+    References:
+        EuroSys 2.2 and 3.1 (alpha).
     """
 
     name: str
@@ -117,6 +132,11 @@ def measured(model):
         List of `VariableSparsity`, one for each of the model's trainable
         variables in their order, the same on all ranks.
 
+    Raises:
+        ValueError: if `model` is neither a model, a layer nor a list of
+            variables; on every rank, if ranks give models with different
+            variables.
+
     Example:
 
     >>> import keras, numpy as np, keras_sparsity as ks
@@ -172,11 +192,18 @@ def popularity(model):
         "allreduce", of which each rank knows its own touches only, are left
         out.
 
+    Raises:
+        ValueError: if `model` is neither a model, a layer nor a list of
+            variables.
+
     Example:
 
     >>> import keras, keras_sparsity as ks
     >>> ks.sparsity.popularity(keras.layers.Embedding(10, 4))
     {}
+
+    References:
+        EuroSys 3.2 (the load of servers, by partitions).
     """
     communicator = collectives.current()
     mine = {}
@@ -207,10 +234,17 @@ def reset(model):
     Args:
         model: as for `measured`.
 
+    Raises:
+        ValueError: if `model` is neither a model, a layer nor a list of
+            variables.
+
     Example:
 
     >>> import keras, keras_sparsity as ks
     >>> ks.sparsity.reset(keras.layers.Embedding(10, 4))
+
+    References:
+        EuroSys 3.1 (alpha).
     """
     for variable in _variables_of(model):
         counts = touches.existing(variable)
