@@ -21,6 +21,7 @@ from keras_sparsity.update import (
 )
 from keras_sparsity.update import optimizer_arguments as arguments
 from keras_sparsity.update import rows as row_update
+from keras_sparsity.update.accumulate import accumulate
 from keras_sparsity.update.aggregate import Aggregation, merged
 from keras_sparsity.update.clip import Clipping
 from keras_sparsity.update.closed_form import closed_form_of
@@ -56,10 +57,10 @@ class HybridOptimizer(OptimizerWrapper):
             row. All rows are updated in each step of tables that every
             process holds (`"allgather"`, `"allreduce"`), of models with
             `jit_compile=True`, and, which is logged, of other rules, with
-            `use_ema`, `gradient_accumulation_steps` or a constraint other
-            than `NonNeg`, if `beta_2` is at most about `beta_1`, and if a
-            function that reads the table was traced before the optimizer was
-            built, or another optimizer has trained it.
+            `use_ema` or a constraint other than `NonNeg`, if `beta_2` is at
+            most about `beta_1`, and if a function that reads the table was
+            traced before the optimizer was built, or another optimizer has
+            trained it.
         dense_aggregation: `"mean"`: the gradient of the mean loss over the
             global batch. Each rank's loss is weighted by its share of that
             batch, so the ranks' gradients are added. `"sum"`: `size` times
@@ -344,17 +345,30 @@ class HybridOptimizer(OptimizerWrapper):
         return Clipping(placements.communicator, self._aggregation.spread)
 
     def _update(self, updates, placements):
-        """The inner optimizer's step, rows standing in for variables."""
+        """The inner optimizer's step on gradients of all ranks."""
         if self.transform_gradients is not None:
             updates = self._by_piece(
                 transform.transform(self.transform_gradients, updates)
             )
-        clipping = self._clipping(placements)
         rule = self._rule
         if not updates:  # a rank that owns no row, of a model of tables only
-            clipping.take_part(rule)
+            self._clipping(placements).take_part(rule)
             keras_optimizers.iterations(rule).assign_add(1)
-            return
+        elif rule.gradient_accumulation_steps and any(
+            isinstance(u.gradient, tf.IndexedSlices) for u in updates
+        ):
+            accumulate(
+                rule,
+                updates,
+                lambda variable: self._kept(variable).accumulator_of(variable),
+                lambda *args: self._apply_rule(*args, placements),
+            )
+        else:
+            self._apply_rule(rule, updates, placements)
+
+    def _apply_rule(self, rule, updates, placements):
+        """Applies a rule, rows standing in for variables."""
+        clipping = self._clipping(placements)
         rows = [
             (u.variable, u.gradient.indices)
             for u in updates

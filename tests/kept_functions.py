@@ -17,6 +17,10 @@ ROWS, DIM, LENGTH = 50, 4, 5
 BATCH, EXAMPLES, EPOCHS = 8, 400, 2
 RULES = {
     "adam": ("Adam", {"learning_rate": 0.01}),
+    "accumulating": (
+        "Adam",
+        {"learning_rate": 0.01, "gradient_accumulation_steps": 4},
+    ),
     "amsgrad": ("Adam", {"learning_rate": 0.01, "amsgrad": True}),
     "adamw": ("AdamW", {"learning_rate": 0.01, "weight_decay": 0.1}),
     "adamax": ("Adamax", {"learning_rate": 0.01}),
@@ -162,7 +166,8 @@ def save_and_go_on(directory, interrupt_after):
         Weights and state.
     """
     try:
-        model = spread(made("adam"))
+        # Its files hold the sums of gradients of less than four steps.
+        model = spread(made("accumulating"))
         callbacks = [ks.callbacks.ShardedCheckpoint(directory, every_steps=15)]
         if interrupt_after:
             callbacks.append(InterruptAfter(interrupt_after))

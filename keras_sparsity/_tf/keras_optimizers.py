@@ -1,5 +1,7 @@
 """Private state of Keras's optimizers. Checked on Keras 3.5 to 3.15."""
 
+import tensorflow as tf
+
 # Attributes that an optimizer's own methods need, also in a wrapper.
 STATE = (
     *("name", "built", "_lock", "_tracker", "_variables"),
@@ -17,6 +19,8 @@ LARGEST_VELOCITIES = "_velocity_hats"
 ADAMAX_MOMENTS = "_m"
 ADAMAX_NORMS = "_u"
 LINEARS = "_linears"
+# Of any rule with `gradient_accumulation_steps`.
+GRADIENT_SUMS = "_accumulated_gradients"
 
 
 def built_variables(optimizer):
@@ -67,6 +71,45 @@ def iterations(optimizer):
 def momentum_product(optimizer):
     """The variable of Nadam's product of momentums (`_u_product`)."""
     return optimizer._u_product
+
+
+class _Iterations:
+    """In place of an optimizer's count of steps: of its updates."""
+
+    def __init__(self, variable, value):
+        self._variable, self._value = variable, value
+
+    def __add__(self, number):
+        return self._value + number
+
+    def __tf_tensor__(self, dtype=None, name=None):
+        return self._value
+
+    def assign_add(self, number):
+        self._variable.assign_add(number)
+
+
+def without_accumulation(optimizer):
+    """A copy that applies each gradient, and counts as the optimizer does.
+
+    `gradient_accumulation_steps`, `_iterations` and `_learning_rate`, which
+    depends on the number of steps.
+    """
+    copy = object.__new__(type(optimizer))
+    copy.__dict__.update(optimizer.__dict__)
+    copy.__dict__.update(
+        gradient_accumulation_steps=None,
+        _iterations=_Iterations(
+            optimizer._iterations, tf.convert_to_tensor(optimizer.iterations)
+        ),
+        _learning_rate=tf.convert_to_tensor(optimizer.learning_rate),
+    )
+    return copy
+
+
+def gradient_sums(optimizer):
+    """The sums of accumulated gradients, of each variable it was built with."""
+    return getattr(optimizer, GRADIENT_SUMS)
 
 
 def set_optimizer_strategy(optimizer, strategy):

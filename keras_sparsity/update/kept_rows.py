@@ -8,6 +8,7 @@ import math
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_optimizers
 from keras_sparsity._tf.current_variable import (
     CurrentVariable,
     keeper_of,
@@ -16,6 +17,7 @@ from keras_sparsity._tf.current_variable import (
     stored_rows,
 )
 from keras_sparsity.exchange.ahead import is_same
+from keras_sparsity.update.accumulate import RowAccumulator
 from keras_sparsity.update.closed_form import closed_form_of
 from keras_sparsity.update.step_sums import StepSums
 
@@ -35,11 +37,13 @@ class Piece:
         weights: its `tf.Variable`.
         slots: dict from kinds of slots to `tf.Variable`s.
         steps: `tf.Variable`: the step of each row.
+        accumulator: `RowAccumulator`, or None.
     """
 
     weights: tf.Variable
     slots: dict
     steps: tf.Variable
+    accumulator: RowAccumulator | None = None
 
     @property
     def num_rows(self):
@@ -93,6 +97,10 @@ class KeptRows:
                 )
                 for index, piece in enumerate(pieces)
             ]
+            for piece in self._pieces:
+                sums = piece.slots.get(keras_optimizers.GRADIENT_SUMS)
+                if sums is not None:
+                    piece.accumulator = RowAccumulator(sums, self.num_writes)
         self._piece_of = {}
         for piece in self._pieces:
             for variable in (piece.weights, *piece.slots.values()):
@@ -143,6 +151,10 @@ class KeptRows:
             piece.steps.assign(tf.zeros(piece.steps.shape, tf.int32))
 
     # For the optimizer.
+
+    def accumulator_of(self, variable):
+        """The `RowAccumulator` of a variable that the rule updates."""
+        return self._piece_of[id(variable.value)].accumulator
 
     def next_step(self):
         """`Step` that the rule is about to apply."""
@@ -348,7 +360,8 @@ def keep(rule, pieces, slots, num_rows, are_zero):
     is_known = (
         forms[0] is not None
         and all(form == forms[0] for form in forms)
-        and set(slots) == set(forms[0].factors)
+        and set(slots) - {keras_optimizers.GRADIENT_SUMS}
+        == set(forms[0].factors)
     )
     of_slots = [slot.value for of_kind in slots.values() for slot in of_kind]
     if not is_known or not all(

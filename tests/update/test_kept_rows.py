@@ -411,7 +411,6 @@ def test_skipped_steps_of_loss_scaling_are_none():
     "options",
     [
         {"use_ema": True},
-        {"gradient_accumulation_steps": 2},
         {"beta_1": 0.9999},
         {"beta_2": 0.9},
         {"epsilon": 0.0},
@@ -592,7 +591,7 @@ def test_fit_with_all_that_reads_between_steps(tmp_path):
 
 CASES = {
     ("native", 2): [("adam", True), ("adam", False, ("prefetch", True))],
-    ("native", 3): [("adamw", False)],
+    ("native", 3): [("adamw", False), ("accumulating", True)],
     ("horovod", 2): [("amsgrad", True), ("rmsprop", False)],
     ("local", 1): [("adamax", True), ("adadelta", False)],
 }

@@ -35,7 +35,8 @@ def closed_form_of(rule, variable):
         make is not None
         and (constraint is None or is_non_negative(constraint))
         and not rule.use_ema
-        and not rule.gradient_accumulation_steps
+        # Steps that only accumulate change weights, too.
+        and not (rule.gradient_accumulation_steps and constraint)
         # Narrower ones lose a step's movement to rounding.
         and dtype in _TOLERANCES
     )
