@@ -50,6 +50,7 @@ WIDER = {
         "tests/moves",
         "tests/tables",
         "tests/data",
+        "tests/sparsity",
     ],
     "update": [
         "tests/test_optimizer.py",
