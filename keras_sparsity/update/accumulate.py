@@ -73,6 +73,12 @@ class RowAccumulator:
         self.end_step()
 
 
+def is_applied(rule):
+    """Whether the step under way applies a rule, and does not only add up."""
+    step = tf.convert_to_tensor(keras_optimizers.iterations(rule)) + 1
+    return step % (rule.gradient_accumulation_steps or 1) == 0
+
+
 def accumulate(rule, updates, accumulator_of, apply):
     """Applies a rule to the mean gradient of several steps, or waits.
 
@@ -123,5 +129,4 @@ def accumulate(rule, updates, accumulator_of, apply):
                 zeros = tf.zeros(of_variable.shape, of_variable.dtype)
                 of_variable.assign(zeros)
 
-    is_last = (tf.convert_to_tensor(iterations) + 1) % num_steps == 0
-    tf.cond(is_last, take, add)
+    tf.cond(is_applied(rule), take, add)

@@ -17,7 +17,7 @@ from keras_sparsity._tf.current_variable import (
     stored_rows,
 )
 from keras_sparsity.exchange.ahead import is_same
-from keras_sparsity.update.accumulate import RowAccumulator
+from keras_sparsity.update.accumulate import RowAccumulator, is_applied
 from keras_sparsity.update.closed_form import closed_form_of
 from keras_sparsity.update.step_sums import StepSums
 
@@ -137,7 +137,18 @@ class KeptRows:
         """
         piece = self._piece_of[id(variable)]
         unique, index = tf.unique(tf.reshape(ids, [-1]))
-        rows = CurrentRows(self, piece, unique, self.next_step())[variable]
+
+        def rows_after(step):
+            return CurrentRows(self, piece, unique, step)[variable]
+
+        if self.rule.gradient_accumulation_steps:
+            rows = tf.cond(
+                is_applied(self.rule),
+                lambda: rows_after(self.next_step()),
+                lambda: rows_after(None),
+            )
+        else:
+            rows = rows_after(self.next_step())
         return tf.gather(rows, tf.reshape(index, tf.shape(ids)))
 
     def settle(self):
