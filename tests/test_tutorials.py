@@ -3,6 +3,7 @@
 import importlib.util
 import math
 import pathlib
+import re
 import sys
 
 import numpy as np
@@ -112,21 +113,42 @@ def run(tmp_path, monkeypatch, capfd):
     return run
 
 
+PAGES = ROOT / "docs" / "tutorials"
+
+
+def losses_of(output, num_processes):
+    """The lists of losses that a tutorial's output has."""
+    return [
+        list(map(float, line.split(": ")[1].split(", ")))
+        for line in output.splitlines()
+        if line.startswith(f"losses with {num_processes} process(es): ")
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted(PAGES.glob("*.txt"))]
+)
+def test_pages_keep_the_output_of_the_command_that_the_tutorial_names(name):
+    command, *output = (PAGES / f"{name}.txt").read_text().splitlines()
+    source = (TUTORIALS / f"{name}.py").read_text()
+    commands = " ".join(source.replace("\\\n", " ").split())
+    assert command.startswith("$ keras-sparsity run")
+    assert command.removeprefix("$ ") in commands
+    assert len(output) > 3
+    # Of the recording machine, pages show no path.
+    assert not [line for line in output if re.search(r"(^|[\s'\"(])/\w", line)]
+
+
 @pytest.mark.parametrize(
     "name", ["01_one_process_to_several.py", "custom_loop.py"]
 )
 def test_losses_are_the_same_with_one_process_and_with_two(run, name):
     script = TUTORIALS / name
-    losses = [
-        [
-            list(map(float, line.split(": ")[1].split(", ")))
-            for line in run(script, num_processes=n).splitlines()
-            if line.startswith(f"losses with {n} process(es): ")
-        ]
-        for n in (1, 2)
-    ]
+    losses = [losses_of(run(script, num_processes=n), n) for n in (1, 2)]
     np.testing.assert_allclose(losses[1], losses[0], atol=2e-4)
     assert losses[0][0][1] < losses[0][0][0]
+    page = (PAGES / name).with_suffix(".txt").read_text()
+    np.testing.assert_allclose(losses_of(page, 2), losses[0], atol=2e-4)
 
 
 def test_plans_and_draws_what_each_architecture_costs(run, tmp_path):

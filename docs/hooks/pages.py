@@ -1,8 +1,9 @@
 """Pages that are made of this repository's other files.
 
 Each tutorial becomes a page: its comments are the text, its code the code, and
-the output that `docs/tutorials/<name>.txt` keeps stands below it
-(`tests/test_tutorials.py` compares the two). The benchmarks' documents, the map
+the output that `docs/tutorials/<name>.txt` keeps stands below it, after the
+command that printed it (`tests/test_tutorials.py` compares commands and losses
+with the tutorials). The benchmarks' documents, the map
 of the source, CONTRIBUTING and CHANGELOG are pages as they are. Links to files
 that are no pages become the files' names.
 """
