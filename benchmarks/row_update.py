@@ -36,6 +36,9 @@ RULES = {
     "adamw": lambda: keras.optimizers.AdamW(0.01),
     "amsgrad": lambda: keras.optimizers.Adam(0.01, amsgrad=True),
     "adamax": lambda: keras.optimizers.Adamax(0.01),
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    "lion": lambda: keras.optimizers.Lion(0.01),
+    "ftrl": lambda: keras.optimizers.Ftrl(0.01),
     "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01),
 }
