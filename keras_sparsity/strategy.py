@@ -82,7 +82,7 @@ class HybridStrategy(tf.distribute.Strategy):
             `local_aggregation`).
         timeout: seconds for which a rank may keep the others waiting (stopped,
             hanging, or computing alone) before all ranks are ended with a
-            message on what each was doing; at least 5, and the same on all
+            message on the call each was in; at least 5, and the same on all
             ranks. By default the environment's `KERAS_SPARSITY_TIMEOUT`, which
             `keras-sparsity run --rank-timeout` sets, else 600. A rank that
             dies, raises or makes another call than the others ends them within

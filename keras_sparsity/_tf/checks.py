@@ -1,4 +1,4 @@
-"""Arguments that are not what they must be: errors that say what to pass."""
+"""Checks of arguments, with errors that name the expected value."""
 
 import os
 
@@ -41,7 +41,7 @@ def check(is_valid, name, value, expected):
 
 
 def positive_integer(name, value, otherwise="", most=None):
-    """The argument as an `int`; `otherwise` says what else it might be."""
+    """The argument as an `int`; `otherwise` names the alternative."""
     is_integer = isinstance(value, (int, np.integer))
     limit = "" if most is None else f", at most {most:,}"
     check(
@@ -114,7 +114,7 @@ def path(name, value, expected):
 
 
 def processes(name, value):
-    """Checks for `Collectives`, or what stands for them in a test."""
+    """Checks for `Collectives`, or their stand-in in a test."""
     check(
         hasattr(value, "rank") and hasattr(value, "size"),
         name,
@@ -139,7 +139,7 @@ def tensor(name, value, expected):
 
 
 def keras_object(name, value, get, expected):
-    """What Keras makes of a name, a configuration or an object.
+    """The Keras object of a name, a configuration or an object.
 
     Args:
         name: the argument's name.

@@ -22,7 +22,7 @@ def check_requirements():
 
     Raises:
         ImportError: if TensorFlow or Keras is missing or too old, or if Keras
-            runs on another backend. The message says what to do.
+            runs on another backend. The message names the fix.
     """
     try:
         # First: Keras would name the backend that it is configured for.

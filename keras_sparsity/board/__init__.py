@@ -1,1 +1,1 @@
-"""What a terminal and TensorBoard show of a model."""
+"""Plans and reports of a model, for a terminal and TensorBoard."""

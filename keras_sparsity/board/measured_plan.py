@@ -99,7 +99,7 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
 
 
 def _checked(model, dataset, num_batches):
-    """The number of batches, once all three are what they must be."""
+    """The number of batches, after a check of all three arguments."""
     checks.check(
         isinstance(model, keras.Model) and getattr(model, "compiled", False),
         "model",
@@ -168,7 +168,7 @@ def _call(function, args):
 
 @contextlib.contextmanager
 def _left_as_it_was(model):
-    """Gives back what a forward pass in training changes."""
+    """Restores the state that a forward pass in training changes."""
     state = [
         variable
         for variable in model.non_trainable_variables + model.metrics_variables

@@ -29,7 +29,7 @@ class VariablePlan:
         num_partitions: P on servers, else 1.
         costs: dict from each architecture that it can have to the
             `planning.TransferBytes` of a step.
-        measured_bytes: what a process sent and received for it in a step, on
+        measured_bytes: bytes that a process sent and received in a step, on
             average over the processes; None if it was not measured.
     """
 
@@ -50,7 +50,7 @@ class VariablePlan:
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """How each variable of a model travels, and what it costs.
+    """How each variable of a model travels, and its cost.
 
     Attributes:
         variables: tuple of `VariablePlan`, in the model's order.
@@ -86,7 +86,7 @@ class ModelPlan:
         P is the number of partitions on servers, balance the touches of the
         busiest owner over their mean; the last columns are the bytes that the
         busiest machine sends and receives in a step under each architecture,
-        and what was counted at the engine, for a process on average.
+        and the bytes counted at the engine, for a process on average.
         """
         head, *rows = self._rows()
         lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
@@ -150,7 +150,7 @@ def _cells(line):
 
 
 def of_running(model):
-    """The plan that a model is trained by, with what was measured so far.
+    """The plan that a model is trained by, with the measurements so far.
 
     Every rank calls it, between two steps.
 

@@ -1,4 +1,4 @@
-"""What `ArchitectureLogger` wrote, on a terminal."""
+"""Reports of `ArchitectureLogger`, on a terminal."""
 
 import os
 
@@ -19,7 +19,7 @@ def show_plan(log_dir):
 
 
 def show(log_dir):
-    """Prints the latest plan, the latest figures, and what was searched."""
+    """Prints the latest plan, the latest figures and the searches."""
     show_plan(log_dir)
     events = _events(log_dir)
     lines = ["| per step | |", "| --- | --- |"]

@@ -12,7 +12,7 @@ _INCHES, _DOTS_PER_INCH = (4.5, 3), 150
 
 
 def check_installed():
-    """Raises unless what TensorBoard's figures need is there."""
+    """Raises unless the packages of TensorBoard's figures are installed."""
     for name in _NEEDED:
         try:
             importlib.import_module(name)

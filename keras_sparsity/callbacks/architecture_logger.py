@@ -1,4 +1,4 @@
-"""Shows in TensorBoard how each variable travels, and what it costs."""
+"""Shows in TensorBoard how each variable travels, and its cost."""
 
 import collections
 import contextlib
@@ -28,24 +28,26 @@ _UPDATE = "optimizer/update"
 
 
 class ArchitectureLogger(keras.callbacks.Callback):
-    """Writes how each variable travels, and what it costs, for TensorBoard.
+    """Writes how each variable travels, and its cost, for TensorBoard.
 
     - `plan` (text): a table of all variables: shape, size, alpha,
       architecture, partitions, balance of owners, the bytes of a step under
       each architecture, and the bytes counted. Written again when the
       architecture or partitions of a variable change, and at the end.
     - `alpha/...` (scalars): of each sparse variable, and of the model.
-    - `bytes/...`: sent and received in a step for each path: `pull` and `push`
-      of what is on servers, `allreduce` of dense gradients, `allgather` of
-      those of ordinary embeddings, `machine` between the processes of one
-      machine, and `other` messages; the mean over the processes.
-    - `seconds/...`: of a step: `step` as a whole, `update`, and each path's,
-      from when its inputs are there at the last process. What the others have
-      waited until then is `stall`. Messages of several tables overlap.
-    - `rows/...` (histograms, with each new plan and after each epoch): how
-      often the rows were touched in the steps that were sampled, as powers of
-      two, those left out that never were; `owners/...`: what share of the
-      touches each owner served.
+    - `bytes/...`: bytes sent and received in a step on each path: `pull` and
+      `push` of rows between ranks and owners, `allreduce` of dense gradients,
+      `allgather` of row gradients of ordinary embeddings, `machine` between
+      the processes of one machine, and `other` messages; the mean over the
+      processes.
+    - `seconds/...`: time of a whole `step`, of its `update`, and of each path,
+      from the moment at which the last process has the path's inputs. `stall`
+      is the time that the other processes wait for this moment. Messages of
+      several tables overlap.
+    - `rows/...` (histograms, with each new plan and after each epoch): touches
+      of each row in the sampled steps, as powers of two, without rows that
+      were never touched; `owners/...`: the share of touches that each owner
+      served.
     - `search/...`: the samples of a `ks.callbacks.PartitionSearch`, as scalars
       over the number of partitions, and as a plot with the fitted curve and
       the choice.
@@ -59,8 +61,8 @@ class ArchitectureLogger(keras.callbacks.Callback):
     Args:
         log_dir: folder, as for `keras.callbacks.TensorBoard`, which can have
             the same.
-        every_steps: write scalars after so many steps. What they show is the
-            mean over these steps.
+        every_steps: number of steps after which scalars are written; they are
+            means over these steps.
 
     Raises:
         ImportError: if TensorBoard or Matplotlib is missing.
@@ -336,7 +338,7 @@ def _with_measured(plan, model_variables, of_ranks):
 
 
 def _start_of_roles(planned, variable):
-    """What the roles of the calls of a variable begin with."""
+    """The prefix of the roles of a variable's calls."""
     if planned.architecture == "allreduce":
         return _DENSE
     if planned.architecture == "allgather":

@@ -12,7 +12,7 @@ def show_rule(callbacks, model):
     that is a `HybridOptimizer`.
 
     Args:
-        callbacks: list of what `fit` was given.
+        callbacks: list, as given to `fit`.
         model: the model, whose optimizer may have been replaced meanwhile.
     """
     for callback in callbacks:

@@ -1,4 +1,4 @@
-"""Compares what the ranks have read, while a model trains."""
+"""Compares the input of the ranks while a model trains."""
 
 import keras
 

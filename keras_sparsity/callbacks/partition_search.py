@@ -41,7 +41,7 @@ class PartitionSearch(keras.callbacks.Callback):
             count. The first execution, which traces, never does. (The paper:
             50.)
         max_seconds: time budget. When it is over, the best so far is kept.
-        memory_limit_bytes: what the tables with their slots may take in each
+        memory_limit_bytes: most memory of the tables with their slots in each
             process, or None. Numbers of partitions with which the busiest
             owner has more are not tried. While a table moves, its old and its
             new parts take more for a moment.
@@ -216,7 +216,7 @@ class PartitionSearch(keras.callbacks.Callback):
             self._groups = []
 
     def _next(self):
-        """Begins the next sample, or keeps what is found."""
+        """Begins the next sample, or keeps the fastest number."""
         self._sample = None
         tables = [t for t in saving.tables_of(self.model) if t.is_sharded]
         if tables != self._tables:
@@ -330,7 +330,7 @@ class PartitionSearch(keras.callbacks.Callback):
     # What ranks agree on, and what they say.
 
     def _of_rank_zero(self, function):
-        """What a function gives on rank 0, whose numbers decide.
+        """The result of a function on rank 0, whose numbers decide.
 
         The same samples on another processor may give another fit.
         """
@@ -365,7 +365,7 @@ class PartitionSearch(keras.callbacks.Callback):
 
 
 def _describe(optimizer):
-    """What the time of an update depends on."""
+    """The parts of an optimizer that decide the time of an update."""
     rule = type(optimizer.inner_optimizer).__name__
     return f"{rule}, {optimizer.sparse_updates}"
 

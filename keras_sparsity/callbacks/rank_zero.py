@@ -1,4 +1,4 @@
-"""Which of Keras's own callbacks run on which rank, and what rank 0 says."""
+"""The ranks that run Keras's own callbacks, and the messages of rank 0."""
 
 import keras
 
@@ -21,7 +21,7 @@ def on_rank(callbacks, rank):
     own callbacks run on every rank.
 
     Args:
-        callbacks: list of what `fit` was given.
+        callbacks: list, as given to `fit`.
         rank: this process's rank.
 
     Returns:

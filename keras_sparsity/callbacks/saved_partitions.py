@@ -14,7 +14,7 @@ _VERSION = 1
 
 
 def save(path, conditions, choices):
-    """Writes choices, and what they were found for, as a JSON file.
+    """Writes choices and their conditions as a JSON file.
 
     Args:
         path: the file. One that is there is replaced.

@@ -27,10 +27,10 @@ from keras_sparsity.global_batch import random_states
 class ShardedCheckpoint(keras.callbacks.Callback):
     """Saves all state in `directory` while a model trains, and resumes it.
 
-    Each rank writes what it owns: its partitions of the sharded tables and
-    their slots, and its random states; what is the same on all ranks is
-    written once. No rank ever holds a whole table for it. A checkpoint is
-    complete or not there at all, whenever the processes are killed.
+    Each rank writes its partitions of the sharded tables with their slots,
+    and its random states; rank 0 writes the state that all ranks share. No
+    rank ever holds a whole table. A checkpoint is complete or absent, whenever
+    the processes are killed.
 
     The same script, started again, goes on where the last complete checkpoint
     was made, also in the middle of an epoch: weights, slots, metrics, random
@@ -213,7 +213,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         return seed
 
     def use_input(self, epoch_iterator):
-        """Takes what `fit` is going to draw batches from."""
+        """Takes the iterator from which `fit` will draw batches."""
         self._epoch_iterator = epoch_iterator
 
     def _together(self, attempt):
@@ -420,7 +420,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         )
 
     def _restore_progress(self):
-        """What Keras, and its callbacks, set to zero when they begin."""
+        """Restores state that Keras and its callbacks reset at the start."""
         if self._found["step"]:
             self._restore(("metrics",))
         history = self.model.history
@@ -451,7 +451,7 @@ def among(callbacks):
 
 
 def _learnt(callback):
-    """What one of Keras's callbacks has learnt: dict by attribute."""
+    """The state of one of Keras's callbacks: dict by attribute."""
     names = keras_callbacks.LEARNT.get(type(callback).__name__, ())
     return {n: vars(callback)[n] for n in names if n in vars(callback)}
 

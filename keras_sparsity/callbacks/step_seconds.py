@@ -60,7 +60,7 @@ class StepSeconds:
         self._look_at = _FIRST_LOOK
 
     def add(self, seconds, num_steps):
-        """Takes what an execution of some steps took on this rank.
+        """Takes the time of an execution of some steps on this rank.
 
         Returns:
             `(seconds, error_seconds)` of a step once it is known, the same on

@@ -32,19 +32,19 @@ class TableGroup:
     first: dict
 
     def counts(self, num_partitions):
-        """What `moves.repartition` takes."""
+        """The argument of `moves.repartition`."""
         return dict.fromkeys(self.tables, num_partitions)
 
 
 class TableMemory:
-    """What tables and their slots take at the busiest owner.
+    """Memory of tables and their slots at the busiest owner.
 
     All tables have the same busiest owner: the first one.
 
     Args:
         tables: list of spread `ShardedTable`.
         optimizer: the built `HybridOptimizer` with their slots.
-        limit_bytes: what they may take in each process, or None.
+        limit_bytes: most memory in each process, or None.
     """
 
     def __init__(self, tables, optimizer, limit_bytes):

@@ -2,9 +2,9 @@
 
     directory/
       epoch-00002-step-0000030/
-        index.json       what is where; written last
-        dense.h5         what is the same on all ranks, once
-        rank-00000.h5    what rank 0 owns: its partitions, its own state
+        index.json       the file of each variable; written last
+        dense.h5         state that is the same on all ranks, once
+        rank-00000.h5    rank 0's partitions and its own state
         rank-00001.h5
 
 A checkpoint is written under a name that begins with a dot, and renamed when

@@ -73,7 +73,7 @@ def write(path, index):
 
     Args:
         path: the checkpoint's folder.
-        index: dict of what JSON has.
+        index: dict of JSON's types.
     """
     index = {"format": FORMAT, "format_version": FORMAT_VERSION, **index}
     index["checksum"] = _checksum(index)

@@ -8,12 +8,12 @@ from keras_sparsity._tf import keras_input
 def replay(epoch_iterator, num_epochs, num_steps, on_done):
     """Has the next epoch begin where the interrupted one stopped.
 
-    What came before is read once more and thrown away: only so are shuffles,
-    generators and what is random in them where they were. Of arrays (`fit(x,
-    y)`), one batch of each earlier epoch is enough.
+    Earlier input is read once more and thrown away: only this brings shuffles,
+    generators and their random numbers to their former state. Of arrays
+    (`fit(x, y)`), one batch of each earlier epoch is enough.
 
     Args:
-        epoch_iterator: what Keras's `fit` draws its batches from.
+        epoch_iterator: the iterator of Keras's `fit`.
         num_epochs: how many epochs were completed.
         num_steps: how many steps of the interrupted epoch were done.
         on_done: called when the input is there.

@@ -1,4 +1,4 @@
-"""What the state of a training run consists of, and how it is stored."""
+"""The state of a training run, and its form on disk."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ class Entry:
         return self.pieces[0]
 
     def parts(self, rank):
-        """`(partition, variable, number of rows)` of what this rank owns."""
+        """`(partition, variable, number of rows)` of this rank's partitions."""
         if self.layout is None:
             return [(0, self.variable, self.shape[0] if self.shape else 1)]
         return [
@@ -129,7 +129,7 @@ def spoiled(entries, rank, also_infinite):
     """Name of one of the model's variables that is spoiled on this rank.
 
     Args:
-        entries: what `entries` gave.
+        entries: result of `entries`.
         rank: this process's rank.
         also_infinite: whether infinity counts, too, and not NaN alone.
 

@@ -27,8 +27,8 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
         model: a model compiled inside `strategy.scope()`, with its optimizer
             built.
         directory: folder of checkpoints, the same for all ranks.
-        position: dict of what `index.plain` takes; `epoch` and `step` name
-            the checkpoint.
+        position: dict of values that `index.plain` accepts; `epoch` and `step`
+            name the checkpoint.
         communicator: the `Collectives` of all ranks.
         keep: how many of the latest checkpoints to leave.
         is_doubtful: whether the loss was not finite, so that infinite
@@ -39,10 +39,10 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
         of a weight with NaN or infinity.
 
     Raises:
-        OSError: on every rank, if any rank cannot write. What was complete
-            before is left as it was.
-        ValueError: on every rank, if JSON has no place for what is in
-            `position`.
+        OSError: on every rank, if any rank cannot write. Earlier complete
+            checkpoints stay.
+        ValueError: on every rank, if `position` has a value that JSON cannot
+            hold.
     """
     name = folder.name_of(position["epoch"], position["step"])
     path = folder.partial(directory, name)
@@ -95,7 +95,7 @@ def on_all_ranks(communicator, what, attempt):
     """Does something that may fail on some ranks; then it fails on all.
 
     Returns:
-        List of what `attempt()` gave, by rank.
+        List of the results of `attempt()`, by rank.
 
     Raises:
         OSError: if it raised one on any rank.
@@ -126,7 +126,7 @@ def on_all_ranks(communicator, what, attempt):
 
 
 def _told(error):
-    """What the other ranks are told of an error: kind, text, traceback."""
+    """An error as other ranks receive it: kind, text, traceback."""
     for kind in (OSError, ValueError, TypeError, RuntimeError):
         if isinstance(error, kind):
             break
@@ -190,7 +190,7 @@ def restore(model, path, contents, communicator, sections):
 
     Args:
         model: a model, with its optimizer built if that is to be restored.
-        path, contents: what `latest` gave.
+        path, contents: result of `latest`.
         communicator: the `Collectives` of all ranks.
         sections: of `"model"`, `"optimizer"` and `"metrics"`, which to
             restore.
@@ -283,7 +283,7 @@ def _differing(entries, communicator):
 
 
 def _records(entries, differing):
-    """What the index says of each variable."""
+    """The index's entry of each variable."""
     records = []
     for number, entry in enumerate(entries):
         record = {

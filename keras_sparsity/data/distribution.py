@@ -35,10 +35,10 @@ _SAME_DATASET = (
 
 
 def distribute(dataset, collectives):
-    """What a strategy gives its replica of a dataset of global batches.
+    """A replica's part of a dataset of global batches.
 
     Args:
-        dataset: `tf.data.Dataset` of global batches, or what `shard` made.
+        dataset: `tf.data.Dataset` of global batches, or result of `shard`.
         collectives: the processes that share each batch.
 
     Returns:
@@ -165,7 +165,7 @@ def in_order(data):
     from all over a batch: predictions would be put together in another order.
 
     Args:
-        data: what `predict` was given.
+        data: the input of `predict`.
 
     Returns:
         The dataset from before `shard`, if `data` is one that reorders; else
@@ -233,8 +233,8 @@ def shard(dataset, collectives, by=None):
     the ranks agree in each step with one small message; this must be the
     last step of the pipeline then, and prefetches itself.
 
-    `predict` returns outputs in the order of the dataset. So it reads what is
-    split by files or elements as if it were not sharded.
+    `predict` returns outputs in the order of the dataset. So it reads a dataset
+    that is split by files or elements as if it were not sharded.
 
     Args:
         dataset: `tf.data.Dataset` of global batches, the same on all ranks.

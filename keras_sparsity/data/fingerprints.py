@@ -115,7 +115,7 @@ class Fingerprints:
 
 
 def check_inputs(collectives):
-    """Compares what the ranks' datasets have read so far; call on all ranks.
+    """Compares the input of the ranks so far; call on all ranks.
 
     Args:
         collectives: the processes to compare.

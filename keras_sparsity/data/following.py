@@ -1,4 +1,4 @@
-"""Batches together with what is known of the next ones."""
+"""Batches, each with the known parts of the next one."""
 
 import typing
 
@@ -15,7 +15,7 @@ class Followed(typing.NamedTuple):
     """A batch and the inputs of the one that follows.
 
     Attributes:
-        batch: what `fit` trains on.
+        batch: the batch that `fit` trains on.
         following: its `x` of the next step; after the last one, of no rows.
         number: how many of those examples count.
     """

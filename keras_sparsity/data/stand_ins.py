@@ -22,7 +22,7 @@ _KINDS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
 
 
 class Counted(typing.NamedTuple):
-    """What a step computes on.
+    """The examples that a step computes on.
 
     Attributes:
         batch: this rank's part of the batch; in place of none, one example.

@@ -30,12 +30,12 @@ class Ahead:
     table, another batch comes than was announced. So when step t + 1 begins,
     each owner compares the rows that it has sent early with what they are by
     then, bit by bit, and each rank the ids that it has asked for with those of
-    its batch. The late
-    message of each owner to each rank begins with what it has found: every
-    rank learns of every other, and unless all is as it was, all of them pull
-    anew. What is trained on is thus what an ordinary pull would give, always.
+    its batch. The late message of each owner to each rank begins with the
+    outcome: every rank learns of every other, and after any difference all
+    ranks pull anew. So a step always trains on the rows that an ordinary pull
+    would give.
 
-    Behind a step that nothing was announced for all rows come late.
+    After a step without an announcement all rows come late.
 
     Beside the rows travel two bytes for each, which tell whether it is late,
     and a row for each two ranks, the verdict; and there are up to three
@@ -170,7 +170,7 @@ class Ahead:
         """Sends the early rows of the next step.
 
         Args:
-            announced: what `announce` has given.
+            announced: result of `announce`.
             behind: list of tensors that are waited for.
         """
         # What is left to do by then is to send: a processor has other work.
@@ -234,7 +234,7 @@ class Ahead:
 
 
 class Announced(typing.NamedTuple):
-    """What is known of the next step: see `Ahead.__init__`."""
+    """The known facts of the next step: see `Ahead.__init__`."""
 
     numbers: tf.Tensor
     arrivals: tf.Tensor

@@ -73,7 +73,7 @@ class LogUniformSampler(keras.random.SeedGenerator):
 
         Args:
             ids: int tensor.
-            num_tries: what `sample` returned.
+            num_tries: as returned by `sample`.
 
         Returns:
             float64 tensor of the shape of `ids`.

@@ -61,7 +61,7 @@ class SampledSoftmax(keras.layers.Layer):
         num_partitions: of both tables; by default the number of processes.
         partition_group: of both tables, see `ShardedEmbedding`.
         architecture: `"ps"`, `"allgather"`, `"allreduce"` or `"auto"`, see
-            `ks.ShardedTable`; by default what the strategy says.
+            `ks.ShardedTable`; by default the strategy's.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
     Input shape:
@@ -342,10 +342,10 @@ class SampledSoftmax(keras.layers.Layer):
 
 
 class Sample(typing.NamedTuple):
-    """What a step's softmax is computed over.
+    """The classes of a step's softmax.
 
     Attributes:
-        classes, num_tries: what `LogUniformSampler.sample` gives.
+        classes, num_tries: result of `LogUniformSampler.sample`.
         ids: of the rows that it takes: of the labels, and of these classes.
     """
 

@@ -36,7 +36,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         partition_group: tables with the same one get the same number of
             partitions from `ks.callbacks.PartitionSearch`.
         architecture: `"ps"`, `"allgather"`, `"allreduce"` or `"auto"`, see
-            `ks.ShardedTable`; by default what the strategy says.
+            `ks.ShardedTable`; by default the strategy's.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
     Input shape:

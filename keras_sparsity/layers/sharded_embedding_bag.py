@@ -105,7 +105,7 @@ class ShardedEmbeddingBag(ShardedEmbedding):
         )
 
     def _combined(self, ids, weights, sums):
-        """Vectors of bags, from flat ids, weights, and what adds them up."""
+        """Vectors of bags: from flat ids, weights and a sum over bags."""
         rows = self._rows(ids)
         if weights is not None:
             weights = tf.cast(weights, rows.dtype)
@@ -145,7 +145,7 @@ class ShardedEmbeddingBag(ShardedEmbedding):
 
 
 def _sums_of(bags, num_bags):
-    """What adds up values, from the bag of each."""
+    """A function that sums values by bag, from the bag of each value."""
     return lambda values: tf.math.unsorted_segment_sum(values, bags, num_bags)
 
 

@@ -56,7 +56,7 @@ def relocate(communicator, pieces, old, new, name):
 
 
 def _keep(communicator, ids, old, new, take, put, name):
-    """Keeps the rank's part of what every rank has."""
+    """Keeps the rank's part of a value that every rank has."""
     mine = ids[new.owner(ids).numpy() == communicator.rank]
     put(mine, take(mine))
 

@@ -1,4 +1,4 @@
-"""What each placement and each reducer implements."""
+"""Interfaces of placements and reducers."""
 
 import abc
 import dataclasses

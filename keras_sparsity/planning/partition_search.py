@@ -6,10 +6,10 @@ With P partitions on `size` owners, the time of an iteration is taken to be
     share(P) = ceil(P / size) / P
 
 fitted by non-negative least squares. `share` is the part of the rows that the
-busiest owner has, for which all others wait. theta2 is what each partition
-costs: splitting ids, stitching rows, one update more. theta3 is what an owner
-gains from smaller pieces: they fit into the processor's cache, or are worked
-on by several cores.
+busiest owner has, for which all others wait. theta2 is the cost of a partition:
+splitting ids, stitching rows, one update more. theta3 is an owner's gain from
+smaller pieces: they fit into the processor's cache, or several cores work on
+them.
 
 The paper has theta0 + theta1 / P + theta2 * P. Up to P = size, its 1 / P is the
 share; beyond, 1 / P goes on falling while the busiest owner's load does not,

@@ -118,11 +118,11 @@ def transfer_bytes(
         "allreduce"  sends and receives 2 w (S-1)/S
         "allgather"  sends and receives (S-1) (alpha w + indices)
 
-    where pull and push are what the workers of one machine pull and push of
-    the whole variable: L w bytes, of a sparse one L alpha w; with local
+    where pull and push are the bytes that the workers of one machine pull and
+    push of the whole variable: L w, of a sparse one L alpha w; with local
     aggregation w and alpha_machine w. The indices of the rows that are asked
     for, and those of the rows that are pushed, count with push. With local
-    aggregation "allreduce" costs what it costs with L = 1.
+    aggregation "allreduce" costs as much as with L = 1.
 
     Args:
         variable: `VariableSpec`.
@@ -131,8 +131,8 @@ def transfer_bytes(
             variable by rows. `"allgather"`: AllGatherv, the rows of every
             process to every process; of sparse variables only.
         cluster: `Cluster`.
-        local_aggregation: what the processes of a machine do together before
-            they use the network: `"none"`; `"push"`, they sum their
+        local_aggregation: steps that the processes of a machine take together
+            before they use the network: `"none"`; `"push"`, they sum their
             gradients, as in the paper; `"both"`, they also pull each row
             once. For "allreduce" both mean the first; "allgather" has none.
         wire_dtype: the dtype that travels, if not the variable's own.

@@ -105,7 +105,7 @@ class VariableSparsity:
 
 
 def measured(model):
-    """What was measured of a model's variables since training began.
+    """The sparsity of a model's variables, measured since training began.
 
     The first 16 steps in which a `ks.HybridOptimizer` updates a variable by
     rows are sampled, and then every 16th; only training counts. With N the
@@ -118,12 +118,12 @@ def measured(model):
     of type `tf.IndexedSlices` is. That is so for a `ks.ShardedTable` (of a
     `ShardedEmbedding`, a `SampledSoftmax`, or your own), and for an ordinary
     `keras.layers.Embedding` that nothing else uses. A regularizer makes the
-    gradient of a variable dense that every process has whole; what it adds to
-    a table that is spread does not travel, and is not counted.
+    gradient of a variable dense that every process has whole; a regularizer's
+    gradient of a sharded table does not travel, and is not counted.
 
-    Every rank must call it, between steps, for example in a callback. It
-    sends a few numbers for each variable and disturbs nothing. What was
-    measured is not saved, and begins anew for a table that is moved.
+    Every rank must call this function between steps, for example in a
+    callback. It sends a few numbers for each variable. Measurements are not
+    saved, and begin anew for a table that moves.
 
     Args:
         model: a model or a layer, or a list of variables.
@@ -157,7 +157,7 @@ def measured(model):
     (8, 1) None 0
 
     References:
-        EuroSys 2.2 and 3.1 (alpha), 4.3 (what a machine's workers share).
+        EuroSys 2.2 and 3.1 (alpha), 4.3 (local aggregation).
     """
     variables = _variables_of(model)
     communicator = collectives.current()
@@ -227,7 +227,7 @@ def _summed(histograms):
 
 
 def reset(model):
-    """Forgets what was measured, and samples the next 16 steps again.
+    """Forgets the measurements and samples the next 16 steps again.
 
     Every rank must call it between the same steps. Nothing is traced anew.
 
@@ -274,7 +274,7 @@ def _num_busiest(variable):
 
 
 def _reading(variable, rank, num_busiest=None):
-    """What one rank has to tell of a variable, or None."""
+    """One rank's `Reading` of a variable, or None."""
     counts = touches.existing(variable)
     if counts is None:
         return None
@@ -285,7 +285,7 @@ def _reading(variable, rank, num_busiest=None):
 
 
 def _sparsity(variable, readings, machines):
-    """`VariableSparsity` from what each rank has to tell."""
+    """`VariableSparsity` from the readings of all ranks."""
     sparsity = VariableSparsity(
         variable.path,
         tuple(variable.shape),

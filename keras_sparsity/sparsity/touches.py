@@ -36,7 +36,7 @@ _left_out = []
 
 @dataclasses.dataclass
 class Reading:
-    """What was counted of one variable, so far and on this rank.
+    """The counts of one variable, so far and on this rank.
 
     Attributes:
         num_steps: sampled steps.
@@ -170,7 +170,7 @@ class Touches:
     # Outside of the step.
 
     def read(self, num_busiest):
-        """What was counted so far: `Reading`, with so many busiest rows."""
+        """The counts so far: `Reading`, with so many busiest rows."""
         _, num_steps, num_touches, num_together, num_notes, largest, asked = (
             self._state.numpy().tolist()
         )
@@ -214,7 +214,7 @@ def existing(variable):
 
 
 def discard(variable):
-    """Forgets what was counted; what is traced from now on counts anew."""
+    """Forgets all counts; functions traced from now on count anew."""
     if existing(variable) is not None:
         delattr(variable, _ATTRIBUTE)
 
@@ -235,7 +235,7 @@ def apart(variables):
 
 
 def note(variables, asked):
-    """Notes what an owner receives of some tables before the step ends.
+    """Notes the addresses that an owner receives before the step ends.
 
     Args:
         variables: list of their variables.
@@ -312,7 +312,7 @@ def _if_any_is_due(counts, if_any, if_none):
 
 @contextlib.contextmanager
 def left_out():
-    """While entered, what is traced does not count: to time it without."""
+    """While entered, traced functions count nothing, for comparisons."""
     _left_out.append(True)
     try:
         yield

@@ -137,7 +137,7 @@ def _with_fan_of(initializer, shape):
 
 
 def standardize(initializer, name="initializer"):
-    """An initializer object or function from what a layer accepts."""
+    """An initializer object or function, from a layer's argument."""
     if initializer is None:  # as Keras's `add_weight`
         initializer = "glorot_uniform"
     return checks.keras_object(

@@ -1,4 +1,4 @@
-"""What acts on each row of a table by itself, and so on its parts."""
+"""Regularizers and constraints that act on each row by itself."""
 
 import keras
 import tensorflow as tf
@@ -9,10 +9,10 @@ _OF_OWNERS = "_keras_sparsity_is_of_owners"
 class SpreadRegularizer(keras.regularizers.Regularizer):
     """A regularizer of the whole table, from each owner's part of it.
 
-    Keras divides what a regularizer adds to the loss by the number of
-    replicas, expecting each of them to add the whole. The value is therefore
-    the whole one, on every rank, and the gradient of each owner's part is
-    multiplied by the number of replicas.
+    Keras divides a regularizer's loss by the number of replicas, as each
+    replica adds the loss of the whole table. So the value is that of the whole
+    table on every rank, and the gradient of each owner's part is multiplied by
+    the number of replicas.
     """
 
     def __init__(self, table, inner):

@@ -47,7 +47,7 @@ class ShardedTable:
         dtype: dtype of the rows; by default Keras's floatx.
         trainable: whether the rows are trained.
         name: name of the variable.
-        owner_name: what errors call the table, for example the layer's name.
+        owner_name: the table's name in errors, for example the layer's.
         regularizer, constraint: as for `keras.layers.Embedding`, those that
             act on each row by itself.
         architecture: placement of the table on several processes; by default
@@ -307,10 +307,9 @@ class ShardedTable:
     def gather(self, ids, columns=None, dtype=None):
         """Rows of the table.
 
-        What makes rows smaller is done by their owners, before they send them:
-        `table.gather(ids, columns=slice(0, 8), dtype="bfloat16")` gives
-        what `tf.cast(table.gather(ids)[..., :8], "bfloat16")` gives, and
-        pulls fewer bytes.
+        Owners slice and cast rows before they send them:
+        `table.gather(ids, columns=slice(0, 8), dtype="bfloat16")` equals
+        `tf.cast(table.gather(ids)[..., :8], "bfloat16")` and pulls fewer bytes.
 
         Args:
             ids: integer tensor or array of any shape `(...)`, each in

@@ -63,7 +63,7 @@ class JointPull:
         """While entered, a step that trains is traced.
 
         Args:
-            labels: what the loss is to be given, of any structure.
+            labels: the loss's labels, of any structure.
             following: inputs of the next step, and how many of their examples
                 count; None if they are not known.
         """

@@ -90,7 +90,7 @@ class Aggregation:
         return updates
 
     def _scale(self, updates, size):
-        """Multiplies by the number of ranks what is to be their sum."""
+        """Multiplies by the number of ranks, where users want sums."""
         for update in updates if size > 1 else ():
             if self._sums[update.is_of_rows]:
                 # Each rank's loss has its share of the global batch already.

@@ -53,10 +53,10 @@ class Piece:
 class KeptRows:
     """One table's rows, updated with others' zero gradients when needed.
 
-    The rule of an optimizer updates touched rows alone. What it would have
-    done to the others meanwhile, `ClosedForm` tells, for any number of steps:
-    whoever reads rows is given them as they would be by now, and the next
-    update stores them. So a step costs the same for tables of any length.
+    The rule of an optimizer updates touched rows alone. `ClosedForm` computes
+    the effect of any number of steps with a zero gradient on an untouched row:
+    a read returns the row as it would be by now, and the next update stores it.
+    So a step costs the same for tables of any length.
 
     Reading rows changes nothing stored: an evaluation, or a row that is read
     twice, leaves training as it was, to the bit. Reading the whole table
@@ -202,7 +202,7 @@ class KeptRows:
         """A step was applied, and its rows are stored.
 
         Args:
-            numbers: what `next_step` gave.
+            numbers: result of `next_step`.
             rows: list of `(piece, rows)`: variables, and int tensors without
                 duplicates, of all rows that were updated.
         """

@@ -57,8 +57,8 @@ def is_by_rows(optimizer):
 def leaves_untouched_rows(optimizer):
     """Whether a zero gradient changes neither a row nor its slots.
 
-    Then updating the touched rows alone is what the stock optimizer computes
-    on the dense gradient.
+    Then an update of the touched rows alone equals the stock optimizer's update
+    by the dense gradient.
     """
     if (
         optimizer.weight_decay

@@ -131,7 +131,7 @@ class StepSums:
         return tf.gather(self._sums, now) + added.size / product
 
     def _of_last(self, now, added, product):
-        """What a step adds to the sums of the last ones, the latest first."""
+        """A step's additions to the sums of the last ones, the latest first."""
         # Of a fixed length, as XLA asks: before the first step is nothing.
         places = now - tf.range(self._kernel.shape[0])
         weights = tf.where(places >= 0, added.size / product, 0)[:, None]
@@ -143,11 +143,11 @@ class StepSums:
         return kernel * weights
 
     def gap(self, steps, now, dtype, coming=None):
-        """What lies between earlier steps and now.
+        """The sums between earlier steps and now.
 
         Args:
             steps: int32 tensor `(num_rows,)`, at most `now`.
-            now: what `self.now` is.
+            now: `self.now`.
             dtype: of the result.
             coming: `Step` that `extend` is to add, as if it had, to the bit;
                 None: none.

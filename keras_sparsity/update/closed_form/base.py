@@ -1,4 +1,4 @@
-"""What the closed form of each rule implements."""
+"""Interface of the closed forms of rules."""
 
 import abc
 import dataclasses
