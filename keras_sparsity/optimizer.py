@@ -204,7 +204,7 @@ class HybridOptimizer(OptimizerWrapper):
                 self._rule,
                 self._aggregation.pieces_of(variable),
                 slots,
-                variable.shape[0],
+                variable.table,
                 are_zero,
             )
             if why_not:
@@ -318,7 +318,10 @@ class HybridOptimizer(OptimizerWrapper):
 
     def _keeps_rows(self, variable):
         """Whether only the touched rows of a variable may change."""
-        return self.sparse_updates == "lazy" and self.updates_rows_of(variable)
+        is_lazy = self.sparse_updates == "lazy"
+        return (is_lazy and self.updates_rows_of(variable)) or self._kept(
+            variable
+        ) is not None
 
     def updates_rows_of(self, variable):
         """Whether only the touched rows of a variable are updated."""
@@ -327,10 +330,10 @@ class HybridOptimizer(OptimizerWrapper):
         )
 
     def may_keep_rows_of(self, variable):
-        """Whether owners of a table's rows need not update all of them."""
+        """Whether a table's rows need not all be updated in each step."""
         return (
             self.sparse_updates == "exact"
-            and rules.may_keep_rows(variable, is_spread=True)
+            and rules.may_keep_rows(variable)
             and closed_form_of(self._rule, variable) is not None
         )
 

@@ -102,7 +102,7 @@ def stock(name):
 def spread(optimizer, partitions=(None, 3), **options):
     rules._SMALL_ELEMENTS = 0
     keras.utils.set_random_seed(1)
-    with ks.HybridStrategy(architecture="hybrid", **options).scope():
+    with ks.HybridStrategy(**{"architecture": "hybrid", **options}).scope():
         layers = [
             ks.layers.ShardedEmbedding(ROWS, DIM, num_partitions=count)
             for count in partitions
@@ -143,12 +143,40 @@ class Between(keras.callbacks.Callback):
             self.is_done = True
 
 
+class ReadsAlone(keras.callbacks.Callback):
+    """Rank 0 alone reads whole tables, which other ranks have, too."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        tables = saving.tables_of(self.model)
+        if batch % 20 == 10 and tables[0].collectives.rank == 0:
+            for table in tables:
+                variable = table.variable.value
+                ids = np.arange(ROWS)
+                rows = tf.gather(variable, ids).numpy()
+                np.testing.assert_array_equal(variable.numpy(), rows)
+                self.check_function(variable, rows)
+
+    def check_function(self, variable, rows):
+        @tf.function
+        def twice():
+            with tf.GradientTape() as tape:
+                tape.watch(variable)
+                whole = 2.0 * variable
+            return whole, tape.gradient(whole, variable)
+
+        whole, gradient = twice()
+        np.testing.assert_array_equal(whole, 2 * rows)
+        np.testing.assert_array_equal(gradient, np.full_like(rows, 2))
+
+
 def train(name, reads_between, *options):
     """Weights and state, on every rank."""
     try:
         model = spread(made(name), **dict(options))
         callbacks, more = [], {}
-        if reads_between:
+        if reads_between and saving.tables_of(model)[0].has_replicas:
+            callbacks = [ReadsAlone()]
+        elif reads_between:
             callbacks = [Between()]
             more["validation_data"] = data()
         fit(model, callbacks=callbacks, **more)

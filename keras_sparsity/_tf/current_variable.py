@@ -49,13 +49,15 @@ class CurrentVariable(ResourceVariable):
 
     - rows that are read arrive as they would be by now (`rows_now`),
     - before all of it is read, or anything is written from outside, the keeper
-      brings all rows up to date (`settle`).
+      brings all rows up to date (`settle`); all of a replica arrives as it
+      would be by now (`whole_now`).
 
     TensorFlow's own reads and writes all pass through what is overridden here.
 
     Attributes:
         keeper: object with `settle`, `rows_now`, `rows_after_step`,
-            `note_write` and `is_writing`; None: an ordinary variable.
+            `whole_now`, `note_write`, `is_writing` and `is_replica`; None: an
+            ordinary variable.
         is_traced: whether a traced function reads or writes it as an ordinary
             variable: then it has to remain one.
     """
@@ -99,8 +101,14 @@ class CurrentVariable(ResourceVariable):
         return self.__dict__["_handle"]
 
     def _read_variable_op(self, *args, **kwargs):
-        self._settle()
-        return super()._read_variable_op(*args, **kwargs)
+        keeper = self.keeper
+        is_replica = keeper is not None and keeper.is_replica
+        if not is_replica or keeper.is_writing or _as_stored:
+            self._settle()
+            return super()._read_variable_op(*args, **kwargs)
+        self._check_is_not_compiled()
+        stored = super()._read_variable_op(*args, **kwargs)
+        return keeper.whole_now(self, stored)
 
     def gather_nd(self, *args, **kwargs):
         self._settle()

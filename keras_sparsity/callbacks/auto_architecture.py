@@ -235,9 +235,8 @@ class AutoArchitecture(keras.callbacks.Callback):
         whole = spec.num_bytes()
         own = whole / self._collectives.size
         optimizer = self.model.optimizer
-        is_spread = placement.layout is not None
-        if optimizer.updates_rows_of(variable) or (
-            is_spread and optimizer.may_keep_rows_of(variable)
+        if optimizer.updates_rows_of(variable) or optimizer.may_keep_rows_of(
+            variable
         ):
             own = spec.alpha * whole
         updated = reducer.updated_bytes(

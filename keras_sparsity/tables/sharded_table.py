@@ -162,6 +162,11 @@ class ShardedTable:
         return self.layout is not None
 
     @property
+    def has_replicas(self):
+        """Whether other processes hold the same rows."""
+        return self.collectives is not None and not self.is_sharded
+
+    @property
     def pieces(self):
         """The variables that hold this rank's rows."""
         return self.partitions if self.is_sharded else [self.variable]

@@ -60,19 +60,24 @@ class KeptRows:
 
     Reading rows changes nothing stored: an evaluation, or a row that is read
     twice, leaves training as it was, to the bit. Reading the whole table
-    stores all rows.
+    stores all rows, but for replicas: those of all ranks are to stay the same
+    bits, and one rank may read alone.
 
     Args:
         rule: the Keras optimizer.
         form: `ClosedForm`.
         pieces: list of the variables that the rule updates.
         slots: their slots, as `rows.slots_of` gives them.
-        num_rows: number of rows of the whole table.
+        table: the `ShardedTable`.
         are_zero: whether the slots are zero.
+
+    Attributes:
+        is_replica: whether other ranks have the same rows.
     """
 
-    def __init__(self, rule, form, pieces, slots, num_rows, are_zero):
+    def __init__(self, rule, form, pieces, slots, table, are_zero):
         self.rule, self.form = rule, form
+        self.is_replica = table.has_replicas
         # While its own writes are traced, or run.
         self.is_writing = False
         are_at_rest = are_zero and not (
@@ -80,7 +85,7 @@ class KeptRows:
         )
         first = _NEVER if are_at_rest else 0
         with tf.init_scope():
-            self.sums = StepSums(form, num_rows)
+            self.sums = StepSums(form, table.num_rows)
             # Of steps, and from outside.
             self.num_writes = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._pieces = [
@@ -126,6 +131,43 @@ class KeptRows:
         result = tf.gather(current[variable], tf.reshape(index, tf.shape(ids)))
         result.set_shape(rows.shape)
         return _with_gradient_of(rows, result)
+
+    def whole_now(self, variable, stored):
+        """All rows of the weights or of a slot as they would be by now.
+
+        Args:
+            variable: the `tf.Variable`.
+            stored: the stored rows, of which the gradient is the result's.
+        """
+        piece = self._piece_of[id(variable)]
+        count = _rows_of_block(piece)
+        starts = range(0, piece.num_rows, count)
+        num_blocks = len(starts)
+
+        def body(block, rows):
+            start = block * count
+            ids = tf.range(start, tf.minimum(start + count, piece.num_rows))
+            current = CurrentRows(self, piece, ids)[variable]
+            return block + 1, rows.write(block, current)
+
+        def compute():
+            rows = tf.TensorArray(
+                variable.dtype,
+                num_blocks,
+                infer_shape=False,
+                element_shape=[None, *variable.shape[1:]],
+            )
+            _, rows = tf.while_loop(
+                lambda block, _: block < num_blocks,
+                body,
+                (tf.constant(0), rows),
+                parallel_iterations=1,
+            )
+            return tf.ensure_shape(rows.concat(), variable.shape)
+
+        unchanged = tf.stop_gradient(stored)
+        result = tf.cond(self.sums.now > 0, compute, lambda: unchanged)
+        return _with_gradient_of(stored, result)
 
     def rows_after_step(self, variable, ids):
         """Rows as they will be after the step under way.
@@ -232,11 +274,7 @@ class KeptRows:
         return tf.constant(True)
 
     def _settle_piece(self, piece):
-        row_bytes = (
-            math.prod(piece.weights.shape[1:]) * piece.weights.dtype.size
-        )
-        count = max(1, _BLOCK_BYTES // max(row_bytes, 1))
-        count = min(count, piece.num_rows)
+        count = _rows_of_block(piece)
 
         def body(start):
             # Of a fixed length, as XLA asks: the last block begins earlier.
@@ -343,17 +381,24 @@ def _noted(piece):
     return None
 
 
+def _rows_of_block(piece):
+    """How many rows of a piece are brought up to date at a time."""
+    row_bytes = math.prod(piece.weights.shape[1:]) * piece.weights.dtype.size
+    count = max(1, _BLOCK_BYTES // max(row_bytes, 1))
+    return min(count, piece.num_rows)
+
+
 @tf.custom_gradient
 def _with_gradient_of(rows, result):
     """A result whose gradient is that of the rows."""
     return tf.identity(result), lambda upstream: (upstream, None)
 
 
-def keep(rule, pieces, slots, num_rows, are_zero):
+def keep(rule, pieces, slots, table, are_zero):
     """Has the rows of a table kept, if the rule has a closed form.
 
     Args:
-        rule, pieces, slots, num_rows, are_zero: as for `KeptRows`.
+        rule, pieces, slots, table, are_zero: as for `KeptRows`.
 
     Returns:
         None if they are; else why not.
@@ -379,7 +424,7 @@ def keep(rule, pieces, slots, num_rows, are_zero):
         isinstance(make_current(slot), CurrentVariable) for slot in of_slots
     ):
         return "no closed form is known of its rule with these options"
-    KeptRows(rule, forms[0], pieces, slots, num_rows, are_zero)
+    KeptRows(rule, forms[0], pieces, slots, table, are_zero)
     return None
 
 

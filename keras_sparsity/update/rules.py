@@ -76,19 +76,12 @@ def needs_whole_part(optimizer):
     return bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
 
 
-def may_keep_rows(variable, is_spread=None):
+def may_keep_rows(variable):
     """Whether `KeptRows` may keep the rows of one of the model's variables.
 
-    Those of a table that is not small, of which no other rank has a replica.
-
-    Args:
-        variable: the variable.
-        is_spread: whether the table's rows are spread; by default, as it is.
+    Those of a table that is not small.
     """
-    if not isinstance(variable, TableVariable) or _is_small_table(variable):
-        return False
-    table = variable.table
-    return is_spread or table.is_sharded or table.collectives is None
+    return isinstance(variable, TableVariable) and not _is_small_table(variable)
 
 
 def updates_rows_of(variable, optimizer, sparse_updates):

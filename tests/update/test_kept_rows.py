@@ -600,12 +600,20 @@ def test_fit_with_all_that_reads_between_steps(tmp_path):
 # Several processes.
 
 CASES = {
-    ("native", 2): [("adam", True), ("adam", False, ("prefetch", True))],
+    ("native", 2): [
+        ("adam", True),
+        ("adam", False, ("prefetch", True)),
+        ("adamw", True, ("architecture", "allgather")),
+    ],
     ("native", 3): [
         ("adamw", False),
         ("accumulating", True, ("prefetch", True)),
     ],
-    ("horovod", 2): [("amsgrad", True), ("rmsprop", False)],
+    ("horovod", 2): [
+        ("amsgrad", True),
+        ("rmsprop", False),
+        ("adam", True, ("architecture", "allreduce")),
+    ],
     ("local", 1): [("adamax", True), ("adadelta", False)],
 }
 
