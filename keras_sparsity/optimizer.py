@@ -54,8 +54,7 @@ class HybridOptimizer(OptimizerWrapper):
             Adam, AdamW, Adamax, Nadam, Lion and Ftrl, also with
             `weight_decay`, an owner works out how an untouched row has moved
             in any number of steps when the row is read; that takes 4 bytes a
-            row. All rows are updated in each step of tables that every
-            process holds (`"allgather"`, `"allreduce"`), of models with
+            row. All rows are updated in each step of models with
             `jit_compile=True`, and, which is logged, of other rules, with
             `use_ema` or a constraint other than `NonNeg`, if `beta_2` is at
             most about `beta_1`, and if a function that reads the table was
