@@ -3,8 +3,8 @@
 A step gathers 4,096 rows of a sharded table in one process, computes their
 gradient and applies it by `HybridOptimizer`. Asked of optimizers that update
 touched rows alone, exact ones included: at most 1.3 times as long on a million
-rows as on ten thousand. Exact rules are shown with the time of their lazy ones,
-of which at most 1.5 times is asked, and stock Keras beside them.
+rows as on ten thousand. Exact rules run in turn with their lazy ones, of whose
+time at most 1.5 times is asked. Stock Keras is shown beside them.
 
 The rows are the same in both tables, all among the first ten thousand: this
 compares the work, not the processor's access to 4,096 rows in 5 MB and in 512
@@ -60,62 +60,62 @@ BESIDE = {
 
 def main():
     args = parse_arguments()
-    sizes = {"large": args.num_rows, "small": args.num_small_rows}
     figures, misses = {}, []
-    for name, make in {**BY_ROWS, **BESIDE}.items():
-        if args.rules and name not in args.rules:
-            continue
-        is_by_rows = name in BY_ROWS
-        optimizers = {size: wrap(name, make()) for size in sizes}
-        steps = {
-            size: make_step(
-                optimizers[size],
-                sizes[size],
-                args,
-                args.idle_steps if name.endswith("_exact") else 0,
+    for names in together(args.rules or [*BY_ROWS, *BESIDE]):
+        seconds = measure(names, args)
+        for name in names:
+            large, small = seconds[name, "large"], seconds[name, "small"]
+            ratio = _timing.median_ratio(large, small)
+            figures[name] = {
+                "large_milliseconds": round(1e3 * statistics.median(large), 3),
+                "small_milliseconds": round(1e3 * statistics.median(small), 3),
+                "ratio": round(ratio, 3),
+            }
+            print(f"{name:14}" + row(figures[name]), flush=True)
+            if name in BY_ROWS and ratio > LIMIT and not args.spread:
+                misses.append(
+                    f"{name}: {ratio:.2f} times the small table's step, at "
+                    f"most {LIMIT} asked"
+                )
+        if len(names) == 2:
+            lazy, exact = names
+            ratio = _timing.median_ratio(
+                seconds[exact, "large"], seconds[lazy, "large"]
             )
-            for size in sizes
-        }
-        seconds = _timing.interleaved(
-            steps,
-            num_rounds=args.rounds if is_by_rows else args.rounds_beside,
-        )
-        ratio = _timing.median_ratio(seconds["large"], seconds["small"])
-        figures[name] = {
-            f"{size}_milliseconds": round(1e3 * statistics.median(s), 3)
-            for size, s in seconds.items()
-        } | {
-            "ratio": round(ratio, 3),
-        }
-        print(f"{name:14}" + row(figures[name]), flush=True)
-        if is_by_rows and ratio > LIMIT and not args.spread:
-            misses.append(
-                f"{name}: {ratio:.2f} times the small table's step, at most "
-                f"{LIMIT} asked"
-            )
-        del steps, optimizers
-        gc.collect()  # tables and what keeps their rows refer to each other
-    misses += above_lazy(figures)
+            figures[exact]["times_lazy"] = round(ratio, 3)
+            print(f"{'':14}exact / lazy {ratio:.2f}", flush=True)
+            if ratio > EXACT_LIMIT:
+                misses.append(
+                    f"{exact}: {ratio:.2f} times the lazy step, at most "
+                    f"{EXACT_LIMIT} asked"
+                )
     limit = None if args.spread else LIMIT
     _program.finish({"limit": limit, "optimizers": figures}, misses)
 
 
-def above_lazy(figures):
-    """Adds the ratio of exact to lazy rules; those above the limit."""
-    misses = []
-    for name in RULES:
-        if not {f"{name}_lazy", f"{name}_exact"} <= figures.keys():
-            continue
-        lazy, exact = figures[f"{name}_lazy"], figures[f"{name}_exact"]
-        ratio = exact["large_milliseconds"] / lazy["large_milliseconds"]
-        exact["times_lazy"] = round(ratio, 3)
-        print(f"{name:14}exact / lazy {ratio:.2f}", flush=True)
-        if ratio > EXACT_LIMIT:
-            misses.append(
-                f"{name}: exact {ratio:.2f} times lazy, at most {EXACT_LIMIT} "
-                "asked"
-            )
-    return misses
+def together(names):
+    """Lists of names that are measured in turn: a rule's lazy and exact one."""
+    pairs = [[f"{rule}_lazy", f"{rule}_exact"] for rule in RULES]
+    pairs = [pair for pair in pairs if set(pair) <= set(names)]
+    paired = sum(pairs, [])
+    return [[name] for name in names if name not in paired] + pairs
+
+
+def measure(names, args):
+    """Seconds of steps, in turn: dict from `(name, size)` to a list."""
+    sizes = {"large": args.num_rows, "small": args.num_small_rows}
+    steps = {
+        (name, size): make_step(name, num_rows, args)
+        for name in names
+        for size, num_rows in sizes.items()
+    }
+    are_by_rows = names[0] in BY_ROWS
+    seconds = _timing.interleaved(
+        steps, num_rounds=args.rounds if are_by_rows else args.rounds_beside
+    )
+    del steps
+    gc.collect()  # tables and what keeps their rows refer to each other
+    return seconds
 
 
 def wrap(name, optimizer):
@@ -125,8 +125,9 @@ def wrap(name, optimizer):
     return ks.HybridOptimizer(optimizer, sparse_updates=mode)
 
 
-def make_step(optimizer, num_rows, args, idle_steps):
+def make_step(name, num_rows, args):
     """One training step on a table of `num_rows` rows, as a function."""
+    optimizer = wrap(name, {**BY_ROWS, **BESIDE}[name]())
     random = np.random.default_rng(0)
     high = num_rows if args.spread else args.num_small_rows
     by_zipf = 1 / np.arange(1, high + 1)
@@ -157,10 +158,10 @@ def make_step(optimizer, num_rows, args, idle_steps):
         optimizer.apply(gradients, [variable])
         return loss
 
-    if idle_steps:
+    if name.endswith("_exact"):
         for ids in batches:
             step(ids)
-        for _ in range(idle_steps):
+        for _ in range(args.idle_steps):
             step(batches[0][:NUM_IDLE])
     batches = itertools.cycle(batches)
     return lambda: step(next(batches)).numpy()
