@@ -264,13 +264,9 @@ class KeptRows:
         return tf.where(is_behind)[:, 0]
 
     def _settle(self):
-        was_writing, self.is_writing = self.is_writing, True
-        try:
-            for piece in self._pieces:
-                self._settle_piece(piece)
-            self.sums.reset()
-        finally:
-            self.is_writing = was_writing
+        for piece in self._pieces:
+            self._settle_piece(piece)
+        self.sums.reset()
         return tf.constant(True)
 
     def _settle_piece(self, piece):
@@ -403,6 +399,8 @@ def keep(rule, pieces, slots, table, are_zero):
     Returns:
         None if they are; else why not.
     """
+    if table.regularizer is not None:
+        return "the gradient of its regularizer touches all of them"
     storages = [piece.value for piece in pieces]
     if any(keeper_of(v) is not None for v in storages):
         return "another optimizer has trained it"

@@ -427,6 +427,14 @@ def test_what_is_not_covered_is_updated_whole(options, caplog):
     assert "no closed form" in message
 
 
+def test_a_regularizer_is_named(caplog):
+    table = ks.ShardedTable(ROWS, DIM, regularizer=keras.regularizers.L2())
+    ks.HybridOptimizer(made("adam")).build([table.variable])
+    assert keeper_of(table.variable.value) is None
+    (record,) = caplog.records
+    assert "the gradient of its regularizer" in record.getMessage()
+
+
 def test_rows_that_never_came_are_not_written(monkeypatch):
     counts = []
     store = kept_rows.store_rows
