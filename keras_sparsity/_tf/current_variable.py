@@ -100,19 +100,26 @@ class CurrentVariable(ResourceVariable):
     def handle(self):
         return self.__dict__["_handle"]
 
-    def _read_variable_op(self, *args, **kwargs):
+    @property
+    def _is_copied(self):
+        """Whether reading all of it stores nothing."""
         keeper = self.keeper
         is_replica = keeper is not None and keeper.is_replica
-        if not is_replica or keeper.is_writing or _as_stored:
+        return is_replica and not keeper.is_writing and not _as_stored
+
+    def _read_variable_op(self, *args, **kwargs):
+        if not self._is_copied:
             self._settle()
             return super()._read_variable_op(*args, **kwargs)
         self._check_is_not_compiled()
         stored = super()._read_variable_op(*args, **kwargs)
-        return keeper.whole_now(self, stored)
+        return self.keeper.whole_now(self, stored)
 
-    def gather_nd(self, *args, **kwargs):
+    def gather_nd(self, indices, name=None):
+        if self._is_copied:
+            return tf.gather_nd(self.read_value(), indices, name=name)
         self._settle()
-        return super().gather_nd(*args, **kwargs)
+        return super().gather_nd(indices, name=name)
 
     def sparse_read(self, indices, name=None):
         rows = super().sparse_read(indices, name=name)

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.smoke
 class Keeper:
     """Adds 1 to what is read of rows, and counts the rest."""
 
-    def __init__(self):
-        self.is_writing = False
+    def __init__(self, is_replica):
+        self.is_writing, self.is_replica = False, is_replica
         self.calls = []
 
     def settle(self):
@@ -27,10 +27,14 @@ class Keeper:
         self.calls.append("rows")
         return rows + 1
 
+    def whole_now(self, variable, stored):
+        self.calls.append("whole")
+        return stored + 1
 
-def made():
+
+def made(is_replica=False):
     variable = make_current(tf.Variable(np.zeros((4, 2), "float32")))
-    variable.keeper = Keeper()
+    variable.keeper = Keeper(is_replica)
     return variable
 
 
@@ -92,6 +96,32 @@ def test_all_of_it_is_read_once_it_is_settled(name, is_traced):
     variable = made()
     run(lambda: tf.convert_to_tensor(READS[name](variable)), is_traced)
     assert set(variable.keeper.calls) == {"settle"}
+
+
+# Operations outside of functions read variables in C++.
+IN_CPP = ("concat", "square", "raw", "matmul", "columns")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_traced"),
+    [
+        *((name, False) for name in READS if name not in IN_CPP),
+        *((name, True) for name in READS if name not in ("numpy", "array")),
+    ],
+)
+def test_all_of_a_replica_is_read_without_a_change(name, is_traced):
+    variable, ordinary = made(is_replica=True), tf.Variable(tf.ones([4, 2]))
+    found = run(lambda: tf.convert_to_tensor(READS[name](variable)), is_traced)
+    expected = tf.convert_to_tensor(READS[name](ordinary))
+    np.testing.assert_array_equal(found, expected)
+    assert set(variable.keeper.calls) == {"whole"}
+
+
+@pytest.mark.parametrize("name", IN_CPP)
+def test_a_replica_is_settled_before_it_is_read_in_cpp(name):
+    variable = made(is_replica=True)
+    READS[name](variable)
+    assert "settle" in variable.keeper.calls
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
