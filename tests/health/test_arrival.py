@@ -11,6 +11,17 @@ import pytest
 from keras_sparsity.health import arrival
 
 
+@pytest.fixture(autouse=True)
+def handlers_as_before():
+    """`end_when_late` ignores Ctrl-C in a process of its own; here it is ours.
+
+    What later tests start would ignore it too.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_addresses_that_do_not_answer_are_named():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
