@@ -1,0 +1,1 @@
+"""Models in stages: where to cut, the schedule, weights some steps ahead."""

@@ -1,0 +1,258 @@
+"""Cuts a functional model into stages.
+
+The calls of a model's layers stand in an order in which each comes after those
+whose results it takes. A stage is a run of consecutive calls, so every place
+between two calls is a cut, unless a layer's weights are used on both sides of
+it. Any number of tensors may cross.
+"""
+
+import collections
+import dataclasses
+import functools
+
+import keras
+
+from keras_sparsity._tf import checks, keras_functional
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The calls of one stage.
+
+    Attributes:
+        names: the names of its layers and operations, in the order of calls.
+        inputs: the model's inputs that it takes, by their place in
+            `model.inputs`. They do not travel: every rank reads the data.
+        received, sent: the tensors that come from the stage before and go to
+            the one behind, some of which this stage only hands on.
+        taken: those of `received` that its calls take, by their place.
+        made: the tensors that it computes for later stages and as outputs.
+        model: `keras.Model` from a list of `inputs` and `taken` to a list of
+            `made`, with the layers, and so the weights, of the whole model.
+    """
+
+    names: tuple
+    inputs: tuple
+    received: tuple
+    sent: tuple
+    taken: tuple
+    made: tuple
+    model: keras.Model
+
+    @property
+    def variables(self):
+        return self.model.variables
+
+
+class Cutter:
+    """Finds a model's possible cuts, and cuts it.
+
+    Args:
+        model: a functional or sequential `keras.Model` that is built.
+
+    Attributes:
+        calls: the model's calls, in order.
+        outputs: the model's outputs, a flat list.
+
+    Raises:
+        ValueError: if the model is a subclass or not built.
+
+    Example:
+
+    >>> layers = [keras.Input((8,)), keras.layers.Dense(4, name="a"),
+    ...           keras.layers.Dense(2, name="b")]
+    >>> cutter = Cutter(keras.Sequential(layers))
+    >>> [part.names for part in cutter.parts(cutter.after(["a"]))]
+    [('a',), ('b',)]
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.1.
+    """
+
+    def __init__(self, model):
+        functional = keras_functional.functional_of(model)
+        if functional is None:
+            raise ValueError(
+                f"The model '{model.name}' cannot be cut into stages. "
+                f"Received: a {type(model).__name__}; expected: a functional "
+                "or sequential model that is built. Write a subclassed model "
+                "as `keras.Model(inputs, outputs)`; give a sequential one a "
+                "`keras.Input` first."
+            )
+        self.calls = keras_functional.functional_calls(functional)
+        self.outputs = list(functional.outputs)
+        self._inputs = {id(x): i for i, x in enumerate(functional.inputs)}
+
+    @functools.cached_property
+    def _needed_until(self):
+        """Dict from a tensor's id to the place of the last call that needs it.
+
+        Outputs are needed at the end.
+        """
+        last = {
+            id(tensor): place
+            for place, call in enumerate(self.calls)
+            for tensor in call.inputs
+        }
+        for tensor in self.outputs:
+            last[id(tensor)] = len(self.calls)
+        return last
+
+    @functools.cached_property
+    def held_together(self):
+        """Dict from a place where no cut can be to the layer that forbids it.
+
+        A cut after call i has the place i. A layer's weights are on one stage
+        alone, so no cut is between the calls that use them.
+        """
+        first, forbidden = {}, {}
+        for place, call in enumerate(self.calls):
+            for variable in getattr(call.operation, "variables", []):
+                begin = first.setdefault(id(variable), place)
+                for between in range(begin, place):
+                    forbidden[between] = call.operation.name
+        return forbidden
+
+    @property
+    def places(self):
+        """The places of all possible cuts."""
+        between = range(len(self.calls) - 1)
+        return [place for place in between if place not in self.held_together]
+
+    def crossing(self, place):
+        """The tensors that cross a cut, in the order of the calls."""
+        return [
+            tensor
+            for call in self.calls[: place + 1]
+            for tensor in call.outputs
+            if self._needed_until.get(id(tensor), -1) > place
+        ]
+
+    def after(self, names):
+        """The places of the cuts after layers, by the layers' names.
+
+        Args:
+            names: list of names, in the order of the model.
+
+        Returns:
+            List of places.
+
+        Raises:
+            ValueError: if a layer is unknown, out of order or the last, or if
+                weights would be on both sides.
+        """
+        last = {call.operation.name: i for i, call in enumerate(self.calls)}
+        for name in names:
+            checks.one_of("layer name", name, list(last))
+        places = [last[name] for name in names]
+        if places != sorted(set(places)) or places[-1:] == [len(last) - 1]:
+            raise ValueError(
+                "Cuts must stand in the model's order, each before the last "
+                f"layer. Received: {names}; the model's order: {list(last)}."
+            )
+        for name, place in zip(names, places, strict=True):
+            if place in self.held_together:
+                raise ValueError(
+                    f"The model cannot be cut after '{name}': the layer "
+                    f"'{self.held_together[place]}' or its weights are used "
+                    "on both sides. Cut before its first or after its last "
+                    "use."
+                )
+        return places
+
+    def parts(self, places):
+        """The model, cut.
+
+        Args:
+            places: list of the cuts' places, in order.
+
+        Returns:
+            List of `Part`, one more than there are cuts.
+        """
+        bounds = [-1, *places, len(self.calls) - 1]
+        return [
+            self._part(begin, end)
+            for begin, end in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+
+    def _part(self, before, last):
+        calls = self.calls[before + 1 : last + 1]
+        received = self.crossing(before)
+        taken = collections.OrderedDict(
+            (id(tensor), tensor) for call in calls for tensor in call.inputs
+        )
+        inputs = [t for i, t in taken.items() if i in self._inputs]
+        arrived = [i for i, t in enumerate(received) if id(t) in taken]
+        made = [
+            tensor
+            for call in calls
+            for tensor in call.outputs
+            if self._needed_until.get(id(tensor), -1) > last
+        ]
+        return Part(
+            names=tuple(call.operation.name for call in calls),
+            inputs=tuple(self._inputs[id(tensor)] for tensor in inputs),
+            received=tuple(received),
+            sent=tuple(self.crossing(last)),
+            taken=tuple(arrived),
+            made=tuple(made),
+            model=keras.Model([*inputs, *(received[i] for i in arrived)], made),
+        )
+
+
+def balanced(seconds, places, num_stages, crossing_seconds=None):
+    """The cuts with the smallest largest stage.
+
+    Args:
+        seconds: list of the calls' times.
+        places: possible cuts.
+        num_stages: N.
+        crossing_seconds: dict from a place to the time in which the tensors
+            that cross it travel, while stages compute; by default 0.
+
+    Returns:
+        List of N - 1 places. Of equal ones, the earliest cuts.
+
+    Raises:
+        ValueError: if there are not enough places.
+
+    Example:
+
+    >>> balanced([3.0, 1.0, 1.0, 1.0], [0, 1, 2], 2)
+    [0]
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.1 (its dynamic program, without
+        replication).
+    """
+    if len(places) < num_stages - 1:
+        raise ValueError(
+            f"A model with {len(places)} possible cuts cannot be cut into "
+            f"{num_stages} stages. Use at most {len(places) + 1}, or a model "
+            "of more layers."
+        )
+    crossing_seconds = crossing_seconds or {}
+    sums = [0.0]
+    for each in seconds:
+        sums.append(sums[-1] + each)
+    ends = [*sorted(places), len(seconds) - 1]
+    # For each end: the bottleneck of the stages so far, and their cuts.
+    best = {end: (sums[end + 1], []) for end in ends}
+    for number in range(1, num_stages):
+        found = {}
+        for i, end in enumerate(ends):
+            options = [
+                (
+                    max(
+                        best[cut][0],
+                        sums[end + 1] - sums[cut + 1],
+                        crossing_seconds.get(cut, 0),
+                    ),
+                    [*best[cut][1], cut],
+                )
+                for cut in ends[number - 1 : i]
+            ]
+            if options:
+                found[end] = min(options)
+        best = found
+    return best[ends[-1]][1]

@@ -1,0 +1,174 @@
+"""Schedules of a pipeline: each stage's tasks, in their order.
+
+A schedule is data, so that it can be simulated and drawn before anything runs.
+"""
+
+import dataclasses
+import enum
+import typing
+
+from keras_sparsity._tf import checks
+
+
+class Kind(enum.Enum):
+    """The kind of a task."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+class Task(typing.NamedTuple):
+    """A unit of a stage's work.
+
+    Attributes:
+        kind: `Kind`.
+        batch: the number of the micro-batch or mini-batch it is about. An
+            update of several has the last one's.
+    """
+
+    kind: Kind
+    batch: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The tasks of all stages.
+
+    Attributes:
+        num_batches: the number of micro-batches or mini-batches.
+        stages: for each stage, from the first, a tuple of its `Task`s in the
+            order in which it runs them.
+    """
+
+    num_batches: int
+    stages: tuple
+
+    @property
+    def num_stages(self):
+        return len(self.stages)
+
+    def in_flight(self, stage):
+        """The largest number of batches that a stage holds activations of."""
+        held = most = 0
+        for task in self.stages[stage]:
+            held += task.kind is Kind.FORWARD
+            most = max(most, held)
+            held -= task.kind is Kind.BACKWARD
+        return most
+
+
+def gpipe(num_stages, num_batches):
+    """All forward passes, all backward passes, one update.
+
+    Args:
+        num_stages: N.
+        num_batches: M, the micro-batches of a mini-batch.
+
+    Returns:
+        `Schedule`. Every stage holds the activations of M micro-batches.
+
+    Raises:
+        ValueError: if a number is not positive.
+
+    Example:
+
+    >>> [task.kind.value for task in gpipe(2, 2).stages[0]]
+    ['forward', 'forward', 'backward', 'backward', 'update']
+
+    References:
+        GPipe (arXiv:1811.06965), 2.3.
+    """
+    _check(num_stages, num_batches)
+    batches = range(num_batches)
+    tasks = (
+        *(Task(Kind.FORWARD, batch) for batch in batches),
+        *(Task(Kind.BACKWARD, batch) for batch in batches),
+        Task(Kind.UPDATE, num_batches - 1),
+    )
+    return Schedule(num_batches, (tasks,) * num_stages)
+
+
+def one_forward_one_backward(num_stages, num_batches):
+    """One forward and one backward pass in turn, one update at the end.
+
+    Gives what `gpipe` gives: the same gradients, added in the same order.
+
+    Args:
+        num_stages: N.
+        num_batches: M, the micro-batches of a mini-batch.
+
+    Returns:
+        `Schedule`. Stage k, from 0, holds the activations of at most N - k
+        micro-batches.
+
+    Raises:
+        ValueError: if a number is not positive.
+
+    Example:
+
+    >>> one_forward_one_backward(4, 8).in_flight(1)
+    3
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.2; its flush: arXiv:2006.09503.
+    """
+    _check(num_stages, num_batches)
+    last = Task(Kind.UPDATE, num_batches - 1)
+    return Schedule(
+        num_batches,
+        tuple(
+            (*_in_turn(num_stages - 1 - stage, num_batches), last)
+            for stage in range(num_stages)
+        ),
+    )
+
+
+def without_flush(num_stages, num_batches):
+    """One forward and one backward pass in turn, an update after each.
+
+    The batches are whole mini-batches. A forward pass at stage k misses the
+    updates of up to N - 1 - k mini-batches before its own.
+
+    Args:
+        num_stages: N.
+        num_batches: mini-batches until the pipeline drains.
+
+    Returns:
+        `Schedule`.
+
+    Raises:
+        ValueError: if a number is not positive.
+
+    Example:
+
+    >>> [task.kind.value for task in without_flush(2, 2).stages[1]]
+    ['forward', 'backward', 'update', 'forward', 'backward', 'update']
+
+    References:
+        SpecTrain (arXiv:1809.02839), 3; PipeDream (arXiv:1806.03377), 3.2.
+    """
+    _check(num_stages, num_batches)
+    stages = []
+    for stage in range(num_stages):
+        tasks = []
+        for task in _in_turn(num_stages - 1 - stage, num_batches):
+            tasks.append(task)
+            if task.kind is Kind.BACKWARD:
+                tasks.append(Task(Kind.UPDATE, task.batch))
+        stages.append(tuple(tasks))
+    return Schedule(num_batches, tuple(stages))
+
+
+def _in_turn(num_ahead, num_batches):
+    """Passes of a stage whose forward passes are `num_ahead` batches ahead."""
+    for turn in range(num_batches + num_ahead):
+        if turn < num_batches:
+            yield Task(Kind.FORWARD, turn)
+        if turn >= num_ahead:
+            yield Task(Kind.BACKWARD, turn - num_ahead)
+
+
+def _check(num_stages, num_batches):
+    checks.positive_integer("num_stages", num_stages)
+    checks.positive_integer("num_batches", num_batches)

@@ -1,0 +1,181 @@
+"""A schedule's run, simulated: deadlocks, start times, idle stages."""
+
+import collections
+import dataclasses
+
+from keras_sparsity.stages.schedule import Kind, Task
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """The times of a simulated run.
+
+    Attributes:
+        starts, ends: for each stage, a dict from `Task` to seconds.
+    """
+
+    starts: tuple
+    ends: tuple
+
+    @property
+    def seconds(self):
+        """Time from the first task's start to the last one's end."""
+        return max(max(ends.values()) for ends in self.ends)
+
+    def busy_seconds(self, stage):
+        """Time in which a stage computes."""
+        starts, ends = self.starts[stage], self.ends[stage]
+        return sum(ends[task] - starts[task] for task in starts)
+
+    @property
+    def bubble(self):
+        """The share of all stages' time in which they wait, from 0 to 1."""
+        stages = range(len(self.starts))
+        busy = sum(self.busy_seconds(stage) for stage in stages)
+        return 1 - busy / (self.seconds * len(stages))
+
+
+def simulate(
+    schedule,
+    forward_seconds=None,
+    backward_seconds=None,
+    activation_seconds=None,
+    gradient_seconds=None,
+):
+    """Runs a schedule in simulated time.
+
+    A stage runs its tasks one after the other. A forward pass waits for the
+    activations of the stage before, a backward pass for the gradients of the
+    stage behind; both travel while stages compute, one message at a time in
+    each direction of a link. Updates take no time.
+
+    Args:
+        schedule: `Schedule`.
+        forward_seconds, backward_seconds: for each stage, the time of a pass;
+            by default one unit.
+        activation_seconds, gradient_seconds: for each link between
+            neighbours, the time of a message; by default 0.
+
+    Returns:
+        `Timeline`.
+
+    Raises:
+        ValueError: if the stages would wait for each other for ever. The
+            message has each waiting stage's task and the task it waits for.
+
+    Example:
+
+    >>> from keras_sparsity.stages.schedule import gpipe
+    >>> round(simulate(gpipe(4, 8)).bubble, 3)  # (N-1) / (M+N-1)
+    0.273
+
+    References:
+        GPipe (arXiv:1811.06965), 2.3 (the bubble).
+    """
+    num_stages = schedule.num_stages
+    units, links = [1] * num_stages, [0] * (num_stages - 1)
+    run = _Run(
+        schedule,
+        {
+            Kind.FORWARD: forward_seconds or units,
+            Kind.BACKWARD: backward_seconds or units,
+            Kind.UPDATE: [0] * num_stages,
+        },
+        {
+            Kind.FORWARD: activation_seconds or links,
+            Kind.BACKWARD: gradient_seconds or links,
+        },
+    )
+    return run.timeline()
+
+
+class _Run:
+    """One simulation.
+
+    Start times follow from the ends of earlier tasks alone, so stages may be
+    visited in any order: each runs until it must wait, and whatever it waits
+    for wakes it.
+    """
+
+    def __init__(self, schedule, seconds, message_seconds):
+        self._schedule = schedule
+        self._seconds = seconds
+        self._message_seconds = message_seconds
+        stages = range(schedule.num_stages)
+        self._next = [0 for _ in stages]
+        self._free = [0 for _ in stages]
+        self._link_free = collections.Counter()
+        self._arrivals = [{} for _ in stages]
+        self.starts = tuple({} for _ in stages)
+        self.ends = tuple({} for _ in stages)
+
+    def timeline(self):
+        awake = collections.deque(range(self._schedule.num_stages))
+        while awake:
+            awake.extend(self._advance(awake.popleft()))
+        self._check_done()
+        return Timeline(self.starts, self.ends)
+
+    def _advance(self, stage):
+        """Runs a stage's tasks until one must wait; yields woken stages."""
+        tasks = self._schedule.stages[stage]
+        while self._next[stage] < len(tasks):
+            task = tasks[self._next[stage]]
+            needed = self._needed(stage, task)
+            if needed and task not in self._arrivals[stage]:
+                return
+            start = max(self._free[stage], self._arrivals[stage].get(task, 0))
+            end = start + self._seconds[task.kind][stage]
+            self.starts[stage][task], self.ends[stage][task] = start, end
+            self._free[stage] = end
+            self._next[stage] += 1
+            yield from self._send(stage, task, end)
+
+    def _needed(self, stage, task):
+        """`(stage, Task)` whose message a task waits for, or None."""
+        if task.kind is Kind.FORWARD and stage > 0:
+            return stage - 1, task
+        if task.kind is Kind.BACKWARD:
+            if stage + 1 < self._schedule.num_stages:
+                return stage + 1, task
+            return stage, Task(Kind.FORWARD, task.batch)
+        return None
+
+    def _send(self, stage, task, end):
+        """Sends a pass's result; yields the stage that it arrives at."""
+        last = self._schedule.num_stages - 1
+        if task.kind is Kind.FORWARD and stage == last:
+            backward = Task(Kind.BACKWARD, task.batch)
+            self._arrivals[stage][backward] = end
+            return
+        step = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.UPDATE: 0}[task.kind]
+        target = stage + step
+        if target in (stage, -1):
+            return
+        link = (task.kind, min(stage, target))
+        begin = max(end, self._link_free[link])
+        arrival = begin + self._message_seconds[task.kind][link[1]]
+        self._link_free[link] = arrival
+        self._arrivals[target][task] = arrival
+        yield target
+
+    def _check_done(self):
+        lines = []
+        for stage, tasks in enumerate(self._schedule.stages):
+            if self._next[stage] < len(tasks):
+                task = tasks[self._next[stage]]
+                lines.append(
+                    f"  {_words(stage, task)}, waits for "
+                    f"{_words(*self._needed(stage, task))}"
+                )
+        if lines:
+            listed = "\n".join(lines)
+            raise ValueError(
+                "The stages of this schedule would wait for each other for "
+                f"ever:\n{listed}\nA stage must run the passes that its "
+                "neighbours wait for before those that wait for them."
+            )
+
+
+def _words(stage, task):
+    return f"stage {stage}, {task.kind.value} pass of batch {task.batch}"

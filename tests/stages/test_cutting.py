@@ -1,0 +1,170 @@
+"""The stages of a cut model compute, one after the other, what it computes."""
+
+import itertools
+import random
+
+import keras
+import numpy as np
+import pytest
+
+from keras_sparsity.stages.cutting import Cutter, balanced
+
+
+def _branches():
+    """Two inputs and outputs, masks, recurrent layers, skip connections."""
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    numbers = keras.Input((4,), name="numbers")
+    rows = keras.layers.Embedding(20, 8, mask_zero=True, name="rows")(ids)
+    states = keras.layers.LSTM(8, return_sequences=True, name="first")(rows)
+    state = keras.layers.LSTM(8, name="second")(states)
+    dense = keras.layers.Dense(8, activation="relu", name="dense")(numbers)
+    dense = keras.layers.BatchNormalization(name="norm")(dense)
+    both = keras.layers.Add(name="both")([state, dense])
+    first = keras.layers.Dense(3, name="one")(both)
+    wide = keras.layers.Concatenate(name="wide")([both, dense])
+    wide = keras.layers.Dense(8, name="narrow")(wide)
+    skip = keras.layers.Add(name="skip")([wide, dense])
+    second = keras.layers.Dense(1, name="two")(skip)
+    return keras.Model([ids, numbers], [first, second])
+
+
+def _nested():
+    inner = keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(6)],
+        name="inner",
+    )
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(6, name="before"),
+            inner,
+            keras.layers.Dense(2, name="behind"),
+        ]
+    )
+
+
+def _batch(model):
+    draws = np.random.default_rng(0)
+    if len(model.inputs) == 1:
+        return [draws.normal(size=(3, 6)).astype("float32")]
+    ids = np.array([[1, 2, 0, 0], [3, 4, 5, 0], [1, 0, 0, 0]])
+    return [ids, draws.normal(size=(3, 4)).astype("float32")]
+
+
+def _run(cutter, places, batch):
+    """The model's outputs, stage by stage; only `sent` reaches the next."""
+    arrived = []
+    for part in cutter.parts(places):
+        taken = [batch[place] for place in part.inputs]
+        taken += [arrived[place] for place in part.taken]
+        made = part.model(taken)
+        values = {id(t): v for t, v in zip(part.made, made, strict=True)}
+        for tensor, value in zip(part.received, arrived, strict=True):
+            values[id(tensor)] = value
+        arrived = [values[id(tensor)] for tensor in part.sent]
+    return [values[id(tensor)] for tensor in cutter.outputs]
+
+
+@pytest.mark.parametrize("make", [_branches, _nested])
+def test_any_cut_gives_the_model(make):
+    model = make()
+    batch = _batch(model)
+    expected = keras.tree.flatten(model(batch if len(batch) > 1 else batch[0]))
+    cutter = Cutter(model)
+    every = [[place] for place in cutter.places]
+    for places in [[], *every, cutter.places]:
+        outputs = _run(cutter, places, batch)
+        for output, value in zip(outputs, expected, strict=True):
+            np.testing.assert_array_equal(output, value)
+
+
+def test_stages_share_the_models_weights_and_none_with_each_other():
+    model = _branches()
+    cutter = Cutter(model)
+    parts = cutter.parts(cutter.places)
+    weights = [id(v) for part in parts for v in part.variables]
+    assert sorted(weights) == sorted(id(v) for v in model.variables)
+
+
+def test_inputs_do_not_travel_and_skip_connections_do():
+    cutter = Cutter(_branches())
+    first, second, third = cutter.parts(cutter.after(["norm", "wide"]))
+    assert first.inputs == (0, 1)
+    assert second.inputs == third.inputs == ()
+    # `norm` skips the second stage, which both takes it and hands it on.
+    assert third.taken == tuple(range(len(third.received)))
+    shapes = sorted(tuple(tensor.shape) for tensor in third.received)
+    assert shapes == [(None, 8), (None, 8), (None, 16)]
+    assert len(second.made) == 2
+
+
+def test_a_layer_that_is_called_twice_is_not_cut_through():
+    inputs = keras.Input((4,))
+    twice = keras.layers.Dense(4, name="twice")
+    x = keras.layers.Dense(4, name="between")(twice(inputs))
+    x = keras.layers.Dense(2, name="behind")(twice(x))
+    cutter = Cutter(keras.Model(inputs, x))
+    assert cutter.places == [2]
+    with pytest.raises(ValueError, match="'twice' or its weights"):
+        cutter.after(["between"])
+
+
+class _Subclass(keras.Model):
+    def call(self, inputs):
+        return inputs
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_Subclass, lambda: keras.Sequential([keras.layers.Dense(2)])],
+    ids=["subclass", "not built"],
+)
+def test_a_model_without_a_graph_is_refused(make):
+    with pytest.raises(ValueError, match="cannot be cut into stages"):
+        Cutter(make())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["absent"], "'absent'"),
+        (["both", "dense"], "in the model's order"),
+        (["both", "both"], "in the model's order"),
+        (["one"], "before the last layer"),
+    ],
+)
+def test_names_that_are_no_cuts(names, message):
+    cutter = Cutter(_branches())
+    assert cutter.calls[-1].operation.name == "one"
+    with pytest.raises(ValueError, match=message):
+        cutter.after(names)
+
+
+def test_balanced_cuts_are_the_best_of_all():
+    draws = random.Random(1)
+    for _ in range(300):
+        num_calls = draws.randint(1, 9)
+        seconds = [float(draws.randint(0, 9)) for _ in range(num_calls)]
+        count = draws.randint(0, num_calls - 1)
+        places = sorted(draws.sample(range(num_calls - 1), count))
+        num_stages = draws.randint(1, len(places) + 1)
+        crossing = {place: draws.randint(0, 9) for place in places}
+
+        def bottleneck(cuts, seconds=seconds, crossing=crossing):
+            bounds = [-1, *cuts, len(seconds) - 1]
+            stages = [
+                sum(seconds[before + 1 : last + 1])
+                for before, last in itertools.pairwise(bounds)
+            ]
+            return max([*stages, *(crossing[cut] for cut in cuts)])
+
+        found = balanced(seconds, places, num_stages, crossing)
+        assert len(found) == num_stages - 1
+        assert bottleneck(found) == min(
+            map(bottleneck, itertools.combinations(places, num_stages - 1))
+        )
+
+
+def test_more_stages_than_cuts_allow():
+    with pytest.raises(ValueError, match="Use at most 2"):
+        balanced([1.0, 1.0, 1.0], [1], 3)

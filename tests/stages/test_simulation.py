@@ -1,0 +1,80 @@
+"""Times of a simulated run, against formulas and a run worked out by hand."""
+
+import pytest
+
+from keras_sparsity.stages.schedule import (
+    Kind,
+    Schedule,
+    Task,
+    gpipe,
+    one_forward_one_backward,
+    without_flush,
+)
+from keras_sparsity.stages.simulation import simulate
+
+
+def _task(letter, batch):
+    return Task({"f": Kind.FORWARD, "b": Kind.BACKWARD}[letter], batch)
+
+
+@pytest.mark.parametrize("num_batches", [1, 4, 16])
+@pytest.mark.parametrize("num_stages", [1, 2, 5])
+@pytest.mark.parametrize("make", [gpipe, one_forward_one_backward])
+def test_the_bubble_of_a_flush(make, num_stages, num_batches):
+    timeline = simulate(make(num_stages, num_batches))
+    slots = num_batches + num_stages - 1
+    assert timeline.seconds == 2 * slots
+    assert timeline.bubble == pytest.approx((num_stages - 1) / slots)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
+def test_the_slots_without_a_flush(num_stages):
+    timeline = simulate(without_flush(num_stages, 40))
+    for stage in range(num_stages):
+        for batch in range(num_stages, 40):
+            starts = timeline.starts[stage]
+            assert starts[_task("f", batch)] == 2 * batch + stage
+            assert starts[_task("b", batch)] == (
+                2 * batch + 2 * num_stages - 1 - stage
+            )
+
+
+def test_messages_travel_while_stages_compute_and_wait_for_their_link():
+    # Forward passes of 1 and 2 seconds, backward of 3 and 1; an activation
+    # travels for 4 seconds, longer than it takes to make the next one.
+    timeline = simulate(gpipe(2, 2), [1, 2], [3, 1], [4], [0.5])
+    first, second = timeline.starts
+    assert first[_task("f", 1)] == 1
+    assert second[_task("f", 0)] == 5  # 1 + 4
+    assert second[_task("f", 1)] == 9  # the link is free at 5; 5 + 4
+    assert second[_task("b", 0)] == 11
+    assert second[_task("b", 1)] == 12
+    assert first[_task("b", 0)] == 12.5
+    assert first[_task("b", 1)] == 15.5  # its gradient has been there: 13.5
+    assert timeline.seconds == 18.5
+    assert timeline.busy_seconds(0) == 8
+    assert timeline.busy_seconds(1) == 6
+    assert timeline.bubble == pytest.approx(1 - 14 / 37)
+
+
+def test_a_schedule_that_deadlocks_names_the_waiting_tasks():
+    tasks = (_task("f", 0), _task("b", 0), _task("f", 1), _task("b", 1))
+    swapped = (_task("f", 1), _task("f", 0), _task("b", 0), _task("b", 1))
+    with pytest.raises(ValueError, match="for ever") as raised:
+        simulate(Schedule(2, (tasks, swapped)))
+    lines = str(raised.value).splitlines()
+    assert lines[1:3] == [
+        "  stage 0, backward pass of batch 0, waits for "
+        "stage 1, backward pass of batch 0",
+        "  stage 1, forward pass of batch 1, waits for "
+        "stage 0, forward pass of batch 1",
+    ]
+
+
+def test_a_backward_pass_before_its_forward_pass_is_a_deadlock():
+    with pytest.raises(ValueError, match="waits for stage 0, forward"):
+        simulate(Schedule(1, ((_task("b", 0), _task("f", 0)),)))
+
+
+def test_thousands_of_stages_take_no_recursion():
+    assert simulate(one_forward_one_backward(2000, 4)).seconds == 2 * 2003
