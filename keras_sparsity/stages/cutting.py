@@ -39,9 +39,19 @@ class Part:
     made: tuple
     model: keras.Model
 
-    @property
-    def variables(self):
-        return self.model.variables
+    def compute(self, tensors, training=None):
+        """Makes the calls; masks that tensors carry count.
+
+        Args:
+            tensors: list of `inputs` and `taken`.
+            training: see `keras.Model.call`.
+
+        Returns:
+            List of the tensors `made`.
+        """
+        # `model(...)` would pass the inputs' masks on to its outputs, or warn
+        # of it. Those are the layers' own.
+        return keras.tree.flatten(self.model.call(tensors, training=training))
 
 
 class Cutter:
