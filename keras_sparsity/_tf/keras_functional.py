@@ -53,6 +53,15 @@ def functional_calls(functional):
     ]
 
 
+def flat_inputs(functional, inputs):
+    """A `Functional`'s inputs as it takes them, a flat list.
+
+    In the model's order, dtypes and numbers of dimensions
+    (`_standardize_inputs`).
+    """
+    return list(functional._standardize_inputs(inputs))
+
+
 @contextlib.contextmanager
 def next_run_calls(functional, begin):
     """Has a `Functional` make the calls of its next run through a function.

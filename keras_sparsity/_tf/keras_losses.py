@@ -102,6 +102,27 @@ def losses_replaced(model, losses):
         object.__setattr__(model, "_losses_override", [])
 
 
+def clear_losses(layer):
+    """Forgets the losses that a layer's earlier calls have added.
+
+    Keras does so in `Layer.__call__` (`_clear_losses`).
+    """
+    layer._clear_losses()
+
+
+def step_loss(model, **arguments):
+    """The loss of a step as Keras's own steps compute it."""
+    if losses_are_scaled():
+        return getattr(model, STEP_LOSS)(**arguments)
+    arguments.pop("training")  # Keras 3.5
+    return model.compute_loss(**arguments)
+
+
+def loss_tracker(model):
+    """The metric that shows a compiled model's loss (`_loss_tracker`)."""
+    return model._loss_tracker
+
+
 def compiled_metrics(model):
     """The object that updates `compile`'s metrics, or None.
 

@@ -10,6 +10,7 @@ from keras_sparsity._tf import checks
 from keras_sparsity.collectives import arguments
 from keras_sparsity.collectives.calls import Calls
 from keras_sparsity.collectives.engine import Route
+from keras_sparsity.machines.topology import Topology
 
 GROUPS = ("machine", "across")
 
@@ -67,6 +68,7 @@ class Collectives:
         machines=None,
     ):
         self._calls = Calls(engine, label, ranks, journal)
+        self._parts = engine, journal
         self._groups = groups or {}
         self.engine = engine.name
         self.pads = engine.pads
@@ -331,6 +333,33 @@ class Collectives:
         if (digests != digests[0]).any():
             values = self.gather_objects(value, f"{name}/values")
             raise_if_different(values, what, fix)
+
+
+def divided(collectives, groups, label):
+    """The same operations among the processes of one of several groups.
+
+    All ranks call it, eagerly, with the same groups and label.
+
+    Args:
+        collectives: `Collectives` of all processes.
+        groups: Disjoint lists of ranks that cover all ranks.
+        label: The groups' name.
+
+    Returns:
+        `Collectives` of the group that has this rank.
+    """
+    engine, journal = collectives._parts
+    if len(groups) > 1:
+        engine = engine.split(groups, label)
+    ranks = next(ranks for ranks in groups if collectives.rank in ranks)
+    return Collectives(
+        engine,
+        Topology(ranks.index(collectives.rank), len(ranks)),
+        label,
+        tuple(ranks),
+        journal,
+        machines=tuple(collectives.machines[rank] for rank in ranks),
+    )
 
 
 def raise_if_different(values, what, fix=""):

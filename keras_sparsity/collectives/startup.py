@@ -44,7 +44,7 @@ def current():
     References:
         EuroSys 4.1.
     """
-    return _started or _single_process()
+    return _started or single_process()
 
 
 def start(engine=None, timeout=None):
@@ -101,7 +101,7 @@ def start(engine=None, timeout=None):
         seed = random.SystemRandom().randrange(2**31)
     engine = engine or _found_engine()
     if engine == "local":
-        _started = _single_process()
+        _started = single_process()
     else:
         module = importlib.import_module(f"keras_sparsity.collectives.{engine}")
         with helper.running(
@@ -120,7 +120,7 @@ def _found_engine():
 
 
 @functools.cache
-def _single_process():
+def single_process():
     engine = LocalEngine()
     alone = {label: Collectives(engine, Topology(), label) for label in GROUPS}
     return Collectives(engine, Topology(), groups=alone)

@@ -24,7 +24,8 @@ class Part:
         inputs: the model's inputs that it takes, by their place in
             `model.inputs`. They do not travel: every rank reads the data.
         received, sent: the tensors that come from the stage before and go to
-            the one behind, some of which this stage only hands on.
+            the one behind, some of which this stage only hands on. The last
+            stage sends the model's outputs, in their order.
         taken: those of `received` that its calls take, by their place.
         made: the tensors that it computes for later stages and as outputs.
         model: `keras.Model` from a list of `inputs` and `taken` to a list of
@@ -188,6 +189,8 @@ class Cutter:
     def _part(self, before, last):
         calls = self.calls[before + 1 : last + 1]
         received = self.crossing(before)
+        is_last = last == len(self.calls) - 1
+        sent = self.outputs if is_last else self.crossing(last)
         taken = collections.OrderedDict(
             (id(tensor), tensor) for call in calls for tensor in call.inputs
         )
@@ -203,7 +206,7 @@ class Cutter:
             names=tuple(call.operation.name for call in calls),
             inputs=tuple(self._inputs[id(tensor)] for tensor in inputs),
             received=tuple(received),
-            sent=tuple(self.crossing(last)),
+            sent=tuple(sent),
             taken=tuple(arrived),
             made=tuple(made),
             model=keras.Model([*inputs, *(received[i] for i in arrived)], made),

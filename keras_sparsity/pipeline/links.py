@@ -1,0 +1,176 @@
+"""Messages between neighbouring stages."""
+
+import dataclasses
+import functools
+
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_losses
+from keras_sparsity.collectives.base import divided
+
+
+class Link:
+    """The way between two neighbouring stages.
+
+    Both trace the same messages in the same order. Tensors of one dtype travel
+    in one message, while the stages compute.
+
+    Args:
+        pair: `Collectives` of the two ranks; the first one's stage is before
+            the other's.
+    """
+
+    def __init__(self, pair):
+        self._pair = pair
+
+    def send_activations(self, crossing, tensors):
+        """Sends the tensors that cross the cut, and their masks."""
+        crossing.broadcast(self._pair, tensors, None, 0)
+
+    def receive_activations(self, crossing, num_examples):
+        """The tensors, with their masks.
+
+        Args:
+            crossing: `Crossing`.
+            num_examples: the number of the micro-batch's examples.
+        """
+        return crossing.broadcast(self._pair, None, num_examples, 0)
+
+    def send_gradients(self, tensors):
+        """Sends the gradients of received activations."""
+        if tensors:
+            self._pair.broadcast(tensors, root=1, name="pipeline/gradients")
+
+    def receive_gradients(self, sent):
+        """Gradients of the shapes and dtypes of tensors that were sent."""
+        if not sent:
+            return []
+        return self._pair.broadcast(
+            [tf.zeros_like(x) for x in sent], root=1, name="pipeline/gradients"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """The tensors that cross a cut, as they travel.
+
+    Attributes:
+        tensors: tuple of the model's symbolic tensors.
+    """
+
+    tensors: tuple
+
+    @property
+    def specs(self):
+        """`tf.TensorSpec`s of the tensors and then of their masks."""
+        masks = [keras_losses.keras_mask(tensor) for tensor in self.tensors]
+        return [
+            tf.TensorSpec(each.shape, each.dtype)
+            for each in [*self.tensors, *(m for m in masks if m is not None)]
+        ]
+
+    def broadcast(self, collectives, tensors, num_examples, root):
+        """The values of one rank, with their masks, on all ranks of a group.
+
+        Args:
+            collectives: `Collectives` of the group.
+            tensors: list of the values at the sending rank, None at others.
+            num_examples: int32 scalar, at others: the number of examples.
+            root: the sending rank.
+        """
+        is_root = collectives.rank == root
+        values, sizes = [], None
+        if is_root:
+            values = self.with_masks(tensors)
+            sizes = self.unknown_sizes(values)
+        if self.num_unknown:
+            if not is_root:
+                sizes = tf.zeros([self.num_unknown], tf.int32)
+            (sizes,) = collectives.broadcast(
+                [sizes], root=root, name="pipeline/sizes"
+            )
+        if not is_root:
+            # Only their shapes count.
+            values = [
+                tf.zeros(shape, spec.dtype)
+                for shape, spec in zip(
+                    self.shapes(num_examples, sizes), self.specs, strict=True
+                )
+            ]
+        values = collectives.broadcast(
+            values, root=root, name="pipeline/activations"
+        )
+        for value, spec in zip(values, self.specs, strict=True):
+            value.set_shape(spec.shape)
+        return self.without_masks(values)
+
+    def with_masks(self, tensors):
+        """A list of the values and then of the masks that they carry."""
+        carried = [
+            keras_losses.keras_mask(value)
+            for symbolic, value in zip(self.tensors, tensors, strict=True)
+            if keras_losses.keras_mask(symbolic) is not None
+        ]
+        return [*tensors, *carried]
+
+    def without_masks(self, received):
+        """The values, which carry their masks."""
+        values = received[: len(self.tensors)]
+        masks = iter(received[len(self.tensors) :])
+        for symbolic, value in zip(self.tensors, values, strict=True):
+            if keras_losses.keras_mask(symbolic) is not None:
+                keras_losses.set_keras_mask(value, next(masks))
+        return values
+
+    @property
+    def num_unknown(self):
+        """The number of sizes that the model does not know, but the batch's."""
+        return sum(list(spec.shape[1:]).count(None) for spec in self.specs)
+
+    def unknown_sizes(self, tensors):
+        """int32 vector of these sizes, None if there are none."""
+        sizes = [
+            tf.shape(tensor)[axis]
+            for tensor, spec in zip(tensors, self.specs, strict=True)
+            for axis in range(1, spec.shape.rank)
+            if spec.shape[axis] is None
+        ]
+        return tf.stack(sizes) if sizes else None
+
+    def shapes(self, num_examples, sizes):
+        """List of shapes, of a micro-batch's examples and the sent sizes."""
+        found, place = [], 0
+        for spec in self.specs:
+            shape = [num_examples]
+            for size in spec.shape[1:]:
+                if size is None:
+                    size, place = sizes[place], place + 1
+                shape.append(size)
+            found.append(tf.stack(shape))
+        return found
+
+
+def pairs(size):
+    """The two lists of groups in which each rank meets its neighbours.
+
+    Example:
+
+    >>> pairs(3)
+    [[[0, 1], [2]], [[0], [1, 2]]]
+    """
+    ranks = list(range(size))
+    even = [ranks[i : i + 2] for i in range(0, size, 2)]
+    odd = [[0]] + [ranks[i : i + 2] for i in range(1, size, 2)]
+    return [even, odd]
+
+
+@functools.cache
+def links(collectives):
+    """`(link to the stage before, link to the one behind)`; None at an end."""
+    found = [None, None]
+    labels = ("even", "odd")
+    for label, groups in zip(labels, pairs(collectives.size), strict=True):
+        pair = divided(collectives, groups, f"pipeline/{label}")
+        if pair.size == 2:
+            found[1 - pair.rank] = Link(pair)
+    return tuple(found)

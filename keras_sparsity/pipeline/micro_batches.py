@@ -1,0 +1,53 @@
+"""The micro-batches of a batch."""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_functional
+
+
+class MicroBatches:
+    """A batch, divided; parts differ in size by one example at most.
+
+    A part without examples, of a batch smaller than the number of parts, has
+    one of its neighbour's as a stand-in, and counts for nothing.
+
+    Args:
+        functional: the model's `Functional`.
+        data: a batch, as `train_step` gets it.
+        number: the number of parts.
+
+    Attributes:
+        num_examples: int32 scalar, of the whole batch.
+        batch: `(x, y, sample_weight)` of the whole batch.
+    """
+
+    def __init__(self, functional, data, number):
+        self.batch = keras.utils.unpack_x_y_sample_weight(data)
+        x, y, sample_weight = self.batch
+        inputs = keras_functional.flat_inputs(functional, x)
+        self._parts = inputs, x, y, sample_weight
+        self.num_examples = tf.shape(inputs[0])[0]
+        self._size = self.num_examples // number
+        self._rest = self.num_examples % number
+
+    def part(self, place):
+        """`(inputs, x, y, sample_weight)`, of one part."""
+        begin = place * self._size + tf.minimum(place, self._rest)
+        begin = tf.minimum(begin, self.num_examples - 1)
+        end = begin + self.size(place)
+        return keras.tree.map_structure(
+            lambda tensor: None if tensor is None else tensor[begin:end],
+            self._parts,
+        )
+
+    def size(self, place):
+        """int32 scalar: the number of a part's examples, at least 1."""
+        return tf.maximum(self._number(place), 1)
+
+    def share(self, place):
+        """float32 scalar: a part's share of the batch."""
+        return tf.cast(self._number(place) / self.num_examples, tf.float32)
+
+    def _number(self, place):
+        return self._size + tf.cast(place < self._rest, tf.int32)

@@ -1,0 +1,46 @@
+"""Whole runs of a model whose stages live on the ranks."""
+
+import keras
+
+from keras_sparsity import collectives
+from keras_sparsity._tf import patches
+from keras_sparsity.callbacks import rank_zero
+from keras_sparsity.data import distribution
+from keras_sparsity.training.binding import Binding, bound_arguments
+
+
+class Runs(Binding):
+    """`fit`, `evaluate` and `predict` on all ranks; rank 0 reports."""
+
+    def __init__(self, model):
+        super().__init__(model, ["fit", "evaluate", "predict"])
+
+    def fit(self, *args, **kwargs):
+        with (
+            rank_zero.Lines() as lines,
+            patches.array_orders_change(distribution.next_order_seed()),
+        ):
+            return self._run("fit", args, kwargs, [lines])
+
+    def evaluate(self, *args, **kwargs):
+        return self._run("evaluate", args, kwargs)
+
+    def predict(self, *args, **kwargs):
+        return self._run("predict", args, kwargs)
+
+    def _run(self, name, args, kwargs, first=()):
+        arguments = bound_arguments(self._stock[name], args, kwargs)
+        self._check_same_call(name, arguments)
+        callbacks = arguments.get("callbacks")
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = keras.tree.flatten(
+                [] if callbacks is None else callbacks
+            )
+            arguments["callbacks"] = [
+                *first,
+                *rank_zero.on_rank(callbacks, self._collectives.rank),
+            ]
+        if self._collectives.rank != 0:
+            arguments["verbose"] = 0
+        with collectives.explained(f"model.{name}"):
+            return self._stock[name](**arguments)

@@ -1,0 +1,92 @@
+"""N stages train as one process that accumulates the micro-batches does."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+from tests import pipeline_functions
+from tests.conftest import engines
+
+_CUTS = {
+    "dense": [["dense_1"], ["dense_0", "dense_2"]],
+    "branches": [["norm"], ["rows", "both"]],
+}
+
+
+@functools.cache
+def _expected(model, optimizer, num_examples):
+    before = {v.path: v.numpy() for v in pipeline_functions.made(model).weights}
+    weights, losses, network = pipeline_functions.trained(
+        model, optimizer, num_examples
+    )
+    return before, weights, losses, network
+
+
+def _check(ranks, model, optimizer, num_examples):
+    before, weights, losses, network = _expected(model, optimizer, num_examples)
+    x, y = pipeline_functions.data(model, num_examples)
+    options = {"batch_size": pipeline_functions.BATCH_SIZE, "verbose": 0}
+    evaluated = network.evaluate(x, y, return_dict=True, **options)
+    predicted = keras.tree.flatten(network.predict(x, **options))
+    trained = {}
+    for rank in ranks:
+        trained.update(rank["weights"])
+        np.testing.assert_allclose(rank["history"]["loss"], losses, rtol=1e-5)
+        assert rank["evaluated"] == pytest.approx(evaluated, rel=1e-4)
+        assert rank["history"] == ranks[0]["history"]
+        for mine, whole in zip(
+            keras.tree.flatten(rank["predicted"]), predicted, strict=True
+        ):
+            np.testing.assert_allclose(mine, whole, rtol=1e-4, atol=1e-5)
+    # Each weight on one rank alone.
+    assert sum(len(rank["weights"]) for rank in ranks) == len(weights)
+    moved = _distance(weights, before)
+    assert moved > 0.1
+    assert _distance(trained, weights) <= 1e-5 * moved
+
+
+def _distance(weights, others):
+    assert weights.keys() == others.keys()
+    squares = [
+        np.square(value.astype("float64") - others[path]).sum()
+        for path, value in weights.items()
+    ]
+    return np.sqrt(sum(squares))
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("model", ["dense", "branches"])
+def test_two_stages(cluster, engine, model, schedule):
+    cuts = _CUTS[model][0]
+    optimizer, num_examples = "momentum", 22
+    ranks = cluster(engine, 2).run(
+        pipeline_functions.train, model, optimizer, cuts, schedule, num_examples
+    )
+    _check(ranks, model, optimizer, num_examples)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "schedule"),
+    [
+        ("dense", "adam", "1f1b"),
+        ("dense", "sgd", "gpipe"),
+        ("branches", "adam", "1f1b"),
+    ],
+)
+def test_three_stages(cluster, model, optimizer, schedule):
+    cuts = _CUTS[model][1]
+    ranks = cluster("native", 3).run(
+        pipeline_functions.train, model, optimizer, cuts, schedule, 22
+    )
+    _check(ranks, model, optimizer, 22)
+
+
+def test_a_batch_smaller_than_the_number_of_micro_batches(cluster):
+    cuts = _CUTS["dense"][0]
+    ranks = cluster("native", 2).run(
+        pipeline_functions.train, "dense", "momentum", cuts, "1f1b", 17
+    )
+    _check(ranks, "dense", "momentum", 17)

@@ -1,0 +1,146 @@
+"""Functions that the processes of pipeline tests run."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity.pipeline.strategy import PipelineStrategy
+
+NUM_MICRO_BATCHES = 4
+BATCH_SIZE = 8
+
+
+def dense():
+    """Layers of several kinds of losses, in one line."""
+    x = inputs = keras.Input((6,))
+    for i in range(4):
+        x = keras.layers.Dense(
+            7,
+            activation="tanh",
+            kernel_regularizer=keras.regularizers.L2(0.1 if i < 2 else 0.0),
+            name=f"dense_{i}",
+        )(x)
+    x = keras.layers.ActivityRegularization(l2=0.1, name="activity")(x)
+    return keras.Model(inputs, keras.layers.Dense(2, name="out")(x))
+
+
+def branches():
+    """Two inputs and outputs, masks, LSTMs, statistics, skip connections."""
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    numbers = keras.Input((6,), name="numbers")
+    rows = keras.layers.Embedding(20, 8, mask_zero=True, name="rows")(ids)
+    states = keras.layers.LSTM(8, return_sequences=True, name="first")(rows)
+    state = keras.layers.LSTM(8, name="second")(states)
+    x = keras.layers.Dense(8, activation="relu", name="dense")(numbers)
+    x = keras.layers.BatchNormalization(name="norm")(x)
+    both = keras.layers.Add(name="both")([state, x])
+    tokens = keras.layers.Dense(3, name="tokens")(states)
+    wide = keras.layers.Concatenate(name="wide")([both, x])
+    skip = keras.layers.Add(name="skip")(
+        [keras.layers.Dense(8, name="narrow")(wide), x]
+    )
+    return keras.Model(
+        [ids, numbers], [tokens, keras.layers.Dense(2, name="two")(skip)]
+    )
+
+
+MODELS = {"dense": dense, "branches": branches}
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+}
+
+
+def made(model):
+    """A model of a name, always with the same weights."""
+    keras.utils.set_random_seed(3)
+    return MODELS[model]()
+
+
+def data(model, num_examples):
+    """`(x, y)` of a model."""
+    draws = np.random.default_rng(1)
+    numbers = draws.normal(size=(num_examples, 6)).astype("float32")
+    y = draws.normal(size=(num_examples, 2)).astype("float32")
+    if model == "dense":
+        return numbers, y
+    ids = draws.integers(1, 20, size=(num_examples, 5))
+    ids[np.arange(5) >= draws.integers(1, 6, size=(num_examples, 1))] = 0
+    tokens = draws.normal(size=(num_examples, 5, 3)).astype("float32")
+    return [ids, numbers], [tokens, y]
+
+
+def compile_options(model, optimizer):
+    is_single = model == "dense"
+    return {
+        "optimizer": OPTIMIZERS[optimizer](),
+        "loss": "mse" if is_single else ["mse", "mae"],
+        "metrics": ["mae"] if is_single else [["mae"], ["mse"]],
+    }
+
+
+def trained(model, optimizer, num_examples):
+    """Weights and losses of one process that accumulates micro-batches.
+
+    In stock Keras: each micro-batch's gradient counts by its share.
+    """
+    options = compile_options(model, optimizer)
+    network, rule = made(model), options["optimizer"]
+    network.compile(**options)
+    x, y = data(model, num_examples)
+    losses = []
+    for _ in range(2):
+        total = 0.0
+        for begin in range(0, num_examples, BATCH_SIZE):
+            rows = np.arange(begin, min(begin + BATCH_SIZE, num_examples))
+            sums = None
+            for part in np.array_split(rows, NUM_MICRO_BATCHES):
+                if not len(part):
+                    continue
+                share = len(part) / len(rows)
+                with tf.GradientTape() as tape:
+                    loss = share * network.compute_loss(
+                        y=_rows(y, part),
+                        y_pred=network(_rows(x, part), training=True),
+                    )
+                gradients = [
+                    None if g is None else tf.convert_to_tensor(g)
+                    for g in tape.gradient(loss, network.trainable_variables)
+                ]
+                total += float(loss) * len(rows)
+                sums = gradients if sums is None else _added(sums, gradients)
+            rule.apply(sums, network.trainable_variables)
+        losses.append(total / num_examples)
+    return {v.path: v.numpy() for v in network.weights}, losses, network
+
+
+def _rows(arrays, places):
+    return keras.tree.map_structure(
+        lambda array: tf.convert_to_tensor(array[places]), arrays
+    )
+
+
+def _added(sums, gradients):
+    return [
+        a if b is None else b if a is None else a + b
+        for a, b in zip(sums, gradients, strict=True)
+    ]
+
+
+def train(model, optimizer, stages, schedule, num_examples):
+    """The weights of this rank's stage, and what `fit` and the like give."""
+    strategy = PipelineStrategy(stages, schedule, NUM_MICRO_BATCHES)
+    network = made(model)
+    with strategy.scope():
+        network.compile(**compile_options(model, optimizer))
+    x, y = data(model, num_examples)
+    options = {"batch_size": BATCH_SIZE, "verbose": 0}
+    history = network.fit(x, y, epochs=2, shuffle=False, **options).history
+    part = network._keras_sparsity_pipeline[0]._stage.part.model
+    return {
+        "weights": {v.path: v.numpy() for v in part.weights},
+        "history": history,
+        "evaluated": network.evaluate(x, y, return_dict=True, **options),
+        "predicted": network.predict(x, **options),
+    }
