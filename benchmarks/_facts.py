@@ -124,7 +124,7 @@ def seconds_alone(prepare, warm_up, steps, ranks):
     """
     timed = _Timed(warm_up, steps, ranks)
     # The library now sees a single process.
-    single = startup._single_process()
+    single = startup.single_process()
     with mock.patch.object(startup, "_started", single):
         prepare()([timed])
     return timed.seconds / steps
