@@ -1,0 +1,212 @@
+"""Weights some steps ahead, as the smoothed gradient says.
+
+SpecTrain computes with the weights that a stage will have s updates later: it
+goes on as its updates went on average. Rules with a first moment have this
+average in their slots; of other rules the changes of weights are averaged.
+"""
+
+import abc
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import checks, keras_optimizers
+
+
+class Predictor(abc.ABC):
+    r"""Predicts the weights of one optimizer's variables.
+
+    .. math:: \hat W_{t+s} = W_t + s \, \bar\Delta_t
+    """
+
+    @abc.abstractmethod
+    def step(self, variable):
+        """The smoothed change of an update, a tensor of the weights' shape."""
+
+    @abc.abstractmethod
+    def follow(self, variable, change):
+        """Is told of the change that an update has made, after it."""
+
+    def ahead(self, variable, num_updates):
+        """The weights after more updates.
+
+        Args:
+            variable: a variable of the optimizer's.
+            num_updates: s, a number or a scalar tensor.
+
+        Returns:
+            Tensor of the variable's shape and dtype.
+        """
+        value = tf.convert_to_tensor(variable)
+        return value + tf.cast(num_updates, value.dtype) * self.step(variable)
+
+
+def predictor_of(rule, decay=0.9):
+    """The `Predictor` of a Keras optimizer.
+
+    Args:
+        rule: a `keras.optimizers.Optimizer`.
+        decay: gamma, the share of the former average in that of a rule
+            without a first moment.
+
+    Returns:
+        `Predictor`. Weight decay, which is no part of the gradient, is not
+        predicted by first moments.
+
+    Raises:
+        ValueError: if `decay` is not a number from 0 to below 1.
+
+    Example:
+
+    >>> weights = keras.Variable([1.0])
+    >>> rule = keras.optimizers.SGD(0.5, momentum=0.9)
+    >>> rule.apply([tf.constant([1.0])], [weights])  # 1.0 - 0.5
+    >>> predictor_of(rule).ahead(weights, 3).numpy()
+    array([-1.], dtype=float32)
+
+    References:
+        SpecTrain (arXiv:1809.02839), equations 1 to 4.
+    """
+    checks.check(
+        isinstance(decay, (int, float)) and 0 <= decay < 1,
+        "decay",
+        decay,
+        "a number from 0 to below 1",
+    )
+    make = _STEPS.get(type(rule))
+    step = make(rule) if make else None
+    if step is None:
+        return OfChanges(decay)
+    return OfMoments(rule, step)
+
+
+class OfMoments(Predictor):
+    """Of a rule whose slots have the smoothed gradient.
+
+    Args:
+        rule: the optimizer, built.
+        step: function of a function from a kind of slot to the slot's value,
+            and of the rule. It gives the smoothed change.
+    """
+
+    def __init__(self, rule, step):
+        self._rule, self._step = rule, step
+
+    def step(self, variable):
+        index = keras_optimizers.variable_index(self._rule, variable)
+
+        def slot(kind):
+            return tf.convert_to_tensor(getattr(self._rule, kind)[index])
+
+        return self._step(slot, self._rule)
+
+    def follow(self, variable, change):
+        del variable, change  # The slots have it.
+
+
+class OfChanges(Predictor):
+    r"""Averages the changes of the weights themselves.
+
+    .. math:: \bar\Delta_t = \gamma \bar\Delta_{t-1}
+              + (1 - \gamma) (W_t - W_{t-1})
+
+    For SGD this is the paper's equation, times the learning rate.
+
+    Args:
+        decay: gamma.
+    """
+
+    def __init__(self, decay):
+        self._decay = decay
+        self._averages = {}
+
+    def step(self, variable):
+        return tf.convert_to_tensor(self._average(variable))
+
+    def follow(self, variable, change):
+        average = self._average(variable)
+        average.assign(
+            self._decay * average
+            + (1 - self._decay) * tf.convert_to_tensor(change)
+        )
+
+    def _average(self, variable):
+        if id(variable) not in self._averages:
+            with tf.init_scope():
+                zeros = tf.zeros(variable.shape, variable.dtype)
+                average = tf.Variable(zeros, trainable=False)
+            # The variable too, so that no other one takes over its id.
+            self._averages[id(variable)] = average, variable
+        return self._averages[id(variable)][0]
+
+
+def _of_momentum(rule):
+    if not rule.momentum:
+        return None
+    return lambda slot, rule: slot("momentums")
+
+
+def _of_rmsprop(rule):
+    if not rule.momentum:
+        return None
+    return lambda slot, rule: -slot(keras_optimizers.MOMENTUMS)
+
+
+def _of_adam(rule):
+    kind = keras_optimizers.VELOCITIES
+    if getattr(rule, "amsgrad", False):
+        kind = keras_optimizers.LARGEST_VELOCITIES
+
+    def step(slot, rule):
+        moment = slot(keras_optimizers.MOMENTUMS)
+        velocity = slot(kind)
+        root = tf.sqrt(velocity / _share(rule, rule.beta_2, velocity.dtype))
+        return _scaled(rule, moment, root)
+
+    return step
+
+
+def _of_adamax(rule):
+    return lambda slot, rule: _scaled(
+        rule,
+        slot(keras_optimizers.ADAMAX_MOMENTS),
+        slot(keras_optimizers.ADAMAX_NORMS),
+    )
+
+
+def _of_lion(rule):
+    def step(slot, rule):
+        moment = slot(keras_optimizers.MOMENTUMS)
+        return -_learning_rate(rule, moment.dtype) * tf.sign(moment)
+
+    return step
+
+
+def _scaled(rule, moment, root):
+    """A step by the first moment, without its bias, and a denominator."""
+    dtype = moment.dtype
+    mean = moment / _share(rule, rule.beta_1, dtype)
+    denominator = root + tf.cast(rule.epsilon, dtype)
+    return -_learning_rate(rule, dtype) * mean / denominator
+
+
+def _share(rule, beta, dtype):
+    """The share of an average that gradients have made: 1 - beta^t."""
+    # Before the first step the averages are 0.
+    step = tf.maximum(tf.cast(rule.iterations, dtype), 1)
+    return 1 - tf.cast(beta, dtype) ** step
+
+
+def _learning_rate(rule, dtype):
+    return tf.cast(rule.learning_rate, dtype)
+
+
+_STEPS = {
+    keras.optimizers.SGD: _of_momentum,
+    keras.optimizers.RMSprop: _of_rmsprop,
+    keras.optimizers.Adam: _of_adam,
+    keras.optimizers.AdamW: _of_adam,
+    keras.optimizers.Nadam: _of_adam,
+    keras.optimizers.Adamax: _of_adamax,
+    keras.optimizers.Lion: _of_lion,
+}

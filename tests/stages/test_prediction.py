@@ -1,0 +1,105 @@
+"""Predicted weights, against what stock Keras does in the steps that follow."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_sparsity.stages.prediction import OfChanges, predictor_of
+
+_RULES = {
+    "SGD": lambda: keras.optimizers.SGD(0.1),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.5),
+    "Nesterov": lambda: keras.optimizers.SGD(0.1, momentum=0.5, nesterov=True),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.1),
+    "RMSprop, momentum": lambda: keras.optimizers.RMSprop(0.1, momentum=0.5),
+    "Adam": lambda: keras.optimizers.Adam(0.1),
+    "AMSGrad": lambda: keras.optimizers.Adam(0.1, amsgrad=True),
+    "AdamW": lambda: keras.optimizers.AdamW(0.1, weight_decay=0),
+    "Nadam": lambda: keras.optimizers.Nadam(0.1),
+    "Adamax": lambda: keras.optimizers.Adamax(0.1),
+    "Lion": lambda: keras.optimizers.Lion(0.1),
+}
+_WITHOUT_MOMENT = ("SGD", "RMSprop")
+
+
+def _steps(rule, predictor, variable, gradients):
+    for gradient in gradients:
+        before = variable.numpy()
+        rule.apply([tf.constant(gradient, variable.dtype)], [variable])
+        predictor.follow(variable, variable.numpy() - before)
+
+
+@pytest.mark.parametrize("num_updates", [1, 3])
+@pytest.mark.parametrize("name", _RULES)
+def test_under_a_constant_gradient_the_prediction_comes_true(name, num_updates):
+    rule, variable = _RULES[name](), keras.Variable([[1.0, -2.0]])
+    predictor = predictor_of(rule, decay=0.5)
+    assert isinstance(predictor, OfChanges) == (name in _WITHOUT_MOMENT)
+    gradient = np.array([[0.3, -0.01]])
+    _steps(rule, predictor, variable, [gradient] * 200)
+    before = variable.numpy()
+    predicted = predictor.ahead(variable, num_updates).numpy()
+    _steps(rule, predictor, variable, [gradient] * num_updates)
+    np.testing.assert_allclose(
+        predicted - before, variable.numpy() - before, rtol=2e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["Adam", "AMSGrad", "Adamax", "Nadam"])
+def test_averages_that_have_just_begun_have_no_bias(name):
+    rule, variable = _RULES[name](), keras.Variable([1.0, -2.0])
+    predictor = predictor_of(rule)
+    _steps(rule, predictor, variable, [[0.3, -0.01]])
+    step = predictor.ahead(variable, 1).numpy() - variable.numpy()
+    np.testing.assert_allclose(step, [-0.1, 0.1], rtol=1e-3)
+
+
+def test_the_papers_equations_for_sgd():
+    draws = np.random.default_rng(0)
+    gradients = draws.normal(size=(20, 4))
+    weights, average, rate, gamma = np.ones(4), np.zeros(4), 0.1, 0.9
+    for gradient in gradients:
+        average = gamma * average + (1 - gamma) * gradient  # (1)
+        weights = weights - rate * gradient  # (2)
+    rule = keras.optimizers.SGD(rate)
+    variable = keras.Variable(np.ones(4), dtype="float64")
+    predictor = predictor_of(rule, decay=gamma)
+    _steps(rule, predictor, variable, gradients)
+    for num_updates in range(4):
+        np.testing.assert_allclose(
+            predictor.ahead(variable, num_updates),
+            weights - num_updates * rate * average,  # (4)
+            rtol=1e-6,
+        )
+
+
+@pytest.mark.parametrize("name", _RULES)
+def test_before_the_first_step_nothing_is_predicted(name):
+    rule, variable = _RULES[name](), keras.Variable([1.0, 2.0])
+    rule.build([variable])
+    ahead = predictor_of(rule).ahead(variable, 3)
+    np.testing.assert_array_equal(ahead, [1.0, 2.0])
+
+
+def test_averages_follow_in_a_traced_function():
+    rule, variable = _RULES["SGD"](), keras.Variable([1.0, 2.0])
+    rule.build([variable])
+    predictor = predictor_of(rule, decay=0.0)
+
+    @tf.function
+    def step(gradient):
+        before = tf.convert_to_tensor(variable)
+        rule.apply([gradient], [variable])
+        predictor.follow(variable, tf.convert_to_tensor(variable) - before)
+        return predictor.ahead(variable, 2)
+
+    step(tf.constant([5.0, 5.0]))
+    ahead = step(tf.constant([1.0, -1.0]))
+    np.testing.assert_allclose(ahead, [1 - 0.8, 2 - 0.2], rtol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, "0.9", None])
+def test_a_decay_that_is_none(decay):
+    with pytest.raises(ValueError, match="`decay`.*from 0 to below 1"):
+        predictor_of(keras.optimizers.SGD(), decay)
