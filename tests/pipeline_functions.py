@@ -143,4 +143,5 @@ def train(model, optimizer, stages, schedule, num_examples):
         "history": history,
         "evaluated": network.evaluate(x, y, return_dict=True, **options),
         "predicted": network.predict(x, **options),
+        "all_weights": network.get_weights(),
     }

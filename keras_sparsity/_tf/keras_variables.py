@@ -39,3 +39,26 @@ def variable_state(variable):
     if state["_value"] is not None:
         state["_value"] = variable_like(state["_value"])
     return state
+
+
+def take_away(variable, placeholder):
+    """Frees a variable's values; assigned ones are dropped from then on.
+
+    As Keras's variables that are not initialized yet: `_value`,
+    `_initializer`, `_direct_assign`.
+
+    Args:
+        variable: a Keras variable.
+        placeholder: function of a shape and `dtype`, called in place of a
+            read. Where shapes alone are computed it returns a tensor.
+    """
+    variable._value = None
+    variable._initializer = placeholder
+    variable.__dict__["_direct_assign"] = lambda value: None
+
+
+def give_back(variable, value):
+    """Gives a variable that was taken away its values again."""
+    del variable.__dict__["_direct_assign"]
+    variable._initializer = None
+    variable._initialize(value)

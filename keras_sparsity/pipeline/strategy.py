@@ -11,6 +11,7 @@ from keras_sparsity.pipeline.links import links
 from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.stage import Stage
 from keras_sparsity.pipeline.steps import Steps
+from keras_sparsity.pipeline.weights import Weights
 from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.training.extended import HybridExtended
@@ -77,8 +78,8 @@ class PipelineStrategy(tf.distribute.Strategy):
                 f"{size} processes train {size} stages, so the model is cut "
                 f"{size - 1} times. Received: stages={self.stages}."
             )
-        part = cutter.parts(cutter.after(self.stages))[rank]
-        stage = Stage(rank, part, *self._links)
+        parts = cutter.parts(cutter.after(self.stages))
+        stage = Stage(rank, parts[rank], *self._links)
         schedule = _SCHEDULES[self.schedule](size, self.num_micro_batches)
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and stage.variables:
@@ -86,5 +87,5 @@ class PipelineStrategy(tf.distribute.Strategy):
         object.__setattr__(
             model,
             "_keras_sparsity_pipeline",
-            [Steps(model, stage, schedule), Runs(model)],
+            [Steps(model, stage, schedule), Runs(model), Weights(model, parts)],
         )

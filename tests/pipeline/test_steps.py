@@ -40,6 +40,10 @@ def _check(ranks, model, optimizer, num_examples):
             keras.tree.flatten(rank["predicted"]), predicted, strict=True
         ):
             np.testing.assert_allclose(mine, whole, rtol=1e-4, atol=1e-5)
+        for value, path in zip(rank["all_weights"], weights, strict=True):
+            np.testing.assert_allclose(
+                value, weights[path], rtol=1e-4, atol=1e-5
+            )
     # Each weight on one rank alone.
     assert sum(len(rank["weights"]) for rank in ranks) == len(weights)
     moved = _distance(weights, before)
