@@ -128,12 +128,36 @@ def _added(sums, gradients):
     ]
 
 
-def train(model, optimizer, stages, schedule, num_examples):
-    """The weights of this rank's stage, and what `fit` and the like give."""
+def _adopted(model, optimizer, stages, schedule="1f1b"):
     strategy = PipelineStrategy(stages, schedule, NUM_MICRO_BATCHES)
     network = made(model)
     with strategy.scope():
         network.compile(**compile_options(model, optimizer))
+    return network
+
+
+def save(folder):
+    """Trains and saves; the message of a read of another stage's weights."""
+    network = _adopted("dense", "adam", ["dense_1"])
+    x, y = data("dense", 22)
+    network.fit(x, y, BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
+    network.save(f"{folder}/model.keras")
+    network.save_weights(f"{folder}/model.weights.h5")
+    other = _adopted("dense", "adam", ["dense_0"])
+    other.load_weights(f"{folder}/model.weights.h5")
+    rank = network.distribute_strategy.collectives.rank
+    elsewhere = network.get_layer("out" if rank == 0 else "dense_0").kernel
+    try:
+        elsewhere.numpy()
+        message = None
+    except ValueError as error:
+        message = str(error)
+    return network.get_weights(), other.get_weights(), message
+
+
+def train(model, optimizer, stages, schedule, num_examples):
+    """The weights of this rank's stage, and what `fit` and the like give."""
+    network = _adopted(model, optimizer, stages, schedule)
     x, y = data(model, num_examples)
     options = {"batch_size": BATCH_SIZE, "verbose": 0}
     history = network.fit(x, y, epochs=2, shuffle=False, **options).history

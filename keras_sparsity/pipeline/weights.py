@@ -70,20 +70,49 @@ class Weights(Binding):
 
     @contextlib.contextmanager
     def _whole_on_rank_zero(self):
-        """While entered, rank 0 holds all weights; yields whether it is."""
+        """While entered, rank 0 holds the whole state; yields whether it is."""
         is_writer = self._collectives.rank == 0
+        model, optimizer = self._model, self._model.optimizer
         held = []
         try:
-            for variable in self._model.weights:
+            for variable in model.weights:
                 if self._owner(variable) != 0:
                     value = self._value(variable)
                     if is_writer:
                         keras_variables.give_back(variable, value)
                         held.append(variable)
+            if optimizer is not None:
+                values = self._optimizer_values()
+                if is_writer:
+                    model.optimizer = _with_values(optimizer, model, values)
             yield is_writer
         finally:
+            if model.optimizer is not optimizer:
+                model.optimizer = optimizer
             for variable in held:
                 self._take_away(variable)
+
+    def _optimizer_values(self):
+        """Dict from the paths of all ranks' optimizers' variables to values."""
+        own = {v.path: v for v in self._model.optimizer.variables}
+        found = {}
+        of_ranks = self._collectives.gather_objects(
+            [(path, tuple(v.shape), v.dtype) for path, v in own.items()],
+            name="pipeline/slots",
+        )
+        for rank, places in enumerate(of_ranks):
+            values = [
+                own[path].value
+                if rank == self._collectives.rank
+                else tf.zeros(shape, dtype)
+                for path, shape, dtype in places
+            ]
+            values = self._collectives.broadcast(
+                values, root=rank, name="pipeline/slots/values"
+            )
+            paths = [path for path, *_ in places]
+            found.update(zip(paths, values, strict=True))
+        return found
 
     def _value(self, variable):
         """A weight's value, on every rank; every rank calls it."""
@@ -96,3 +125,18 @@ class Weights(Binding):
             [value], root=owner, name="pipeline/weights"
         )
         return value
+
+
+def _with_values(optimizer, model, values):
+    """A copy of an optimizer for all of a model's weights.
+
+    Args:
+        optimizer: a rank's, of its stage's weights.
+        model: the model.
+        values: dict from paths of the copy's variables to their values.
+    """
+    whole = type(optimizer).from_config(optimizer.get_config())
+    whole.build(model.trainable_variables)
+    for variable in whole.variables:
+        variable.assign(values[variable.path])
+    return whole

@@ -1,0 +1,31 @@
+"""Weights are on their stage's rank alone, and whole where they are saved."""
+
+import keras
+import numpy as np
+
+from tests import pipeline_functions
+
+
+def test_saved_models_are_whole(cluster, tmp_path):
+    ranks = cluster("native", 2).run(pipeline_functions.save, str(tmp_path))
+    weights, _, network = pipeline_functions.trained("dense", "adam", 22)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    _check(loaded.get_weights(), weights.values())
+    assert len(loaded.optimizer.variables) == 2 + 2 * len(weights)
+    _check(
+        [v.numpy() for v in loaded.optimizer.variables],
+        [v.numpy() for v in network.optimizer.variables],
+    )
+    again = pipeline_functions.made("dense")
+    again.load_weights(tmp_path / "model.weights.h5")
+    for rank, (own, of_other_cut, message) in enumerate(ranks):
+        for values in (own, of_other_cut):
+            for value, saved in zip(values, again.get_weights(), strict=True):
+                np.testing.assert_array_equal(value, saved)
+        name = "out" if rank == 0 else "dense_0"
+        assert f"'{name}/kernel' are on rank {1 - rank}" in message
+
+
+def _check(values, expected):
+    for value, other in zip(values, expected, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
