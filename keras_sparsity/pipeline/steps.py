@@ -129,7 +129,11 @@ class Steps(Binding):
             root=self._last,
             name="pipeline/metrics",
         )
-        return dict(zip(logs, values, strict=True))
+        values = [value.numpy() for value in values]
+        return {
+            name: value if value.ndim else float(value)
+            for name, value in zip(logs, values, strict=True)
+        }
 
 
 class _Run:
