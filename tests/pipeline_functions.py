@@ -10,6 +10,15 @@ NUM_MICRO_BATCHES = 4
 BATCH_SIZE = 8
 
 
+@keras.saving.register_keras_serializable("tests")
+class Activity(keras.layers.Layer):
+    """Adds a loss that is a mean of the examples, on each version of Keras."""
+
+    def call(self, inputs):
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
+        return inputs
+
+
 def dense():
     """Layers of several kinds of losses, in one line."""
     x = inputs = keras.Input((6,))
@@ -20,7 +29,7 @@ def dense():
             kernel_regularizer=keras.regularizers.L2(0.1 if i < 2 else 0.0),
             name=f"dense_{i}",
         )(x)
-    x = keras.layers.ActivityRegularization(l2=0.1, name="activity")(x)
+    x = Activity(name="activity")(x)
     return keras.Model(inputs, keras.layers.Dense(2, name="out")(x))
 
 
