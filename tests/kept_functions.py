@@ -49,7 +49,7 @@ def data():
     return ids.astype("int32"), rng.normal(size=(EXAMPLES, 1))
 
 
-def build(layers, optimizer):
+def build(layers, optimizer, **compiled):
     """A model of two tables."""
     inputs = keras.Input((LENGTH,), dtype="int32")
     hidden = keras.layers.Concatenate()(
@@ -63,15 +63,17 @@ def build(layers, optimizer):
             for w in model.get_weights()
         ]
     )
-    model.compile(optimizer, loss="mse", run_eagerly=False)
+    model.compile(optimizer, loss="mse", run_eagerly=False, **compiled)
     return model
 
 
-def fit(model, epochs=EPOCHS, callbacks=(), **more):
+def fit(model, epochs=EPOCHS, callbacks=(), rate_every=1, **more):
+    """Trains, with a learning rate that changes after some steps each."""
     ids, labels = data()
 
     class Rates(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
+            batch -= batch % rate_every
             rate = base * (1 + np.cos(np.pi * batch / 60))
             self.model.optimizer.learning_rate = rate
 
@@ -88,18 +90,18 @@ def fit(model, epochs=EPOCHS, callbacks=(), **more):
     )
 
 
-def stock(name):
+def stock(name, **how):
     """Weights and slots of stock Keras, fed the dense gradient."""
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Embedding(ROWS, DIM) for _ in range(2)]
     model = build(layers, DenseGradients(made(name)))
     model.run_eagerly = True  # else its gradients would not be dense
-    fit(model)
+    fit(model, **how)
     inner = model.optimizer.inner
     return model.get_weights(), [v.numpy() for v in inner.variables]
 
 
-def spread(optimizer, partitions=(None, 3), **options):
+def spread(optimizer, partitions=(None, 3), compiled=None, **options):
     rules._SMALL_ELEMENTS = 0
     keras.utils.set_random_seed(1)
     with ks.HybridStrategy(**{"architecture": "hybrid", **options}).scope():
@@ -107,7 +109,7 @@ def spread(optimizer, partitions=(None, 3), **options):
             ks.layers.ShardedEmbedding(ROWS, DIM, num_partitions=count)
             for count in partitions
         ]
-        return build(layers, optimizer)
+        return build(layers, optimizer, **(compiled or {}))
 
 
 def keepers(model):
@@ -183,6 +185,27 @@ def train(name, reads_between, *options):
         found = keepers(model)
         assert found and None not in found, found
         return model.get_weights(), model.optimizer.state()
+    finally:
+        rules._SMALL_ELEMENTS = 1 << 15
+
+
+def search_partitions(name):
+    """Trains by several steps an execution, while partitions are searched.
+
+    Returns:
+        Weights, state, and the numbers of partitions that were tried.
+    """
+    try:
+        model = spread(made(name), compiled={"steps_per_execution": 2})
+        # Of one sample: each has the step traced anew.
+        search = ks.callbacks.PartitionSearch(
+            num_steps=4, max_seconds=1, start=5, verbose=0
+        )
+        fit(model, callbacks=[search], epochs=1, rate_every=2)
+        found = keepers(model)
+        assert found and None not in found, found
+        tried = {s.num_partitions for s in search.result["tables"].samples}
+        return model.get_weights(), model.optimizer.state(), tried
     finally:
         rules._SMALL_ELEMENTS = 1 << 15
 

@@ -651,12 +651,30 @@ def test_custom_loop_as_one_process(cluster, engine):
     np.testing.assert_allclose(first, expected, rtol=1e-4, atol=1e-5)
 
 
-def assert_trained(results, case):
+@pytest.mark.parametrize(
+    ("engine", "num_processes", "machines"),
+    [
+        pytest.param("native", 4, 2),
+        pytest.param("horovod", 2, 1, marks=engines("horovod")[0].marks),
+    ],
+)
+def test_partitions_are_searched(cluster, engine, num_processes, machines):
+    """On several machines, too, and by several steps an execution."""
+    results = cluster(engine, num_processes, machines).run(
+        kept_functions.search_partitions, "adam", timeout=400
+    )
+    assert all(5 in tried for *_, tried in results)
+    assert_trained(
+        [result[:2] for result in results], ["adam"], epochs=1, rate_every=2
+    )
+
+
+def assert_trained(results, case, **how):
     first, *others = map(flat, results)
     for other in others:
         for a, b in zip(first, other, strict=True):
             np.testing.assert_array_equal(a, b)
-    expected = flat(kept_functions.stock(case[0]))
+    expected = flat(kept_functions.stock(case[0], **how))
     for a, b in zip(first, expected, strict=True):
         np.testing.assert_allclose(
             a, b, rtol=1e-3, atol=2e-5, err_msg=str(case)
@@ -681,3 +699,18 @@ def test_goes_on_from_a_checkpoint(cluster, engine, tmp_path):
     other = cluster("local", 1).run(run, str(tmp_path / "other"), None)[0]
     for a, b in zip(flat(whole), flat(other), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_goes_on_with_other_numbers_of_processes(cluster, engine, tmp_path):
+    """Between two steps of which the gradients are accumulated."""
+    run, folder = kept_functions.save_and_go_on, str(tmp_path / "stopped")
+    whole = cluster("local", 1).run(run, str(tmp_path / "whole"), None)[0]
+    start = cluster("local", 1).run(run, str(tmp_path / "start"), 1)[0]
+    cluster("local", 1).run(run, folder, 20)
+    cluster(engine, 2).run(run, folder, 32)
+    cluster(engine, 4).run(run, folder, 20)
+    again = cluster(engine, 2).run(run, folder, None)[0]
+    for a, b, c in zip(flat(whole), flat(again), flat(start), strict=True):
+        distance = np.abs(a - c).max()
+        assert np.abs(a - b).max() <= 1e-5 * distance
