@@ -13,6 +13,7 @@ from keras_sparsity.tables import control_flow
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
 from keras_sparsity.update import (
     kept_rows,
+    lookups,
     loss_scale,
     rules,
     start,
@@ -54,12 +55,13 @@ class HybridOptimizer(OptimizerWrapper):
             Adam, AdamW, Adamax, Nadam, Lion and Ftrl, also with
             `weight_decay`, an owner works out how an untouched row has moved
             in any number of steps when the row is read; that takes 4 bytes a
-            row. All rows are updated in each step of models with
-            `jit_compile=True`, and, which is logged, of other rules, with
-            `use_ema` or a constraint other than `NonNeg`, if `beta_2` is at
-            most about `beta_1`, and if a function that reads the table was
-            traced before the optimizer was built, or another optimizer has
-            trained it.
+            row. An ordinary `Embedding` takes part if it is made, and its
+            model compiled, inside of `strategy.scope()`. All rows are updated
+            in each step of models with `jit_compile=True`, and, which is
+            logged, of other rules, with `use_ema` or a constraint other than
+            `NonNeg`, if `beta_2` is at most about `beta_1`, and if a function
+            that reads the table was traced before the optimizer was built, or
+            another optimizer has trained it.
         dense_aggregation: `"mean"`: the gradient of the mean loss over the
             global batch. Each rank's loss is weighted by its share of that
             batch, so the ranks' gradients are added. `"sum"`: `size` times
@@ -203,7 +205,7 @@ class HybridOptimizer(OptimizerWrapper):
                 self._rule,
                 self._aggregation.pieces_of(variable),
                 slots,
-                variable.table,
+                lookups.owner_of(variable),
                 are_zero,
             )
             if why_not:
@@ -464,7 +466,7 @@ def _tell_of_whole_updates(variable, num_slots, why):
         "Each step updates all %d rows of the table '%s', %.3g MB with its "
         "slots: %s. See `sparse_updates` of `ks.HybridOptimizer`.",
         variable.shape[0],
-        variable.table.owner_name,
+        lookups.owner_of(variable).owner_name,
         num_bytes * (1 + num_slots) / 1e6,
         why,
     )

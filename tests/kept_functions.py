@@ -1,6 +1,7 @@
 """What the ranks run in tests of rows that are brought up to date."""
 
 import contextlib
+import os
 
 import keras
 import numpy as np
@@ -206,6 +207,31 @@ def search_partitions(name):
         assert found and None not in found, found
         tried = {s.num_partitions for s in search.result["tables"].samples}
         return model.get_weights(), model.optimizer.state(), tried
+    finally:
+        rules._SMALL_ELEMENTS = 1 << 15
+
+
+def train_ordinary(name, architecture, directory, run, interrupt_after):
+    """Trains ordinary `Embedding`s with a checkpoint, perhaps to a stop.
+
+    Returns:
+        Weights and state.
+    """
+    try:
+        rules._SMALL_ELEMENTS = 0
+        keras.utils.set_random_seed(1)
+        with ks.HybridStrategy(architecture=architecture).scope():
+            layers = [keras.layers.Embedding(ROWS, DIM) for _ in range(2)]
+            model = build(layers, made(name))
+        path = os.path.join(directory, run)
+        callbacks = [ks.callbacks.ShardedCheckpoint(path, every_steps=15)]
+        if interrupt_after:
+            callbacks.append(InterruptAfter(interrupt_after))
+        with contextlib.suppress(Interruption):
+            fit(model, callbacks=callbacks)
+        found = [keeper_of(layer.embeddings.value) for layer in layers]
+        assert None not in found
+        return model.get_weights(), model.optimizer.state()
     finally:
         rules._SMALL_ELEMENTS = 1 << 15
 

@@ -8,7 +8,7 @@ import contextlib
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from keras_sparsity._tf import tf_graphs
+from keras_sparsity._tf import keras_scopes, tf_graphs
 
 _ASSIGNMENTS = (
     *("assign", "assign_add", "assign_sub", "_restore_from_tensors"),
@@ -72,7 +72,7 @@ class CurrentVariable(ResourceVariable):
             self._check_is_not_compiled()
             if not self.keeper.is_writing:
                 self.keeper.settle()
-        elif not tf.executing_eagerly():
+        elif not (tf.executing_eagerly() or keras_scopes.in_symbolic_scope()):
             self.is_traced = True
 
     def _check_is_not_compiled(self):

@@ -13,8 +13,10 @@ import pkgutil
 import keras
 import tensorflow as tf
 
+from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity._tf.keras_losses import losses_are_scaled
 from keras_sparsity._tf.keras_scopes import is_tracing_shapes
+from keras_sparsity._tf.keras_variables import is_variable
 
 
 class Patch:
@@ -107,6 +109,12 @@ SQRT = Patch(
     during="the tracing of an optimizer's rule",
     reason="All rules of Keras call it, through `keras.ops.sqrt`.",
 )
+TAKE = Patch(
+    "keras.src.backend.tensorflow.numpy",
+    "take",
+    during="`strategy.run`, which is the tracing of a step",
+    reason="`keras.layers.Embedding` reads rows by it, of the whole variable.",
+)
 ARRAY_DATASET = Patch(
     "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter",
     "get_tf_dataset",
@@ -139,7 +147,14 @@ MODEL_METHODS = {
 }
 ALL = (
     *(COMPILE, LOSS_CALL, METRIC_INIT, METRIC_ATTRIBUTES, ASSIGN, SCALE_LOSS),
-    *(SQRT, ARRAY_DATASET, SHUFFLE, EPOCH_ITERATOR, *MODEL_METHODS.values()),
+    *(
+        SQRT,
+        TAKE,
+        ARRAY_DATASET,
+        SHUFFLE,
+        EPOCH_ITERATOR,
+        *MODEL_METHODS.values(),
+    ),
 )
 
 
@@ -206,6 +221,29 @@ def roots_stay_roots():
         return sqrt
 
     return SQRT.by(make)
+
+
+def current_rows_are_taken():
+    """While entered, `keras.ops.take` reads the rows that it returns alone.
+
+    Of variables with a `keeper`, which brings rows up to date that are read.
+    """
+
+    def make(stock):
+        def take(x, indices, axis=None):
+            # `Variable.value` may be a cast of all rows.
+            value = x._value if is_variable(x) else None
+            is_dense = isinstance(indices, tf.Tensor)
+            if keeper_of(value) is None or axis != 0 or not is_dense:
+                return stock(x, indices, axis=axis)
+            is_from_end = indices < 0
+            from_end = indices + tf.cast(value.shape[0], indices.dtype)
+            ids = tf.where(is_from_end, from_end, indices)
+            return tf.cast(tf.gather(value, ids), x.dtype)
+
+        return take
+
+    return TAKE.by(make)
 
 
 def array_orders_change(seed):

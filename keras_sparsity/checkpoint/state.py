@@ -14,6 +14,7 @@ from keras_sparsity.checkpoint import folder
 from keras_sparsity.exchange.layout import Layout, common_rows, local_row_of
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.update import lookups
 
 # So much of a variable is in memory a second time, when written or read.
 _BLOCK_BYTES = 1 << 22
@@ -75,9 +76,9 @@ def entries(model):
         is_spread = (
             isinstance(variable, TableVariable) and variable.table.is_sharded
         )
-        if isinstance(variable, TableVariable):
+        for keeper in lookups.keepers_of([variable]):
             # A run that goes on from files has all rows up to date, too.
-            variable.table.settle()
+            keeper.settle()
         table = variable.table if is_spread else None
         pieces = table.partitions if is_spread else [variable]
         found.append(_entry("model", pieces, table, id(variable) in trainable))

@@ -17,6 +17,7 @@ from keras_sparsity.training.runs import Runs
 from keras_sparsity.training.saves import Saves
 from keras_sparsity.training.step_losses import StepLosses
 from keras_sparsity.training.steps import Steps
+from keras_sparsity.update import lookups
 from keras_sparsity.update.optimizer_arguments import get
 
 # Set on an adopted model; holds its bindings.
@@ -95,6 +96,7 @@ def adopt(model, strategy):
     """Binds a model's methods to versions that involve all ranks."""
     keras_models.set_distribute_strategy(model, strategy)
     moving.settle(model, strategy)
+    lookups.mark(keras_models.all_layers(model), strategy.size)
     if getattr(model, _ADOPTION, None) is None:
         joint_pull = JointPull(model)
         replicas = Replicas(model)

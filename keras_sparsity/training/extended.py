@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from keras_sparsity._tf import patches
+from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.data import distribution, empty_parts
 from keras_sparsity.global_batch import losses
 from keras_sparsity.tables import control_flow
@@ -45,7 +47,10 @@ class HybridExtended(tf.distribute.StrategyExtended):
     def _create_variable(self, next_creator, **kwargs):
         kwargs.pop("colocate_with", None)  # there is one device only
         with tf.device(self._device):
-            return next_creator(**kwargs)
+            variable = next_creator(**kwargs)
+        # It may become an `Embedding`'s, of which an optimizer keeps rows.
+        is_matrix = variable.trainable and variable.shape.rank == 2
+        return make_current(variable) if is_matrix else variable
 
     def _validate_colocate_with_variable(self, colocate_with_variable):
         del colocate_with_variable
@@ -90,6 +95,7 @@ class HybridExtended(tf.distribute.StrategyExtended):
             tf.device(self._device),
             context,
             losses.of_global_batch(self._collectives),
+            patches.current_rows_are_taken(),
         ):
             return fn(*args, **kwargs)
 

@@ -14,6 +14,7 @@ from keras_sparsity.moves import moving
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.table_variable import TableVariable
 from keras_sparsity.training.binding import Binding
+from keras_sparsity.update import lookups
 from keras_sparsity.update.start import synchronised_by
 
 _FUNCTIONS = (
@@ -91,6 +92,7 @@ class FirstStep(Binding):
         Random layers then draw differently on each rank.
         """
         communicator = self._collectives
+        lookups.mark(keras_models.all_layers(self._model), communicator.size)
         if communicator.size == 1:
             return
         # Some may have been built since `compile`, outside of the scope.

@@ -1,8 +1,9 @@
 """An adopted model's files, written once."""
 
-from keras_sparsity._tf.current_variable import keeper_of, read_as_stored
+from keras_sparsity._tf.current_variable import read_as_stored
 from keras_sparsity.conversion import saving
 from keras_sparsity.training.binding import Binding
+from keras_sparsity.update import lookups
 
 
 class Saves(Binding):
@@ -23,12 +24,7 @@ class Saves(Binding):
         self._save("save_weights", args, kwargs)
 
     def export(self, *args, **kwargs):
-        keepers = [
-            keeper_of(piece.value)
-            for table in saving.tables_of(self._model)
-            for piece in table.pieces
-        ]
-        with read_as_stored([k for k in keepers if k is not None]):
+        with read_as_stored(lookups.keepers_of(self._model.variables)):
             return self._stock["export"](*args, **kwargs)
 
     def get_compile_config(self):

@@ -68,7 +68,7 @@ class KeptRows:
         form: `ClosedForm`.
         pieces: list of the variables that the rule updates.
         slots: their slots, as `rows.slots_of` gives them.
-        table: the `ShardedTable`.
+        table: the `ShardedTable`, or the `Lookup` of an `Embedding`.
         are_zero: whether the slots are zero.
 
     Attributes:

@@ -605,6 +605,79 @@ def test_fit_with_all_that_reads_between_steps(tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_ordinary_embedding(tmp_path):
+    """Under the strategy, with all that reads between steps."""
+    ids = np.arange(4 * 12).reshape(12, 4)
+    stock, _ = fitted()
+    with ks.HybridStrategy().scope():
+        kept = Fit(keras.layers.Embedding, made("adam"))
+
+    class Read(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch % 9 == 5:
+                self.model.get_weights()
+                self.model(ids)
+                self.model.predict(ids, verbose=0)
+
+    for one in (stock, kept):
+        one.fit(callbacks=[Read()], validation_data=(ids, np.ones((12, 1))))
+    model, variable = kept.model, kept.model.layers[0].embeddings
+    assert keeper_of(variable.value) is not None
+    assert keeper_of(model.layers[-1].kernel.value) is None
+    predictions = model.predict(ids, verbose=0)
+    np.testing.assert_allclose(
+        predictions, stock.model.predict(ids, verbose=0), rtol=1e-4, atol=1e-5
+    )
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    model.export(str(tmp_path / "served"))
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    np.testing.assert_allclose(
+        served.serve(tf.constant(ids, tf.int32)), predictions, rtol=1e-5
+    )
+    for one in (stock, kept):
+        one.fit()
+    for trained, expected in ((loaded, None), (model, stock.model)):
+        weights = trained.get_weights()
+        if expected is None:
+            np.testing.assert_allclose(
+                trained.predict(ids, verbose=0), predictions, rtol=1e-5
+            )
+            continue
+        for a, b in zip(weights, expected.get_weights(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_step_of_an_ordinary_embedding_reads_rows_alone(monkeypatch):
+    """Also from the end, where half a step's numbers are float16."""
+    calls = []
+    whole_now = kept_rows.KeptRows.whole_now
+    settle = kept_rows.KeptRows.settle
+    monkeypatch.setattr(
+        kept_rows.KeptRows,
+        "whole_now",
+        lambda *args: calls.append("whole") or whole_now(*args),
+    )
+    monkeypatch.setattr(
+        kept_rows.KeptRows,
+        "settle",
+        lambda self: calls.append("settle") or settle(self),
+    )
+    strategy = ks.HybridStrategy()
+    with strategy.scope():
+        layer = keras.layers.Embedding(ROWS, DIM, dtype="mixed_float16")
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), layer])
+        model.compile(made("adam"), loss="mse")
+    x, y = np.array([[-1, 2], [3, -ROWS]]), np.ones([2, 2, DIM])
+    model.fit(x, y, epochs=3, verbose=0)
+    assert keeper_of(layer.embeddings.value) is not None
+    assert not calls
+    rows = model.predict(x, verbose=0)
+    assert not calls and rows.dtype == np.float16
+    table = layer.embeddings.numpy()
+    np.testing.assert_array_equal(rows, table.astype("float16")[x])
+
+
 # Several processes.
 
 CASES = {
@@ -641,6 +714,20 @@ def test_fit_as_stock_keras(cluster, engine, num_processes):
             kept_functions.train, *case, timeout=400
         )
         assert_trained(results, case)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_ordinary_embeddings(cluster, engine, tmp_path):
+    """Also on ranks that go on from a checkpoint, to the bit."""
+    architecture = {"native": "hybrid", "horovod": "allreduce"}[engine]
+    options = "adam", architecture, str(tmp_path)
+    run = kept_functions.train_ordinary
+    whole = cluster(engine, 2).run(run, *options, "whole", None)
+    assert_trained(whole, ["adam"])
+    cluster(engine, 2).run(run, *options, "stopped", 38)
+    again = cluster(engine, 2).run(run, *options, "stopped", None)
+    for a, b in zip(flat(whole[0]), flat(again[0]), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
