@@ -23,18 +23,28 @@ class Link:
     def __init__(self, pair):
         self._pair = pair
 
-    def send_activations(self, crossing, tensors):
-        """Sends the tensors that cross the cut, and their masks."""
-        crossing.broadcast(self._pair, tensors, None, 0)
+    def send_activations(self, crossing, tensors, loss):
+        """Sends the tensors that cross the cut, and their masks.
+
+        Args:
+            crossing: `Crossing`.
+            tensors: list of the tensors.
+            loss: float32 scalar, the share of the loss that the stages so far
+                have made.
+        """
+        crossing.broadcast(self._pair, tensors, None, 0, [loss])
 
     def receive_activations(self, crossing, num_examples):
-        """The tensors, with their masks.
+        """The tensors, with their masks, and the loss.
 
         Args:
             crossing: `Crossing`.
             num_examples: the number of the micro-batch's examples.
         """
-        return crossing.broadcast(self._pair, None, num_examples, 0)
+        tensors, (loss,) = crossing.broadcast(
+            self._pair, None, num_examples, 0, [tf.zeros([])]
+        )
+        return tensors, loss
 
     def send_gradients(self, tensors):
         """Sends the gradients of received activations."""
@@ -69,7 +79,7 @@ class Crossing:
             for each in [*self.tensors, *(m for m in masks if m is not None)]
         ]
 
-    def broadcast(self, collectives, tensors, num_examples, root):
+    def broadcast(self, collectives, tensors, num_examples, root, numbers=()):
         """The values of one rank, with their masks, on all ranks of a group.
 
         Args:
@@ -77,6 +87,11 @@ class Crossing:
             tensors: list of the values at the sending rank, None at others.
             num_examples: int32 scalar, at others: the number of examples.
             root: the sending rank.
+            numbers: list of tensors that travel along, of the same shapes on
+                all ranks.
+
+        Returns:
+            `(tensors, numbers)`, two lists.
         """
         is_root = collectives.rank == root
         values, sizes = [], None
@@ -97,12 +112,13 @@ class Crossing:
                     self.shapes(num_examples, sizes), self.specs, strict=True
                 )
             ]
-        values = collectives.broadcast(
-            values, root=root, name="pipeline/activations"
+        received = collectives.broadcast(
+            [*values, *numbers], root=root, name="pipeline/activations"
         )
+        values, numbers = received[: len(values)], received[len(values) :]
         for value, spec in zip(values, self.specs, strict=True):
             value.set_shape(spec.shape)
-        return self.without_masks(values)
+        return self.without_masks(values), numbers
 
     def with_masks(self, tensors):
         """A list of the values and then of the masks that they carry."""

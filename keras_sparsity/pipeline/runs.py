@@ -10,9 +10,15 @@ from keras_sparsity.training.binding import Binding, bound_arguments
 
 
 class Runs(Binding):
-    """`fit`, `evaluate` and `predict` on all ranks; rank 0 reports."""
+    """`fit`, `evaluate` and `predict` on all ranks; rank 0 reports.
 
-    def __init__(self, model):
+    Args:
+        model: an adopted model.
+        steps: its `Steps`.
+    """
+
+    def __init__(self, model, steps):
+        self._steps = steps
         super().__init__(model, ["fit", "evaluate", "predict"])
 
     def fit(self, *args, **kwargs):
@@ -43,4 +49,5 @@ class Runs(Binding):
         if self._collectives.rank != 0:
             arguments["verbose"] = 0
         with collectives.explained(f"model.{name}"):
+            self._steps.settle()
             return self._stock[name](**arguments)

@@ -1,9 +1,12 @@
-"""The passes of one stage, in a step that is being traced."""
+"""The computation of one stage."""
+
+import dataclasses
 
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_losses
 from keras_sparsity.pipeline.links import Crossing
+from keras_sparsity.placement import slices
 
 
 class Stage:
@@ -13,6 +16,9 @@ class Stage:
         number: its number, from 0.
         part: its `Part`.
         before, behind: `Link`s to the neighbours, None at an end.
+
+    Attributes:
+        received, sent: `Crossing`s.
     """
 
     def __init__(self, number, part, before, behind):
@@ -33,105 +39,108 @@ class Stage:
     def variables(self):
         return self.part.model.trainable_variables
 
-    def forward(self, inputs, num_examples, objective, training):
-        """A forward pass.
+    def receive(self, num_examples):
+        """What the stage before sends: its tensors and the loss so far."""
+        if self.is_first:
+            return [], tf.zeros([])
+        return self.before.receive_activations(self.received, num_examples)
+
+    def send(self, outputs, loss):
+        """Sends the tensors and the loss so far to the stage behind."""
+        if not self.is_last:
+            self.behind.send_activations(self.sent, outputs, loss)
+
+    def compute(self, inputs, received, training):
+        """Makes the calls of the stage's layers.
 
         Args:
-            inputs: the micro-batch's values of `part.inputs`.
-            num_examples: the number of its examples.
-            objective: function of the outputs and of the list of losses that
-                the stage's layers and regularizers add. It gives the stage's
-                own share of the loss, a scalar, or None.
+            inputs: the micro-batch's values of all of the model's inputs.
+            received: list of the tensors that have come.
             training: see `keras.Model.call`.
 
         Returns:
-            `Pass`.
+            outputs: the tensors to be sent; at the last stage the model's.
+            losses: list of those that layers and regularizers add.
         """
-        received = []
-        if not self.is_first:
-            received = self.before.receive_activations(
-                self.received, num_examples
-            )
-        taken = [received[place] for place in self.part.taken]
-        keras_losses.clear_losses(self.part.model)
-        with tf.GradientTape() as tape:
-            tape.watch([each for each in received if each.dtype.is_floating])
-            made = self.part.compute([*inputs, *taken], training)
-            values = {
-                id(symbolic): value
-                for symbolic, value in [
-                    *zip(self.part.received, received, strict=True),
-                    *zip(self.part.made, made, strict=True),
-                ]
-            }
-            outputs = [values[id(symbolic)] for symbolic in self.part.sent]
-            own = objective(outputs, list(self.part.model.losses))
-        if not self.is_last:
-            self.behind.send_activations(self.sent, outputs)
-        return Pass(self, tape, received, outputs, own)
+        part = self.part
+        keras_losses.clear_losses(part.model)
+        made = part.compute(
+            [
+                *(inputs[place] for place in part.inputs),
+                *(received[place] for place in part.taken),
+            ],
+            training,
+        )
+        values = {
+            id(symbolic): value
+            for symbolic, value in [
+                *zip(part.received, received, strict=True),
+                *zip(part.made, made, strict=True),
+            ]
+        }
+        outputs = [values[id(symbolic)] for symbolic in part.sent]
+        return outputs, list(part.model.losses)
+
+    def update(self, optimizer, gradients):
+        """Updates the variables, in their order."""
+        if not self.variables:
+            return
+        # Stock Keras would take each duplicate row for a step.
+        merged = [
+            slices.merged(gradient)
+            if isinstance(gradient, tf.IndexedSlices)
+            else gradient
+            for gradient in gradients
+        ]
+        optimizer.apply(merged, self.variables)
 
 
+@dataclasses.dataclass
 class Pass:
-    """A forward pass, until its backward pass.
+    """A forward pass that a tape has recorded, until its backward pass.
 
     Attributes:
-        outputs: the tensors that the stage has sent; the model's outputs at
-            the last stage.
+        tape: `tf.GradientTape` of the pass.
+        weights: the stage's trainable variables, or the tensors in their
+            place, in the order of `Stage.variables`.
+        received: list of the tensors that have come.
+        outputs: list of the tensors that were sent.
         objective: the stage's own share of the loss, a scalar, or None.
     """
 
-    def __init__(self, stage, tape, received, outputs, objective):
-        self._stage, self._tape, self._received = stage, tape, received
-        self.outputs, self.objective = outputs, objective
+    tape: tf.GradientTape
+    weights: list
+    received: list
+    outputs: list
+    objective: tf.Tensor | None
 
-    def backward(self):
-        """Sends the gradients of received tensors; returns the weights'."""
-        stage = self._stage
-        received = [x for x in self._received if x.dtype.is_floating]
-        targets, upstream = [], []
+    def gradients(self, upstream):
+        """The gradients of weights, and of received tensors of floats.
+
+        Args:
+            upstream: list of the gradients of the outputs that are floats;
+                empty at the last stage.
+        """
+        targets, given = [], []
         if self.objective is not None:
             targets.append(self.objective)
-            upstream.append(tf.ones_like(self.objective))
-        if not stage.is_last:
-            floats = [x for x in self.outputs if x.dtype.is_floating]
-            targets += floats
-            upstream += stage.behind.receive_gradients(floats)
-        gradients = self._tape.gradient(
-            targets, [*stage.variables, *received], output_gradients=upstream
+            given.append(tf.ones_like(self.objective))
+        if upstream:
+            targets += floats(self.outputs)
+            given += upstream
+        received = floats(self.received)
+        gradients = self.tape.gradient(
+            targets, [*self.weights, *received], output_gradients=given
         )
-        of_weights = gradients[: len(stage.variables)]
-        if not stage.is_first:
-            of_received = gradients[len(stage.variables) :]
-            stage.before.send_gradients(
-                [
-                    tf.zeros_like(value) if gradient is None else gradient
-                    for value, gradient in zip(
-                        received, of_received, strict=True
-                    )
-                ]
+        num_weights = len(self.weights)
+        return gradients[:num_weights], [
+            tf.zeros_like(value) if gradient is None else gradient
+            for value, gradient in zip(
+                received, gradients[num_weights:], strict=True
             )
-        return of_weights
+        ]
 
 
-def added(sums, gradients):
-    """Sums of gradients, of which some may be None or `tf.IndexedSlices`."""
-    if sums is None:
-        return gradients
-    return [
-        _sum(total, gradient)
-        for total, gradient in zip(sums, gradients, strict=True)
-    ]
-
-
-def _sum(total, gradient):
-    if total is None or gradient is None:
-        return gradient if total is None else total
-    if isinstance(total, tf.IndexedSlices) and isinstance(
-        gradient, tf.IndexedSlices
-    ):
-        return tf.IndexedSlices(
-            tf.concat([total.values, gradient.values], 0),
-            tf.concat([total.indices, gradient.indices], 0),
-            total.dense_shape,
-        )
-    return tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)
+def floats(tensors):
+    """Those that have gradients."""
+    return [each for each in tensors if each.dtype.is_floating]

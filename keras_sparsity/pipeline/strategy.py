@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks, keras_models, patches
 from keras_sparsity.collectives.startup import single_process
+from keras_sparsity.pipeline import versions
 from keras_sparsity.pipeline.links import links
 from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.stage import Stage
@@ -16,10 +17,11 @@ from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.training.extended import HybridExtended
 
-_SCHEDULES = {
+_FLUSHED = {
     "gpipe": schedules.gpipe,
     "1f1b": schedules.one_forward_one_backward,
 }
+_WITHOUT_FLUSH = ("vanilla", "stash", "spectrain")
 
 
 class PipelineStrategy(tf.distribute.Strategy):
@@ -42,14 +44,17 @@ class PipelineStrategy(tf.distribute.Strategy):
         stages,
         schedule="1f1b",
         num_micro_batches=4,
+        prediction="paper",
+        decay=0.9,
         engine=None,
         timeout=None,
     ):
-        checks.one_of("schedule", schedule, tuple(_SCHEDULES))
+        checks.one_of("schedule", schedule, (*_FLUSHED, *_WITHOUT_FLUSH))
         checks.positive_integer("num_micro_batches", num_micro_batches)
         self.stages = list(stages)
         self.schedule = schedule
         self.num_micro_batches = num_micro_batches
+        self.prediction, self.decay = prediction, decay
         self.collectives = collectives.start(engine, timeout)
         self._links = links(self.collectives)
         # One replica: a rank reads whole batches.
@@ -80,12 +85,26 @@ class PipelineStrategy(tf.distribute.Strategy):
             )
         parts = cutter.parts(cutter.after(self.stages))
         stage = Stage(rank, parts[rank], *self._links)
-        schedule = _SCHEDULES[self.schedule](size, self.num_micro_batches)
+        make = _FLUSHED.get(self.schedule, schedules.one_forward_one_backward)
+        schedule = make(size, self.num_micro_batches)
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and stage.variables:
             optimizer.build(stage.variables)
+        of_passes = None
+        if self.schedule in _WITHOUT_FLUSH and optimizer is not None:
+            of_passes = self._versions(stage, optimizer)
+        steps = Steps(model, stage, schedule, of_passes)
         object.__setattr__(
             model,
             "_keras_sparsity_pipeline",
-            [Steps(model, stage, schedule), Runs(model), Weights(model, parts)],
+            [steps, Runs(model, steps), Weights(model, parts, steps)],
+        )
+
+    def _versions(self, stage, optimizer):
+        if self.schedule == "vanilla":
+            return versions.Vanilla(stage, optimizer)
+        if self.schedule == "stash":
+            return versions.Stashed(stage, optimizer)
+        return versions.Predicted(
+            stage, optimizer, self.prediction, self.decay
         )

@@ -17,9 +17,11 @@ class Weights(Binding):
     Args:
         model: an adopted model.
         parts: the `Part`s of all stages.
+        steps: the model's `Steps`.
     """
 
-    def __init__(self, model, parts):
+    def __init__(self, model, parts, steps):
+        self._steps = steps
         self._owners = {
             id(variable): rank
             for rank, part in enumerate(parts)
@@ -54,6 +56,7 @@ class Weights(Binding):
 
     def get_weights(self):
         """All weights, on every rank; every rank calls it."""
+        self._steps.settle()
         return [self._value(v).numpy() for v in self._model.weights]
 
     def save(self, *args, **kwargs):
@@ -64,6 +67,7 @@ class Weights(Binding):
 
     def _save(self, name, args, kwargs):
         self._check_same_call(name, {})
+        self._steps.settle()
         with self._whole_on_rank_zero() as is_writer:
             if is_writer:
                 self._stock[name](*args, **kwargs)

@@ -6,6 +6,7 @@ average in their slots; of other rules the changes of weights are averaged.
 """
 
 import abc
+import contextlib
 
 import keras
 import tensorflow as tf
@@ -24,8 +25,8 @@ class Predictor(abc.ABC):
         """The smoothed change of an update, a tensor of the weights' shape."""
 
     @abc.abstractmethod
-    def follow(self, variable, change):
-        """Is told of the change that an update has made, after it."""
+    def following(self, variables):
+        """Context of an update of variables, whose changes it learns from."""
 
     def ahead(self, variable, num_updates):
         """The weights after more updates.
@@ -100,8 +101,9 @@ class OfMoments(Predictor):
 
         return self._step(slot, self._rule)
 
-    def follow(self, variable, change):
-        del variable, change  # The slots have it.
+    def following(self, variables):
+        del variables  # The slots have it.
+        return contextlib.nullcontext()
 
 
 class OfChanges(Predictor):
@@ -123,12 +125,16 @@ class OfChanges(Predictor):
     def step(self, variable):
         return tf.convert_to_tensor(self._average(variable))
 
-    def follow(self, variable, change):
-        average = self._average(variable)
-        average.assign(
-            self._decay * average
-            + (1 - self._decay) * tf.convert_to_tensor(change)
-        )
+    @contextlib.contextmanager
+    def following(self, variables):
+        before = [tf.convert_to_tensor(variable) for variable in variables]
+        yield
+        for variable, value in zip(variables, before, strict=True):
+            change = tf.convert_to_tensor(variable) - value
+            average = self._average(variable)
+            average.assign(
+                self._decay * average + (1 - self._decay) * change
+            )
 
     def _average(self, variable):
         if id(variable) not in self._averages:
@@ -186,7 +192,7 @@ def _scaled(rule, moment, root):
     """A step by the first moment, without its bias, and a denominator."""
     dtype = moment.dtype
     mean = moment / _share(rule, rule.beta_1, dtype)
-    denominator = root + tf.cast(rule.epsilon, dtype)
+    denominator = root + tf.constant(rule.epsilon, dtype)
     return -_learning_rate(rule, dtype) * mean / denominator
 
 
@@ -194,7 +200,8 @@ def _share(rule, beta, dtype):
     """The share of an average that gradients have made: 1 - beta^t."""
     # Before the first step the averages are 0.
     step = tf.maximum(tf.cast(rule.iterations, dtype), 1)
-    return 1 - tf.cast(beta, dtype) ** step
+    # `tf.cast` of a Python number would round it to float32 first.
+    return 1 - tf.constant(beta, dtype) ** step
 
 
 def _learning_rate(rule, dtype):

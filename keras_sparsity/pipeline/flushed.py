@@ -1,0 +1,138 @@
+"""Steps that run all passes of a batch: with a flush, or forward alone."""
+
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_functional, keras_losses
+from keras_sparsity.pipeline.micro_batches import MicroBatches
+from keras_sparsity.pipeline.stage import Pass, floats
+from keras_sparsity.stages.schedule import Kind
+
+
+class FlushedRun:
+    """One run of a schedule by this rank, traced.
+
+    Args:
+        model: the whole model.
+        stage: this rank's `Stage`.
+        objective: `Objective`.
+        schedule: `Schedule`.
+        data: a batch, as `train_step` gets it.
+        training: True, False, or None of a prediction, which has no loss.
+
+    Attributes:
+        batches: `MicroBatches`.
+        gradients: list of the stage's gradients, None before any.
+        loss: float32 scalar, of the stages so far: of all at the last.
+    """
+
+    def __init__(self, model, stage, objective, schedule, data, training):
+        self._stage, self._objective = stage, objective
+        self._tasks = schedule.stages[stage.number]
+        self._training = training
+        functional = keras_functional.functional_of(model)
+        self.batches = MicroBatches(functional, data, schedule.num_batches)
+        self._passes, self._outputs = {}, {}
+        self.gradients, self.loss = None, tf.zeros([])
+        self._previous = []
+
+    def run(self):
+        for task in self._tasks:
+            # In the schedule's order, not TensorFlow's.
+            with tf.control_dependencies(self._previous):
+                if task.kind is Kind.FORWARD:
+                    self._forward(task.batch)
+                elif task.kind is Kind.BACKWARD:
+                    self._backward(task.batch)
+        if self._training is False and self._stage.is_last:
+            # Of the whole batch, as in one process.
+            self.loss += self._objective.of_outputs(
+                self.batches.batch, self.outputs(), training=False
+            )
+
+    def outputs(self):
+        """The outputs for the whole batch, at the last stage; else None."""
+        if not self._stage.is_last:
+            return None
+        parts = [self._outputs[place] for place in sorted(self._outputs)]
+        return [self._whole(each) for each in zip(*parts, strict=True)]
+
+    def _whole(self, parts):
+        """An output for the whole batch, with its mask, without stand-ins."""
+        number = self.batches.num_examples
+        whole = tf.concat(parts, 0)[:number]
+        masks = [keras_losses.keras_mask(part) for part in parts]
+        if masks[0] is not None:
+            keras_losses.set_keras_mask(whole, tf.concat(masks, 0)[:number])
+        return whole
+
+    def _forward(self, batch):
+        inputs, *labels = self.batches.part(batch)
+        stage, training = self._stage, bool(self._training)
+        received, loss = stage.receive(self.batches.size(batch))
+        with tf.GradientTape() as tape:
+            tape.watch(floats(received))
+            outputs, losses = stage.compute(inputs, received, training)
+            own = self._own(batch, labels, outputs, losses)
+        if own is not None:
+            loss += own
+        stage.send(outputs, loss)
+        if stage.is_last:
+            self._outputs[batch] = outputs
+        self.loss += loss
+        if self._training:
+            self._passes[batch] = Pass(
+                tape, stage.variables, received, outputs, own
+            )
+        self._previous = _operations(outputs)
+
+    def _own(self, batch, labels, outputs, losses):
+        """The stage's share of a micro-batch's loss."""
+        share = self.batches.share(batch)
+        if self._training is None:
+            return None
+        if self._training is False:
+            return self._objective.of_layers(losses, share)
+        return self._objective.of_training(labels, outputs, losses, share)
+
+    def _backward(self, batch):
+        found, stage = self._passes.pop(batch), self._stage
+        upstream = []
+        if not stage.is_last:
+            upstream = stage.behind.receive_gradients(floats(found.outputs))
+        gradients, of_received = found.gradients(upstream)
+        if not stage.is_first:
+            stage.before.send_gradients(of_received)
+        self.gradients = _added(self.gradients, gradients)
+        made = [x for x in gradients if x is not None]
+        self._previous = _operations(made) or self._previous
+
+
+def _operations(tensors):
+    """What makes tensors; nothing eagerly, where all happens in order."""
+    if tf.executing_eagerly():
+        return []
+    return [getattr(each, "values", each).op for each in tensors]
+
+
+def _added(sums, gradients):
+    """Sums of gradients, of which some may be None or `tf.IndexedSlices`."""
+    if sums is None:
+        return gradients
+    return [
+        _sum(total, gradient)
+        for total, gradient in zip(sums, gradients, strict=True)
+    ]
+
+
+def _sum(total, gradient):
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    if isinstance(total, tf.IndexedSlices) and isinstance(
+        gradient, tf.IndexedSlices
+    ):
+        return tf.IndexedSlices(
+            tf.concat([total.values, gradient.values], 0),
+            tf.concat([total.indices, gradient.indices], 0),
+            total.dense_shape,
+        )
+    return tf.convert_to_tensor(total) + tf.convert_to_tensor(gradient)

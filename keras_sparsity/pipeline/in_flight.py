@@ -1,0 +1,237 @@
+"""Training steps without a flush: several mini-batches are in flight."""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_functional
+from keras_sparsity.pipeline.late_logs import LateLogs
+from keras_sparsity.pipeline.micro_batches import MicroBatches
+from keras_sparsity.pipeline.stage import Pass, floats
+from keras_sparsity.pipeline.store import Store
+
+
+class InFlight:
+    """Training steps of a stage; each is one turn of the pipeline.
+
+    In turn t, stage k of N runs the forward pass of mini-batch t, then the
+    backward pass of mini-batch t - (N - 1 - k), which the stage behind has run
+    in its turn t - 1. Gradients leave a stage in the turn after, so that no
+    message is under way between turns. A backward pass computes the layers
+    again, with its own weights.
+
+    Args:
+        model: the whole model.
+        stage: this rank's `Stage`.
+        num_stages: N.
+        objective: `Objective`.
+        logs: `Logs`.
+        versions: `Versions` of the stage.
+
+    References:
+        SpecTrain (arXiv:1809.02839), 3; PipeDream (arXiv:1806.03377), 3.2.
+    """
+
+    def __init__(self, model, stage, num_stages, objective, logs, versions):
+        self._model, self._stage = model, stage
+        self._num_stages, self._objective = num_stages, objective
+        self._logs, self._versions = logs, versions
+        self._num_ahead = num_stages - 1 - stage.number
+        part = stage.part.model
+        weights = {id(variable) for variable in part.weights}
+        # Those of random generators: layers that are computed again draw the
+        # same numbers again.
+        self._states = [v for v in part.variables if id(v) not in weights]
+        self._functional = keras_functional.functional_of(model)
+        inputs = [self._functional.inputs[i] for i in stage.part.inputs]
+        self._passes = Store(
+            self._num_ahead + 1,
+            [
+                *(tf.TensorSpec(x.shape, x.dtype) for x in inputs),
+                *stage.received.specs,
+                *map(_spec, self._states),
+                *map(_spec, versions.kept(stage.variables)),
+            ],
+        )
+        received = floats(stage.received.specs[: len(stage.part.received)])
+        self._results = Store(1, [*received, tf.TensorSpec([None])])
+        self._late_logs = LateLogs(stage.number)
+        with tf.init_scope():
+            self._turn = tf.Variable(0, trainable=False)
+        self._draining_turn = tf.function(
+            lambda: model.distribute_strategy.run(self._turn_of_drain)
+        )
+
+    def train(self, data):
+        """A turn, traced.
+
+        Args:
+            data: a batch, as `train_step` gets it.
+
+        Returns:
+            float32 vector of the logs of N - 1 turns ago, on all ranks alike.
+        """
+        stage = self._stage
+        batches = MicroBatches(self._functional, data, 1)
+        received, loss = stage.receive(batches.num_examples)
+        self._send_result()
+        if stage.is_last:
+            row = self._both_passes(batches, received, loss)
+        else:
+            row = self._forward(batches, received, loss)
+            row = tf.cond(
+                self._turn >= self._num_ahead,
+                lambda: self._backward(row, None),
+                lambda: row,
+            )
+        self._turn.assign_add(1)
+        return self._late_logs.push(row)
+
+    def drain(self):
+        """Runs the backward passes of all mini-batches; eagerly.
+
+        Every rank calls it, after the same number of turns.
+        """
+        if not int(self._turn):
+            return
+        for _ in range(self._num_stages - 1):
+            self._draining_turn()
+        self.clear()
+
+    @property
+    def num_turns(self):
+        """The number of turns since the last drain.
+
+        -1 if a step has failed midway.
+        """
+        turn = int(self._turn)
+        is_whole = (
+            int(self._passes.size) == min(turn, self._num_ahead)
+            and int(self._results.size)
+            == (turn > self._num_ahead and not self._stage.is_first)
+        )
+        return turn if is_whole else -1
+
+    def clear(self):
+        """Forgets what is in flight; eagerly."""
+        self._passes.clear()
+        self._results.clear()
+        self._late_logs.clear()
+        self._turn.assign(0)
+
+    def _turn_of_drain(self):
+        self._send_result()
+        if not self._stage.is_last:
+            tf.cond(
+                (self._turn >= self._num_ahead) & (self._passes.size > 0),
+                lambda: self._backward(
+                    tf.zeros([self._logs.size]), self._passes.size - 1
+                ),
+                lambda: tf.zeros([self._logs.size]),
+            )
+        self._turn.assign_add(1)
+
+    def _send_result(self):
+        """Sends the gradients and logs of the turn before."""
+        if self._stage.is_first:
+            return
+
+        def send():
+            self._stage.before.send_gradients(self._results.take())
+            return True
+
+        tf.cond(self._results.size > 0, send, lambda: False)
+
+    def _forward(self, batches, received, loss):
+        """A forward pass; returns the logs that this stage can tell."""
+        stage = self._stage
+        inputs, *labels = batches.part(0)
+        weights = self._versions.forward(
+            tf.minimum(self._turn, self._num_ahead)
+        )
+        states = [tf.convert_to_tensor(v.value) for v in self._states]
+        with self._given(weights) as scope:
+            outputs, losses = stage.compute(inputs, received, True)
+        own = self._objective.of_training(labels, outputs, losses)
+        self._assign_updates(scope)
+        stage.send(outputs, loss if own is None else loss + own)
+        self._passes.put(
+            [
+                *(inputs[place] for place in stage.part.inputs),
+                *stage.received.with_masks(received),
+                *states,
+                *self._versions.kept(weights),
+            ]
+        )
+        return self._logs.of_batch(None, batches, None)
+
+    def _backward(self, no_logs, num_later):
+        """The oldest mini-batch's backward pass; returns its logs."""
+        stage = self._stage
+        inputs, received, states, kept = self._taken()
+        weights = self._versions.backward(kept, num_later)
+        found = self._computed(inputs, None, received, weights, states)
+        *upstream, row = stage.behind.receive_gradients(
+            [*floats(found.outputs), no_logs]
+        )
+        self._finish(found, upstream, row)
+        return row
+
+    def _both_passes(self, batches, received, loss):
+        """The last stage's turn: its passes have the same weights."""
+        inputs, *labels = batches.part(0)
+        weights = self._versions.forward(0)
+        found = self._computed(inputs, labels, received, weights, None)
+        row = self._logs.of_batch(
+            loss + found.objective, batches, lambda: found.outputs
+        )
+        self._finish(found, [], row)
+        return row
+
+    def _computed(self, inputs, labels, received, weights, states):
+        """A recorded `Pass`; with `states`, one that is computed again."""
+        stage = self._stage
+        with tf.GradientTape() as tape:
+            tape.watch([*weights, *floats(received)])
+            with self._given(weights, states) as scope:
+                outputs, losses = stage.compute(inputs, received, True)
+            own = self._objective.of_training(labels, outputs, losses)
+        if states is None:
+            self._assign_updates(scope)
+        return Pass(tape, weights, received, outputs, own)
+
+    def _finish(self, found, upstream, row):
+        """Updates the weights; keeps what the stage before is to get."""
+        gradients, of_received = found.gradients(upstream)
+        with self._versions.updating():
+            self._stage.update(self._model.optimizer, gradients)
+        if not self._stage.is_first:
+            self._results.put([*of_received, row])
+
+    def _given(self, weights, states=None):
+        """Context in which layers compute with other values."""
+        pairs = [*zip(self._stage.variables, weights, strict=True)]
+        if states is not None:
+            pairs += zip(self._states, states, strict=True)
+        return keras.StatelessScope(pairs, collect_losses=True)
+
+    def _assign_updates(self, scope):
+        """Statistics and random states, as the layers have changed them."""
+        for variable in self._stage.part.model.non_trainable_variables:
+            value = scope.get_current_value(variable)
+            if value is not None:
+                variable.assign(value)
+
+    def _taken(self):
+        """The oldest entry: `(inputs, received, states, kept)`."""
+        stage = self._stage
+        values = iter(self._passes.take())
+        inputs = {place: next(values) for place in stage.part.inputs}
+        received = stage.received.without_masks(
+            [next(values) for _ in stage.received.specs]
+        )
+        states = [next(values) for _ in self._states]
+        return inputs, received, states, list(values)
+
+
+def _spec(variable):
+    return tf.TensorSpec(variable.shape, variable.dtype)

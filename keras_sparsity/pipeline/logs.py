@@ -1,0 +1,69 @@
+"""The logs of a step, as one vector."""
+
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_losses
+
+
+class Logs:
+    """A model's loss and metrics, which the last stage computes.
+
+    Args:
+        model: the whole model, compiled.
+        objective: `Objective`.
+        stock_result: the model's own `get_metrics_result`.
+        is_last: whether this rank's stage is the last one.
+    """
+
+    def __init__(self, model, objective, stock_result, is_last):
+        self._model, self._objective = model, objective
+        self._result, self._is_last = stock_result, is_last
+
+    def of_batch(self, loss, batches, outputs):
+        """float32 vector of the logs after a batch; 0 but at the last stage.
+
+        Args:
+            loss: float32 scalar, the batch's loss.
+            batches: `MicroBatches`.
+            outputs: a function that gives the outputs for the whole batch.
+        """
+        if not self._is_last:
+            return tf.zeros([self.size])
+        keras_losses.loss_tracker(self._model).update_state(
+            loss, sample_weight=batches.num_examples
+        )
+        x, y, sample_weight = batches.batch
+        logs = self._model.compute_metrics(
+            x,
+            y,
+            self._objective.packed(outputs()),
+            sample_weight=sample_weight,
+        )
+        return tf.concat(
+            [
+                tf.reshape(tf.cast(value, tf.float32), [-1])
+                for value in logs.values()
+            ],
+            0,
+        )
+
+    @property
+    def size(self):
+        """The number of values."""
+        return sum(self._sizes())
+
+    def packed(self, row):
+        """The dict of logs that such a vector holds."""
+        values = tf.split(row, self._sizes())
+        return {
+            name: tf.reshape(part, value.shape)
+            for (name, value), part in zip(
+                self._result().items(), values, strict=True
+            )
+        }
+
+    def _sizes(self):
+        return [
+            tf.convert_to_tensor(value).shape.num_elements()
+            for value in self._result().values()
+        ]

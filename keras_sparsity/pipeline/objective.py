@@ -1,0 +1,62 @@
+"""The loss, as far as one stage makes it."""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_functional, keras_losses
+
+
+class Objective:
+    """A stage's share of a loss: what its layers add; at the last, the loss.
+
+    Args:
+        model: the whole model, compiled.
+        is_last: whether the stage is the last one.
+    """
+
+    def __init__(self, model, is_last):
+        self._model, self._is_last = model, is_last
+        self._functional = keras_functional.functional_of(model)
+
+    def of_training(self, labels, outputs, losses, share=1.0):
+        """What a training step makes smaller.
+
+        Args:
+            labels: `(x, y, sample_weight)`.
+            outputs: the stage's outputs; the model's at the last stage.
+            losses: list of what layers and regularizers add.
+            share: the micro-batch's share of the batch.
+
+        Returns:
+            float32 scalar; None of a stage that adds nothing.
+        """
+        total = self._sums(losses)
+        if self._is_last:
+            total.append(self.of_outputs(labels, outputs, training=True))
+        return tf.add_n(total) * share if total else None
+
+    def of_layers(self, losses, share=1.0):
+        """The part that does not depend on outputs."""
+        total = self._sums(losses)
+        return tf.add_n(total) * share if total else None
+
+    def of_outputs(self, labels, outputs, training):
+        """The loss of the model's outputs, without those that layers add."""
+        x, y, sample_weight = labels
+        with keras_losses.losses_replaced(self._model, [tf.zeros([])]):
+            loss = keras_losses.step_loss(
+                self._model,
+                x=x,
+                y=y,
+                y_pred=self.packed(outputs),
+                sample_weight=sample_weight,
+                training=training,
+            )
+        return tf.cast(loss, tf.float32)
+
+    def packed(self, outputs):
+        """A flat list of outputs in the model's structure."""
+        return keras.tree.pack_sequence_as(self._functional.output, outputs)
+
+    def _sums(self, losses):
+        return [tf.reduce_sum(tf.cast(loss, tf.float32)) for loss in losses]
