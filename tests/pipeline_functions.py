@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.pipeline.strategy import PipelineStrategy
+from tests import pipeline_oracle
 
 NUM_MICRO_BATCHES = 4
 BATCH_SIZE = 8
@@ -53,7 +54,27 @@ def branches():
     )
 
 
-MODELS = {"dense": dense, "branches": branches}
+def line():
+    """What has states: weights, random generators, statistics; in float64."""
+    x = inputs = keras.Input((6,), dtype="float64")
+    options = {"dtype": "float64"}
+    for i in range(4):
+        x = keras.layers.Dense(
+            7,
+            activation="tanh",
+            kernel_regularizer=keras.regularizers.L2(0.0625 if i < 2 else 0.0),
+            name=f"dense_{i}",
+            **options,
+        )(x)
+        if i == 0:
+            x = keras.layers.Dropout(0.25, seed=5, name="drop", **options)(x)
+        if i == 1:
+            x = keras.layers.BatchNormalization(name="norm", **options)(x)
+    out = keras.layers.Dense(2, name="out", **options)
+    return keras.Model(inputs, out(x))
+
+
+MODELS = {"dense": dense, "branches": branches, "line": line}
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -135,6 +156,45 @@ def _added(sums, gradients):
         a if b is None else b if a is None else a + b
         for a, b in zip(sums, gradients, strict=True)
     ]
+
+
+def train_in_flight(rule, stages, schedule, target, num_examples):
+    """Weights, logs of batches and epochs of training without a flush."""
+    keras.config.set_floatx("float64")
+    try:
+        return _trained_in_flight(rule, stages, schedule, target, num_examples)
+    finally:
+        keras.config.set_floatx("float32")
+
+
+def _trained_in_flight(rule, stages, schedule, target, num_examples):
+    strategy = PipelineStrategy(
+        stages, schedule, prediction=target, decay=pipeline_oracle.GAMMA
+    )
+    network = made("line")
+    with strategy.scope():
+        network.compile(
+            pipeline_oracle.RULES[rule](),
+            keras.losses.MeanSquaredError(dtype="float64"),
+            metrics=["mae"],
+        )
+    seen = []
+    x, y = data("dense", num_examples)
+    history = network.fit(
+        x.astype("float64"),
+        y.astype("float64"),
+        BATCH_SIZE,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LambdaCallback(
+                on_train_batch_end=lambda batch, logs: seen.append(logs["loss"])
+            )
+        ],
+    ).history
+    iterations = network.optimizer.iterations
+    return network.get_weights(), history, seen, int(iterations)
 
 
 def _adopted(model, optimizer, stages, schedule="1f1b"):

@@ -43,7 +43,8 @@ class Objective:
     def of_outputs(self, labels, outputs, training):
         """The loss of the model's outputs, without those that layers add."""
         x, y, sample_weight = labels
-        with keras_losses.losses_replaced(self._model, [tf.zeros([])]):
+        none = tf.zeros([], keras.config.floatx())
+        with keras_losses.losses_replaced(self._model, [none]):
             loss = keras_losses.step_loss(
                 self._model,
                 x=x,

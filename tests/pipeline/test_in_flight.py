@@ -1,0 +1,139 @@
+"""Schedules without a flush train as the oracle does, slot by slot."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests import pipeline_functions, pipeline_oracle
+from tests.conftest import engines
+
+# The layers of each stage; the number of mini-batches of an epoch is not one
+# of full ones.
+_STAGES = {
+    2: [["dense_0", "drop", "dense_1"], ["norm", "dense_2", "dense_3", "out"]],
+    3: [["dense_0", "drop"], ["dense_1", "norm"], ["dense_2", "dense_3", "out"]],
+    4: [
+        ["dense_0"],
+        ["drop", "dense_1", "norm"],
+        ["dense_2"],
+        ["dense_3", "out"],
+    ],
+}
+_NUM_EXAMPLES = 59
+_SCHEDULES = [
+    ("vanilla", "paper"),
+    ("stash", "paper"),
+    ("spectrain", "paper"),
+    ("spectrain", "sequential"),
+]
+
+
+@functools.cache
+def _expected(rule, num_stages, schedule, target):
+    network = pipeline_functions.made("line")
+    stages = [
+        pipeline_oracle.Stage([network.get_layer(n) for n in names], rule)
+        for names in _STAGES[num_stages]
+    ]
+    x, y = pipeline_functions.data("dense", _NUM_EXAMPLES)
+    size = pipeline_functions.BATCH_SIZE
+    batches = [
+        (x[begin : begin + size].astype("float64"), y[begin : begin + size])
+        for begin in range(0, _NUM_EXAMPLES, size)
+    ]
+    losses = [
+        pipeline_oracle.train(stages, batches, schedule, target)
+        for _ in range(2)
+    ]
+    shares = np.array([len(x) for x, _ in batches])
+    return network.get_weights(), losses, shares
+
+
+def _check(ranks, rule, num_stages, schedule, target):
+    weights, losses, shares = _expected(rule, num_stages, schedule, target)
+    for values, history, seen, iterations in ranks:
+        for value, expected in zip(values, weights, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
+        means = [(each @ shares) / shares.sum() for each in losses]
+        np.testing.assert_allclose(history["loss"], means, rtol=1e-5)
+        assert history == ranks[0][1]
+        assert iterations == 2 * len(shares)
+        # Running means; the logs of N - 1 mini-batches ago on all ranks.
+        late = num_stages - 1
+        of_epoch = seen[: len(shares)]
+        running = np.cumsum(losses[0] * shares) / np.cumsum(shares)
+        assert of_epoch[:late] == [0.0] * late
+        np.testing.assert_allclose(
+            of_epoch[late:], running[: len(shares) - late], rtol=1e-5
+        )
+        assert seen == ranks[0][2]
+
+
+@pytest.mark.parametrize(("schedule", "target"), _SCHEDULES)
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
+def test_four_stages(cluster, rule, schedule, target):
+    ranks = cluster("native", 4).run(
+        pipeline_functions.train_in_flight,
+        rule,
+        ["dense_0", "norm", "dense_2"],
+        schedule,
+        target,
+        _NUM_EXAMPLES,
+    )
+    _check(ranks, rule, 4, schedule, target)
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize(("schedule", "target"), _SCHEDULES)
+def test_two_stages(cluster, engine, schedule, target):
+    ranks = cluster(engine, 2).run(
+        pipeline_functions.train_in_flight,
+        "momentum",
+        ["dense_1"],
+        schedule,
+        target,
+        _NUM_EXAMPLES,
+    )
+    _check(ranks, "momentum", 2, schedule, target)
+
+
+def test_three_stages(cluster):
+    ranks = cluster("native", 3).run(
+        pipeline_functions.train_in_flight,
+        "adam",
+        ["drop", "norm"],
+        "spectrain",
+        "paper",
+        _NUM_EXAMPLES,
+    )
+    _check(ranks, "adam", 3, "spectrain", "paper")
+
+
+def test_fewer_mini_batches_than_stages(cluster):
+    """The pipeline is emptied while it still fills."""
+    num_examples = 13
+    ranks = cluster("native", 4).run(
+        pipeline_functions.train_in_flight,
+        "momentum",
+        ["dense_0", "norm", "dense_2"],
+        "vanilla",
+        "paper",
+        num_examples,
+    )
+    network = pipeline_functions.made("line")
+    stages = [
+        pipeline_oracle.Stage([network.get_layer(n) for n in names], "momentum")
+        for names in _STAGES[4]
+    ]
+    x, y = pipeline_functions.data("dense", num_examples)
+    size = pipeline_functions.BATCH_SIZE
+    for _ in range(2):
+        batches = [
+            (x[:size].astype("float64"), y[:size]),
+            (x[size:].astype("float64"), y[size:]),
+        ]
+        pipeline_oracle.train(stages, batches, "vanilla", "paper")
+    for values, *_ in ranks:
+        for value, expected in zip(values, network.get_weights(), strict=True):
+            np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
