@@ -44,12 +44,14 @@ if not _is_command():
     from keras_sparsity.conversion.sharding import shard_embeddings
     from keras_sparsity.global_batch import losses
     from keras_sparsity.optimizer import HybridOptimizer
+    from keras_sparsity.pipeline.strategy import PipelineStrategy
     from keras_sparsity.strategy import HybridStrategy
     from keras_sparsity.tables.sharded_table import ShardedTable
 
 __all__ = [
     "HybridOptimizer",
     "HybridStrategy",
+    "PipelineStrategy",
     "ShardedTable",
     "callbacks",
     "collectives",

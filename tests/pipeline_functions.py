@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.pipeline.strategy import PipelineStrategy
+from keras_sparsity import PipelineStrategy
 from tests import pipeline_oracle
 
 NUM_MICRO_BATCHES = 4
@@ -169,7 +169,7 @@ def train_in_flight(rule, stages, schedule, target, num_examples):
 
 def _trained_in_flight(rule, stages, schedule, target, num_examples):
     strategy = PipelineStrategy(
-        stages, schedule, prediction=target, decay=pipeline_oracle.GAMMA
+        schedule, stages, prediction=target, decay=pipeline_oracle.GAMMA
     )
     network = made("line")
     with strategy.scope():
@@ -198,7 +198,7 @@ def _trained_in_flight(rule, stages, schedule, target, num_examples):
 
 
 def _adopted(model, optimizer, stages, schedule="1f1b"):
-    strategy = PipelineStrategy(stages, schedule, NUM_MICRO_BATCHES)
+    strategy = PipelineStrategy(schedule, stages, NUM_MICRO_BATCHES)
     network = made(model)
     with strategy.scope():
         network.compile(**compile_options(model, optimizer))
@@ -230,7 +230,8 @@ def train(model, optimizer, stages, schedule, num_examples):
     x, y = data(model, num_examples)
     options = {"batch_size": BATCH_SIZE, "verbose": 0}
     history = network.fit(x, y, epochs=2, shuffle=False, **options).history
-    part = network._keras_sparsity_pipeline[0]._stage.part.model
+    rank = network.distribute_strategy.rank
+    part = network._keras_sparsity_pipeline.parts[rank].model
     return {
         "weights": {v.path: v.numpy() for v in part.weights},
         "history": history,

@@ -169,9 +169,7 @@ def _ahead(slots, slot, k, m, kind, num_stages, target):
     # While the stage's backward passes go with forward ones, it goes on.
     if kind == "backward" and m + num_stages - 1 - k <= last:
         last += num_stages
-    others = [
-        n for n in range(last + 1) if n != m and 2 * n + back > slot
-    ]
+    others = [n for n in range(last + 1) if n != m and 2 * n + back > slot]
     if target == "sequential":
         return sum(n < m for n in others)
     return sum(2 * n + back <= 2 * m + 2 * num_stages - 1 for n in others)

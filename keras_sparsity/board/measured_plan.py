@@ -10,6 +10,7 @@ from keras_sparsity._tf import checks
 from keras_sparsity.board.model_plan import ModelPlan, VariablePlan
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.machines import settings
+from keras_sparsity.pipeline.strategy import PipelineStrategy
 from keras_sparsity.placement import choice
 from keras_sparsity.placement.traffic import as_sent, running_cluster
 from keras_sparsity.sparsity import touches
@@ -106,6 +107,13 @@ def _checked(model, dataset, num_batches):
         model,
         "a compiled `keras.Model`: its loss says what has a gradient",
     )
+    if isinstance(model.distribute_strategy, PipelineStrategy):
+        raise ValueError(
+            "`ks.plan` places the variables of a model that every process "
+            f"trains. Received: the model '{model.name}', which "
+            "`ks.PipelineStrategy` has cut into stages. Give it a model that "
+            "is compiled under `ks.HybridStrategy` or none."
+        )
     checks.check(
         isinstance(dataset, tf.data.Dataset),
         "dataset",

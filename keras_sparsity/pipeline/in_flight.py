@@ -104,11 +104,9 @@ class InFlight:
         -1 if a step has failed midway.
         """
         turn = int(self._turn)
-        is_whole = (
-            int(self._passes.size) == min(turn, self._num_ahead)
-            and int(self._results.size)
-            == (turn > self._num_ahead and not self._stage.is_first)
-        )
+        is_whole = int(self._passes.size) == min(turn, self._num_ahead) and int(
+            self._results.size
+        ) == (turn > self._num_ahead and not self._stage.is_first)
         return turn if is_whole else -1
 
     def clear(self):

@@ -42,6 +42,7 @@ class Runs(Binding):
             callbacks = keras.tree.flatten(
                 [] if callbacks is None else callbacks
             )
+            _check_callbacks(callbacks)
             arguments["callbacks"] = [
                 *first,
                 *rank_zero.on_rank(callbacks, self._collectives.rank),
@@ -51,3 +52,14 @@ class Runs(Binding):
         with collectives.explained(f"model.{name}"):
             self._steps.settle()
             return self._stock[name](**arguments)
+
+
+def _check_callbacks(callbacks):
+    for callback in callbacks:
+        if type(callback).__module__.startswith("keras_sparsity."):
+            raise ValueError(
+                "The callbacks of this library look at the tables of "
+                "`ks.HybridStrategy`. Received: a "
+                f"{type(callback).__name__} under `ks.PipelineStrategy`. Use "
+                "Keras's own, such as `keras.callbacks.ModelCheckpoint`."
+            )

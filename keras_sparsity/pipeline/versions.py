@@ -13,11 +13,10 @@ class Versions(abc.ABC):
 
     Args:
         stage: the `Stage`.
-        rule: the optimizer that updates its variables, built.
     """
 
-    def __init__(self, stage, rule):
-        self._stage, self._rule = stage, rule
+    def __init__(self, stage):
+        self._stage = stage
 
     def forward(self, num_in_flight):
         """The weights of a forward pass, in the order of `Stage.variables`.
@@ -80,7 +79,8 @@ class Predicted(Versions):
     """Each pass with the weights that are expected some updates later.
 
     Args:
-        stage, rule: see `Versions`.
+        stage: the `Stage`.
+        rule: the optimizer that updates its variables, built.
         target: `"paper"`: when the mini-batch's round trip ends; or
             `"sequential"`: when the updates of all earlier mini-batches are
             made.
@@ -91,7 +91,7 @@ class Predicted(Versions):
     """
 
     def __init__(self, stage, rule, target, decay):
-        super().__init__(stage, rule)
+        super().__init__(stage)
         # Equation 6: until the mini-batch is back at the first stage.
         self._beyond = stage.number // 2 if target == "paper" else 0
         self._predictor = predictor_of(rule, decay)

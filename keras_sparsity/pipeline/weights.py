@@ -2,6 +2,8 @@
 
 import contextlib
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_scopes, keras_variables
@@ -27,7 +29,8 @@ class Weights(Binding):
             for rank, part in enumerate(parts)
             for variable in part.model.weights
         }
-        super().__init__(model, ["get_weights", "save", "save_weights"])
+        names = ["get_weights", "set_weights", "load_weights"]
+        super().__init__(model, [*names, "save", "save_weights"])
         self._others = [
             variable
             for variable in model.weights
@@ -35,6 +38,9 @@ class Weights(Binding):
         ]
         for variable in self._others:
             self._take_away(variable)
+        if model.optimizer is not None:
+            own = parts[self._collectives.rank].model.trainable_variables
+            _load_own_part(model.optimizer, model.trainable_variables, own)
 
     def _owner(self, variable):
         return self._owners[id(variable)]
@@ -58,6 +64,15 @@ class Weights(Binding):
         """All weights, on every rank; every rank calls it."""
         self._steps.settle()
         return [self._value(v).numpy() for v in self._model.weights]
+
+    def set_weights(self, weights):
+        # Updates that are under way belong to the weights before.
+        self._steps.settle()
+        self._stock["set_weights"](weights)
+
+    def load_weights(self, *args, **kwargs):
+        self._steps.settle()
+        self._stock["load_weights"](*args, **kwargs)
 
     def save(self, *args, **kwargs):
         self._save("save", args, kwargs)
@@ -144,3 +159,43 @@ def _with_values(optimizer, model, values):
     for variable in whole.variables:
         variable.assign(values[variable.path])
     return whole
+
+
+def _load_own_part(optimizer, variables, own):
+    """Lets a rank's optimizer load its slots from those of all weights.
+
+    Args:
+        optimizer: the rank's, of its stage's weights.
+        variables: all trainable variables of the model.
+        own: those of the stage.
+    """
+    stock = type(optimizer).load_own_variables
+
+    def load(store):
+        number, places = _places_among_all(optimizer, variables, own)
+        if len(store.keys()) == number:
+            store = {
+                str(i): store[str(place)] for i, place in enumerate(places)
+            }
+        stock(optimizer, store)
+
+    object.__setattr__(optimizer, "load_own_variables", load)
+
+
+def _places_among_all(optimizer, variables, own):
+    """The number of variables of an optimizer for all, and a rank's places.
+
+    A place for each variable of the rank's optimizer.
+    """
+    stand_ins = {
+        # As many dimensions, of which a rule's slots may depend.
+        id(v): keras.Variable(np.zeros([1] * len(v.shape)), name=f"weight_{i}")
+        for i, v in enumerate(variables)
+    }
+    paths = []
+    for some in (variables, own):
+        alike = type(optimizer).from_config(optimizer.get_config())
+        alike.build([stand_ins[id(v)] for v in some])
+        paths.append([v.path for v in alike.variables])
+    of_all, of_own = paths
+    return len(of_all), [of_all.index(path) for path in of_own]

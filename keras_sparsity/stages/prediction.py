@@ -132,9 +132,7 @@ class OfChanges(Predictor):
         for variable, value in zip(variables, before, strict=True):
             change = tf.convert_to_tensor(variable) - value
             average = self._average(variable)
-            average.assign(
-                self._decay * average + (1 - self._decay) * change
-            )
+            average.assign(self._decay * average + (1 - self._decay) * change)
 
     def _average(self, variable):
         if id(variable) not in self._averages:

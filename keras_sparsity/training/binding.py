@@ -44,6 +44,11 @@ class Binding:
         # Not through Keras's attribute tracking: these are not state.
         object.__setattr__(self._model, name, bound)
 
+    def unbind(self):
+        """Gives the model its methods back; the last binding goes first."""
+        for name, stock in self._stock.items():
+            object.__setattr__(self._model, name, stock)
+
     def _check_same_call(self, method, arguments):
         if self._collectives.size == 1:
             return

@@ -12,7 +12,11 @@ from tests.conftest import engines
 # of full ones.
 _STAGES = {
     2: [["dense_0", "drop", "dense_1"], ["norm", "dense_2", "dense_3", "out"]],
-    3: [["dense_0", "drop"], ["dense_1", "norm"], ["dense_2", "dense_3", "out"]],
+    3: [
+        ["dense_0", "drop"],
+        ["dense_1", "norm"],
+        ["dense_2", "dense_3", "out"],
+    ],
     4: [
         ["dense_0"],
         ["drop", "dense_1", "norm"],

@@ -1,0 +1,182 @@
+"""Adoption: `compile` in a `PipelineStrategy`'s scope cuts a model."""
+
+import keras
+
+from keras_sparsity._tf import checks, keras_models
+from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
+from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.pipeline.runs import Runs
+from keras_sparsity.pipeline.stage import Stage
+from keras_sparsity.pipeline.steps import Steps
+from keras_sparsity.pipeline.weights import Weights
+from keras_sparsity.stages import timing
+from keras_sparsity.stages.cutting import Cutter, balanced
+from keras_sparsity.training.binding import check_is_not_jit_compiled
+
+# Set on an adopted model; holds what its methods are bound to.
+_ADOPTION = "_keras_sparsity_pipeline"
+
+
+class Adoption:
+    """A model whose stages live on the ranks.
+
+    Args:
+        model: a compiled model.
+        strategy: its `PipelineStrategy`.
+
+    Attributes:
+        parts: the `Part`s of all stages.
+    """
+
+    def __init__(self, model, strategy):
+        _check(model, strategy)
+        cutter = Cutter(model)
+        self.parts = cutter.parts(_places(cutter, strategy))
+        self._bind(model, strategy)
+
+    def _bind(self, model, strategy):
+        rank = strategy.collectives.rank
+        stage = Stage(rank, self.parts[rank], *strategy.links)
+        optimizer = model.optimizer
+        if optimizer is not None and stage.variables:
+            optimizer.build(stage.variables)
+        steps = Steps(model, stage, *strategy.passes(stage, optimizer))
+        runs, weights = Runs(model, steps), Weights(model, self.parts, steps)
+        self._bindings = [weights, runs, steps]
+
+    def compiled_again(self, model, strategy):
+        """Keeps the stages, as the weights of others are gone."""
+        _check(model, strategy)
+        for binding in self._bindings:
+            binding.unbind()
+        self._bind(model, strategy)
+
+
+def adopt(stock, model, args, kwargs, strategy):
+    """Compiles a model and cuts it.
+
+    Args:
+        stock: Keras's own `compile`.
+        model: the model.
+        args, kwargs: its arguments.
+        strategy: the `PipelineStrategy`.
+
+    Raises:
+        ValueError: if the model, its optimizer or `stages` is not one that
+            can be trained in stages.
+    """
+    adoption = getattr(model, _ADOPTION, None)
+    other = getattr(model, "distribute_strategy", None)
+    if adoption is None or other is not strategy:
+        _check_is_free(model, other)
+    keras_models.set_distribute_strategy(model, strategy)
+    stock(model, *args, **kwargs)
+    if adoption is not None:
+        adoption.compiled_again(model, strategy)
+    else:
+        adoption = Adoption(model, strategy)
+        object.__setattr__(model, _ADOPTION, adoption)
+
+
+def _check_is_free(model, strategy):
+    if getattr(model, _ADOPTION, None) or hasattr(strategy, "placements"):
+        raise ValueError(
+            f"The model '{model.name}' is trained by another strategy already. "
+            f"Received: a model of a {type(strategy).__name__}. Make the model "
+            "anew, or load it inside of this strategy's scope."
+        )
+
+
+def _check(model, strategy):
+    size = strategy.collectives.size
+    check_is_not_jit_compiled(model, size)
+    for layer in keras_models.all_layers(model):
+        if isinstance(layer, (ShardedEmbedding, SampledSoftmax)):
+            raise ValueError(
+                f"The layer '{layer.name}' spreads its rows over all "
+                "processes, but each weight of a model in stages is on the "
+                f"process of its stage. Received: a {type(layer).__name__}. "
+                "Use `keras.layers.Embedding` (`ks.export(model)` makes a "
+                "copy with it), or train under `ks.HybridStrategy`."
+            )
+    _check_optimizer(model.optimizer, strategy)
+
+
+def _check_optimizer(optimizer, strategy):
+    if isinstance(optimizer, HybridOptimizer):
+        raise ValueError(
+            "Under `ks.PipelineStrategy` each process updates its own stage's "
+            "weights, so there is nothing to aggregate. Received: a "
+            "HybridOptimizer. Give `compile` the optimizer that it wraps."
+        )
+    needs_all = None
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        needs_all = "loss scaling", "a LossScaleOptimizer"
+    elif getattr(optimizer, "global_clipnorm", None):
+        number = optimizer.global_clipnorm
+        needs_all = "`global_clipnorm`", f"global_clipnorm={number}"
+    if needs_all and strategy.collectives.size > 1:
+        what, received = needs_all
+        raise ValueError(
+            f"{what} needs the gradients of all stages together, and each "
+            "process updates its own stage by itself. Received: "
+            f"{received}. Use `clipnorm` or `clipvalue`, which look at one "
+            "weight at a time; for mixed precision "
+            '`keras.mixed_precision.set_global_policy("mixed_bfloat16")`, '
+            "which needs no loss scaling."
+        )
+
+
+def _places(cutter, strategy):
+    """The places of the cuts, the same on all ranks."""
+    size, stages = strategy.collectives.size, strategy.stages
+    if stages is None:
+        return _measured_places(cutter, strategy)
+    if stages and isinstance(stages[0], list):
+        stages = _ends_of_lists(cutter, stages)
+    if len(stages) != size - 1:
+        raise ValueError(
+            f"{size} processes train {size} stages, so the model is cut "
+            f"{size - 1} times. Received: {checks.spell(strategy.stages)}. "
+            "Expected: the name of the last layer of each stage but the last "
+            "one's; a list of names for each stage; or None."
+        )
+    return cutter.after(stages)
+
+
+def _ends_of_lists(cutter, stages):
+    order = list(dict.fromkeys(call.operation.name for call in cutter.calls))
+    names = [name for stage in stages for name in stage]
+    if sorted(names) != sorted(order) or not all(stages):
+        missing = [name for name in order if name not in names]
+        unknown = [name for name in names if name not in order]
+        raise ValueError(
+            "`stages` must have each layer once, and a layer in each stage. "
+            f"Received: stages={checks.spell(stages)}; missing: {missing}; "
+            f"unknown: {unknown}."
+        )
+    ends = []
+    for stage in stages[:-1]:
+        ends.append(max(stage, key=order.index))
+    begin = 0
+    for stage in stages:
+        expected = order[begin : begin + len(stage)]
+        begin += len(stage)
+        if sorted(stage) != sorted(expected):
+            raise ValueError(
+                "Stages must stand in the model's order. Received: "
+                f"{checks.spell(stage)}; the model's order here: {expected}."
+            )
+    return ends
+
+
+def _measured_places(cutter, strategy):
+    """The cuts with the smallest largest stage, by rank 0's times."""
+    communicator = strategy.collectives
+    if communicator.size == 1:
+        return []
+    seconds = None
+    if communicator.rank == 0:
+        seconds = timing.call_seconds(cutter)
+    seconds = communicator.gather_objects(seconds, name="pipeline/seconds")[0]
+    return balanced(seconds, cutter.places, communicator.size)
