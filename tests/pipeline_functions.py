@@ -239,3 +239,185 @@ def train(model, optimizer, stages, schedule, num_examples):
         "predicted": network.predict(x, **options),
         "all_weights": network.get_weights(),
     }
+
+
+def strategies():
+    """What `compile` makes of `stages`, and what it refuses, by name."""
+    found = {}
+    for name, stages in [
+        ("measured", None),
+        ("names", ["dense_1"]),
+        (
+            "lists",
+            [
+                ["dense_0", "dense_1"],
+                ["dense_2", "dense_3", "activity", "out"],
+            ],
+        ),
+    ]:
+        network = _adopted("dense", "adam", stages)
+        found[name] = [
+            part.names for part in network._keras_sparsity_pipeline.parts
+        ]
+    x, y = data("dense", 16)
+    history = network.fit(x, y, BATCH_SIZE, verbose=0).history
+    found["fitted"] = history["loss"]
+    return found
+
+
+def refusals():
+    """The message of each model that cannot be trained in stages."""
+    import keras_sparsity as ks
+
+    strategy = PipelineStrategy("spectrain", ["first"])
+
+    def layers(*more, name="second"):
+        return keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(4, name="first"),
+                *more,
+                keras.layers.Dense(1, name=name),
+            ]
+        )
+
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+    rules, hybrid = keras.optimizers, ks.HybridOptimizer
+    of_hybrid = layers()
+    with ks.HybridStrategy().scope():
+        of_hybrid.compile("sgd", "mse")
+    trained = layers()
+    with strategy.scope():
+        trained.compile("sgd", "mse")
+    ids = [keras.Input((3,)), ks.layers.ShardedEmbedding(9, 2, name="first")]
+    x = np.ones((8, 4), "float32")
+    dataset = tf.data.Dataset.from_tensors((x, x[:, :1]))
+    wrong = {
+        "subclass": (Own(), "sgd", strategy),
+        "sharded": (
+            keras.Sequential([*ids, keras.layers.Dense(1)]),
+            "sgd",
+            strategy,
+        ),
+        "hybrid optimizer": (layers(), hybrid("sgd"), strategy),
+        "global norm": (layers(), rules.SGD(global_clipnorm=1.0), strategy),
+        "loss scaling": (
+            layers(),
+            rules.LossScaleOptimizer(rules.SGD()),
+            strategy,
+        ),
+        "hybrid strategy": (of_hybrid, "sgd", strategy),
+        "another one": (trained, "sgd", PipelineStrategy("gpipe")),
+        "unknown layer": (layers(), "sgd", PipelineStrategy(stages=["third"])),
+        "three stages": (
+            layers(),
+            "sgd",
+            PipelineStrategy(stages=["first", "second"]),
+        ),
+        "lists": (
+            layers(),
+            "sgd",
+            PipelineStrategy(stages=[["first"], ["third"]]),
+        ),
+        "order": (
+            layers(keras.layers.Dense(4, name="between")),
+            "sgd",
+            PipelineStrategy(stages=[["first", "second"], ["between"]]),
+        ),
+    }
+    found = {}
+    for name, (model, optimizer, used) in wrong.items():
+        with used.scope():
+            found[name] = _message(lambda: model.compile(optimizer, "mse"))  # noqa: B023
+    with strategy.scope():
+        xla = layers()
+        found["xla"] = _message(
+            lambda: xla.compile("sgd", "mse", jit_compile=True)
+        )
+    found["plan"] = _message(lambda: ks.plan(trained, dataset))
+    found["callback"] = _message(
+        lambda: trained.fit(
+            dataset, callbacks=[ks.callbacks.PartitionSearch()], verbose=0
+        )
+    )
+    return found
+
+
+def _message(function):
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def resumed(folder):
+    """Weights after 4 epochs: in one go, and loaded after the first 2."""
+    x, y = data("dense", 22)
+    options = {"batch_size": BATCH_SIZE, "shuffle": False, "verbose": 0}
+    network = _adopted("dense", "adam", ["dense_1"], "spectrain")
+    checkpoint = keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras")
+    network.fit(x, y, epochs=4, callbacks=[checkpoint], **options)
+    strategy = PipelineStrategy("spectrain", ["dense_1"])
+    with strategy.scope():
+        loaded = keras.models.load_model(f"{folder}/2.keras")
+    loaded.fit(x, y, epochs=4, initial_epoch=2, **options)
+    return network.get_weights(), loaded.get_weights()
+
+
+def compiled_again():
+    """Weights of two compiles, the second in mid-training."""
+    network = _adopted("dense", "adam", ["dense_1"], "stash")
+    x, y = data("dense", 22)
+    options = {"batch_size": BATCH_SIZE, "shuffle": False, "verbose": 0}
+    network.fit(x, y, **options)
+    between = network.get_weights()
+    with network.distribute_strategy.scope():
+        network.compile(**compile_options("dense", "sgd"))
+    network.fit(x, y, **options)
+    other = _adopted("dense", "sgd", ["dense_1"], "stash")
+    other.set_weights(between)
+    other.fit(x, y, **options)
+    return network.get_weights(), other.get_weights()
+
+
+def fitted_with_callbacks():
+    """What callbacks see, with validation, class weights and early stops."""
+    keras.utils.set_random_seed(3)
+    network = keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="relu", name="first"),
+            keras.layers.Dropout(0.0),
+            keras.layers.Dense(3),
+        ]
+    )
+    with PipelineStrategy("spectrain", ["first"]).scope():
+        network.compile(
+            keras.optimizers.Adam(
+                keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9)
+            ),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    x, _ = data("dense", 64)
+    labels = np.arange(64) % 3
+    history = network.fit(
+        x,
+        labels,
+        BATCH_SIZE,
+        epochs=5,
+        validation_data=(x, labels),
+        class_weight={0: 1.0, 1: 2.0, 2: 0.5},
+        verbose=0,
+        callbacks=[
+            keras.callbacks.EarlyStopping(
+                "val_loss", patience=1, mode="max", restore_best_weights=True
+            ),
+            keras.callbacks.TerminateOnNaN(),
+        ],
+    ).history
+    return history, network.evaluate(x, labels, verbose=0, return_dict=True)

@@ -89,6 +89,7 @@ VALID = {
         ks.HybridStrategy().shard,
         {"dataset": batches()},
     ),
+    "PipelineStrategy": lambda: (ks.PipelineStrategy, {}),
     "HybridOptimizer": lambda: (
         ks.HybridOptimizer,
         {"inner_optimizer": "sgd"},

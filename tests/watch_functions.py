@@ -225,6 +225,36 @@ def fail_in_fit(how, rank):
     model.fit(dataset(), epochs=10, verbose=0, callbacks=[Fail()])
 
 
+def fail_in_pipeline(how, rank, schedule):
+    """Trains stages until one rank fails, in the middle of an epoch."""
+    import keras
+
+    import keras_sparsity as ks
+
+    class Fail(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 20:
+                begin()
+                if strategy.rank == rank:
+                    if how == "callback":
+                        raise ValueError("no such file: corpus.txt")
+                    os.kill(os.getpid(), getattr(signal, how))
+
+    # A rank that is stopped is waited for as long as the timeout says.
+    strategy = ks.PipelineStrategy(schedule, ["first"], timeout=7)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(8, name="first"),
+            keras.layers.Dense(1),
+        ]
+    )
+    with strategy.scope():
+        model.compile("adam", "mse")
+    x = np.ones((1600, 4), "float32")
+    model.fit(x, x[:, :1], 8, epochs=10, verbose=0, callbacks=[Fail()])
+
+
 def _limit_memory():
     """Leaves this process little more memory than it has."""
     with open("/proc/self/statm") as file:

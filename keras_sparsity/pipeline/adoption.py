@@ -5,13 +5,21 @@ import keras
 from keras_sparsity._tf import checks, keras_models
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.pipeline import versions
 from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.stage import Stage
 from keras_sparsity.pipeline.steps import Steps
 from keras_sparsity.pipeline.weights import Weights
+from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages import timing
 from keras_sparsity.stages.cutting import Cutter, balanced
 from keras_sparsity.training.binding import check_is_not_jit_compiled
+
+_FLUSHED = {
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_forward_one_backward,
+}
+SCHEDULES = ("spectrain", "vanilla", "stash", *_FLUSHED)
 
 # Set on an adopted model; holds what its methods are bound to.
 _ADOPTION = "_keras_sparsity_pipeline"
@@ -40,7 +48,7 @@ class Adoption:
         optimizer = model.optimizer
         if optimizer is not None and stage.variables:
             optimizer.build(stage.variables)
-        steps = Steps(model, stage, *strategy.passes(stage, optimizer))
+        steps = Steps(model, stage, *_passes(strategy, stage, optimizer))
         runs, weights = Runs(model, steps), Weights(model, self.parts, steps)
         self._bindings = [weights, runs, steps]
 
@@ -76,6 +84,22 @@ def adopt(stock, model, args, kwargs, strategy):
     else:
         adoption = Adoption(model, strategy)
         object.__setattr__(model, _ADOPTION, adoption)
+
+
+def _passes(strategy, stage, optimizer):
+    """`(Schedule of a batch's parts, Versions or None)` of a stage."""
+    name = strategy.schedule
+    make = _FLUSHED.get(name, schedules.one_forward_one_backward)
+    schedule = make(strategy.size, strategy.num_micro_batches)
+    if name in _FLUSHED or optimizer is None:
+        return schedule, None
+    if name == "vanilla":
+        return schedule, versions.Vanilla(stage)
+    if name == "stash":
+        return schedule, versions.Stashed(stage)
+    return schedule, versions.Predicted(
+        stage, optimizer, strategy.prediction, strategy.decay
+    )
 
 
 def _check_is_free(model, strategy):

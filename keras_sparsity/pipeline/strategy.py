@@ -7,16 +7,9 @@ import tensorflow as tf
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks, patches
 from keras_sparsity.collectives.startup import single_process
-from keras_sparsity.pipeline import adoption, versions
+from keras_sparsity.pipeline import adoption
 from keras_sparsity.pipeline.links import links
-from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.training.extended import HybridExtended
-
-_FLUSHED = {
-    "gpipe": schedules.gpipe,
-    "1f1b": schedules.one_forward_one_backward,
-}
-_WITHOUT_FLUSH = ("vanilla", "stash", "spectrain")
 
 
 class PipelineStrategy(tf.distribute.Strategy):
@@ -99,7 +92,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         engine=None,
         timeout=None,
     ):
-        checks.one_of("schedule", schedule, (*_WITHOUT_FLUSH, *_FLUSHED))
+        checks.one_of("schedule", schedule, adoption.SCHEDULES)
         checks.one_of("prediction", prediction, ("paper", "sequential"))
         checks.positive_integer("num_micro_batches", num_micro_batches)
         checks.check(
@@ -142,20 +135,6 @@ class PipelineStrategy(tf.distribute.Strategy):
 
         with super().scope(), patches.COMPILE.by(make):
             yield self
-
-    def passes(self, stage, optimizer):
-        """`(Schedule of micro-batches, Versions or None)` of a stage."""
-        make = _FLUSHED.get(self.schedule, schedules.one_forward_one_backward)
-        schedule = make(self.size, self.num_micro_batches)
-        if self.schedule in _FLUSHED or optimizer is None:
-            return schedule, None
-        if self.schedule == "vanilla":
-            return schedule, versions.Vanilla(stage)
-        if self.schedule == "stash":
-            return schedule, versions.Stashed(stage)
-        return schedule, versions.Predicted(
-            stage, optimizer, self.prediction, self.decay
-        )
 
 
 def _checked_stages(stages):

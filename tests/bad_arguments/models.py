@@ -24,6 +24,20 @@ BAD = [
             ),
         ]
     ),
+    *(
+        ("PipelineStrategy", arguments, message)
+        for arguments, message in [
+            ({"schedule": "2f2b"}, "one of.*'spectrain'.*='2f2b'"),
+            ({"stages": 2}, "a list of layers' names.*Received: stages=2"),
+            ({"stages": ["a", 3]}, "a list of layers' names.*'a', 3"),
+            ({"stages": [["a"], "b"]}, "a list of layers' names.*'b'"),
+            ({"num_micro_batches": 0}, "a positive integer.*batches=0"),
+            ({"prediction": "none"}, "'paper' or 'sequential'.*='none'"),
+            ({"decay": 1}, "from 0 to below 1.*decay=1"),
+            ({"engine": "mpi"}, "one of.*'native'.*engine='mpi'"),
+            ({"timeout": 0}, "`timeout`.*Received: timeout=0"),
+        ]
+    ),
     ("HybridStrategy", {"engine": "mpi"}, "one of.*'native'.*engine='mpi'"),
     ("HybridStrategy", {"engine": 3}, "must be one of.*'native'.*engine=3"),
     (

@@ -1,0 +1,72 @@
+"""`ks.PipelineStrategy` as users meet it."""
+
+import re
+
+import numpy as np
+import pytest
+
+from tests import pipeline_functions
+from tests.conftest import engines
+
+_REFUSALS = {
+    "subclass": "cannot be cut.*Received: a Own; expected: a functional",
+    "sharded": "'first' spreads its rows.*a ShardedEmbedding.*ks.export",
+    "hybrid optimizer": "Received: a HybridOptimizer. Give `compile` the opt",
+    "global norm": "needs the gradients of all stages.*global_clipnorm=1.0",
+    "loss scaling": "loss scaling needs.*a LossScaleOptimizer.*mixed_bfloat16",
+    "hybrid strategy": "another strategy already.*a HybridStrategy",
+    "another one": "another strategy already.*a PipelineStrategy",
+    "unknown layer": "must be.*'first'.*'second'.*'third'",
+    "three stages": "2 processes train 2 stages.*'first', 'second'",
+    "lists": r"missing: \['second'\]; unknown: \['third'\]",
+    "order": r"model's order.*order here: \['first', 'between'\]",
+    "xla": "compiled with `jit_compile=True`",
+    "plan": "cut into stages.*compiled under `ks.HybridStrategy`",
+    "callback": "a PartitionSearch under `ks.PipelineStrategy`",
+}
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_stages_of_each_kind(cluster, engine):
+    ranks = cluster(engine, 2).run(pipeline_functions.strategies)
+    found = ranks[0]
+    assert all(rank == found for rank in ranks)
+    assert found["names"] == found["lists"]
+    first, second = found["measured"]
+    assert [*first, *second] == [*found["names"][0], *found["names"][1]]
+    assert first and second
+    assert np.isfinite(found["fitted"]).all()
+
+
+def test_refusals(cluster):
+    for found in cluster("native", 2).run(pipeline_functions.refusals):
+        assert found.keys() == _REFUSALS.keys()
+        for name, message in found.items():
+            assert message is not None, name
+            assert re.search(_REFUSALS[name], message, re.DOTALL), message
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_a_loaded_model_goes_on_to_the_bit(cluster, engine, tmp_path):
+    for rank in cluster(engine, 2).run(
+        pipeline_functions.resumed, str(tmp_path)
+    ):
+        for value, other in zip(*rank, strict=True):
+            np.testing.assert_array_equal(value, other)
+
+
+def test_compiled_again(cluster):
+    for rank in cluster("native", 2).run(pipeline_functions.compiled_again):
+        for value, other in zip(*rank, strict=True):
+            np.testing.assert_array_equal(value, other)
+
+
+def test_callbacks_decide_alike(cluster):
+    ranks = cluster("native", 2).run(pipeline_functions.fitted_with_callbacks)
+    (history, evaluated), other = ranks
+    assert other == (history, evaluated)
+    assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
+    # The loss falls; asked for the largest, it goes back to the first one.
+    assert len(history["loss"]) == 2
+    assert history["val_loss"][1] < history["val_loss"][0]
+    assert evaluated["loss"] == pytest.approx(history["val_loss"][0], rel=1e-5)
