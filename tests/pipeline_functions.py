@@ -211,6 +211,8 @@ def save(folder):
     x, y = data("dense", 22)
     network.fit(x, y, BATCH_SIZE, epochs=2, shuffle=False, verbose=0)
     network.save(f"{folder}/model.keras")
+    with open(f"{folder}/model.keras", "rb"):
+        pass  # Written on all ranks' behalf before `save` returns.
     network.save_weights(f"{folder}/model.weights.h5")
     other = _adopted("dense", "adam", ["dense_0"])
     other.load_weights(f"{folder}/model.weights.h5")
@@ -362,7 +364,9 @@ def resumed(folder):
     checkpoint = keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras")
     network.fit(x, y, epochs=4, callbacks=[checkpoint], **options)
     strategy = PipelineStrategy("spectrain", ["dense_1"])
+    network.save(f"{folder}/last.keras")
     with strategy.scope():
+        keras.models.load_model(f"{folder}/last.keras")
         loaded = keras.models.load_model(f"{folder}/2.keras")
     loaded.fit(x, y, epochs=4, initial_epoch=2, **options)
     return network.get_weights(), loaded.get_weights()

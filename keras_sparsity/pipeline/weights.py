@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_scopes, keras_variables
+from keras_sparsity.conversion import saving
 from keras_sparsity.training.binding import Binding
 
 
@@ -104,7 +105,9 @@ class Weights(Binding):
                 values = self._optimizer_values()
                 if is_writer:
                     model.optimizer = _with_values(optimizer, model, values)
-            yield is_writer
+            # The others wait for the file, or for its error.
+            with saving.on_rank_zero(model):
+                yield is_writer
         finally:
             if model.optimizer is not optimizer:
                 model.optimizer = optimizer

@@ -35,7 +35,7 @@ BAD = [
             ({"prediction": "none"}, "'paper' or 'sequential'.*='none'"),
             ({"decay": 1}, "from 0 to below 1.*decay=1"),
             ({"engine": "mpi"}, "one of.*'native'.*engine='mpi'"),
-            ({"timeout": 0}, "`timeout`.*Received: timeout=0"),
+            ({"timeout": 0}, "`timeout` must be.*at least 5.*Received: 0"),
         ]
     ),
     ("HybridStrategy", {"engine": "mpi"}, "one of.*'native'.*engine='mpi'"),

@@ -1,0 +1,35 @@
+"""The Python code of the guides, each page from top to bottom."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+_GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
+_PAGES = {
+    page.stem: re.findall(
+        r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+    )
+    for page in sorted(_GUIDES.glob("*.md"))
+}
+
+
+def test_pages_have_code():
+    assert sum(map(bool, _PAGES.values())) >= 6
+
+
+@pytest.mark.parametrize("page", [p for p, code in _PAGES.items() if code])
+def test_the_code_of_a_guide(page, tmp_path):
+    (tmp_path / "page.py").write_text("\n".join(_PAGES[page]))
+    done = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(_GUIDES.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
