@@ -74,11 +74,31 @@ def line():
     return keras.Model(inputs, out(x))
 
 
-MODELS = {"dense": dense, "branches": branches, "line": line}
+def mixed():
+    """Layers that compute in float16."""
+    x = inputs = keras.Input((6,))
+    for i in range(3):
+        x = keras.layers.Dense(
+            7, activation="tanh", name=f"dense_{i}", dtype="mixed_float16"
+        )(x)
+    return keras.Model(inputs, keras.layers.Dense(2, name="out")(x))
+
+
+MODELS = {"mixed": mixed, "dense": dense, "branches": branches, "line": line}
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
+    # Of a norm that all gradients together exceed, and few stages' alone.
+    "clipped": lambda: keras.optimizers.SGD(
+        0.1, momentum=0.9, global_clipnorm=0.5
+    ),
+    # It grows until gradients are infinite.
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5),
+        initial_scale=2.0**18,
+        dynamic_growth_steps=2,
+    ),
 }
 
 
@@ -93,7 +113,7 @@ def data(model, num_examples):
     draws = np.random.default_rng(1)
     numbers = draws.normal(size=(num_examples, 6)).astype("float32")
     y = draws.normal(size=(num_examples, 2)).astype("float32")
-    if model == "dense":
+    if model != "branches":
         return numbers, y
     ids = draws.integers(1, 20, size=(num_examples, 5))
     ids[np.arange(5) >= draws.integers(1, 6, size=(num_examples, 1))] = 0
@@ -102,7 +122,7 @@ def data(model, num_examples):
 
 
 def compile_options(model, optimizer):
-    is_single = model == "dense"
+    is_single = model != "branches"
     return {
         "optimizer": OPTIMIZERS[optimizer](),
         "loss": "mse" if is_single else ["mse", "mae"],
@@ -118,6 +138,7 @@ def trained(model, optimizer, num_examples):
     options = compile_options(model, optimizer)
     network, rule = made(model), options["optimizer"]
     network.compile(**options)
+    rule.build(network.trainable_variables)
     x, y = data(model, num_examples)
     losses = []
     for _ in range(2):
@@ -134,9 +155,10 @@ def trained(model, optimizer, num_examples):
                         y=_rows(y, part),
                         y_pred=network(_rows(x, part), training=True),
                     )
+                    scaled = rule.scale_loss(loss)
                 gradients = [
                     None if g is None else tf.convert_to_tensor(g)
-                    for g in tape.gradient(loss, network.trainable_variables)
+                    for g in tape.gradient(scaled, network.trainable_variables)
                 ]
                 total += float(loss) * len(rows)
                 sums = gradients if sums is None else _added(sums, gradients)
@@ -240,7 +262,15 @@ def train(model, optimizer, stages, schedule, num_examples):
         "evaluated": network.evaluate(x, y, return_dict=True, **options),
         "predicted": network.predict(x, **options),
         "all_weights": network.get_weights(),
+        "scale": scale_of(network.optimizer),
     }
+
+
+def scale_of(optimizer):
+    """The factor of losses, and the number of steps with it."""
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return None
+    return float(optimizer.dynamic_scale), int(optimizer.step_counter)
 
 
 def strategies():

@@ -40,6 +40,7 @@ class Adoption:
         _check(model, strategy)
         cutter = Cutter(model)
         self.parts = cutter.parts(_places(cutter, strategy))
+        _check_scaling(model.optimizer, self.parts)
         self._bind(model, strategy)
 
     def _bind(self, model, strategy):
@@ -55,6 +56,7 @@ class Adoption:
     def compiled_again(self, model, strategy):
         """Keeps the stages, as the weights of others are gone."""
         _check(model, strategy)
+        _check_scaling(model.optimizer, self.parts)
         for binding in self._bindings:
             binding.unbind()
         self._bind(model, strategy)
@@ -135,20 +137,35 @@ def _check_optimizer(optimizer, strategy):
         )
     needs_all = None
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        needs_all = "loss scaling", "a LossScaleOptimizer"
+        needs_all = "Loss scaling", "a LossScaleOptimizer"
     elif getattr(optimizer, "global_clipnorm", None):
         number = optimizer.global_clipnorm
         needs_all = "`global_clipnorm`", f"global_clipnorm={number}"
-    if needs_all and strategy.collectives.size > 1:
+    is_flushed = strategy.schedule in _FLUSHED
+    if needs_all and not is_flushed and strategy.collectives.size > 1:
         what, received = needs_all
         raise ValueError(
-            f"{what} needs the gradients of all stages together, and each "
-            "process updates its own stage by itself. Received: "
-            f"{received}. Use `clipnorm` or `clipvalue`, which look at one "
-            "weight at a time; for mixed precision "
-            '`keras.mixed_precision.set_global_policy("mixed_bfloat16")`, '
-            "which needs no loss scaling."
+            f"{what} needs the gradients of all stages together, and with "
+            f"schedule={strategy.schedule!r} each stage updates its weights "
+            f'by itself. Received: {received}. Use `schedule="1f1b"`; or '
+            "`clipnorm` or `clipvalue`, which look at one weight at a time, "
+            'and for mixed precision "mixed_bfloat16", which needs no loss '
+            "scaling."
         )
+
+
+def _check_scaling(optimizer, parts):
+    """Ranks agree on the scale by their updates."""
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return
+    for number, part in enumerate(parts):
+        if not part.model.trainable_variables:
+            raise ValueError(
+                "With loss scaling each stage needs weights to train. "
+                f"Received: stage {number} of the layers {list(part.names)}. "
+                "Cut the model elsewhere (`stages`), or use the policy "
+                '"mixed_bfloat16", which needs no loss scaling.'
+            )
 
 
 def _places(cutter, strategy):

@@ -18,6 +18,7 @@ class FlushedRun:
         schedule: `Schedule`.
         data: a batch, as `train_step` gets it.
         training: True, False, or None of a prediction, which has no loss.
+        scaled: function of a loss; it gives the one that has gradients.
 
     Attributes:
         batches: `MicroBatches`.
@@ -25,8 +26,11 @@ class FlushedRun:
         loss: float32 scalar, of the stages so far: of all at the last.
     """
 
-    def __init__(self, model, stage, objective, schedule, data, training):
+    def __init__(
+        self, model, stage, objective, schedule, data, training, scaled
+    ):
         self._stage, self._objective = stage, objective
+        self._scaled = scaled
         self._tasks = schedule.stages[stage.number]
         self._training = training
         functional = keras_functional.functional_of(model)
@@ -73,6 +77,9 @@ class FlushedRun:
             tape.watch(floats(received))
             outputs, losses = stage.compute(inputs, received, training)
             own = self._own(batch, labels, outputs, losses)
+            to_derive = own
+            if own is not None and self._training:
+                to_derive = self._scaled(own)
         if own is not None:
             loss += own
         stage.send(outputs, loss)
@@ -81,7 +88,7 @@ class FlushedRun:
         self.loss += loss
         if self._training:
             self._passes[batch] = Pass(
-                tape, stage.variables, received, outputs, own
+                tape, stage.variables, received, outputs, to_derive
             )
         self._previous = _operations(outputs)
 

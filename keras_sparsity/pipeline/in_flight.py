@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras_sparsity._tf import keras_functional
 from keras_sparsity.pipeline.late_logs import LateLogs
 from keras_sparsity.pipeline.micro_batches import MicroBatches
-from keras_sparsity.pipeline.stage import Pass, floats
+from keras_sparsity.pipeline.stage import Pass, floats, merged
 from keras_sparsity.pipeline.store import Store
 
 
@@ -167,7 +167,7 @@ class InFlight:
         stage = self._stage
         inputs, received, states, kept = self._taken()
         weights = self._versions.backward(kept, num_later)
-        found = self._computed(inputs, None, received, weights, states)
+        found, _ = self._computed(inputs, None, received, weights, states)
         *upstream, row = stage.behind.receive_gradients(
             [*floats(found.outputs), no_logs]
         )
@@ -178,30 +178,31 @@ class InFlight:
         """The last stage's turn: its passes have the same weights."""
         inputs, *labels = batches.part(0)
         weights = self._versions.forward(0)
-        found = self._computed(inputs, labels, received, weights, None)
-        row = self._logs.of_batch(
-            loss + found.objective, batches, lambda: found.outputs
-        )
+        found, own = self._computed(inputs, labels, received, weights, None)
+        row = self._logs.of_batch(loss + own, batches, lambda: found.outputs)
         self._finish(found, [], row)
         return row
 
     def _computed(self, inputs, labels, received, weights, states):
-        """A recorded `Pass`; with `states`, one that is computed again."""
+        """A recorded `Pass` and its loss; with `states`, of one made again."""
         stage = self._stage
         with tf.GradientTape() as tape:
             tape.watch([*weights, *floats(received)])
             with self._given(weights, states) as scope:
                 outputs, losses = stage.compute(inputs, received, True)
             own = self._objective.of_training(labels, outputs, losses)
+            to_derive = own
+            if own is not None:
+                to_derive = self._model.optimizer.scale_loss(own)
         if states is None:
             self._assign_updates(scope)
-        return Pass(tape, weights, received, outputs, own)
+        return Pass(tape, weights, received, outputs, to_derive), own
 
     def _finish(self, found, upstream, row):
         """Updates the weights; keeps what the stage before is to get."""
         gradients, of_received = found.gradients(upstream)
         with self._versions.updating():
-            self._stage.update(self._model.optimizer, gradients)
+            self._stage.update(self._model.optimizer, merged(gradients))
         if not self._stage.is_first:
             self._results.put([*of_received, row])
 

@@ -82,17 +82,24 @@ class Stage:
         return outputs, list(part.model.losses)
 
     def update(self, optimizer, gradients):
-        """Updates the variables, in their order."""
-        if not self.variables:
-            return
-        # Stock Keras would take each duplicate row for a step.
-        merged = [
-            slices.merged(gradient)
-            if isinstance(gradient, tf.IndexedSlices)
-            else gradient
-            for gradient in gradients
-        ]
-        optimizer.apply(merged, self.variables)
+        """Updates the variables with gradients in their order.
+
+        Args:
+            optimizer: the rank's optimizer.
+            gradients: list, as `merged` returns it.
+        """
+        if self.variables:
+            optimizer.apply(gradients, self.variables)
+
+
+def merged(gradients):
+    """Gradients without duplicate rows, each of which is a step to Keras."""
+    return [
+        slices.merged(gradient)
+        if isinstance(gradient, tf.IndexedSlices)
+        else gradient
+        for gradient in gradients
+    ]
 
 
 @dataclasses.dataclass
@@ -105,7 +112,8 @@ class Pass:
             place, in the order of `Stage.variables`.
         received: list of the tensors that have come.
         outputs: list of the tensors that were sent.
-        objective: the stage's own share of the loss, a scalar, or None.
+        objective: the stage's own share of the loss, a scalar, scaled as its
+            optimizer asks; or None.
     """
 
     tape: tf.GradientTape

@@ -10,6 +10,8 @@ from keras_sparsity.pipeline.in_flight import InFlight
 from keras_sparsity.pipeline.links import Crossing
 from keras_sparsity.pipeline.logs import Logs
 from keras_sparsity.pipeline.objective import Objective
+from keras_sparsity.pipeline.stage import merged
+from keras_sparsity.pipeline.together import Together
 from keras_sparsity.stages.schedule import Kind, Schedule
 from keras_sparsity.training.binding import Binding
 
@@ -38,6 +40,9 @@ class Steps(Binding):
             self._objective,
             self._stock["get_metrics_result"],
             stage.is_last,
+        )
+        self._together = Together(
+            getattr(model, "optimizer", None), self._collectives
         )
         self._in_flight = versions and InFlight(
             model,
@@ -72,7 +77,8 @@ class Steps(Binding):
             if self._in_flight:
                 return self._logs.packed(self._in_flight.train(data))
             run = self._run(self._schedule, data, True)
-            self._stage.update(self._model.optimizer, run.gradients)
+            gradients = self._together.agreed(merged(run.gradients))
+            self._stage.update(self._model.optimizer, gradients)
             return self._logs_of(run)
 
     def test_step(self, data):
@@ -129,7 +135,13 @@ class Steps(Binding):
 
     def _run(self, schedule, data, training):
         run = FlushedRun(
-            self._model, self._stage, self._objective, schedule, data, training
+            self._model,
+            self._stage,
+            self._objective,
+            schedule,
+            data,
+            training,
+            self._together.scaled,
         )
         run.run()
         return run

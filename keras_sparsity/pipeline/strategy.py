@@ -57,9 +57,9 @@ class PipelineStrategy(tf.distribute.Strategy):
         ValueError: if an argument is not valid; see also
             `ks.HybridStrategy`. By `compile`: if the model is a subclass, has
             sharded layers or fewer layers than there are processes, if a
-            layer's weights are used on both sides of a cut, or if the
-            optimizer needs a number of all stages (`global_clipnorm`, loss
-            scaling).
+            layer's weights are used on both sides of a cut, or if, without
+            a flush, the optimizer needs a number of all stages
+            (`global_clipnorm`, loss scaling).
 
     Example:
 

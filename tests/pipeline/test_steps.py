@@ -33,6 +33,9 @@ def _check(ranks, model, optimizer, num_examples):
     trained = {}
     for rank in ranks:
         trained.update(rank["weights"])
+        scale = pipeline_functions.scale_of(network.optimizer)
+        assert rank["scale"] == scale
+        assert scale is None or scale[0] < 2**18
         np.testing.assert_allclose(rank["history"]["loss"], losses, rtol=1e-5)
         assert rank["evaluated"] == pytest.approx(evaluated, rel=1e-4)
         assert rank["history"] == ranks[0]["history"]
@@ -94,3 +97,33 @@ def test_a_batch_smaller_than_the_number_of_micro_batches(cluster):
         pipeline_functions.train, "dense", "momentum", cuts, "1f1b", 17
     )
     _check(ranks, "dense", "momentum", 17)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "schedule"),
+    [
+        ("dense", "momentum", "gpipe"),
+        ("branches", "adam", "1f1b"),
+        ("branches", "clipped", "1f1b"),
+        ("mixed", "scaled", "gpipe"),
+    ],
+)
+def test_four_stages(cluster, model, optimizer, schedule):
+    """Also what needs the gradients of all stages: norms, finiteness."""
+    cuts = {
+        "dense": ["dense_0", "dense_1", "dense_2"],
+        "branches": ["rows", "first", "both"],
+        "mixed": ["dense_0", "dense_1", "dense_2"],
+    }[model]
+    ranks = cluster("native", 4).run(
+        pipeline_functions.train, model, optimizer, cuts, schedule, 22
+    )
+    _check(ranks, model, optimizer, 22)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_loss_scaling_and_a_norm_of_all_gradients(cluster, engine):
+    ranks = cluster(engine, 2).run(
+        pipeline_functions.train, "mixed", "scaled", ["dense_1"], "1f1b", 22
+    )
+    _check(ranks, "mixed", "scaled", 22)

@@ -13,7 +13,7 @@ _REFUSALS = {
     "sharded": "'first' spreads its rows.*a ShardedEmbedding.*ks.export",
     "hybrid optimizer": "Received: a HybridOptimizer. Give `compile` the opt",
     "global norm": "needs the gradients of all stages.*global_clipnorm=1.0",
-    "loss scaling": "loss scaling needs.*a LossScaleOptimizer.*mixed_bfloat16",
+    "loss scaling": "Loss scaling needs.*a LossScaleOptimizer.*mixed_bfloat16",
     "hybrid strategy": "another strategy already.*a HybridStrategy",
     "another one": "another strategy already.*a PipelineStrategy",
     "unknown layer": "must be.*'first'.*'second'.*'third'",
