@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from keras_sparsity.stages import schedule
+from keras_sparsity.stages.drawing import drawn
+
 _GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
 _PAGES = {
     page.stem: re.findall(
@@ -33,3 +36,12 @@ def test_the_code_of_a_guide(page, tmp_path):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_pictures_of_schedules_are_drawn_from_their_tasks():
+    page = (_GUIDES / "pipelines.md").read_text()
+    assert re.findall(r"^```text\n(stage 0.*?)\n```", page, re.S | re.M) == [
+        drawn(schedule.gpipe(4, 4)),
+        drawn(schedule.one_forward_one_backward(4, 4)),
+        drawn(schedule.without_flush(4, 7)),
+    ]
