@@ -177,6 +177,24 @@ def test_resumes_saves_and_exports(run):
     assert "all predict the same" in output
 
 
+def test_trains_stages_by_three_schedules(run):
+    script = TUTORIALS / "05_pipeline.py"
+    output = run(script)
+    page = (PAGES / "05_pipeline.txt").read_text()
+    found, recorded = [
+        re.findall(r"^(\w+): loss of unseen text ([\d.]+)$", each, re.M)
+        for each in (output, page)
+    ]
+    assert [name for name, _ in found] == ["1f1b", "vanilla", "spectrain"]
+    losses = [float(loss) for _, loss in found]
+    # Below that of words drawn alike, which a model begins with.
+    assert max(losses) < 0.8 * math.log(1_000)
+    np.testing.assert_allclose(
+        losses, [float(loss) for _, loss in recorded], rtol=0.05
+    )
+    assert "both predict the same" in output
+
+
 # On the newest TensorFlow alone, as `make demo`.
 @pytest.mark.all_cells
 @pytest.mark.smoke
