@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import keras_sparsity as ks
 from keras_sparsity import PipelineStrategy
 from tests import pipeline_oracle
 
@@ -236,6 +237,8 @@ def save(folder):
     with open(f"{folder}/model.keras", "rb"):
         pass  # Written on all ranks' behalf before `save` returns.
     network.save_weights(f"{folder}/model.weights.h5")
+    plain = ks.export(network)
+    plain.save(f"{folder}/plain_{network.distribute_strategy.rank}.keras")
     other = _adopted("dense", "adam", ["dense_0"])
     other.load_weights(f"{folder}/model.weights.h5")
     rank = network.distribute_strategy.collectives.rank
@@ -299,8 +302,6 @@ def strategies():
 
 def refusals():
     """The message of each model that cannot be trained in stages."""
-    import keras_sparsity as ks
-
     strategy = PipelineStrategy("spectrain", ["first"])
 
     def layers(*more, name="second"):

@@ -1,5 +1,7 @@
 """Models in stock Keras layers, without a trace of this package."""
 
+import contextlib
+
 import keras
 
 from keras_sparsity._tf import keras_models, keras_optimizers
@@ -21,6 +23,10 @@ from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.sharded_table import ShardedTable
 from keras_sparsity.tables.table_variable import TableVariable
 from keras_sparsity.update import rows as row_update
+
+# Set on a model whose weights are on several ranks: a function that returns a
+# context in which every rank holds all of them.
+WHOLE = "_keras_sparsity_whole"
 
 # Before any scope of a strategy replaces it.
 _COMPILE = keras.Model.compile
@@ -61,6 +67,11 @@ def export(model):
     """
     check_is_model(model)
     check_is_built(model)
+    with getattr(model, WHOLE, contextlib.nullcontext)():
+        return _exported(model)
+
+
+def _exported(model):
     to_stock = _ToStock()
     plain, copier = copied(to_stock, model)
     missed = globals_of(copier, ShardedEmbedding)

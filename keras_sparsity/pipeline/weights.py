@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_scopes, keras_variables
-from keras_sparsity.conversion import saving
+from keras_sparsity.conversion import exporting, saving
 from keras_sparsity.training.binding import Binding
 
 
@@ -39,6 +39,7 @@ class Weights(Binding):
         ]
         for variable in self._others:
             self._take_away(variable)
+        object.__setattr__(model, exporting.WHOLE, self._whole_everywhere)
         if model.optimizer is not None:
             own = parts[self._collectives.rank].model.trainable_variables
             _load_own_part(model.optimizer, model.trainable_variables, own)
@@ -84,35 +85,47 @@ class Weights(Binding):
     def _save(self, name, args, kwargs):
         self._check_same_call(name, {})
         self._steps.settle()
-        with self._whole_on_rank_zero() as is_writer:
+        is_writer = self._collectives.rank == 0
+        # The others wait for the file, or for its error.
+        with self._whole(is_writer), saving.on_rank_zero(self._model):
             if is_writer:
                 self._stock[name](*args, **kwargs)
 
     @contextlib.contextmanager
-    def _whole_on_rank_zero(self):
-        """While entered, rank 0 holds the whole state; yields whether it is."""
-        is_writer = self._collectives.rank == 0
+    def _whole(self, is_reader):
+        """While entered, some ranks hold the whole state; every rank enters.
+
+        Args:
+            is_reader: whether this rank is one of them.
+        """
         model, optimizer = self._model, self._model.optimizer
         held = []
         try:
             for variable in model.weights:
-                if self._owner(variable) != 0:
-                    value = self._value(variable)
-                    if is_writer:
-                        keras_variables.give_back(variable, value)
-                        held.append(variable)
+                value = self._value(variable)
+                if (
+                    is_reader
+                    and self._owner(variable) != self._collectives.rank
+                ):
+                    keras_variables.give_back(variable, value)
+                    held.append(variable)
             if optimizer is not None:
                 values = self._optimizer_values()
-                if is_writer:
+                if is_reader:
                     model.optimizer = _with_values(optimizer, model, values)
-            # The others wait for the file, or for its error.
-            with saving.on_rank_zero(model):
-                yield is_writer
+            yield
         finally:
             if model.optimizer is not optimizer:
                 model.optimizer = optimizer
             for variable in held:
                 self._take_away(variable)
+
+    @contextlib.contextmanager
+    def _whole_everywhere(self):
+        self._check_same_call("export", {})
+        self._steps.settle()
+        with self._whole(True):
+            yield
 
     def _optimizer_values(self):
         """Dict from the paths of all ranks' optimizers' variables to values."""

@@ -9,13 +9,14 @@ from tests import pipeline_functions
 def test_saved_models_are_whole(cluster, tmp_path):
     ranks = cluster("native", 2).run(pipeline_functions.save, str(tmp_path))
     weights, _, network = pipeline_functions.trained("dense", "adam", 22)
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    _check(loaded.get_weights(), weights.values())
-    assert len(loaded.optimizer.variables) == 2 + 2 * len(weights)
-    _check(
-        [v.numpy() for v in loaded.optimizer.variables],
-        [v.numpy() for v in network.optimizer.variables],
-    )
+    for name in ("model", "plain_0", "plain_1"):
+        loaded = keras.models.load_model(tmp_path / f"{name}.keras")
+        _check(loaded.get_weights(), weights.values())
+        assert len(loaded.optimizer.variables) == 2 + 2 * len(weights)
+        _check(
+            [v.numpy() for v in loaded.optimizer.variables],
+            [v.numpy() for v in network.optimizer.variables],
+        )
     again = pipeline_functions.made("dense")
     again.load_weights(tmp_path / "model.weights.h5")
     for rank, (own, of_other_cut, message) in enumerate(ranks):
