@@ -326,7 +326,7 @@ def refusals():
     with strategy.scope():
         trained.compile("sgd", "mse")
     ids = [keras.Input((3,)), ks.layers.ShardedEmbedding(9, 2, name="first")]
-    x = np.ones((8, 4), "float32")
+    x = np.arange(32, dtype="float32").reshape(8, 4)
     dataset = tf.data.Dataset.from_tensors((x, x[:, :1]))
     wrong = {
         "subclass": (Own(), "sgd", strategy),
@@ -370,6 +370,24 @@ def refusals():
         found["xla"] = _message(
             lambda: xla.compile("sgd", "mse", jit_compile=True)
         )
+
+    def under_hybrid():
+        with ks.HybridStrategy().scope():
+            trained.compile("sgd", "mse")
+
+    found["pipeline's"] = _message(under_hybrid)
+    found["shard"] = _message(
+        lambda: trained.fit(
+            ks.data.shard(dataset.unbatch().batch(4), strategy.collectives),
+            verbose=0,
+        )
+    )
+    shuffled = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(
+        8, seed=strategy.rank
+    )
+    found["shuffled"] = _message(
+        lambda: trained.fit(shuffled.batch(2), verbose=0)
+    )
     found["plan"] = _message(lambda: ks.plan(trained, dataset))
     found["callback"] = _message(
         lambda: trained.fit(

@@ -54,6 +54,39 @@ def distribute(dataset, collectives):
     if is_sharded(dataset):
         _check_nothing_reads_ahead(dataset)
         return with_stand_ins(dataset) if _counts else dataset
+    _check_is_alike(dataset, collectives)
+    return split_batches(
+        dataset, collectives.rank, collectives.size, Fingerprints(collectives)
+    )
+
+
+def repeat_on_all(dataset, collectives):
+    """A dataset whose batches every process reads whole.
+
+    Args:
+        dataset: `tf.data.Dataset` of batches, the same on all ranks.
+        collectives: the processes.
+
+    Returns:
+        `tf.data.Dataset` of these batches, which `check_inputs` compares.
+
+    Raises:
+        ValueError: if the dataset is a part, or as `distribute`.
+    """
+    if collectives.size == 1:
+        return dataset
+    _check_is_dataset(dataset)
+    if is_sharded(dataset):
+        raise ValueError(
+            "Every process of a model in stages reads whole batches: the "
+            "first stage the inputs, the last one the labels. Received: a "
+            "part of a dataset, from `shard`. Give the dataset itself."
+        )
+    _check_is_alike(dataset, collectives)
+    return split_batches(dataset, 0, 1, Fingerprints(collectives))
+
+
+def _check_is_alike(dataset, collectives):
     collectives.check_equal(
         {
             "element_spec": str(dataset.element_spec),
@@ -61,9 +94,6 @@ def distribute(dataset, collectives):
         },
         "The input dataset",
         _SAME_DATASET,
-    )
-    return split_batches(
-        dataset, collectives.rank, collectives.size, Fingerprints(collectives)
     )
 
 

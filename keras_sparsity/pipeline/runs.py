@@ -5,6 +5,7 @@ import keras
 from keras_sparsity import collectives
 from keras_sparsity._tf import patches
 from keras_sparsity.callbacks import rank_zero
+from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.data import distribution
 from keras_sparsity.training.binding import Binding, bound_arguments
 
@@ -45,6 +46,7 @@ class Runs(Binding):
             _check_callbacks(callbacks)
             arguments["callbacks"] = [
                 *first,
+                InputCheck(self._collectives),
                 *rank_zero.on_rank(callbacks, self._collectives.rank),
             ]
         if self._collectives.rank != 0:

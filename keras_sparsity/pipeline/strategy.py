@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks, patches
 from keras_sparsity.collectives.startup import single_process
+from keras_sparsity.data import distribution
 from keras_sparsity.pipeline import adoption
 from keras_sparsity.pipeline.links import links
 from keras_sparsity.training.extended import HybridExtended
@@ -108,8 +109,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         self.prediction, self.decay = prediction, decay
         self.collectives = collectives.start(engine, timeout)
         self.links = links(self.collectives)
-        # One replica: a rank reads whole batches.
-        super().__init__(HybridExtended(self, single_process()))
+        super().__init__(_Extended(self, single_process()))
 
     @property
     def rank(self):
@@ -135,6 +135,14 @@ class PipelineStrategy(tf.distribute.Strategy):
 
         with super().scope(), patches.COMPILE.by(make):
             yield self
+
+
+class _Extended(HybridExtended):
+    """One replica, over all processes: each reads whole batches."""
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        del options
+        return distribution.repeat_on_all(dataset, self._strategy.collectives)
 
 
 def _checked_stages(stages):

@@ -25,6 +25,8 @@ class Weights(Binding):
 
     def __init__(self, model, parts, steps):
         self._steps = steps
+        rank = model.distribute_strategy.rank
+        self._own = parts[rank].model.trainable_variables
         self._owners = {
             id(variable): rank
             for rank, part in enumerate(parts)
@@ -41,8 +43,9 @@ class Weights(Binding):
             self._take_away(variable)
         object.__setattr__(model, exporting.WHOLE, self._whole_everywhere)
         if model.optimizer is not None:
-            own = parts[self._collectives.rank].model.trainable_variables
-            _load_own_part(model.optimizer, model.trainable_variables, own)
+            _load_own_part(
+                model.optimizer, model.trainable_variables, self._own
+            )
 
     def _owner(self, variable):
         return self._owners[id(variable)]
@@ -129,7 +132,10 @@ class Weights(Binding):
 
     def _optimizer_values(self):
         """Dict from the paths of all ranks' optimizers' variables to values."""
-        own = {v.path: v for v in self._model.optimizer.variables}
+        # Without variables a rank's optimizer counts no steps.
+        is_used = bool(self._own)
+        used = self._model.optimizer.variables if is_used else []
+        own = {v.path: v for v in used}
         found = {}
         of_ranks = self._collectives.gather_objects(
             [(path, tuple(v.shape), v.dtype) for path, v in own.items()],

@@ -3,6 +3,7 @@
 import keras
 
 from keras_sparsity._tf import keras_losses, keras_models, patches
+from keras_sparsity.conversion import exporting
 from keras_sparsity.global_batch import losses, metrics
 from keras_sparsity.moves import moving
 from keras_sparsity.optimizer import HybridOptimizer
@@ -39,6 +40,13 @@ def compile_adopts(strategy):
 
 
 def _compile(stock, model, arguments, strategy):
+    if hasattr(model, exporting.WHOLE):
+        raise ValueError(
+            f"The model '{model.name}' is trained by another strategy already. "
+            f"Received: a model of a {type(model.distribute_strategy).__name__}"
+            " in the scope of a HybridStrategy. Use `ks.export(model)`, which "
+            "makes a copy without a strategy."
+        )
     optimizer = arguments.get("optimizer", "rmsprop")
     if optimizer is not None:
         arguments["optimizer"] = wrap(optimizer, strategy)

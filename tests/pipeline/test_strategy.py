@@ -21,6 +21,9 @@ _REFUSALS = {
     "lists": r"missing: \['second'\]; unknown: \['third'\]",
     "order": r"model's order.*order here: \['first', 'between'\]",
     "xla": "compiled with `jit_compile=True`",
+    "pipeline's": "a PipelineStrategy in the scope of a Hybrid.*ks.export",
+    "shard": "reads whole batches.*from `shard`",
+    "shuffled": "different batches|same global batches",
     "plan": "cut into stages.*compiled under `ks.HybridStrategy`",
     "callback": "a PartitionSearch under `ks.PipelineStrategy`",
 }
