@@ -388,7 +388,9 @@ def refusals():
     found["shuffled"] = _message(
         lambda: trained.fit(shuffled.batch(2), verbose=0)
     )
-    found["plan"] = _message(lambda: ks.plan(trained, dataset))
+    cluster = ks.planning.Cluster(2)
+    found["plan"] = _message(lambda: ks.plan(trained, dataset, cluster))
+    found["no batch"] = _message(lambda: ks.plan(trained, dataset.take(0)))
     found["callback"] = _message(
         lambda: trained.fit(
             dataset, callbacks=[ks.callbacks.PartitionSearch()], verbose=0
@@ -474,3 +476,43 @@ def fitted_with_callbacks():
         ],
     ).history
     return history, network.evaluate(x, labels, verbose=0, return_dict=True)
+
+
+def planned(schedule, log_dir):
+    """The plan of eight layers of one width.
+
+    Returns:
+        `(PipelinePlan, bytes of all weights, whether none has changed, whether
+        a training step is finite afterwards)`.
+    """
+    width = 16
+    layers = [keras.layers.Dense(width, name=f"dense_{i}") for i in range(8)]
+    model = keras.Sequential([keras.Input((width,)), *layers])
+    num_bytes = sum(4 * int(np.prod(v.shape)) for v in model.weights)
+    strategy = PipelineStrategy(
+        schedule, stages=["dense_1", "dense_4"], num_micro_batches=4
+    )
+    with strategy.scope():
+        model.compile(keras.optimizers.Adam(), "mse")
+    before = model.get_weights()
+    ones = np.ones((12, width), "float32")
+    data = tf.data.Dataset.from_tensors((ones, ones))
+    plan = ks.plan(model, data.repeat())
+    is_same = all(map(np.array_equal, before, model.get_weights()))
+    (loss,) = model.fit(data, verbose=0).history["loss"]
+    if strategy.rank == 0:
+        plan.write(log_dir)
+    return plan, num_bytes, is_same, np.isfinite(loss)
+
+
+def planned_branches():
+    """The plan of a model with sequences of lengths that it does not know."""
+    strategy = PipelineStrategy("1f1b", stages=["second"], num_micro_batches=2)
+    model = branches()
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    ids = np.ones((4, 5), "int32")
+    x = ids, np.ones((4, 6), "float32")
+    y = np.ones((4, 5, 3)), np.ones((4, 2))
+    data = tf.data.Dataset.from_tensors((x, y))
+    return ks.plan(model, data)

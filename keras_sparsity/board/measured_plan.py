@@ -16,13 +16,18 @@ from keras_sparsity.sparsity import touches
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
 from keras_sparsity.update.aggregate import Aggregation
 
+# The name of a model's method that makes its `PipelinePlan`, of a dataset.
+OF_STAGES = "_keras_sparsity_plan_of_stages"
+
 
 def plan(model, dataset, cluster=None, engine=None, num_batches=8):
-    """Measures a model's sparsity without training it, and prints its plan.
+    """Measures a model without training it, and prints its plan.
 
-    The gradients of some batches are computed; no variable changes. Each
+    Of a model in stages (`ks.PipelineStrategy`): the time, memory and messages
+    of each stage, by passes of the first mini-batch's examples. Of any other
+    one, its sparsity: the gradients of some batches are computed, and each
     variable gets the architecture with the fewest bytes on the network, see
-    `ks.planning.plan`.
+    `ks.planning.plan`. No variable changes.
 
     Every rank calls it; rank 0 prints. One process can plan for another
     cluster: each batch is then cut into one part for each of its workers.
@@ -38,11 +43,13 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
         num_batches: number of batches to measure.
 
     Returns:
-        `ModelPlan`, the same on all ranks.
+        `ModelPlan`, or `PipelinePlan` of a model in stages; the same on all
+        ranks.
 
     Raises:
         ValueError: if an argument has another type, or the cluster is of
-            another size than the running one.
+            another size than the running one, or is given for a model in
+            stages.
 
     Example:
 
@@ -68,6 +75,8 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
         EuroSys 3.1 (the hybrid architecture).
     """
     num_batches = _checked(model, dataset, num_batches)
+    if hasattr(model, OF_STAGES):
+        return _of_stages(model, dataset, cluster, engine)
     placements = choice.of_model(model)
     communicator = placements.communicator
     cluster = _checked_cluster(cluster, communicator)
@@ -98,6 +107,18 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     return found
 
 
+def _of_stages(model, dataset, cluster, engine):
+    if cluster is not None or engine is not None:
+        raise ValueError(
+            "The plan of a model in stages is that of the running processes. "
+            f"Received: cluster={cluster}, engine={engine!r}. Leave them out."
+        )
+    found = getattr(model, OF_STAGES)(dataset)
+    if model.distribute_strategy.rank == 0:
+        found.print()
+    return found
+
+
 def _checked(model, dataset, num_batches):
     """The number of batches, after a check of all three arguments."""
     checks.check(
@@ -106,14 +127,6 @@ def _checked(model, dataset, num_batches):
         model,
         "a compiled `keras.Model`: its loss says what has a gradient",
     )
-    # `board` stands beside `pipeline`: neither knows the other's classes.
-    if hasattr(model.distribute_strategy, "schedule"):
-        raise ValueError(
-            "`ks.plan` places the variables of a model that every process "
-            f"trains. Received: the model '{model.name}', which "
-            "`ks.PipelineStrategy` has cut into stages. Give it a model that "
-            "is compiled under `ks.HybridStrategy` or none."
-        )
     checks.check(
         isinstance(dataset, tf.data.Dataset),
         "dataset",

@@ -15,6 +15,11 @@ from keras_sparsity import planning, sparsity
 from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
 from keras_sparsity.planning import transfer_cost
 
+# The run's name in TensorBoard, beside Keras's "train" and "validation".
+RUN = "architecture"
+# The plan's, a text.
+PLAN = "plan"
+
 # Of dense variables so many are listed one by one.
 _MOST_DENSE = 10
 

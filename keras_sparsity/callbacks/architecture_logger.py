@@ -13,15 +13,13 @@ import tensorflow as tf
 from keras_sparsity import sparsity
 from keras_sparsity._tf import checks
 from keras_sparsity.board import model_plan, search_plot
+from keras_sparsity.board.model_plan import PLAN, RUN
 from keras_sparsity.callbacks.partition_search import PartitionSearch
 from keras_sparsity.health import journal
 from keras_sparsity.health.meter import Totals
 from keras_sparsity.placement import gathered, mirrored, server_sums
 from keras_sparsity.tables.table_variable import TableVariable
 
-# The run's name in TensorBoard, beside Keras's "train" and "validation".
-RUN = "architecture"
-PLAN = "plan"
 _MOST_ROWS = 100_000
 _ROWS, _DENSE = gathered.ROLE, mirrored.ROLE
 _UPDATE = "optimizer/update"

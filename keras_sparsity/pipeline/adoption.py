@@ -3,9 +3,11 @@
 import keras
 
 from keras_sparsity._tf import checks, keras_models
+from keras_sparsity.board import measured_plan
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.pipeline import versions
+from keras_sparsity.pipeline.planning import Planner
 from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.stage import Stage
 from keras_sparsity.pipeline.steps import Steps
@@ -13,6 +15,7 @@ from keras_sparsity.pipeline.weights import Weights
 from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages import timing
 from keras_sparsity.stages.cutting import Cutter, balanced
+from keras_sparsity.stages.simulation import simulate
 from keras_sparsity.training.binding import check_is_not_jit_compiled
 
 _FLUSHED = {
@@ -49,7 +52,10 @@ class Adoption:
         optimizer = model.optimizer
         if optimizer is not None and stage.variables:
             optimizer.build(stage.variables)
-        steps = Steps(model, stage, *_passes(strategy, stage, optimizer))
+        passes = _passes(strategy, stage, optimizer)
+        steps = Steps(model, stage, *passes)
+        planner = Planner(model, stage, *passes)
+        object.__setattr__(model, measured_plan.OF_STAGES, planner.plan)
         runs, weights = Runs(model, steps), Weights(model, self.parts, steps)
         self._bindings = [weights, runs, steps]
 
@@ -93,6 +99,8 @@ def _passes(strategy, stage, optimizer):
     name = strategy.schedule
     make = _FLUSHED.get(name, schedules.one_forward_one_backward)
     schedule = make(strategy.size, strategy.num_micro_batches)
+    # An error, if stages would wait for each other for ever.
+    simulate(schedule)
     if name in _FLUSHED or optimizer is None:
         return schedule, None
     if name == "vanilla":

@@ -43,6 +43,15 @@ class Versions(abc.ABC):
                 until the pipeline is empty; None if it goes on.
         """
 
+    def num_copies(self, num_ahead):
+        """The number of copies of the stage's weights that are held at once.
+
+        Args:
+            num_ahead: the number of stages behind this one.
+        """
+        del num_ahead
+        return 0
+
     @contextlib.contextmanager
     def updating(self):
         """Context of an update of the stage's variables."""
@@ -69,6 +78,9 @@ class Stashed(Versions):
 
     def kept(self, weights):
         return weights
+
+    def num_copies(self, num_ahead):
+        return num_ahead
 
     def backward(self, kept, num_later):
         del num_later
@@ -104,6 +116,11 @@ class Predicted(Versions):
         if num_later is None:
             return self._ahead(self._beyond)
         return self._ahead(tf.minimum(num_later, self._beyond))
+
+    def num_copies(self, num_ahead):
+        del num_ahead
+        # The predicted ones of the pass under way.
+        return 1 + self._predictor.num_averages
 
     def updating(self):
         return self._predictor.following(self._stage.variables)

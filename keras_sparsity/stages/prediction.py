@@ -18,7 +18,12 @@ class Predictor(abc.ABC):
     r"""Predicts the weights of one optimizer's variables.
 
     .. math:: \hat W_{t+s} = W_t + s \, \bar\Delta_t
+
+    Attributes:
+        num_averages: the number of values that it holds for each weight.
     """
+
+    num_averages = 0
 
     @abc.abstractmethod
     def step(self, variable):
@@ -117,6 +122,8 @@ class OfChanges(Predictor):
     Args:
         decay: gamma.
     """
+
+    num_averages = 1
 
     def __init__(self, decay):
         self._decay = decay

@@ -24,7 +24,8 @@ _REFUSALS = {
     "pipeline's": "a PipelineStrategy in the scope of a Hybrid.*ks.export",
     "shard": "reads whole batches.*from `shard`",
     "shuffled": "different batches|same global batches",
-    "plan": "cut into stages.*compiled under `ks.HybridStrategy`",
+    "plan": "that of the running processes.*num_machines=2",
+    "no batch": "dataset.*a dataset with a batch",
     "callback": "a PartitionSearch under `ks.PipelineStrategy`",
 }
 

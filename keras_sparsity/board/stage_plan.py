@@ -1,0 +1,159 @@
+"""The plan of a model in stages: its cuts, and the cost of each stage."""
+
+import dataclasses
+import os
+
+import tensorflow as tf
+from rich import filesize
+
+from keras_sparsity.board.model_plan import PLAN, RUN, print_markdown
+
+_HEAD = (
+    "stage",
+    "layers",
+    "weights",
+    "forward pass",
+    "backward pass",
+    "sends on",
+    "sends back",
+    "memory",
+    "missed updates",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCost:
+    """One stage of a `PipelinePlan`, in a step.
+
+    Attributes:
+        layers: tuple of its layers' names.
+        weight_bytes, gradient_bytes: bytes of its weights, and of those that
+            are trained.
+        forward_seconds, backward_seconds: time of its passes of the whole
+            mini-batch, without the messages. Where a backward pass computes
+            the layers again, that counts.
+        sent_bytes, returned_bytes: bytes of activations that it sends to the
+            stage behind, and of their gradients to the one before.
+        memory_bytes: bytes of weights, gradients, optimizer slots, copies of
+            weights, and of the layers' outputs that are held at once. Tensors
+            within a layer and buffers of the runtime come on top.
+        missed_updates: updates of earlier mini-batches that a forward pass
+            comes before, once the pipeline is full: its staleness.
+    """
+
+    layers: tuple
+    weight_bytes: int
+    gradient_bytes: int
+    forward_seconds: float
+    backward_seconds: float
+    sent_bytes: int
+    returned_bytes: int
+    memory_bytes: int
+    missed_updates: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan:
+    """The cuts of a model, and the cost of each stage.
+
+    Attributes:
+        schedule: the schedule's name.
+        num_examples: the number of a mini-batch's examples.
+        num_micro_batches: the number of its parts.
+        step_seconds: time of a step, if messages take none.
+        stages: tuple of `StageCost`.
+    """
+
+    schedule: str
+    num_examples: int
+    num_micro_batches: int
+    step_seconds: float
+    stages: tuple
+
+    @property
+    def bubble(self):
+        """The share of the stages' time in which they wait, from 0 to 1."""
+        busy = sum(s.forward_seconds + s.backward_seconds for s in self.stages)
+        return 1 - busy / (self.step_seconds * len(self.stages))
+
+    @property
+    def busiest_bytes(self):
+        """Bytes that the busiest process sends and receives in a step."""
+        links = [0]
+        for stage, behind in zip(self.stages, self.stages[1:], strict=False):
+            links.append(stage.sent_bytes + behind.returned_bytes)
+        links.append(0)
+        return max(map(sum, zip(links, links[1:], strict=False)))
+
+    @property
+    def allreduce_bytes(self):
+        """Those of data parallelism by AllReduce, for comparison."""
+        share = (len(self.stages) - 1) / len(self.stages)
+        return 4 * share * sum(stage.gradient_bytes for stage in self.stages)
+
+    def markdown(self):
+        """The plan as a Markdown table, with a line about the whole model."""
+        rows = [_HEAD, ["---"] * len(_HEAD)]
+        for number, stage in enumerate(self.stages):
+            rows.append(_row(number, stage))
+        lines = ["| " + " | ".join(row) + " |" for row in rows]
+        return "\n".join([*lines, "", self._of_the_model()])
+
+    def print(self):
+        """Shows the same on the terminal."""
+        print_markdown(self.markdown())
+
+    def write(self, log_dir):
+        """Writes the same for TensorBoard, as the text `plan`.
+
+        `keras-sparsity plan LOG_DIR` prints it.
+
+        Args:
+            log_dir: folder, as for `keras.callbacks.TensorBoard`.
+        """
+        writer = tf.summary.create_file_writer(os.path.join(log_dir, RUN))
+        with writer.as_default(step=0):
+            tf.summary.text(PLAN, self.markdown())
+        writer.close()
+
+    def _of_the_model(self):
+        parts = ""
+        if self.num_micro_batches > 1:
+            parts = f" in {self.num_micro_batches} micro-batches"
+        return (
+            f"Schedule {self.schedule!r}, mini-batches of {self.num_examples} "
+            f"examples{parts}. Without time for messages a step takes "
+            f"{_milliseconds(self.step_seconds)}, of which stages wait "
+            f"{self.bubble:.0%}. Per step the busiest process sends and "
+            f"receives {_bytes(self.busiest_bytes)}; with the whole model on "
+            "each process, AllReduce of all gradients would take "
+            f"{_bytes(self.allreduce_bytes)}."
+        )
+
+
+def _row(number, stage):
+    return [
+        str(number),
+        _span(stage.layers),
+        _bytes(stage.weight_bytes),
+        _milliseconds(stage.forward_seconds),
+        _milliseconds(stage.backward_seconds),
+        _bytes(stage.sent_bytes),
+        _bytes(stage.returned_bytes),
+        _bytes(stage.memory_bytes),
+        str(stage.missed_updates),
+    ]
+
+
+def _span(layers):
+    if len(layers) == 1:
+        return layers[0]
+    return f"{layers[0]} to {layers[-1]} ({len(layers)})"
+
+
+def _milliseconds(seconds):
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _bytes(number):
+    return filesize.decimal(round(number))

@@ -1,0 +1,174 @@
+"""The plan of a model in stages, measured before it is trained."""
+
+import math
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import checks, keras_functional
+from keras_sparsity.board.stage_plan import PipelinePlan, StageCost
+from keras_sparsity.pipeline.micro_batches import MicroBatches
+from keras_sparsity.pipeline.stage import floats
+from keras_sparsity.stages import timing
+from keras_sparsity.stages.schedule import Kind, Task, without_flush
+from keras_sparsity.stages.simulation import simulate
+from keras_sparsity.stages.versions import missed_updates
+
+
+class Planner:
+    """Measures a model's stages on a real mini-batch; no variable changes.
+
+    Args:
+        model: an adopted model.
+        stage: this rank's `Stage`.
+        schedule: the `Schedule` of a mini-batch's micro-batches.
+        versions: `Versions`, for training without a flush; else None.
+    """
+
+    def __init__(self, model, stage, schedule, versions):
+        self._model, self._stage = model, stage
+        self._schedule, self._versions = schedule, versions
+        self._strategy = model.distribute_strategy
+        self._num_parts = 1 if versions else schedule.num_batches
+
+    def plan(self, dataset):
+        """The plan; every rank calls it.
+
+        Args:
+            dataset: `tf.data.Dataset`, as `fit` takes it.
+
+        Returns:
+            `PipelinePlan`, the same on all ranks.
+        """
+        data = next(iter(dataset), None)
+        checks.check(
+            data is not None, "dataset", dataset, "a dataset with a batch"
+        )
+        tensors, num_examples = self._arriving(data)
+        costs = self._strategy.collectives.gather_objects(
+            self._cost(tensors), name="pipeline/plan"
+        )
+        return PipelinePlan(
+            schedule=self._strategy.schedule,
+            num_examples=num_examples,
+            num_micro_batches=self._num_parts,
+            step_seconds=self._step_seconds(costs),
+            stages=tuple(costs),
+        )
+
+    def _arriving(self, data):
+        """What a micro-batch's passes take here, and a batch's examples.
+
+        `(tensors, number)`: the stage's inputs, then what it receives.
+        """
+        stage = self._stage
+        functional = keras_functional.functional_of(self._model)
+
+        @tf.function(autograph=False)
+        def forward():
+            return self._strategy.run(run)
+
+        def run():
+            batches = MicroBatches(functional, data, self._num_parts)
+            inputs, *_ = batches.part(0)
+            received, loss = stage.receive(batches.size(0))
+            arrived = stage.received.with_masks(received)
+            outputs, _ = stage.compute(inputs, received, False)
+            stage.send(outputs, loss)
+            taken = [inputs[place] for place in stage.part.inputs]
+            return [*taken, *arrived], batches.num_examples
+
+        tensors, number = forward()
+        return tensors, int(number)
+
+    def _compute(self, tensors):
+        inputs, received = self._divided(tensors)
+        outputs, _ = self._stage.compute(inputs, received, True)
+        return outputs
+
+    def _divided(self, tensors):
+        """`(dict of inputs, list of received tensors with their masks)`."""
+        places = self._stage.part.inputs
+        values = tensors[: len(places)]
+        received = self._stage.received.without_masks(tensors[len(places) :])
+        return dict(zip(places, values, strict=True)), received
+
+    def _cost(self, tensors):
+        stage, number = self._stage, self._num_parts
+        forward, both = (
+            timing.pass_seconds(self._compute, stage.variables, tensors, asked)
+            for asked in (False, True)
+        )
+        # Without a flush, only the last stage keeps what its layers made.
+        is_computed_again = self._versions is not None and not stage.is_last
+        backward = both if is_computed_again else max(both - forward, 0.0)
+        sent = [] if stage.is_last else self._compute(tensors)
+        _, received = self._divided(tensors)
+        return StageCost(
+            layers=stage.part.names,
+            weight_bytes=_sizes(stage.part.model.weights),
+            gradient_bytes=_sizes(stage.variables),
+            forward_seconds=forward * number,
+            backward_seconds=backward * number,
+            sent_bytes=_sizes(sent and stage.sent.with_masks(sent)) * number,
+            returned_bytes=_sizes(floats(received)) * number,
+            memory_bytes=self._memory(tensors),
+            missed_updates=self._missed_updates(),
+        )
+
+    def _memory(self, tensors):
+        stage, optimizer = self._stage, self._model.optimizer
+        of_weights = _sizes(stage.variables)
+        # Weights and gradients; a rank without weights has no slots.
+        memory = _sizes(stage.part.model.weights) + of_weights
+        if optimizer is not None and stage.variables:
+            memory += _sizes(optimizer.variables)
+        of_pass = self._activation_bytes(tensors)
+        if self._versions is None:
+            held = self._schedule.in_flight(stage.number)
+            return memory + held * of_pass
+        num_ahead = self._strategy.size - 1 - stage.number
+        copies = self._versions.num_copies(num_ahead)
+        memory += copies * of_weights + num_ahead * _sizes(tensors)
+        return memory + of_pass
+
+    def _activation_bytes(self, tensors):
+        """Bytes that a pass takes and that its layers make."""
+        part = self._stage.part
+        calls = keras_functional.functional_calls(part.model)
+        made = keras.Model(
+            part.model.inputs, [x for call in calls for x in call.outputs]
+        )
+        inputs, received = self._divided(tensors)
+        given = [*inputs.values(), *(received[i] for i in part.taken)]
+        outputs = made.call(given, training=False)
+        return _sizes(tensors) + _sizes(keras.tree.flatten(outputs))
+
+    def _missed_updates(self):
+        if self._versions is None:
+            return 0
+        # So many that the pipeline is full in the middle.
+        size = self._strategy.size
+        filled = without_flush(size, 2 * size + 1)
+        missed = missed_updates(filled, self._stage.number)
+        return missed[Task(Kind.FORWARD, size)]
+
+    def _step_seconds(self, costs):
+        forward = [cost.forward_seconds for cost in costs]
+        backward = [cost.backward_seconds for cost in costs]
+        if self._versions is not None:
+            # Stages work on different mini-batches at once.
+            return max(map(sum, zip(forward, backward, strict=True)))
+        number = self._num_parts
+        return simulate(
+            self._schedule,
+            [seconds / number for seconds in forward],
+            [seconds / number for seconds in backward],
+        ).seconds
+
+
+def _sizes(arrays):
+    """Bytes of tensors or variables together."""
+    return sum(
+        math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in arrays
+    )

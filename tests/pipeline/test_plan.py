@@ -1,0 +1,79 @@
+"""`ks.plan` of a model in stages, against sizes worked out by hand."""
+
+import pytest
+
+from keras_sparsity.launch import command_line
+from tests import pipeline_functions
+from tests.conftest import engines
+
+_EXAMPLES, _WIDTH, _MICRO_BATCHES = 12, 16, 4
+_ACTIVATION = 4 * _EXAMPLES * _WIDTH
+_LAYER = 4 * (_WIDTH * _WIDTH + _WIDTH)
+# Adam's two counters: steps and the learning rate.
+_ADAM = {num: 2 * num * _LAYER + 8 + 4 for num in (2, 3)}
+
+
+def _held(schedule, num_ahead, num_layers):
+    """Bytes that a stage holds beside weights, gradients and slots."""
+    # A pass's input and the outputs of its layers.
+    of_pass = _ACTIVATION * (1 + num_layers)
+    if schedule == "gpipe":
+        return of_pass
+    if schedule == "1f1b":
+        return of_pass * (num_ahead + 1) // _MICRO_BATCHES
+    copies = {"vanilla": 0, "stash": num_ahead, "spectrain": 1}[schedule]
+    return of_pass + num_ahead * _ACTIVATION + copies * num_layers * _LAYER
+
+
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "vanilla", "stash", "spectrain"]
+)
+def test_sizes(cluster, schedule, tmp_path, capsys):
+    found = cluster("native", 3).run(
+        pipeline_functions.planned, schedule, str(tmp_path)
+    )
+    plan, num_bytes, *_ = found[0]
+    assert all(other == plan for other, *_ in found)
+    assert all(is_same and is_finite for *_, is_same, is_finite in found)
+    is_flushed = schedule in ("gpipe", "1f1b")
+    assert plan.num_examples == _EXAMPLES
+    assert plan.num_micro_batches == (_MICRO_BATCHES if is_flushed else 1)
+    assert sum(stage.weight_bytes for stage in plan.stages) == num_bytes
+    for number, stage in enumerate(plan.stages):
+        num_ahead, num_layers = 2 - number, (2, 3, 3)[number]
+        assert len(stage.layers) == num_layers
+        assert stage.weight_bytes == num_layers * _LAYER
+        assert stage.gradient_bytes == num_layers * _LAYER
+        assert stage.sent_bytes == (_ACTIVATION if num_ahead else 0)
+        assert stage.returned_bytes == (_ACTIVATION if number else 0)
+        assert stage.missed_updates == (0 if is_flushed else num_ahead)
+        assert stage.memory_bytes == (
+            2 * num_layers * _LAYER
+            + _ADAM[num_layers]
+            + _held(schedule, num_ahead, num_layers)
+        )
+    seconds = [s.forward_seconds + s.backward_seconds for s in plan.stages]
+    if is_flushed:
+        assert max(seconds) < plan.step_seconds < sum(seconds)
+    else:
+        assert plan.step_seconds == max(seconds)
+    assert 0 <= plan.bubble < 1
+    assert plan.busiest_bytes == 4 * _ACTIVATION
+    assert plan.allreduce_bytes == pytest.approx(4 * 2 / 3 * num_bytes)
+    command_line.main(["plan", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "before training" in shown
+    assert "dense_2 to dense_4 (3)" in shown
+    command_line.main(["report", str(tmp_path)])
+    assert "dense_2 to dense_4 (3)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_masks_and_unknown_sizes(cluster, engine):
+    plan, other = cluster(engine, 2).run(pipeline_functions.planned_branches)
+    assert plan == other
+    first, second = plan.stages
+    # What the layers "first", "second" and "norm" have made, and a mask.
+    wide, state, mask = 4 * 5 * 8 * 4, 4 * 8 * 4, 4 * 5
+    assert first.sent_bytes - mask in (wide + state, wide + 2 * state)
+    assert second.returned_bytes == first.sent_bytes - mask
