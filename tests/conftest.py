@@ -55,6 +55,7 @@ def engines_and_sizes():
 
 # Milliseconds; Horovod's own 1 takes a third of a core of each process.
 _LESS_POLLING = {"HOROVOD_CYCLE_TIME": "5"}
+_GROUPS = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
 class Clusters:
@@ -67,16 +68,22 @@ class Clusters:
     def __init__(self):
         self._clusters = {}
 
-    def __call__(self, engine, num_processes, machines=1):
-        """The cluster of this kind, started at its first `run`."""
-        key = (engine, num_processes, machines)
+    def __call__(self, engine, num_processes, machines=1, has_groups=False):
+        """The cluster of this kind, started at its first `run`.
+
+        With `has_groups`, Horovod can be divided into any groups of ranks.
+        """
+        key = (engine, num_processes, machines, has_groups)
         for other, cluster in self._clusters.items():
             is_in_the_way = other[0] != engine or "horovod" == engine
             if other != key and is_in_the_way and cluster.is_running:
                 cluster.stop()
         if key not in self._clusters:
             self._clusters[key] = Cluster(
-                num_processes, engine, machines, _LESS_POLLING
+                num_processes,
+                engine,
+                machines,
+                _LESS_POLLING | (_GROUPS if has_groups else {}),
             )
         return self._clusters[key]
 
@@ -101,7 +108,7 @@ def _no_idle_horovod(request, _clusters):
 
 @pytest.fixture(scope="session")
 def cluster(_clusters):
-    """`cluster(engine, num_processes, machines=1)` gives a running Cluster."""
+    """`cluster(engine, num_processes, ...)`, of `Clusters`, gives one."""
     return _clusters
 
 

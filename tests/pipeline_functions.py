@@ -1,11 +1,14 @@
 """Functions that the processes of pipeline tests run."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity import PipelineStrategy
+from keras_sparsity.pipeline.links import Link
 from tests import pipeline_oracle
 
 NUM_MICRO_BATCHES = 4
@@ -516,3 +519,20 @@ def planned_branches():
     y = np.ones((4, 5, 3)), np.ones((4, 2))
     data = tf.data.Dataset.from_tensors((x, y))
     return ks.plan(model, data)
+
+
+def cut_by_slow_links():
+    """The layers of the stages of a model with one narrow place."""
+    layers = [
+        keras.layers.Dense(size, name=f"dense_{i}")
+        for i, size in enumerate([64, 2, 512, 512, 512])
+    ]
+    model = keras.Sequential([keras.Input((64,)), *layers])
+    strategy = PipelineStrategy("1f1b")
+    with mock.patch.object(Link, "seconds_per_byte", lambda link: 1.0):
+        with strategy.scope():
+            model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((np.ones((8, 64)), np.ones((8, 512))))
+    plan = ks.plan(model, data)
+    rates = [link.seconds_per_byte() for link in strategy.links if link]
+    return [stage.layers for stage in plan.stages], rates

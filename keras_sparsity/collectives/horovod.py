@@ -183,12 +183,20 @@ class HorovodEngine(Engine):
         )
 
     def split(self, groups, label):
-        # All ranks must add each set, in the same order.
-        sets = [
-            (ranks, hvd.add_process_set(ranks))
-            for ranks in groups
-            if len(ranks) > 1
-        ]
+        try:
+            # All ranks must add each set, in the same order.
+            sets = [
+                (ranks, hvd.add_process_set(ranks))
+                for ranks in groups
+                if len(ranks) > 1
+            ]
+        except ValueError as error:
+            raise ValueError(
+                f"Horovod was started without groups of ranks. Received: "
+                f"{groups}. Start all ranks with the environment variable "
+                "HOROVOD_DYNAMIC_PROCESS_SETS=1, which adds some traffic "
+                "between ranks that wait, or use the native engine."
+            ) from error
         for ranks, process_set in sets:
             if self._ranks[self.rank] in ranks:
                 return HorovodEngine(ranks, process_set)

@@ -220,12 +220,25 @@ def _ends_of_lists(cutter, stages):
 
 
 def _measured_places(cutter, strategy):
-    """The cuts with the smallest largest stage, by rank 0's times."""
+    """The cuts with the smallest largest stage, or message if that is larger.
+
+    By rank 0's times and the slowest link.
+    """
     communicator = strategy.collectives
     if communicator.size == 1:
         return []
+    of_links = [link.seconds_per_byte() for link in strategy.links if link]
     seconds = None
     if communicator.rank == 0:
         seconds = timing.call_seconds(cutter)
-    seconds = communicator.gather_objects(seconds, name="pipeline/seconds")[0]
-    return balanced(seconds, cutter.places, communicator.size)
+    found = communicator.gather_objects(
+        (seconds, max(of_links)), name="pipeline/seconds"
+    )
+    # Activations and gradients travel in opposite directions, at once.
+    slowest = max(each for _, each in found)
+    crossing_seconds = {
+        place: size * slowest
+        for place, size in timing.crossing_bytes(cutter).items()
+    }
+    seconds, _ = found[0]
+    return balanced(seconds, cutter.places, communicator.size, crossing_seconds)

@@ -37,8 +37,9 @@ class PipelineStrategy(tf.distribute.Strategy):
             when all have come back: the result of one process. `"gpipe"` holds
             the activations of all micro-batches, `"1f1b"` at stage k those of
             N - k.
-        stages: where the model is cut. None: so that the slowest stage is as
-            fast as can be, by the layers' times, which rank 0 measures. Or a
+        stages: where the model is cut. None: so that the slowest stage or
+            message is as fast as can be, by the layers' times, which rank 0
+            measures, and those of the links. Or a
             list of the names of the layers after which the model is cut, or a
             list of the layers' names for each stage.
         num_micro_batches: the number of parts of a mini-batch, for `"1f1b"`

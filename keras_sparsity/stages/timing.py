@@ -1,5 +1,6 @@
-"""Times of a model's calls, measured before it is cut."""
+"""The profile by which a model is cut: times of its calls, bytes of cuts."""
 
+import math
 import time
 
 import keras
@@ -44,6 +45,40 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
     return [
         _seconds(part, num_examples) for part in cutter.parts(list(everywhere))
     ]
+
+
+def crossing_bytes(cutter, num_examples=_NUM_EXAMPLES):
+    """The activations that cross each possible cut.
+
+    Args:
+        cutter: `Cutter`.
+        num_examples: as for `call_seconds`.
+
+    Returns:
+        Dict from a cut's place to bytes.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> from keras_sparsity.stages.cutting import Cutter
+    >>> layers = [keras.Input((8,)), keras.layers.Dense(4),
+    ...           keras.layers.Dense(2)]
+    >>> crossing_bytes(Cutter(keras.Sequential(layers)), num_examples=10)
+    {0: 160}
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.1 (the profile).
+    """
+    return {
+        place: sum(
+            math.prod(_shape(tensor, num_examples))
+            * tf.as_dtype(tensor.dtype).size
+            for tensor in cutter.crossing(place)
+        )
+        for place in cutter.places
+    }
 
 
 def _seconds(part, num_examples):
@@ -106,10 +141,14 @@ def pass_seconds(compute, variables, tensors, has_backward=True):
 
 
 def _drawn(draws, spec, num_examples):
-    _, *sizes = spec.shape
-    shape = [num_examples, *(size or _UNKNOWN_SIZE for size in sizes)]
+    shape = _shape(spec, num_examples)
     dtype = tf.as_dtype(spec.dtype)
     if dtype.is_floating:
         return tf.cast(draws.normal(size=shape), dtype)
     # An id that each table has; a mask that hides nothing.
     return tf.cast(tf.ones(shape) if dtype.is_bool else tf.zeros(shape), dtype)
+
+
+def _shape(spec, num_examples):
+    _, *sizes = spec.shape
+    return [num_examples, *(size or _UNKNOWN_SIZE for size in sizes)]

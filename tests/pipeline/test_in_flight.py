@@ -75,9 +75,15 @@ def _check(ranks, rule, num_stages, schedule, target):
 
 
 @pytest.mark.parametrize(("schedule", "target"), _SCHEDULES)
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "adam"])
-def test_four_stages(cluster, rule, schedule, target):
-    ranks = cluster("native", 4).run(
+@pytest.mark.parametrize(
+    ("engine", "rule"),
+    [
+        *(("native", rule) for rule in ("sgd", "momentum", "adam")),
+        pytest.param("horovod", "adam", marks=engines("horovod")[0].marks),
+    ],
+)
+def test_four_stages(cluster, engine, rule, schedule, target):
+    ranks = cluster(engine, 4, has_groups=True).run(
         pipeline_functions.train_in_flight,
         rule,
         ["dense_0", "norm", "dense_2"],
@@ -103,7 +109,7 @@ def test_two_stages(cluster, engine, schedule, target):
 
 
 def test_three_stages(cluster):
-    ranks = cluster("native", 3).run(
+    ranks = cluster("native", 3, has_groups=True).run(
         pipeline_functions.train_in_flight,
         "adam",
         ["drop", "norm"],
@@ -117,7 +123,7 @@ def test_three_stages(cluster):
 def test_fewer_mini_batches_than_stages(cluster):
     """The pipeline is emptied while it still fills."""
     num_examples = 13
-    ranks = cluster("native", 4).run(
+    ranks = cluster("native", 4, has_groups=True).run(
         pipeline_functions.train_in_flight,
         "momentum",
         ["dense_0", "norm", "dense_2"],

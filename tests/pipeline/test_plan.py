@@ -29,7 +29,7 @@ def _held(schedule, num_ahead, num_layers):
     "schedule", ["gpipe", "1f1b", "vanilla", "stash", "spectrain"]
 )
 def test_sizes(cluster, schedule, tmp_path, capsys):
-    found = cluster("native", 3).run(
+    found = cluster("native", 3, has_groups=True).run(
         pipeline_functions.planned, schedule, str(tmp_path)
     )
     plan, num_bytes, *_ = found[0]

@@ -75,6 +75,7 @@ def test_two_stages(cluster, engine, model, schedule):
     _check(ranks, model, optimizer, num_examples)
 
 
+@pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize(
     ("model", "optimizer", "schedule"),
     [
@@ -83,9 +84,9 @@ def test_two_stages(cluster, engine, model, schedule):
         ("branches", "adam", "1f1b"),
     ],
 )
-def test_three_stages(cluster, model, optimizer, schedule):
+def test_three_stages(cluster, engine, model, optimizer, schedule):
     cuts = _CUTS[model][1]
-    ranks = cluster("native", 3).run(
+    ranks = cluster(engine, 3, has_groups=True).run(
         pipeline_functions.train, model, optimizer, cuts, schedule, 22
     )
     _check(ranks, model, optimizer, 22)
@@ -99,6 +100,7 @@ def test_a_batch_smaller_than_the_number_of_micro_batches(cluster):
     _check(ranks, "dense", "momentum", 17)
 
 
+@pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize(
     ("model", "optimizer", "schedule"),
     [
@@ -108,14 +110,14 @@ def test_a_batch_smaller_than_the_number_of_micro_batches(cluster):
         ("mixed", "scaled", "gpipe"),
     ],
 )
-def test_four_stages(cluster, model, optimizer, schedule):
+def test_four_stages(cluster, engine, model, optimizer, schedule):
     """Also what needs the gradients of all stages: norms, finiteness."""
     cuts = {
         "dense": ["dense_0", "dense_1", "dense_2"],
         "branches": ["rows", "first", "both"],
         "mixed": ["dense_0", "dense_1", "dense_2"],
     }[model]
-    ranks = cluster("native", 4).run(
+    ranks = cluster(engine, 4, has_groups=True).run(
         pipeline_functions.train, model, optimizer, cuts, schedule, 22
     )
     _check(ranks, model, optimizer, 22)

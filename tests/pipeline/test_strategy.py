@@ -42,6 +42,16 @@ def test_stages_of_each_kind(cluster, engine):
     assert np.isfinite(found["fitted"]).all()
 
 
+@pytest.mark.parametrize("engine", engines())
+def test_slow_links_are_crossed_where_the_model_is_narrow(cluster, engine):
+    for stages, rates in cluster(engine, 2).run(
+        pipeline_functions.cut_by_slow_links
+    ):
+        assert stages[0] == ("dense_0", "dense_1")
+        # Loopback: below 100 ns, 10 MB/s.
+        assert all(0 <= rate < 1e-7 for rate in rates) and rates
+
+
 def test_refusals(cluster):
     for found in cluster("native", 2).run(pipeline_functions.refusals):
         assert found.keys() == _REFUSALS.keys()
