@@ -3,11 +3,11 @@
 A convolutional and a recurrent language model with residual connections learn
 the next word of the source of Python's standard library, on 4 processes: by
 data parallelism, which gives the result of one process, and by the schedules
-that do not. Rare words count neither as right nor as wrong. Each way is run with
-several seeds of the weights and of the order of the data. The figure is the best
-accuracy on held-out modules over the epochs, in percent: its mean and standard
-error. "spectrain" must not be significantly below "vanilla", by the differences
-of runs with the same seed.
+that do not. Rare words count neither as right nor as wrong. Each way is run
+with several seeds of the weights and of the order of the data. The figure is
+the best accuracy on held-out modules over the epochs, in percent: its mean and
+standard error. "spectrain" must not be significantly below "vanilla", by the
+differences of runs with the same seed.
 """
 
 import functools

@@ -14,6 +14,7 @@ _HEAD = (
     "weights",
     "forward pass",
     "backward pass",
+    "update",
     "sends on",
     "sends back",
     "memory",
@@ -30,8 +31,9 @@ class StageCost:
         weight_bytes, gradient_bytes: bytes of its weights, and of those that
             are trained.
         forward_seconds, backward_seconds: time of its passes of the whole
-            mini-batch, without the messages. Where a backward pass computes
-            the layers again, that counts.
+            mini-batch, without the messages and the loss. Where a backward
+            pass computes the layers again, that counts.
+        update_seconds: time of its optimizer's update.
         sent_bytes, returned_bytes: bytes of activations that it sends to the
             stage behind, and of their gradients to the one before.
         memory_bytes: bytes of weights, gradients, optimizer slots, copies of
@@ -46,10 +48,18 @@ class StageCost:
     gradient_bytes: int
     forward_seconds: float
     backward_seconds: float
+    update_seconds: float
     sent_bytes: int
     returned_bytes: int
     memory_bytes: int
     missed_updates: int
+
+    @property
+    def seconds(self):
+        """Time of all its work in a step."""
+        return (
+            self.forward_seconds + self.backward_seconds + self.update_seconds
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +83,7 @@ class PipelinePlan:
     @property
     def bubble(self):
         """The share of the stages' time in which they wait, from 0 to 1."""
-        busy = sum(s.forward_seconds + s.backward_seconds for s in self.stages)
+        busy = sum(stage.seconds for stage in self.stages)
         return 1 - busy / (self.step_seconds * len(self.stages))
 
     @property
@@ -138,6 +148,7 @@ def _row(number, stage):
         _bytes(stage.weight_bytes),
         _milliseconds(stage.forward_seconds),
         _milliseconds(stage.backward_seconds),
+        _milliseconds(stage.update_seconds),
         _bytes(stage.sent_bytes),
         _bytes(stage.returned_bytes),
         _bytes(stage.memory_bytes),

@@ -110,11 +110,29 @@ class Planner:
             gradient_bytes=_sizes(stage.variables),
             forward_seconds=forward * number,
             backward_seconds=backward * number,
+            update_seconds=self._update_seconds(),
             sent_bytes=_sizes(sent and stage.sent.with_masks(sent)) * number,
             returned_bytes=_sizes(floats(received)) * number,
             memory_bytes=self._memory(tensors),
             missed_updates=self._missed_updates(),
         )
+
+    def _update_seconds(self):
+        optimizer, variables = self._model.optimizer, self._stage.variables
+        if optimizer is None or not variables:
+            return 0.0
+
+        # Of copies, which go when it is measured.
+        copies = [keras.Variable(v.value, dtype=v.dtype) for v in variables]
+        alike = type(optimizer).from_config(optimizer.get_config())
+        alike.build(copies)
+
+        def update(gradients):
+            alike.apply(gradients, copies)
+            return []
+
+        zeros = [tf.zeros(v.shape, v.dtype) for v in variables]
+        return timing.median_seconds(update, zeros)
 
     def _memory(self, tensors):
         stage, optimizer = self._stage, self._model.optimizer
@@ -154,16 +172,15 @@ class Planner:
         return missed[Task(Kind.FORWARD, size)]
 
     def _step_seconds(self, costs):
-        forward = [cost.forward_seconds for cost in costs]
-        backward = [cost.backward_seconds for cost in costs]
         if self._versions is not None:
             # Stages work on different mini-batches at once.
-            return max(map(sum, zip(forward, backward, strict=True)))
+            return max(cost.seconds for cost in costs)
         number = self._num_parts
         return simulate(
             self._schedule,
-            [seconds / number for seconds in forward],
-            [seconds / number for seconds in backward],
+            [cost.forward_seconds / number for cost in costs],
+            [cost.backward_seconds / number for cost in costs],
+            update_seconds=[cost.update_seconds for cost in costs],
         ).seconds
 
 

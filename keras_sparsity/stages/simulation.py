@@ -41,13 +41,14 @@ def simulate(
     backward_seconds=None,
     activation_seconds=None,
     gradient_seconds=None,
+    update_seconds=None,
 ):
     """Runs a schedule in simulated time.
 
     A stage runs its tasks one after the other. A forward pass waits for the
     activations of the stage before, a backward pass for the gradients of the
     stage behind; both travel while stages compute, one message at a time in
-    each direction of a link. Updates take no time.
+    each direction of a link.
 
     Args:
         schedule: `Schedule`.
@@ -55,6 +56,7 @@ def simulate(
             by default one unit.
         activation_seconds, gradient_seconds: for each link between
             neighbours, the time of a message; by default 0.
+        update_seconds: for each stage, the time of an update; by default 0.
 
     Returns:
         `Timeline`.
@@ -79,7 +81,7 @@ def simulate(
         {
             Kind.FORWARD: forward_seconds or units,
             Kind.BACKWARD: backward_seconds or units,
-            Kind.UPDATE: [0] * num_stages,
+            Kind.UPDATE: update_seconds or [0] * num_stages,
         },
         {
             Kind.FORWARD: activation_seconds or links,
