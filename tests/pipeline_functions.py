@@ -9,6 +9,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity import PipelineStrategy
 from keras_sparsity.pipeline.links import Link
+from keras_sparsity.pipeline.versions import Predicted, Vanilla
 from tests import pipeline_oracle
 
 NUM_MICRO_BATCHES = 4
@@ -536,3 +537,78 @@ def cut_by_slow_links():
     plan = ks.plan(model, data)
     rates = [link.seconds_per_byte() for link in strategy.links if link]
     return [stage.layers for stage in plan.stages], rates
+
+
+def counted(num_steps):
+    """What passes of a training without a flush compute with, as they run.
+
+    Returns:
+        missed: for each forward pass, the number of earlier mini-batches
+            whose update the weights do not have.
+        ahead: the numbers of updates by which weights are predicted, of a
+            forward and a backward pass in turn; of the last stage, whose
+            passes share theirs, of both at once.
+    """
+    missed, ahead = [], []
+    stock_forward, stock_ahead = Vanilla.forward, Predicted._ahead
+
+    def forward(versions, num_in_flight):
+        optimizer = versions._stage.part.model.optimizer
+        tf.numpy_function(
+            lambda updates: missed.append(len(missed) - int(updates)),
+            [tf.convert_to_tensor(optimizer.iterations)],
+            [],
+        )
+        return stock_forward(versions, num_in_flight)
+
+    def predicted(versions, num_updates):
+        tf.numpy_function(
+            lambda number: ahead.append(int(number)), [num_updates], []
+        )
+        return stock_ahead(versions, num_updates)
+
+    x = np.ones((num_steps * 4, 6), "float32")
+    for schedule in ("vanilla", "spectrain"):
+        model = dense()
+        strategy = PipelineStrategy(
+            schedule, stages=["dense_0", "dense_1", "dense_2"]
+        )
+        with strategy.scope():
+            model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
+        part = model._keras_sparsity_pipeline.parts[strategy.rank]
+        part.model.optimizer = model.optimizer
+        with (
+            mock.patch.object(Vanilla, "forward", forward),
+            mock.patch.object(Predicted, "_ahead", predicted),
+        ):
+            model.fit(x, x[:, :2], batch_size=4, verbose=0)
+    return missed, ahead
+
+
+def save_stages(path, name, cuts):
+    """Trains two steps and saves; then gives the weights after two more."""
+    keras.utils.set_random_seed(3)
+    model = made(name)
+    with _in_stages(cuts).scope():
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+    _fit_two_steps(model, name)
+    model.save(path)
+    _fit_two_steps(model, name)
+    return model.get_weights()
+
+
+def go_on_with_stages(path, name, cuts):
+    """The weights of a loaded model, in other stages, after two steps."""
+    with _in_stages(cuts).scope():
+        model = keras.models.load_model(path)
+    _fit_two_steps(model, name)
+    return model.get_weights()
+
+
+def _in_stages(cuts):
+    return PipelineStrategy("1f1b", stages=cuts, num_micro_batches=2)
+
+
+def _fit_two_steps(model, name):
+    x, y = data(name, 2 * BATCH_SIZE)
+    model.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)

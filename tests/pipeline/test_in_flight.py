@@ -147,3 +147,24 @@ def test_fewer_mini_batches_than_stages(cluster):
     for values, *_ in ranks:
         for value, expected in zip(values, network.get_weights(), strict=True):
             np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
+
+
+def test_missed_updates_and_distances_as_they_run(cluster):
+    """Equations 5 and 6, once the pipeline is full; N - k are in flight."""
+    size, num_steps = 4, 9
+    ranks = cluster("native", size, has_groups=True).run(
+        pipeline_functions.counted, num_steps
+    )
+    for k, (missed, ahead) in enumerate(ranks):
+        behind, beyond = size - 1 - k, k // 2
+        assert missed == [min(step, behind) for step in range(num_steps)]
+        if not behind:
+            assert ahead == [beyond] * num_steps
+            continue
+        forward = [min(step, behind) + beyond for step in range(num_steps)]
+        expected = forward[:behind]
+        for each in forward[behind:]:
+            expected += [each, beyond]
+        # While the pipeline empties, to no update that is not to come.
+        expected += [min(beyond, left) for left in reversed(range(behind))]
+        assert ahead == expected

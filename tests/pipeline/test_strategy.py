@@ -84,3 +84,35 @@ def test_callbacks_decide_alike(cluster):
     assert len(history["loss"]) == 2
     assert history["val_loss"][1] < history["val_loss"][0]
     assert evaluated["loss"] == pytest.approx(history["val_loss"][0], rel=1e-5)
+
+
+@pytest.mark.parametrize("model", ["dense", "branches"])
+def test_a_loaded_model_goes_on_in_other_stages(cluster, model, tmp_path):
+    """Saved by two processes, loaded by three, four and one.
+
+    To the bit in the same stages alone: TensorFlow fuses the operations of
+    another part of a model otherwise.
+    """
+    path = str(tmp_path / "staged.keras")
+    first, *others = {
+        "dense": (
+            ["dense_1"],
+            ["dense_0", "dense_2"],
+            ["dense_0", "dense_1", "dense_2"],
+        ),
+        "branches": (
+            ["second"],
+            ["first", "norm"],
+            ["rows", "first", "both"],
+        ),
+    }[model]
+    weights = cluster("native", 2).run(
+        pipeline_functions.save_stages, path, model, first
+    )[0]
+    for cuts in [*others, None]:
+        size = len(cuts) + 1 if cuts else 1
+        found = cluster(
+            "native" if cuts else "local", size, has_groups=True
+        ).run(pipeline_functions.go_on_with_stages, path, model, cuts)[0]
+        for value, expected in zip(found, weights, strict=True):
+            np.testing.assert_allclose(value, expected, atol=1e-6)
