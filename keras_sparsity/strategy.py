@@ -7,14 +7,12 @@ import tensorflow as tf
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks
 from keras_sparsity.data import distribution
-from keras_sparsity.exchange.options import Options
+from keras_sparsity.exchange.options import Options, check_wire_dtype
 from keras_sparsity.global_batch import losses, metrics
 from keras_sparsity.placement import choice
 from keras_sparsity.training.compiling import compile_adopts
 from keras_sparsity.training.extended import HybridExtended
 from keras_sparsity.update.optimizer_arguments import checked_options
-
-_WIRE_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class HybridStrategy(tf.distribute.Strategy):
@@ -207,13 +205,7 @@ class HybridStrategy(tf.distribute.Strategy):
 
 
 def _check_options(wire_dtype, local_aggregation, bucket_bytes, prefetch):
-    checks.check(
-        wire_dtype is None
-        or (isinstance(wire_dtype, str) and wire_dtype in _WIRE_DTYPES),
-        "wire_dtype",
-        wire_dtype,
-        f"None or one of {', '.join(map(repr, _WIRE_DTYPES))}",
-    )
+    check_wire_dtype(wire_dtype)
     checks.boolean("local_aggregation", local_aggregation)
     if bucket_bytes is not None:
         checks.positive_integer(

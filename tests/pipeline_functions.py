@@ -25,10 +25,27 @@ class Activity(keras.layers.Layer):
         return inputs
 
 
-def dense():
+class Rounded(keras.layers.Layer):
+    """Rounds activations and their gradients to 16 bits."""
+
+    def call(self, inputs):
+        @tf.custom_gradient
+        def rounded(values):
+            return _round(values), _round
+
+        return rounded(inputs)
+
+
+def _round(values):
+    return tf.cast(tf.cast(values, tf.bfloat16), values.dtype)
+
+
+def dense(rounded_after=None):
     """Layers of several kinds of losses, in one line."""
     x = inputs = keras.Input((6,))
     for i in range(4):
+        if rounded_after is not None and i == rounded_after + 1:
+            x = Rounded()(x)
         x = keras.layers.Dense(
             7,
             activation="tanh",
@@ -89,7 +106,13 @@ def mixed():
     return keras.Model(inputs, keras.layers.Dense(2, name="out")(x))
 
 
-MODELS = {"mixed": mixed, "dense": dense, "branches": branches, "line": line}
+MODELS = {
+    "mixed": mixed,
+    "dense": dense,
+    "branches": branches,
+    "line": line,
+    "rounded": lambda: dense(rounded_after=1),
+}
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -224,8 +247,10 @@ def _trained_in_flight(rule, stages, schedule, target, num_examples):
     return network.get_weights(), history, seen, int(iterations)
 
 
-def _adopted(model, optimizer, stages, schedule="1f1b"):
-    strategy = PipelineStrategy(schedule, stages, NUM_MICRO_BATCHES)
+def _adopted(model, optimizer, stages, schedule="1f1b", wire_dtype=None):
+    strategy = PipelineStrategy(
+        schedule, stages, NUM_MICRO_BATCHES, wire_dtype=wire_dtype
+    )
     network = made(model)
     with strategy.scope():
         network.compile(**compile_options(model, optimizer))
@@ -255,9 +280,9 @@ def save(folder):
     return network.get_weights(), other.get_weights(), message
 
 
-def train(model, optimizer, stages, schedule, num_examples):
+def train(model, optimizer, stages, schedule, num_examples, wire_dtype=None):
     """The weights of this rank's stage, and what `fit` and the like give."""
-    network = _adopted(model, optimizer, stages, schedule)
+    network = _adopted(model, optimizer, stages, schedule, wire_dtype)
     x, y = data(model, num_examples)
     options = {"batch_size": BATCH_SIZE, "verbose": 0}
     history = network.fit(x, y, epochs=2, shuffle=False, **options).history

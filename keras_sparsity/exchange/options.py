@@ -5,7 +5,21 @@ import math
 
 import tensorflow as tf
 
+from keras_sparsity._tf import checks
 from keras_sparsity.collectives.wire import Wire
+
+_WIRE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_wire_dtype(wire_dtype):
+    """Checks a user's `wire_dtype`."""
+    checks.check(
+        wire_dtype is None
+        or (isinstance(wire_dtype, str) and wire_dtype in _WIRE_DTYPES),
+        "wire_dtype",
+        wire_dtype,
+        f"None or one of {', '.join(map(repr, _WIRE_DTYPES))}",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,7 +134,8 @@ class InFlight:
             return
 
         def send():
-            self._stage.before.send_gradients(self._results.take())
+            *gradients, row = self._results.take()
+            self._stage.before.send_gradients(gradients, [row])
             return True
 
         tf.cond(self._results.size > 0, send, lambda: False)
@@ -169,7 +170,7 @@ class InFlight:
         weights = self._versions.backward(kept, num_later)
         found, _ = self._computed(inputs, None, received, weights, states)
         *upstream, row = stage.behind.receive_gradients(
-            [*floats(found.outputs), no_logs]
+            floats(found.outputs), [no_logs]
         )
         self._finish(found, upstream, row)
         return row

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_losses
 from keras_sparsity.collectives.base import divided
+from keras_sparsity.collectives.wire import Wire
 
 # Elements of a message that measures a link: 0.2 s at 50 Mbit/s.
 _PROBE = 320_000
@@ -23,10 +24,19 @@ class Link:
     Args:
         pair: `Collectives` of the two ranks; the first one's stage is before
             the other's.
+        wire_dtype: name of the dtype in which wider floats travel, or None.
     """
 
-    def __init__(self, pair):
-        self._pair = pair
+    def __init__(self, pair, wire_dtype=None):
+        self._pair, self._wire_dtype = pair, wire_dtype
+
+    def wire(self, dtype):
+        """The `Wire` of activations and gradients of a dtype."""
+        dtype = tf.as_dtype(dtype)
+        if not (dtype.is_floating and self._wire_dtype):
+            return Wire(dtype, dtype)
+        asked = tf.as_dtype(self._wire_dtype)
+        return Wire(dtype, min(dtype, asked, key=lambda each: each.size))
 
     def send_activations(self, crossing, tensors, loss):
         """Sends the tensors that cross the cut, and their masks.
@@ -37,7 +47,7 @@ class Link:
             loss: float32 scalar, the share of the loss that the stages so far
                 have made.
         """
-        crossing.broadcast(self._pair, tensors, None, 0, [loss])
+        crossing.broadcast(self._pair, tensors, None, 0, [loss], self.wire)
 
     def receive_activations(self, crossing, num_examples):
         """The tensors, with their masks, and the loss.
@@ -47,25 +57,54 @@ class Link:
             num_examples: the number of the micro-batch's examples.
         """
         tensors, (loss,) = crossing.broadcast(
-            self._pair, None, num_examples, 0, [tf.zeros([])]
+            self._pair, None, num_examples, 0, [tf.zeros([])], self.wire
         )
         return tensors, loss
 
-    def send_gradients(self, tensors):
-        """Sends the gradients of received activations."""
-        if tensors:
-            self._pair.broadcast(tensors, root=1, name="pipeline/gradients")
+    def send_gradients(self, tensors, numbers=()):
+        """Sends the gradients of received activations.
 
-    def receive_gradients(self, sent):
-        """Gradients of the shapes and dtypes of tensors that were sent."""
-        if not sent:
+        Args:
+            tensors: list of the gradients.
+            numbers: list of tensors that travel along, in their own dtype.
+        """
+        encoded = [self.wire(each.dtype).encode(each) for each in tensors]
+        if encoded or numbers:
+            self._pair.broadcast(
+                [*encoded, *numbers], root=1, name="pipeline/gradients"
+            )
+
+    def receive_gradients(self, sent, numbers=()):
+        """Gradients of tensors that were sent.
+
+        Args:
+            sent: list of these tensors.
+            numbers: list of tensors of the shapes of those that come along.
+
+        Returns:
+            List of the gradients and then of the numbers.
+        """
+        if not (sent or numbers):
             return []
-        return self._pair.broadcast(
-            [tf.zeros_like(x) for x in sent], root=1, name="pipeline/gradients"
+        wires = [self.wire(each.dtype) for each in sent]
+        shapes = [
+            tf.zeros_like(each, wire.dtype)
+            for each, wire in zip(sent, wires, strict=True)
+        ]
+        received = self._pair.broadcast(
+            [*shapes, *numbers], root=1, name="pipeline/gradients"
         )
+        decoded = [
+            wire.decode(each)
+            for wire, each in zip(wires, received, strict=False)
+        ]
+        return [*decoded, *received[len(sent) :]]
 
     def seconds_per_byte(self):
-        """Measures the link; eagerly, on both ranks at once."""
+        """Measures the link; eagerly, on both ranks at once.
+
+        Of float32 before they are cast for the link.
+        """
         # The first messages make connections.
         times = [
             (self._round_trip(0), self._round_trip(_PROBE)) for _ in range(3)
@@ -77,8 +116,9 @@ class Link:
         """Seconds until a message's receiver has answered."""
         begin = time.perf_counter()
         for root, size in ((0, 1 + num_floats), (1, 1)):
+            floats = self.wire(tf.float32).encode(tf.zeros([size]))
             (received,) = self._pair.broadcast(
-                [tf.zeros([size])], root=root, name="pipeline/probe"
+                [floats], root=root, name="pipeline/probe"
             )
             received.numpy()
         return time.perf_counter() - begin
@@ -103,7 +143,15 @@ class Crossing:
             for each in [*self.tensors, *(m for m in masks if m is not None)]
         ]
 
-    def broadcast(self, collectives, tensors, num_examples, root, numbers=()):
+    def broadcast(
+        self,
+        collectives,
+        tensors,
+        num_examples,
+        root,
+        numbers=(),
+        wire=lambda dtype: Wire(dtype, dtype),
+    ):
         """The values of one rank, with their masks, on all ranks of a group.
 
         Args:
@@ -113,11 +161,13 @@ class Crossing:
             root: the sending rank.
             numbers: list of tensors that travel along, of the same shapes on
                 all ranks.
+            wire: function from a dtype of the tensors to its `Wire`.
 
         Returns:
             `(tensors, numbers)`, two lists.
         """
         is_root = collectives.rank == root
+        wires = [wire(spec.dtype) for spec in self.specs]
         values, sizes = [], None
         if is_root:
             values = self.with_masks(tensors)
@@ -136,10 +186,18 @@ class Crossing:
                     self.shapes(num_examples, sizes), self.specs, strict=True
                 )
             ]
+        encoded = [
+            each.encode(value)
+            for each, value in zip(wires, values, strict=True)
+        ]
         received = collectives.broadcast(
-            [*values, *numbers], root=root, name="pipeline/activations"
+            [*encoded, *numbers], root=root, name="pipeline/activations"
         )
         values, numbers = received[: len(values)], received[len(values) :]
+        values = [
+            each.decode(value)
+            for each, value in zip(wires, values, strict=True)
+        ]
         for value, spec in zip(values, self.specs, strict=True):
             value.set_shape(spec.shape)
         return self.without_masks(values), numbers
@@ -204,13 +262,20 @@ def pairs(size):
     return [even, odd]
 
 
-@functools.cache
-def links(collectives):
+def links(collectives, wire_dtype=None):
     """`(link to the stage before, link to the one behind)`; None at an end."""
     found = [None, None]
-    labels = ("even", "odd")
-    for label, groups in zip(labels, pairs(collectives.size), strict=True):
-        pair = divided(collectives, groups, f"pipeline/{label}")
-        if pair.size == 2:
-            found[1 - pair.rank] = Link(pair)
+    for pair in _own_pairs(collectives):
+        found[1 - pair.rank] = Link(pair, wire_dtype)
     return tuple(found)
+
+
+@functools.cache
+def _own_pairs(collectives):
+    """`Collectives` of this rank and each of its neighbours."""
+    labels = ("even", "odd")
+    found = [
+        divided(collectives, groups, f"pipeline/{label}")
+        for label, groups in zip(labels, pairs(collectives.size), strict=True)
+    ]
+    return [pair for pair in found if pair.size == 2]

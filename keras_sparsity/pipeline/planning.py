@@ -111,8 +111,11 @@ class Planner:
             forward_seconds=forward * number,
             backward_seconds=backward * number,
             update_seconds=self._update_seconds(),
-            sent_bytes=_sizes(sent and stage.sent.with_masks(sent)) * number,
-            returned_bytes=_sizes(floats(received)) * number,
+            sent_bytes=_wire_bytes(
+                stage.behind, sent and stage.sent.with_masks(sent)
+            )
+            * number,
+            returned_bytes=_wire_bytes(stage.before, floats(received)) * number,
             memory_bytes=self._memory(tensors),
             missed_updates=self._missed_updates(),
         )
@@ -182,6 +185,11 @@ class Planner:
             [cost.backward_seconds / number for cost in costs],
             update_seconds=[cost.update_seconds for cost in costs],
         ).seconds
+
+
+def _wire_bytes(link, tensors):
+    """Bytes of tensors as they travel."""
+    return _sizes(link.wire(each.dtype).encode(each) for each in tensors)
 
 
 def _sizes(arrays):

@@ -8,6 +8,7 @@ from keras_sparsity import collectives
 from keras_sparsity._tf import checks, patches
 from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.data import distribution
+from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline import adoption
 from keras_sparsity.pipeline.links import links
 from keras_sparsity.training.extended import HybridExtended
@@ -49,6 +50,8 @@ class PipelineStrategy(tf.distribute.Strategy):
             `"sequential"`: those after the updates of all earlier
             mini-batches, as sequential training would have.
         decay: gamma of equation 1, for optimizers without a first moment.
+        wire_dtype: `"bfloat16"` or `"float16"`: activations and their gradients
+            travel in 16 bits. None: in their own dtype.
         engine, timeout: see `ks.HybridStrategy`.
 
     Attributes:
@@ -91,6 +94,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         num_micro_batches=4,
         prediction="paper",
         decay=0.9,
+        wire_dtype=None,
         engine=None,
         timeout=None,
     ):
@@ -105,11 +109,12 @@ class PipelineStrategy(tf.distribute.Strategy):
             decay,
             "a number from 0 to below 1",
         )
+        check_wire_dtype(wire_dtype)
         self.stages = _checked_stages(stages)
         self.schedule, self.num_micro_batches = schedule, num_micro_batches
         self.prediction, self.decay = prediction, decay
         self.collectives = collectives.start(engine, timeout)
-        self.links = links(self.collectives)
+        self.links = links(self.collectives, wire_dtype)
         super().__init__(_Extended(self, single_process()))
 
     @property

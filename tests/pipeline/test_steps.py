@@ -129,3 +129,43 @@ def test_loss_scaling_and_a_norm_of_all_gradients(cluster, engine):
         pipeline_functions.train, "mixed", "scaled", ["dense_1"], "1f1b", 22
     )
     _check(ranks, "mixed", "scaled", 22)
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_messages_of_16_bits(cluster, engine):
+    """As one process that rounds what crosses the cut, both ways."""
+    ranks = cluster(engine, 2).run(
+        pipeline_functions.train,
+        "dense",
+        "momentum",
+        ["dense_1"],
+        "1f1b",
+        22,
+        "bfloat16",
+    )
+    _check(ranks, "rounded", "momentum", 22)
+    rounded, exact = (
+        _expected(model, "momentum", 22)[1] for model in ("rounded", "dense")
+    )
+    assert _distance(rounded, exact) > 1e-3
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_messages_of_16_bits_without_a_flush(cluster, engine):
+    exact, rounded = (
+        cluster(engine, 2).run(
+            pipeline_functions.train,
+            "dense",
+            "momentum",
+            ["dense_1"],
+            "spectrain",
+            22,
+            wire_dtype,
+        )[0]
+        for wire_dtype in (None, "bfloat16")
+    )
+    assert 0 < _distance(rounded["weights"], exact["weights"]) < 0.02
+    # Losses travel in their own dtype.
+    np.testing.assert_allclose(
+        rounded["history"]["loss"], exact["history"]["loss"], rtol=1e-2
+    )
