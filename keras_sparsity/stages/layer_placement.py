@@ -1,0 +1,278 @@
+"""Where a model is divided into a head on all workers and a tail on one.
+
+A network whose last layers have most of the parameters trains with less traffic
+if activations travel to these layers, and not their gradients to all workers.
+"""
+
+import dataclasses
+
+import keras
+import numpy as np
+
+from keras_sparsity._tf import checks
+
+CONVOLUTION, POOLING, DENSE = "convolution", "pooling", "dense"
+OTHER = "other"
+_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSize:
+    """A layer, as far as its messages count.
+
+    Args:
+        kind: `"convolution"`, `"pooling"`, `"dense"` or `"other"`.
+        num_parameters: the number of its trained weights' elements.
+        num_outputs: the number of elements that it makes of one example.
+
+    Raises:
+        ValueError: if the kind is unknown.
+
+    Example:
+
+    >>> LayerSize("dense", 4096 * 1000 + 1000, 1000).num_parameters
+    4097000
+
+    References:
+        RALP (Park et al.), the profiler.
+    """
+
+    kind: str
+    num_parameters: int
+    num_outputs: int
+
+    def __post_init__(self):
+        kinds = (CONVOLUTION, POOLING, DENSE, OTHER)
+        checks.one_of("kind", self.kind, kinds)
+
+
+def layer_sizes(cutter):
+    """The `LayerSize` of each call of a model.
+
+    Args:
+        cutter: `Cutter`.
+
+    Returns:
+        List, in the order of `cutter.calls`. A layer that is called twice has
+        its parameters at the first call.
+
+    Raises:
+        ValueError: if the size of an output is not known.
+
+    Example:
+
+    >>> from keras_sparsity.stages.cutting import Cutter
+    >>> layers = [keras.Input((8,)), keras.layers.Dense(4)]
+    >>> layer_sizes(Cutter(keras.Sequential(layers)))
+    [LayerSize(kind='dense', num_parameters=36, num_outputs=4)]
+
+    References:
+        RALP (Park et al.), the profiler.
+    """
+    seen, found = set(), []
+    for call in cutter.calls:
+        layer = call.operation
+        weights = getattr(layer, "trainable_variables", [])
+        new = [v for v in weights if id(v) not in seen]
+        seen.update(id(v) for v in new)
+        shapes = [tensor.shape[1:] for tensor in call.outputs]
+        checks.check(
+            all(None not in shape for shape in shapes),
+            "model",
+            f"outputs of '{layer.name}' of the shapes {shapes}",
+            "layers whose outputs have a known size, but for the batch",
+        )
+        found.append(
+            LayerSize(
+                _kind(layer),
+                sum(int(np.prod(v.shape)) for v in new),
+                sum(int(np.prod(shape)) for shape in shapes),
+            )
+        )
+    return found
+
+
+def skewness(layers):
+    r"""How far the parameters are towards the end; below 0 if they are.
+
+    The skewness of a layer's position x, weighted by its parameters P:
+
+    .. math:: S = \sum_x \frac{P_x}{\sum P} \frac{(x - \mu)^3}{\sigma^3}
+
+    The paper's equation 1 is another one as printed; this one gives its
+    table 1. Layers of the kind `"other"` have no position.
+
+    Args:
+        layers: list of `LayerSize`.
+
+    Returns:
+        A number; 0 if all parameters are in one layer.
+
+    Raises:
+        ValueError: if there are no parameters.
+
+    Example:
+
+    >>> sizes = [10, 20, 30, 500]
+    >>> round(skewness([LayerSize("dense", n, 1) for n in sizes]), 2)
+    -3.46
+
+    References:
+        RALP (Park et al.), equation 1 and table 1.
+    """
+    sizes = np.array(
+        [layer.num_parameters for layer in layers if layer.kind != OTHER], float
+    )
+    checks.check(
+        sizes.sum() > 0,
+        "layers",
+        layers,
+        "a convolution or dense layer with parameters",
+    )
+    weights, places = sizes / sizes.sum(), np.arange(len(sizes))
+    mean = (weights * places).sum()
+    variance = (weights * (places - mean) ** 2).sum()
+    if variance == 0:
+        return 0.0
+    return float((weights * (places - mean) ** 3).sum() / variance**1.5)
+
+
+def published_split(layers, num_examples, threshold=-0.5):
+    """The last layer of the head, by the paper's rule.
+
+    Args:
+        layers: list of `LayerSize`.
+        num_examples: the number of examples of a worker.
+        threshold: K; where the skewness is not below it, the model is left to
+            data parallelism.
+
+    Returns:
+        A place in `layers`, or None. The one with the fewest elements of its
+        outputs and the head's parameters together, with no convolution
+        behind it.
+
+    Raises:
+        ValueError: as `skewness`; if `num_examples` is not positive.
+
+    Example:
+
+    >>> layers = [LayerSize("convolution", 100, 64),
+    ...           LayerSize("pooling", 0, 16), LayerSize("dense", 5000, 10)]
+    >>> published_split(layers, num_examples=8)
+    1
+
+    References:
+        RALP (Park et al.), the profiler.
+    """
+    checks.positive_integer("num_examples", num_examples)
+    if skewness(layers) >= threshold:
+        return None
+    last = max(
+        (i for i, each in enumerate(layers) if each.kind == CONVOLUTION),
+        default=0,
+    )
+    # A tail without layers is none.
+    places = range(last, len(layers) - 1)
+    return min(
+        places,
+        key=lambda place: (
+            num_examples * layers[place].num_outputs
+            + _num_parameters(layers[: place + 1])
+        ),
+        default=None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkBytes:
+    """Bytes on the busiest link of a step, in one direction.
+
+    Attributes:
+        all_reduce: of data parallelism by AllReduce.
+        star: head gradients summed by a server at the tail's worker, as in the
+            paper.
+        head_all_reduce: head gradients by AllReduce among the workers, and
+            nothing but activations at the tail's link.
+    """
+
+    all_reduce: float
+    star: float
+    head_all_reduce: float
+
+
+def link_bytes(layers, split, num_workers, num_examples):
+    r"""Bytes of a step with a split, by way of the head's gradients.
+
+    With W workers, S bytes of all parameters, P of the head's, and O of the
+    outputs that one worker sends:
+
+    .. math:: 2 S (W-1)/W, \quad W (O + P), \quad \max(W O, O + 2 P (W-1)/W)
+
+    Args:
+        layers: list of `LayerSize`, in float32.
+        split: the place of the head's last layer.
+        num_workers: W.
+        num_examples: the number of examples of a worker.
+
+    Returns:
+        `LinkBytes`.
+
+    Raises:
+        ValueError: if a number is not positive.
+
+    Example:
+
+    >>> layers = [LayerSize("dense", 10, 5), LayerSize("dense", 1000, 1)]
+    >>> link_bytes(layers, split=0, num_workers=2, num_examples=1)
+    LinkBytes(all_reduce=4040.0, star=120, head_all_reduce=60.0)
+
+    References:
+        RALP (Park et al.), table 2 (sums over all links).
+    """
+    checks.positive_integer("num_workers", num_workers)
+    checks.positive_integer("num_examples", num_examples)
+    head = _BYTES * _num_parameters(layers[: split + 1])
+    sent = _BYTES * num_examples * layers[split].num_outputs
+    ring = 2 * (num_workers - 1) / num_workers
+    return LinkBytes(
+        ring * _BYTES * _num_parameters(layers),
+        num_workers * (sent + head),
+        max(num_workers * sent, sent + ring * head),
+    )
+
+
+def _num_parameters(layers):
+    return sum(layer.num_parameters for layer in layers)
+
+
+def _kind(layer):
+    for kind, classes in _CLASSES.items():
+        if isinstance(layer, classes):
+            return kind
+    return OTHER
+
+
+def _classes(*names):
+    return tuple(
+        getattr(keras.layers, f"{name}{rank}D")
+        for name in names
+        for rank in (1, 2, 3)
+        if hasattr(keras.layers, f"{name}{rank}D")
+    )
+
+
+_CLASSES = {
+    CONVOLUTION: _classes("Conv", "DepthwiseConv", "SeparableConv")
+    + (
+        keras.layers.Conv1DTranspose,
+        keras.layers.Conv2DTranspose,
+        keras.layers.Conv3DTranspose,
+    ),
+    POOLING: _classes(
+        "MaxPooling",
+        "AveragePooling",
+        "GlobalMaxPooling",
+        "GlobalAveragePooling",
+    ),
+    DENSE: (keras.layers.Dense,),
+}
