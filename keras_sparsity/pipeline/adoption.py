@@ -1,28 +1,19 @@
-"""Adoption: `compile` in a `PipelineStrategy`'s scope cuts a model."""
+"""Adoption: `compile` in a staged strategy's scope cuts a model."""
 
 import keras
 
-from keras_sparsity._tf import checks, keras_models
+from keras_sparsity._tf import keras_models
 from keras_sparsity.board import measured_plan
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.pipeline import versions
+from keras_sparsity.pipeline import cuts
 from keras_sparsity.pipeline.planning import Planner
 from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.stage import Stage
 from keras_sparsity.pipeline.steps import Steps
 from keras_sparsity.pipeline.weights import Weights
-from keras_sparsity.stages import schedule as schedules
-from keras_sparsity.stages import timing
-from keras_sparsity.stages.cutting import Cutter, balanced
-from keras_sparsity.stages.simulation import simulate
+from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.training.binding import check_is_not_jit_compiled
-
-_FLUSHED = {
-    "gpipe": schedules.gpipe,
-    "1f1b": schedules.one_forward_one_backward,
-}
-SCHEDULES = ("spectrain", "vanilla", "stash", *_FLUSHED)
 
 # Set on an adopted model; holds what its methods are bound to.
 _ADOPTION = "_keras_sparsity_pipeline"
@@ -33,7 +24,7 @@ class Adoption:
 
     Args:
         model: a compiled model.
-        strategy: its `PipelineStrategy`.
+        strategy: its `StagedStrategy`.
 
     Attributes:
         parts: the `Part`s of all stages.
@@ -42,17 +33,17 @@ class Adoption:
     def __init__(self, model, strategy):
         _check(model, strategy)
         cutter = Cutter(model)
-        self.parts = cutter.parts(_places(cutter, strategy))
+        self.parts = cutter.parts(cuts.places(cutter, strategy))
         _check_scaling(model.optimizer, self.parts)
         self._bind(model, strategy)
 
     def _bind(self, model, strategy):
-        rank = strategy.collectives.rank
-        stage = Stage(rank, self.parts[rank], *strategy.links)
+        number = strategy.stages_of_ranks[strategy.rank]
+        stage = Stage(number, self.parts[number], *strategy.links)
         optimizer = model.optimizer
         if optimizer is not None and stage.variables:
             optimizer.build(stage.variables)
-        passes = _passes(strategy, stage, optimizer)
+        passes = strategy.passes(stage, optimizer)
         steps = Steps(model, stage, *passes)
         planner = Planner(model, stage, *passes)
         object.__setattr__(model, measured_plan.OF_STAGES, planner.plan)
@@ -75,7 +66,7 @@ def adopt(stock, model, args, kwargs, strategy):
         stock: Keras's own `compile`.
         model: the model.
         args, kwargs: its arguments.
-        strategy: the `PipelineStrategy`.
+        strategy: the `StagedStrategy`.
 
     Raises:
         ValueError: if the model, its optimizer or `stages` is not one that
@@ -92,24 +83,6 @@ def adopt(stock, model, args, kwargs, strategy):
     else:
         adoption = Adoption(model, strategy)
         object.__setattr__(model, _ADOPTION, adoption)
-
-
-def _passes(strategy, stage, optimizer):
-    """`(Schedule of a batch's parts, Versions or None)` of a stage."""
-    name = strategy.schedule
-    make = _FLUSHED.get(name, schedules.one_forward_one_backward)
-    schedule = make(strategy.size, strategy.num_micro_batches)
-    # An error, if stages would wait for each other for ever.
-    simulate(schedule)
-    if name in _FLUSHED or optimizer is None:
-        return schedule, None
-    if name == "vanilla":
-        return schedule, versions.Vanilla(stage)
-    if name == "stash":
-        return schedule, versions.Stashed(stage)
-    return schedule, versions.Predicted(
-        stage, optimizer, strategy.prediction, strategy.decay
-    )
 
 
 def _check_is_free(model, strategy):
@@ -149,8 +122,7 @@ def _check_optimizer(optimizer, strategy):
     elif getattr(optimizer, "global_clipnorm", None):
         number = optimizer.global_clipnorm
         needs_all = "`global_clipnorm`", f"global_clipnorm={number}"
-    is_flushed = strategy.schedule in _FLUSHED
-    if needs_all and not is_flushed and strategy.collectives.size > 1:
+    if needs_all and not strategy.is_flushed and strategy.size > 1:
         what, received = needs_all
         raise ValueError(
             f"{what} needs the gradients of all stages together, and with "
@@ -174,71 +146,3 @@ def _check_scaling(optimizer, parts):
                 "Cut the model elsewhere (`stages`), or use the policy "
                 '"mixed_bfloat16", which needs no loss scaling.'
             )
-
-
-def _places(cutter, strategy):
-    """The places of the cuts, the same on all ranks."""
-    size, stages = strategy.collectives.size, strategy.stages
-    if stages is None:
-        return _measured_places(cutter, strategy)
-    if stages and isinstance(stages[0], list):
-        stages = _ends_of_lists(cutter, stages)
-    if len(stages) != size - 1:
-        raise ValueError(
-            f"{size} processes train {size} stages, so the model is cut "
-            f"{size - 1} times. Received: {checks.spell(strategy.stages)}. "
-            "Expected: the name of the last layer of each stage but the last "
-            "one's; a list of names for each stage; or None."
-        )
-    return cutter.after(stages)
-
-
-def _ends_of_lists(cutter, stages):
-    order = list(dict.fromkeys(call.operation.name for call in cutter.calls))
-    names = [name for stage in stages for name in stage]
-    if sorted(names) != sorted(order) or not all(stages):
-        missing = [name for name in order if name not in names]
-        unknown = [name for name in names if name not in order]
-        raise ValueError(
-            "`stages` must have each layer once, and a layer in each stage. "
-            f"Received: stages={checks.spell(stages)}; missing: {missing}; "
-            f"unknown: {unknown}."
-        )
-    ends = []
-    for stage in stages[:-1]:
-        ends.append(max(stage, key=order.index))
-    begin = 0
-    for stage in stages:
-        expected = order[begin : begin + len(stage)]
-        begin += len(stage)
-        if sorted(stage) != sorted(expected):
-            raise ValueError(
-                "Stages must stand in the model's order. Received: "
-                f"{checks.spell(stage)}; the model's order here: {expected}."
-            )
-    return ends
-
-
-def _measured_places(cutter, strategy):
-    """The cuts with the smallest largest stage, or message if that is larger.
-
-    By rank 0's times and the slowest link.
-    """
-    communicator = strategy.collectives
-    if communicator.size == 1:
-        return []
-    of_links = [link.seconds_per_byte() for link in strategy.links if link]
-    seconds = None
-    if communicator.rank == 0:
-        seconds = timing.call_seconds(cutter)
-    found = communicator.gather_objects(
-        (seconds, max(of_links)), name="pipeline/seconds"
-    )
-    # Activations and gradients travel in opposite directions, at once.
-    slowest = max(each for _, each in found)
-    crossing_seconds = {
-        place: size * slowest
-        for place, size in timing.crossing_bytes(cutter).items()
-    }
-    seconds, _ = found[0]
-    return balanced(seconds, cutter.places, communicator.size, crossing_seconds)

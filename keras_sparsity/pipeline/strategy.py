@@ -1,20 +1,23 @@
-"""`PipelineStrategy`: `compile` inside its scope cuts a model into stages."""
-
-import contextlib
-
-import tensorflow as tf
+"""`PipelineStrategy`: each process trains one stage of a model."""
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import checks, patches
+from keras_sparsity._tf import checks
 from keras_sparsity.collectives.startup import single_process
-from keras_sparsity.data import distribution
 from keras_sparsity.exchange.options import check_wire_dtype
-from keras_sparsity.pipeline import adoption
+from keras_sparsity.pipeline import cuts, versions
 from keras_sparsity.pipeline.links import links
-from keras_sparsity.training.extended import HybridExtended
+from keras_sparsity.pipeline.staged import StagedStrategy
+from keras_sparsity.stages import schedule as schedules
+from keras_sparsity.stages.simulation import simulate
+
+_FLUSHED = {
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_forward_one_backward,
+}
+SCHEDULES = ("spectrain", "vanilla", "stash", *_FLUSHED)
 
 
-class PipelineStrategy(tf.distribute.Strategy):
+class PipelineStrategy(StagedStrategy):
     """Pipelined model parallelism: each process trains one stage of a model.
 
     `compile` inside of its scope cuts a functional or sequential model into
@@ -98,7 +101,7 @@ class PipelineStrategy(tf.distribute.Strategy):
         engine=None,
         timeout=None,
     ):
-        checks.one_of("schedule", schedule, adoption.SCHEDULES)
+        checks.one_of("schedule", schedule, SCHEDULES)
         checks.one_of("prediction", prediction, ("paper", "sequential"))
         checks.positive_integer("num_micro_batches", num_micro_batches)
         checks.check(
@@ -110,62 +113,39 @@ class PipelineStrategy(tf.distribute.Strategy):
             "a number from 0 to below 1",
         )
         check_wire_dtype(wire_dtype)
-        self.stages = _checked_stages(stages)
         self.schedule, self.num_micro_batches = schedule, num_micro_batches
         self.prediction, self.decay = prediction, decay
-        self.collectives = collectives.start(engine, timeout)
-        self.links = links(self.collectives, wire_dtype)
-        super().__init__(_Extended(self, single_process()))
+        communicator = collectives.start(engine, timeout)
+        super().__init__(
+            communicator,
+            single_process(),
+            links(communicator, wire_dtype),
+            stages,
+        )
 
     @property
-    def rank(self):
-        return self.collectives.rank
+    def is_flushed(self):
+        return self.schedule in _FLUSHED
 
     @property
-    def size(self):
-        return self.collectives.size
+    def stages_of_ranks(self):
+        return tuple(range(self.size))
 
-    @contextlib.contextmanager
-    def scope(self):
-        """Context in which `model.compile` cuts a model into stages.
+    def found_places(self, cutter):
+        return cuts.measured_places(cutter, self)
 
-        Yields:
-            The strategy.
-        """
-
-        def make(stock):
-            def compile(model, *args, **kwargs):
-                adoption.adopt(stock, model, args, kwargs, self)
-
-            return compile
-
-        with super().scope(), patches.COMPILE.by(make):
-            yield self
-
-
-class _Extended(HybridExtended):
-    """One replica, over all processes: each reads whole batches."""
-
-    def _experimental_distribute_dataset(self, dataset, options):
-        del options
-        return distribution.repeat_on_all(dataset, self._strategy.collectives)
-
-
-def _checked_stages(stages):
-    """A list of names, a list of lists of names, or None."""
-    if stages is None:
-        return None
-    is_list = isinstance(stages, (list, tuple))
-    names = list(stages) if is_list else []
-    if names and all(isinstance(each, (list, tuple)) for each in names):
-        stages = [list(each) for each in names]
-        names = [name for each in stages for name in each]
-    elif is_list:
-        stages = names
-    checks.check(
-        is_list and all(isinstance(name, str) for name in names),
-        "stages",
-        stages,
-        "None, a list of layers' names, or a list of such lists",
-    )
-    return stages
+    def passes(self, stage, optimizer):
+        name = self.schedule
+        make = _FLUSHED.get(name, schedules.one_forward_one_backward)
+        schedule = make(self.size, self.num_micro_batches)
+        # An error, if stages would wait for each other for ever.
+        simulate(schedule)
+        if name in _FLUSHED or optimizer is None:
+            return schedule, None
+        if name == "vanilla":
+            return schedule, versions.Vanilla(stage)
+        if name == "stash":
+            return schedule, versions.Stashed(stage)
+        return schedule, versions.Predicted(
+            stage, optimizer, self.prediction, self.decay
+        )

@@ -25,11 +25,13 @@ class Weights(Binding):
 
     def __init__(self, model, parts, steps):
         self._steps = steps
-        rank = model.distribute_strategy.rank
-        self._own = parts[rank].model.trainable_variables
-        self._owners = {
-            id(variable): rank
-            for rank, part in enumerate(parts)
+        strategy = model.distribute_strategy
+        self._stages_of_ranks = strategy.stages_of_ranks
+        self._stage = self._stages_of_ranks[strategy.rank]
+        self._own = parts[self._stage].model.trainable_variables
+        self._stages = {
+            id(variable): number
+            for number, part in enumerate(parts)
             for variable in part.model.weights
         }
         names = ["get_weights", "set_weights", "load_weights"]
@@ -37,7 +39,7 @@ class Weights(Binding):
         self._others = [
             variable
             for variable in model.weights
-            if self._owner(variable) != self._collectives.rank
+            if not self._is_here(variable)
         ]
         for variable in self._others:
             self._take_away(variable)
@@ -47,8 +49,12 @@ class Weights(Binding):
                 model.optimizer, model.trainable_variables, self._own
             )
 
+    def _is_here(self, variable):
+        return self._stages[id(variable)] == self._stage
+
     def _owner(self, variable):
-        return self._owners[id(variable)]
+        """The first rank that has a weight."""
+        return self._stages_of_ranks.index(self._stages[id(variable)])
 
     def _take_away(self, variable):
         path, owner = variable.path, self._owner(variable)
@@ -106,10 +112,7 @@ class Weights(Binding):
         try:
             for variable in model.weights:
                 value = self._value(variable)
-                if (
-                    is_reader
-                    and self._owner(variable) != self._collectives.rank
-                ):
+                if is_reader and not self._is_here(variable):
                     keras_variables.give_back(variable, value)
                     held.append(variable)
             if optimizer is not None:
@@ -133,7 +136,8 @@ class Weights(Binding):
     def _optimizer_values(self):
         """Dict from the paths of all ranks' optimizers' variables to values."""
         # Without variables a rank's optimizer counts no steps.
-        is_used = bool(self._own)
+        first = self._stages_of_ranks.index(self._stage)
+        is_used = bool(self._own) and first == self._collectives.rank
         used = self._model.optimizer.variables if is_used else []
         own = {v.path: v for v in used}
         found = {}

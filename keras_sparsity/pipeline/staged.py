@@ -1,0 +1,99 @@
+"""What strategies have in common whose models are cut into stages."""
+
+import abc
+import contextlib
+
+import tensorflow as tf
+
+from keras_sparsity._tf import checks, patches
+from keras_sparsity.data import distribution
+from keras_sparsity.pipeline import adoption
+from keras_sparsity.training.extended import HybridExtended
+
+
+class StagedStrategy(tf.distribute.Strategy, abc.ABC):
+    """A strategy under which each rank trains one stage of a model.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+        peers: `Collectives` of the ranks of this rank's stage, which share
+            each mini-batch.
+        links: `(link to the stage before, link to the one behind)`.
+        stages: a user's `stages`, see `PipelineStrategy`.
+    """
+
+    def __init__(self, communicator, peers, links, stages):
+        self.collectives, self.peers = communicator, peers
+        self.links, self.stages = links, _checked_stages(stages)
+        super().__init__(_Extended(self, peers))
+
+    @property
+    def rank(self):
+        return self.collectives.rank
+
+    @property
+    def size(self):
+        return self.collectives.size
+
+    @property
+    @abc.abstractmethod
+    def is_flushed(self):
+        """Whether weights are updated when no mini-batch is under way."""
+
+    @property
+    @abc.abstractmethod
+    def stages_of_ranks(self):
+        """Tuple of the number of each rank's stage."""
+
+    @abc.abstractmethod
+    def found_places(self, cutter):
+        """The places of the cuts where `stages` does not say it."""
+
+    @abc.abstractmethod
+    def passes(self, stage, optimizer):
+        """`(Schedule of a mini-batch's parts, Versions or None)` of a stage."""
+
+    @contextlib.contextmanager
+    def scope(self):
+        """Context in which `model.compile` cuts a model into stages.
+
+        Yields:
+            The strategy.
+        """
+
+        def make(stock):
+            def compile(model, *args, **kwargs):
+                adoption.adopt(stock, model, args, kwargs, self)
+
+            return compile
+
+        with super().scope(), patches.COMPILE.by(make):
+            yield self
+
+
+class _Extended(HybridExtended):
+    """One replica, over all processes: each reads whole batches."""
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        del options
+        return distribution.repeat_on_all(dataset, self._strategy.collectives)
+
+
+def _checked_stages(stages):
+    """A list of names, a list of lists of names, or None."""
+    if stages is None:
+        return None
+    is_list = isinstance(stages, (list, tuple))
+    names = list(stages) if is_list else []
+    if names and all(isinstance(each, (list, tuple)) for each in names):
+        stages = [list(each) for each in names]
+        names = [name for each in stages for name in each]
+    elif is_list:
+        stages = names
+    checks.check(
+        is_list and all(isinstance(name, str) for name in names),
+        "stages",
+        stages,
+        "None, a list of layers' names, or a list of such lists",
+    )
+    return stages
