@@ -319,7 +319,11 @@ def strategies():
             ],
         ),
     ]:
-        network = _adopted("dense", "adam", stages)
+        network = made("dense")
+        # Made outside of the scope.
+        options = compile_options("dense", "adam")
+        with PipelineStrategy("1f1b", stages).scope():
+            network.compile(**options)
         found[name] = [
             part.names for part in network._keras_sparsity_pipeline.parts
         ]

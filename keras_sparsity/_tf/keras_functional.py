@@ -63,6 +63,22 @@ def flat_inputs(functional, inputs):
 
 
 @contextlib.contextmanager
+def inputs_stay(functional):
+    """Context in which models are made of parts of a `Functional`.
+
+    Keras takes over the model's own inputs into a part that takes other tensors
+    too, and then no longer finds them in the model when it is saved
+    (`_keras_history`).
+    """
+    before = [tensor._keras_history for tensor in functional.inputs]
+    try:
+        yield
+    finally:
+        for tensor, history in zip(functional.inputs, before, strict=True):
+            tensor._keras_history = history
+
+
+@contextlib.contextmanager
 def next_run_calls(functional, begin):
     """Has a `Functional` make the calls of its next run through a function.
 

@@ -151,7 +151,7 @@ def cut_slices(slices):
     )
 
 
-def combine_statistics(model, part, communicator):
+def combine_statistics(model, number, communicator):
     """Gives every rank the mean of the ranks' moving statistics.
 
     BatchNormalization moves its statistics towards those of the rank's own
@@ -160,8 +160,8 @@ def combine_statistics(model, part, communicator):
 
     Args:
         model: the model, after a step.
-        part: the `Part` that the step computed on.
-        communicator: `Collectives` of all processes.
+        number: int32 scalar, the number of examples of the rank's part.
+        communicator: `Collectives` of the ranks.
     """
     statistics = [
         statistic
@@ -172,7 +172,6 @@ def combine_statistics(model, part, communicator):
     ]
     if not statistics:
         return
-    number = part.number
     sums = [
         tf.where(number > 0, v.value * tf.cast(number, v.dtype), 0)
         for v in statistics

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import keras_models, keras_optimizers
 from keras_sparsity.board import measured_plan
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
@@ -41,6 +41,11 @@ class Adoption:
         number = strategy.stages_of_ranks[strategy.rank]
         stage = Stage(number, self.parts[number], *strategy.links)
         optimizer = model.optimizer
+        # It may have been made outside of the scope.
+        inner = getattr(optimizer, "inner_optimizer", None)
+        for each in (optimizer, inner):
+            if each is not None:
+                keras_optimizers.set_optimizer_strategy(each, strategy)
         if optimizer is not None and stage.variables:
             optimizer.build(stage.variables)
         passes = strategy.passes(stage, optimizer)

@@ -28,12 +28,11 @@ class MicroBatches:
         inputs = keras_functional.flat_inputs(functional, x)
         self._parts = inputs, x, y, sample_weight
         self.num_examples = tf.shape(inputs[0])[0]
-        self._size = self.num_examples // number
-        self._rest = self.num_examples % number
+        self._numbers = shares(self.num_examples, number)
 
     def part(self, place):
         """`(inputs, x, y, sample_weight)`, of one part."""
-        begin = place * self._size + tf.minimum(place, self._rest)
+        begin = tf.add_n([tf.zeros([], tf.int32), *self._numbers[:place]])
         begin = tf.minimum(begin, self.num_examples - 1)
         end = begin + self.size(place)
         return keras.tree.map_structure(
@@ -41,13 +40,25 @@ class MicroBatches:
             self._parts,
         )
 
+    def number(self, place):
+        """int32 scalar: the number of a part's examples."""
+        return self._numbers[place]
+
     def size(self, place):
         """int32 scalar: the number of a part's examples, at least 1."""
-        return tf.maximum(self._number(place), 1)
+        return tf.maximum(self._numbers[place], 1)
 
     def share(self, place):
         """float32 scalar: a part's share of the batch."""
-        return tf.cast(self._number(place) / self.num_examples, tf.float32)
+        return tf.cast(self._numbers[place] / self.num_examples, tf.float32)
 
-    def _number(self, place):
-        return self._size + tf.cast(place < self._rest, tf.int32)
+
+def shares(num_examples, number):
+    """The sizes of a batch's parts: a list of int32 scalars.
+
+    Args:
+        num_examples: int32 scalar, of the whole batch.
+        number: the number of parts.
+    """
+    size, rest = num_examples // number, num_examples % number
+    return [size + tf.cast(place < rest, tf.int32) for place in range(number)]

@@ -25,7 +25,12 @@ class StagedStrategy(tf.distribute.Strategy, abc.ABC):
     def __init__(self, communicator, peers, links, stages):
         self.collectives, self.peers = communicator, peers
         self.links, self.stages = links, _checked_stages(stages)
-        super().__init__(_Extended(self, peers))
+        self._own_extended = _Extended(self, peers)
+        super().__init__(self._own_extended)
+
+    def gradients_summed(self):
+        """Context of an update; the optimizer sums no gradients of its own."""
+        return self._own_extended.gradients_summed()
 
     @property
     def rank(self):
@@ -73,6 +78,23 @@ class StagedStrategy(tf.distribute.Strategy, abc.ABC):
 
 class _Extended(HybridExtended):
     """One replica, over all processes: each reads whole batches."""
+
+    def __init__(self, strategy, peers):
+        super().__init__(strategy, peers)
+        self._are_summed = False
+
+    @contextlib.contextmanager
+    def gradients_summed(self):
+        self._are_summed = True
+        try:
+            yield
+        finally:
+            self._are_summed = False
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        if self._are_summed:
+            return value
+        return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
     def _experimental_distribute_dataset(self, dataset, options):
         del options

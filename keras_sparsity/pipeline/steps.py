@@ -5,12 +5,12 @@ import contextlib
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_scopes
+from keras_sparsity.data import empty_parts
 from keras_sparsity.pipeline.flushed import FlushedRun
 from keras_sparsity.pipeline.in_flight import InFlight
 from keras_sparsity.pipeline.links import Crossing
 from keras_sparsity.pipeline.logs import Logs
 from keras_sparsity.pipeline.objective import Objective
-from keras_sparsity.pipeline.stage import merged
 from keras_sparsity.pipeline.together import Together
 from keras_sparsity.stages.schedule import Kind, Schedule
 from keras_sparsity.training.binding import Binding
@@ -41,8 +41,9 @@ class Steps(Binding):
             self._stock["get_metrics_result"],
             stage.is_last,
         )
+        self._peers = model.distribute_strategy.peers
         self._together = Together(
-            getattr(model, "optimizer", None), self._collectives
+            getattr(model, "optimizer", None), self._collectives, self._peers
         )
         self._in_flight = versions and InFlight(
             model,
@@ -77,8 +78,16 @@ class Steps(Binding):
             if self._in_flight:
                 return self._logs.packed(self._in_flight.train(data))
             run = self._run(self._schedule, data, True)
-            gradients = self._together.agreed(merged(run.gradients))
-            self._stage.update(self._model.optimizer, gradients)
+            gradients = self._together.summed(run.gradients)
+            gradients = self._together.agreed(gradients)
+            with self._model.distribute_strategy.gradients_summed():
+                self._stage.update(self._model.optimizer, gradients)
+            if self._peers.size > 1:
+                empty_parts.combine_statistics(
+                    self._stage.part.model,
+                    run.batches.number(self._peers.rank),
+                    self._peers,
+                )
             return self._logs_of(run)
 
     def test_step(self, data):

@@ -1,19 +1,26 @@
-"""What an optimizer decides by the gradients of all stages together."""
+"""The gradients of a step, summed, and what all stages decide by them."""
 
 import keras
 import tensorflow as tf
 
+from keras_sparsity.pipeline.stage import merged
+from keras_sparsity.placement import slices
+
 
 class Together:
-    """Norms and finiteness over all ranks, where there is a flush.
+    """Sums over a stage's ranks; norms and finiteness over all.
+
+    Where there is a flush.
 
     Args:
         optimizer: the rank's optimizer.
         collectives: `Collectives` of all ranks.
+        peers: `Collectives` of the ranks of the same stage.
     """
 
-    def __init__(self, optimizer, collectives):
+    def __init__(self, optimizer, collectives, peers):
         self._optimizer, self._collectives = optimizer, collectives
+        self._peers = peers
         scaling = keras.optimizers.LossScaleOptimizer
         self._may_skip = isinstance(optimizer, scaling)
         rule = optimizer.inner_optimizer if self._may_skip else optimizer
@@ -23,11 +30,37 @@ class Together:
         """The loss whose gradients the optimizer takes."""
         return self._optimizer.scale_loss(loss)
 
+    def summed(self, gradients):
+        """The sums of the gradients of a stage's ranks.
+
+        Args:
+            gradients: list of the rank's; the same of them are None, and the
+                same `tf.IndexedSlices`, on all of these ranks.
+
+        Returns:
+            List, without duplicate rows.
+        """
+        if self._peers.size == 1:
+            return merged(gradients)
+        dense = [x for x in gradients if isinstance(x, tf.Tensor)]
+        sums = iter(self._peers.all_reduce(dense, name="pipeline/peers"))
+        return merged([self._sum(each, sums) for each in gradients])
+
+    def _sum(self, gradient, sums):
+        if isinstance(gradient, tf.IndexedSlices):
+            own = slices.merged(gradient)
+            values, indices = (
+                self._peers.all_gather(each, name="pipeline/peers/rows")
+                for each in (own.values, own.indices)
+            )
+            return tf.IndexedSlices(values, indices, own.dense_shape)
+        return None if gradient is None else next(sums)
+
     def agreed(self, gradients):
         """Gradients with which each rank's optimizer decides as one for all.
 
         Args:
-            gradients: list of the rank's, as `stage.merged` returns it.
+            gradients: list, as `summed` returns it.
 
         Returns:
             Where the loss is scaled and any rank's gradients are not finite:
@@ -50,8 +83,9 @@ class Together:
         squares = tf.add_n(
             [zero, *(tf.reduce_sum(tf.square(x / scale)) for x in given)]
         )
+        # All ranks of a stage have the same gradients.
         num_bad, squares = self._collectives.all_reduce(
-            [num_bad, squares], name="pipeline/norm"
+            [num_bad, squares / self._peers.size], name="pipeline/norm"
         )
         factor = tf.ones([])
         if self._largest_norm:

@@ -90,6 +90,7 @@ class Cutter:
                 "as `keras.Model(inputs, outputs)`; give a sequential one a "
                 "`keras.Input` first."
             )
+        self._functional = functional
         self.calls = keras_functional.functional_calls(functional)
         self.outputs = list(functional.outputs)
         self._inputs = {id(x): i for i, x in enumerate(functional.inputs)}
@@ -202,6 +203,9 @@ class Cutter:
             for tensor in call.outputs
             if self._needed_until.get(id(tensor), -1) > last
         ]
+        with keras_functional.inputs_stay(self._functional):
+            arriving = [*inputs, *(received[i] for i in arrived)]
+            model = keras.Model(arriving, made)
         return Part(
             names=tuple(call.operation.name for call in calls),
             inputs=tuple(self._inputs[id(tensor)] for tensor in inputs),
@@ -209,7 +213,7 @@ class Cutter:
             sent=tuple(sent),
             taken=tuple(arrived),
             made=tuple(made),
-            model=keras.Model([*inputs, *(received[i] for i in arrived)], made),
+            model=model,
         )
 
 

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from keras_sparsity._tf import checks
+from keras_sparsity.stages.timing import UNKNOWN_SIZE
 
 CONVOLUTION, POOLING, DENSE = "convolution", "pooling", "dense"
 OTHER = "other"
@@ -54,10 +55,11 @@ def layer_sizes(cutter):
 
     Returns:
         List, in the order of `cutter.calls`. A layer that is called twice has
-        its parameters at the first call.
+        its parameters at the first call. Sizes that the model does not know
+        count as 16.
 
     Raises:
-        ValueError: if the size of an output is not known.
+        Nothing.
 
     Example:
 
@@ -75,13 +77,10 @@ def layer_sizes(cutter):
         weights = getattr(layer, "trainable_variables", [])
         new = [v for v in weights if id(v) not in seen]
         seen.update(id(v) for v in new)
-        shapes = [tensor.shape[1:] for tensor in call.outputs]
-        checks.check(
-            all(None not in shape for shape in shapes),
-            "model",
-            f"outputs of '{layer.name}' of the shapes {shapes}",
-            "layers whose outputs have a known size, but for the batch",
-        )
+        shapes = [
+            [size or UNKNOWN_SIZE for size in tensor.shape[1:]]
+            for tensor in call.outputs
+        ]
         found.append(
             LayerSize(
                 _kind(layer),

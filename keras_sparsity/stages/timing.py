@@ -9,7 +9,7 @@ import tensorflow as tf
 
 _NUM_EXAMPLES = 32
 # For a size that the model does not know, such as a sequence's length.
-_UNKNOWN_SIZE = 16
+UNKNOWN_SIZE = 16
 _NUM_RUNS = 3
 
 
@@ -175,4 +175,4 @@ def _drawn(draws, spec, num_examples):
 
 def _shape(spec, num_examples):
     _, *sizes = spec.shape
-    return [num_examples, *(size or _UNKNOWN_SIZE for size in sizes)]
+    return [num_examples, *(size or UNKNOWN_SIZE for size in sizes)]

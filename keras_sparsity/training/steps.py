@@ -56,7 +56,9 @@ class Steps(Binding):
             _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with self._joint_pull.training(labels, following):
                 logs = self._logs_of("train_step", batch, part, is_outermost)
-            empty_parts.combine_statistics(self._model, part, self._collectives)
+            empty_parts.combine_statistics(
+                self._model, part.number, self._collectives
+            )
         return logs
 
     def test_step(self, batch):

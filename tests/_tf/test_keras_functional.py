@@ -38,6 +38,17 @@ def test_calls_of_a_functional_model_in_their_order():
     assert [id(x) for x in call.inputs] == [id(x) for x in sequential.inputs]
 
 
+def test_inputs_stay():
+    first, second = keras.Input((2,)), keras.Input((2,))
+    hidden = keras.layers.Dense(2)(first)
+    outputs = keras.layers.Add()([hidden, second])
+    model = keras.Model([first, second], outputs)
+    config = model.get_config()
+    with keras_functional.inputs_stay(model):
+        keras.Model([hidden, second], outputs)
+    assert model.get_config() == config
+
+
 def test_next_run_calls():
     inputs = keras.Input((2,))
     layer = keras.layers.Identity()

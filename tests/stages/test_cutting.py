@@ -82,6 +82,16 @@ def test_any_cut_gives_the_model(make):
             np.testing.assert_array_equal(output, value)
 
 
+@pytest.mark.parametrize("make", [_branches, _nested])
+def test_a_model_that_is_cut_can_be_saved(make):
+    model = make()
+    config = model.get_config()
+    cutter = Cutter(model)
+    for place in cutter.places:
+        cutter.parts([place])
+    assert model.get_config() == config
+
+
 def test_stages_share_the_models_weights_and_none_with_each_other():
     model = _branches()
     cutter = Cutter(model)

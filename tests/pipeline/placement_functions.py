@@ -1,0 +1,137 @@
+"""Functions that the processes of tests of layer placement run."""
+
+import keras
+import numpy as np
+
+from keras_sparsity.pipeline.layer_placement import LayerPlacementStrategy
+
+BATCH_SIZE = 8
+
+
+def convolutional():
+    """Statistics in the head, of all workers, and in the tail.
+
+    Adam would make steps of the noise of a bias in front of them.
+    """
+    x = inputs = keras.Input((8, 8, 2))
+    x = keras.layers.Conv2D(4, 3, use_bias=False, name="conv")(x)
+    x = keras.layers.BatchNormalization(synchronized=True, name="head")(x)
+    x = keras.layers.ReLU(name="relu")(x)
+    x = keras.layers.MaxPooling2D(name="pool")(x)
+    x = keras.layers.Flatten(name="flat")(x)
+    x = keras.layers.Dense(
+        32, use_bias=False, kernel_regularizer="l2", name="wide"
+    )(x)
+    x = keras.layers.BatchNormalization(name="tail")(x)
+    return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
+
+
+def ids():
+    """Rows in the head, with a mask; a loss of its layers."""
+    x = inputs = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(
+        30, 8, mask_zero=True, embeddings_regularizer="l2", name="rows"
+    )(x)
+    x = keras.layers.LSTM(6, name="states")(x)
+    x = keras.layers.Dense(16, kernel_regularizer="l2", name="wide")(x)
+    return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
+
+
+MODELS = {"convolutional": convolutional, "ids": ids}
+STAGES = {"convolutional": None, "ids": ["rows"]}
+
+
+def data(name, num_examples):
+    draws = np.random.default_rng(1)
+    if name == "ids":
+        x = draws.integers(0, 30, (num_examples, 5))
+    else:
+        x = draws.normal(size=(num_examples, 8, 8, 2)).astype("float32")
+    return (
+        x,
+        draws.integers(0, 3, num_examples),
+        draws.uniform(0.5, 2, num_examples),
+    )
+
+
+def compiled(name, strategy=None):
+    keras.utils.set_random_seed(3)
+    model = MODELS[name]()
+    options = {
+        # With the usual epsilon, the smallest gradients' noise makes steps.
+        "optimizer": keras.optimizers.Adam(
+            0.01, epsilon=1e-3, global_clipnorm=0.5
+        ),
+        "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        "weighted_metrics": ["accuracy"],
+    }
+    if strategy is None:
+        model.compile(**options)
+        return model
+    with strategy.scope():
+        model.compile(**options)
+    return model
+
+
+def results(model, name, num_examples):
+    """Weights, losses and predictions of a training."""
+    x, y, weights = data(name, num_examples)
+    history = model.fit(
+        x,
+        y,
+        BATCH_SIZE,
+        epochs=2,
+        sample_weight=weights,
+        shuffle=False,
+        verbose=0,
+    ).history
+    return {
+        "weights": model.get_weights(),
+        "history": history,
+        "evaluated": model.evaluate(
+            x, y, BATCH_SIZE, sample_weight=weights, verbose=0
+        ),
+        "predicted": model.predict(x, BATCH_SIZE, verbose=0),
+    }
+
+
+def train(name, num_examples, folder):
+    """The results, and those of a model that is saved and loaded half-way."""
+    strategy = LayerPlacementStrategy(STAGES[name], threshold=-0.2)
+    model = compiled(name, strategy)
+    found = results(model, name, num_examples)
+    part = model._keras_sparsity_pipeline.parts[0]
+    if strategy.size == 1:
+        return found
+    is_tail = strategy.rank == strategy.size - 1
+    own = sum(v.value.shape.num_elements() or 0 for v in _held(model))
+    model.save(f"{folder}/placed.keras")
+    with strategy.scope():
+        loaded = keras.models.load_model(f"{folder}/placed.keras")
+    for each in (model, loaded):
+        x, y, _ = data(name, num_examples)
+        each.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)
+    return {
+        **found,
+        "head": part.names,
+        "is_tail": is_tail,
+        "num_held": own,
+        "gone_on": model.get_weights(),
+        "resumed": loaded.get_weights(),
+    }
+
+
+def _held(model):
+    """The weights whose values this rank has."""
+    weights = model._keras_sparsity_pipeline
+    strategy = model.distribute_strategy
+    number = strategy.stages_of_ranks[strategy.rank]
+    return weights.parts[number].model.weights
+
+
+def refused(name):
+    """The message of a model that gains nothing."""
+    try:
+        compiled(name, LayerPlacementStrategy())
+    except ValueError as error:
+        return str(error)
