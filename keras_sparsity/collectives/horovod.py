@@ -125,6 +125,20 @@ def _machine():
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
+@functools.cache
+def _process_set(ranks):
+    """Horovod's object for some ranks; it takes each set of ranks once."""
+    try:
+        return hvd.add_process_set(list(ranks))
+    except ValueError as error:
+        raise ValueError(
+            "Horovod was started without groups of ranks. Received: "
+            f"{list(ranks)}. Start all ranks with the environment variable "
+            "HOROVOD_DYNAMIC_PROCESS_SETS=1, which adds some traffic between "
+            "ranks that wait, or use the native engine."
+        ) from error
+
+
 class HorovodEngine(Engine):
     """Horovod's operations among the processes of one process set.
 
@@ -183,20 +197,12 @@ class HorovodEngine(Engine):
         )
 
     def split(self, groups, label):
-        try:
-            # All ranks must add each set, in the same order.
-            sets = [
-                (ranks, hvd.add_process_set(ranks))
-                for ranks in groups
-                if len(ranks) > 1
-            ]
-        except ValueError as error:
-            raise ValueError(
-                f"Horovod was started without groups of ranks. Received: "
-                f"{groups}. Start all ranks with the environment variable "
-                "HOROVOD_DYNAMIC_PROCESS_SETS=1, which adds some traffic "
-                "between ranks that wait, or use the native engine."
-            ) from error
+        # All ranks must add each set, in the same order.
+        sets = [
+            (ranks, _process_set(tuple(ranks)))
+            for ranks in groups
+            if len(ranks) > 1
+        ]
         for ranks, process_set in sets:
             if self._ranks[self.rank] in ranks:
                 return HorovodEngine(ranks, process_set)
