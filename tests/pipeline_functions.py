@@ -539,7 +539,11 @@ def planned(schedule, log_dir):
 
 
 def planned_branches():
-    """The plan of a model with sequences of lengths that it does not know."""
+    """The plan of a model with sequences of lengths that it does not know.
+
+    Returns:
+        `(PipelinePlan, whether no weight or statistic has changed)`.
+    """
     strategy = PipelineStrategy("1f1b", stages=["second"], num_micro_batches=2)
     model = branches()
     with strategy.scope():
@@ -548,7 +552,9 @@ def planned_branches():
     x = ids, np.ones((4, 6), "float32")
     y = np.ones((4, 5, 3)), np.ones((4, 2))
     data = tf.data.Dataset.from_tensors((x, y))
-    return ks.plan(model, data)
+    before = model.get_weights()
+    plan = ks.plan(model, data)
+    return plan, all(map(np.array_equal, before, model.get_weights()))
 
 
 def cut_by_slow_links():

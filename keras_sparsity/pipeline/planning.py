@@ -102,7 +102,6 @@ class Planner:
         # Without a flush, only the last stage keeps what its layers made.
         is_computed_again = self._versions is not None and not stage.is_last
         backward = both if is_computed_again else max(both - forward, 0.0)
-        sent = [] if stage.is_last else self._compute(tensors)
         _, received = self._divided(tensors)
         return StageCost(
             layers=stage.part.names,
@@ -111,14 +110,19 @@ class Planner:
             forward_seconds=forward * number,
             backward_seconds=backward * number,
             update_seconds=self._update_seconds(),
-            sent_bytes=_wire_bytes(
-                stage.behind, sent and stage.sent.with_masks(sent)
-            )
-            * number,
-            returned_bytes=_wire_bytes(stage.before, floats(received)) * number,
+            sent_bytes=number * self._sent_bytes(tensors),
+            returned_bytes=number * _wire_bytes(stage.before, floats(received)),
             memory_bytes=self._memory(tensors),
             missed_updates=self._missed_updates(),
         )
+
+    def _sent_bytes(self, tensors):
+        if self._stage.is_last:
+            return 0
+        with keras.StatelessScope():
+            outputs = self._compute(tensors)
+        sent = self._stage.sent.with_masks(outputs)
+        return _wire_bytes(self._stage.behind, sent)
 
     def _update_seconds(self):
         optimizer, variables = self._model.optimizer, self._stage.variables

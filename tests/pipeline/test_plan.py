@@ -71,8 +71,10 @@ def test_sizes(cluster, schedule, tmp_path, capsys):
 
 @pytest.mark.parametrize("engine", engines())
 def test_masks_and_unknown_sizes(cluster, engine):
-    plan, other = cluster(engine, 2).run(pipeline_functions.planned_branches)
+    ranks = cluster(engine, 2).run(pipeline_functions.planned_branches)
+    (plan, _), (other, _) = ranks
     assert plan == other
+    assert all(is_same for _, is_same in ranks)
     first, second = plan.stages
     # What the layers "first", "second" and "norm" have made, and a mask.
     wide, state, mask = 4 * 5 * 8 * 4, 4 * 8 * 4, 4 * 5
