@@ -11,11 +11,11 @@ from keras_sparsity.exchange.options import Options, check_wire_dtype
 from keras_sparsity.global_batch import losses, metrics
 from keras_sparsity.placement import choice
 from keras_sparsity.training.compiling import compile_adopts
-from keras_sparsity.training.extended import HybridExtended
+from keras_sparsity.training.extended import HybridExtended, ProcessStrategy
 from keras_sparsity.update.optimizer_arguments import checked_options
 
 
-class HybridStrategy(tf.distribute.Strategy):
+class HybridStrategy(ProcessStrategy):
     """Data-parallel training that treats dense and sparse variables apart.
 
     Every process runs the same script and trains on its part of each global
@@ -146,14 +146,6 @@ class HybridStrategy(tf.distribute.Strategy):
             architecture, self.collectives, self.options, self
         )
         super().__init__(HybridExtended(self, self.collectives))
-
-    @property
-    def rank(self):
-        return self.collectives.rank
-
-    @property
-    def size(self):
-        return self.collectives.size
 
     @property
     def cluster_resolver(self):

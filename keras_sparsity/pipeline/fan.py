@@ -42,7 +42,7 @@ class Fan:
         whole = [tf.concat(each, 0) for each in zip(*parts, strict=True)]
         return crossing.without_masks(whole), total
 
-    def send_gradients(self, tensors, numbers=()):
+    def send_gradients(self, tensors):
         """Sends each worker the gradients of its part."""
         if not tensors:
             return
@@ -50,9 +50,7 @@ class Fan:
         for link, number in self._with_numbers(tf.shape(tensors[0])[0]):
             parts = [tensor[begin : begin + number] for tensor in tensors]
             begin += number
-            link.send_gradients(
-                [_at_least_one(part) for part in parts], numbers
-            )
+            link.send_gradients([_at_least_one(part) for part in parts])
 
     def _with_numbers(self, num_examples):
         numbers = shares(num_examples, len(self._links))

@@ -3,15 +3,13 @@
 import abc
 import contextlib
 
-import tensorflow as tf
-
 from keras_sparsity._tf import checks, patches
 from keras_sparsity.data import distribution
 from keras_sparsity.pipeline import adoption
-from keras_sparsity.training.extended import HybridExtended
+from keras_sparsity.training.extended import HybridExtended, ProcessStrategy
 
 
-class StagedStrategy(tf.distribute.Strategy, abc.ABC):
+class StagedStrategy(ProcessStrategy, abc.ABC):
     """A strategy under which each rank trains one stage of a model.
 
     Args:
@@ -25,20 +23,11 @@ class StagedStrategy(tf.distribute.Strategy, abc.ABC):
     def __init__(self, communicator, peers, links, stages):
         self.collectives, self.peers = communicator, peers
         self.links, self.stages = links, _checked_stages(stages)
-        self._own_extended = _Extended(self, peers)
-        super().__init__(self._own_extended)
+        super().__init__(_Extended(self, peers))
 
     def gradients_summed(self):
         """Context of an update; the optimizer sums no gradients of its own."""
-        return self._own_extended.gradients_summed()
-
-    @property
-    def rank(self):
-        return self.collectives.rank
-
-    @property
-    def size(self):
-        return self.collectives.size
+        return self.extended.gradients_summed()
 
     @property
     @abc.abstractmethod

@@ -4,7 +4,6 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity.pipeline.stage import merged
-from keras_sparsity.placement import slices
 
 
 class Together:
@@ -40,21 +39,19 @@ class Together:
         Returns:
             List, without duplicate rows.
         """
+        gradients = merged(gradients)
         if self._peers.size == 1:
-            return merged(gradients)
-        dense = [x for x in gradients if isinstance(x, tf.Tensor)]
-        sums = iter(self._peers.all_reduce(dense, name="pipeline/peers"))
-        return merged([self._sum(each, sums) for each in gradients])
-
-    def _sum(self, gradient, sums):
-        if isinstance(gradient, tf.IndexedSlices):
-            own = slices.merged(gradient)
-            values, indices = (
-                self._peers.all_gather(each, name="pipeline/peers/rows")
-                for each in (own.values, own.indices)
+            return gradients
+        # The replicas of the rank's strategy are the ranks of its stage.
+        sums = iter(
+            tf.distribute.get_replica_context().all_reduce(
+                tf.distribute.ReduceOp.SUM,
+                [each for each in gradients if each is not None],
             )
-            return tf.IndexedSlices(values, indices, own.dense_shape)
-        return None if gradient is None else next(sums)
+        )
+        return merged(
+            [None if each is None else next(sums) for each in gradients]
+        )
 
     def agreed(self, gradients):
         """Gradients with which each rank's optimizer decides as one for all.

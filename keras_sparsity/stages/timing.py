@@ -1,5 +1,6 @@
 """The profile by which a model is cut: times of its calls, bytes of cuts."""
 
+import functools
 import math
 import time
 
@@ -83,11 +84,8 @@ def crossing_bytes(cutter, num_examples=_NUM_EXAMPLES):
 
 def _seconds(part, num_examples):
     draws = np.random.default_rng(0)
-
-    def compute(tensors):
-        return part.compute(tensors, training=True)
-
     tensors = [_drawn(draws, spec, num_examples) for spec in part.model.inputs]
+    compute = functools.partial(part.compute, training=True)
     return pass_seconds(compute, part.model.trainable_variables, tensors)
 
 

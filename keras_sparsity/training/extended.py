@@ -28,6 +28,18 @@ def _of_examples(value):
     return tf.nest.pack_sequence_as(value, selected)
 
 
+class ProcessStrategy(tf.distribute.Strategy):
+    """A strategy of several processes, by its `collectives`."""
+
+    @property
+    def rank(self):
+        return self.collectives.rank
+
+    @property
+    def size(self):
+        return self.collectives.size
+
+
 class HybridExtended(tf.distribute.StrategyExtended):
     """The interface that TensorFlow and Keras call, for one local replica.
 
