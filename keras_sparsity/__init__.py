@@ -44,6 +44,7 @@ if not _is_command():
     from keras_sparsity.conversion.sharding import shard_embeddings
     from keras_sparsity.global_batch import losses
     from keras_sparsity.optimizer import HybridOptimizer
+    from keras_sparsity.pipeline.layer_placement import LayerPlacementStrategy
     from keras_sparsity.pipeline.strategy import PipelineStrategy
     from keras_sparsity.strategy import HybridStrategy
     from keras_sparsity.tables.sharded_table import ShardedTable
@@ -51,6 +52,7 @@ if not _is_command():
 __all__ = [
     "HybridOptimizer",
     "HybridStrategy",
+    "LayerPlacementStrategy",
     "PipelineStrategy",
     "ShardedTable",
     "callbacks",

@@ -1,4 +1,4 @@
-"""Messages between a tail and the heads of all workers."""
+"""Messages between tails and the heads of their workers."""
 
 import tensorflow as tf
 
@@ -8,27 +8,33 @@ from keras_sparsity.pipeline.micro_batches import shares
 
 
 class Fan:
-    """The ways from all workers to the tail, as one link to the stage before.
+    """The ways from workers to their tail, as one link to the stage before.
 
     The workers' parts become one batch, in the order of ranks.
 
     Args:
-        links: list of the `Link` to each worker.
+        links: dict from the number of a worker's micro-batch to its `Link`.
     """
 
     def __init__(self, links):
         self._links = links
 
+    def of(self, batch):
+        """The link for a micro-batch, or for a range of them as one."""
+        if isinstance(batch, range):
+            return Fan({place: self._links[place] for place in batch})
+        return self._links[batch]
+
     @property
     def wire(self):
-        return self._links[0].wire
+        return next(iter(self._links.values())).wire
 
     def receive_activations(self, crossing, num_examples):
         """The tensors of all workers, with their masks, and the sum of losses.
 
         Args:
             crossing: `Crossing`.
-            num_examples: the number of the whole batch's examples.
+            num_examples: the number of the workers' examples.
         """
         parts, total = [], tf.zeros([])
         for link, number in self._with_numbers(num_examples):
@@ -54,7 +60,7 @@ class Fan:
 
     def _with_numbers(self, num_examples):
         numbers = shares(num_examples, len(self._links))
-        return zip(self._links, numbers, strict=True)
+        return zip(self._links.values(), numbers, strict=True)
 
 
 def _at_least_one(part):
@@ -64,22 +70,25 @@ def _at_least_one(part):
     return tf.pad(part, ends)
 
 
-def fan(collectives, tail, wire_dtype=None):
+def fan(collectives, workers_of_tails, wire_dtype=None):
     """`(link to the stage before, link to the one behind)` of a rank.
 
     Args:
-        collectives: `Collectives` of all ranks.
-        tail: the rank that all others send to.
+        collectives: `Collectives` of all ranks. The workers come first.
+        workers_of_tails: dict from a tail's rank to the range of its workers.
         wire_dtype: see `Link`.
     """
-    workers = [rank for rank in range(collectives.size) if rank != tail]
-    pairs = []
-    for worker in workers:
-        alone = [[other] for other in workers if other != worker]
-        pairs.append(
-            divided(collectives, [[worker, tail], *alone], f"tail/{worker}")
-        )
-    links = [Link(pair, wire_dtype) for pair in pairs]
-    if collectives.rank == tail:
-        return Fan(links), None
-    return None, links[workers.index(collectives.rank)]
+    found = {}
+    for tail, workers in workers_of_tails.items():
+        for worker in workers:
+            pair = [worker, tail]
+            alone = [
+                [rank] for rank in range(collectives.size) if rank not in pair
+            ]
+            found[worker] = divided(
+                collectives, [pair, *alone], f"tail/{tail}/{worker}"
+            )
+    if collectives.rank in found:
+        return None, Link(found[collectives.rank], wire_dtype)
+    own = workers_of_tails[collectives.rank]
+    return Fan({rank: Link(found[rank], wire_dtype) for rank in own}), None

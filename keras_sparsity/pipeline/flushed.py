@@ -32,10 +32,12 @@ class FlushedRun:
         self._stage, self._objective = stage, objective
         self._scaled = scaled
         self._tasks = schedule.stages[stage.number]
+        self._peers = model.distribute_strategy.peers
         self._training = training
         functional = keras_functional.functional_of(model)
         self.batches = MicroBatches(functional, data, schedule.num_batches)
         self._passes, self._outputs = {}, {}
+        self._whole_outputs = None
         self.gradients, self.loss = None, tf.zeros([])
         self._previous = []
 
@@ -47,32 +49,59 @@ class FlushedRun:
                     self._forward(task.batch)
                 elif task.kind is Kind.BACKWARD:
                     self._backward(task.batch)
-        if self._training is False and self._stage.is_last:
+        if not self._stage.is_last:
+            return
+        if self._peers.size > 1:
+            (self.loss,) = self._peers.all_reduce(
+                [self.loss], name="pipeline/loss"
+            )
+        if self._training is False:
             # Of the whole batch, as in one process.
             self.loss += self._objective.of_outputs(
                 self.batches.batch, self.outputs(), training=False
             )
 
+    @property
+    def num_examples(self):
+        """int32 scalar: those that this rank computes."""
+        return tf.add_n(
+            [
+                self.batches.number(task.batch)
+                for task in self._tasks
+                if task.kind is Kind.FORWARD
+            ]
+        )
+
     def outputs(self):
-        """The outputs for the whole batch, at the last stage; else None."""
-        if not self._stage.is_last:
-            return None
-        parts = [self._outputs[place] for place in sorted(self._outputs)]
-        return [self._whole(each) for each in zip(*parts, strict=True)]
+        """The outputs for the whole batch, at the last stage; else None.
+
+        All ranks of this stage call it.
+        """
+        if self._stage.is_last and self._whole_outputs is None:
+            parts = self._outputs.values()  # in the order of examples
+            self._whole_outputs = [
+                self._whole(each) for each in zip(*parts, strict=True)
+            ]
+        return self._whole_outputs
 
     def _whole(self, parts):
         """An output for the whole batch, with its mask, without stand-ins."""
-        number = self.batches.num_examples
-        whole = tf.concat(parts, 0)[:number]
+        whole = self._of_peers(parts)
         masks = [keras_losses.keras_mask(part) for part in parts]
         if masks[0] is not None:
-            keras_losses.set_keras_mask(whole, tf.concat(masks, 0)[:number])
+            keras_losses.set_keras_mask(whole, self._of_peers(masks))
         return whole
+
+    def _of_peers(self, parts):
+        own = tf.concat(parts, 0)[: self.num_examples]
+        if self._peers.size == 1:
+            return own
+        return self._peers.all_gather(own, name="pipeline/outputs")
 
     def _forward(self, batch):
         inputs, *labels = self.batches.part(batch)
         stage, training = self._stage, bool(self._training)
-        received, loss = stage.receive(self.batches.size(batch))
+        received, loss = stage.receive(self.batches.size(batch), batch)
         with tf.GradientTape() as tape:
             tape.watch(floats(received))
             outputs, losses = stage.compute(inputs, received, training)
@@ -108,7 +137,7 @@ class FlushedRun:
             upstream = stage.behind.receive_gradients(floats(found.outputs))
         gradients, of_received = found.gradients(upstream)
         if not stage.is_first:
-            stage.before.send_gradients(of_received)
+            stage.before.of(batch).send_gradients(of_received)
         self.gradients = _added(self.gradients, gradients)
         made = [x for x in gradients if x is not None]
         self._previous = _operations(made) or self._previous

@@ -1,4 +1,6 @@
-"""`LayerPlacementStrategy`: heads on all workers, the tail on one."""
+"""`LayerPlacementStrategy`: heads on all workers, the tail on one or few."""
+
+import itertools
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks
@@ -9,41 +11,87 @@ from keras_sparsity.pipeline.staged import StagedStrategy
 from keras_sparsity.stages import layer_placement
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
 
-# A worker's part of a batch, by which the model is divided.
-_NUM_EXAMPLES = 32
-
 
 class LayerPlacementStrategy(StagedStrategy):
     """Layer placement: many parameters stay on one worker, activations travel.
 
-    The workers run the model's head on their parts of each mini-batch; the last
-    rank runs the tail on all of it. Gradients of the head are summed over the
-    workers, those of the tail travel nowhere. The result is that of one
-    process.
+    `compile` inside of its scope divides a functional or sequential model into
+    a head and a tail. All processes but the last train the head, each on its
+    part of a mini-batch; the last one alone holds the tail and trains it on
+    all parts together. Activations travel to it and their gradients back;
+    gradients of the head are summed over the workers by AllReduce, those of
+    the tail travel nowhere. Weights are updated once a mini-batch: the result
+    is that of one process. It pays where the last layers have most of the
+    parameters, as in VGG and AlexNet. Every process reads whole batches, of
+    which the workers use their parts. Logs are the same on all processes.
 
     Args:
-        stages: where the model is divided, as for `ks.PipelineStrategy`. None:
-            by the paper's rule, for parts of 32 examples.
-        threshold: K; a model whose skewness is not below it gains nothing.
+        stages: where the model is divided, as for `ks.PipelineStrategy`: the
+            name of the head's last layer in a list, or two lists of names.
+            None: by the paper's rule, see
+            `keras_sparsity.stages.layer_placement.published_split`.
+        num_tail_workers: the number M of processes that train the tail, the
+            last ones. Each has the parts of some of the workers, and the
+            tail's gradients are summed over them by AllReduce. Statistics of
+            a batch in the tail are then those of its own part, if the layer
+            is not `synchronized`.
+        tail_batches: `"whole"`: a tail computes the parts of its workers as
+            one batch. `"by_worker"`: one after the other, which holds the
+            activations of one part at a time; statistics of a batch are then
+            those of a part.
+        num_examples: the number of examples of a worker's part, by which the
+            rule weighs activations against parameters.
+        threshold: K; by the rule, a model whose skewness is not below it
+            gains nothing, which is an error.
         wire_dtype: as for `ks.PipelineStrategy`.
         engine, timeout: see `ks.HybridStrategy`.
 
+    Attributes:
+        collectives: `ks.collectives.Collectives` of all processes.
+        rank, size: this process's number, and the number of processes.
+
     Raises:
-        ValueError: if an argument is not valid. By `compile`: as under
+        ValueError: if an argument is not valid, or more than half of the
+            processes are tail workers. By `compile`: as under
             `ks.PipelineStrategy`, and if the rule finds no gain.
 
+    Example:
+
+    >>> import keras, numpy as np, keras_sparsity as ks
+    >>> strategy = ks.LayerPlacementStrategy(["pool"])
+    >>> model = keras.Sequential([
+    ...     keras.Input((8, 8, 1)),
+    ...     keras.layers.Conv2D(2, 3, activation="relu"),
+    ...     keras.layers.MaxPooling2D(name="pool"),
+    ...     keras.layers.Flatten(),
+    ...     keras.layers.Dense(1),
+    ... ])
+    >>> with strategy.scope():
+    ...     model.compile("adam", "mse")
+    >>> x = np.ones((16, 8, 8, 1), "float32")
+    >>> history = model.fit(x, x[:, 0, 0], batch_size=8, verbose=0)
+    >>> list(history.history)
+    ['loss']
+
     References:
-        RALP (Park et al.).
+        RALP (Park et al.). There the workers send the head's gradients to the
+        tail's worker, and one tail worker computes worker by worker.
     """
 
     def __init__(
         self,
         stages=None,
+        num_tail_workers=1,
+        tail_batches="whole",
+        num_examples=32,
         threshold=-0.5,
         wire_dtype=None,
         engine=None,
         timeout=None,
     ):
+        checks.positive_integer("num_tail_workers", num_tail_workers)
+        checks.one_of("tail_batches", tail_batches, ("whole", "by_worker"))
+        checks.positive_integer("num_examples", num_examples)
         checks.check(
             isinstance(threshold, (int, float))
             and not isinstance(threshold, bool),
@@ -52,15 +100,30 @@ class LayerPlacementStrategy(StagedStrategy):
             "a number",
         )
         check_wire_dtype(wire_dtype)
+        self.num_tail_workers = num_tail_workers
+        self.tail_batches, self.num_examples = tail_batches, num_examples
         self.threshold = threshold
         communicator = collectives.start(engine, timeout)
-        *workers, tail = range(communicator.size)
-        # Alone, a process has one stage.
-        groups = [workers, [tail]] if workers else [[tail]]
+        size = communicator.size
+        if size == 1:
+            super().__init__(communicator, communicator, (None, None), stages)
+            return
+        if 2 * num_tail_workers > size:
+            raise ValueError(
+                "Each tail worker needs a worker of its own. Received: "
+                f"num_tail_workers={num_tail_workers} and {size} processes; "
+                f"expected: at most {size // 2}."
+            )
+        first = size - num_tail_workers
+        self._workers_of_tails = _blocks(first, num_tail_workers)
         super().__init__(
             communicator,
-            divided(communicator, groups, "pipeline/peers"),
-            fan(communicator, tail, wire_dtype) if workers else (None, None),
+            divided(
+                communicator,
+                [[*range(first)], [*range(first, size)]],
+                f"tail/peers/{num_tail_workers}",
+            ),
+            fan(communicator, self._workers_of_tails, wire_dtype),
             stages,
         )
 
@@ -70,14 +133,17 @@ class LayerPlacementStrategy(StagedStrategy):
 
     @property
     def stages_of_ranks(self):
-        return (*([0] * (self.size - 1)), min(1, self.size - 1))
+        if self.size == 1:
+            return (0,)
+        num_tails = self.num_tail_workers
+        return (*([0] * (self.size - num_tails)), *([1] * num_tails))
 
     def found_places(self, cutter):
         if self.size == 1:
             return []
         sizes = layer_placement.layer_sizes(cutter)
         place = layer_placement.published_split(
-            sizes, _NUM_EXAMPLES, self.threshold
+            sizes, self.num_examples, self.threshold
         )
         if place is None:
             raise ValueError(
@@ -91,10 +157,28 @@ class LayerPlacementStrategy(StagedStrategy):
 
     def passes(self, stage, optimizer):
         del optimizer
-        number = max(1, self.size - 1)
-        is_tail = stage.is_last
-        batch = 0 if is_tail else self.rank
-        tasks = tuple(Task(kind, batch) for kind in Kind)
+        if self.size == 1:
+            return Schedule(1, (_in_turn([0]),)), None
+        if not stage.is_last:
+            tasks = _in_turn([self.rank]), ()
+        else:
+            own = self._workers_of_tails[self.rank]
+            is_whole = self.tail_batches == "whole"
+            tasks = (), _in_turn([own] if is_whole else own)
         # Of the other stage it knows nothing.
-        stages = ((), tasks) if stage.number else (tasks, ())
-        return Schedule(1 if is_tail else number, stages), None
+        return Schedule(self.size - self.num_tail_workers, tasks), None
+
+
+def _blocks(num_workers, num_tails):
+    """Dict from the rank of each tail to the range of its workers."""
+    bounds = [i * num_workers // num_tails for i in range(num_tails + 1)]
+    return {
+        num_workers + i: range(begin, end)
+        for i, (begin, end) in enumerate(itertools.pairwise(bounds))
+    }
+
+
+def _in_turn(batches):
+    """Each micro-batch's forward and backward pass."""
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return tuple(Task(kind, batch) for batch in batches for kind in kinds)

@@ -30,6 +30,11 @@ class Link:
     def __init__(self, pair, wire_dtype=None):
         self._pair, self._wire_dtype = pair, wire_dtype
 
+    def of(self, batch):
+        """The link for a micro-batch: this one. See `Fan.of`."""
+        del batch
+        return self
+
     def wire(self, dtype):
         """The `Wire` of activations and gradients of a dtype."""
         dtype = tf.as_dtype(dtype)

@@ -10,7 +10,8 @@ class MicroBatches:
     """A batch, divided; parts differ in size by one example at most.
 
     A part without examples, of a batch smaller than the number of parts, has
-    one of its neighbour's as a stand-in, and counts for nothing.
+    one of its neighbour's as a stand-in, and counts for nothing. A `place` is
+    the number of a part, or a range of such numbers: these parts as one.
 
     Args:
         functional: the model's `Functional`.
@@ -32,7 +33,8 @@ class MicroBatches:
 
     def part(self, place):
         """`(inputs, x, y, sample_weight)`, of one part."""
-        begin = tf.add_n([tf.zeros([], tf.int32), *self._numbers[:place]])
+        first = place.start if isinstance(place, range) else place
+        begin = _sum(self._numbers[:first])
         begin = tf.minimum(begin, self.num_examples - 1)
         end = begin + self.size(place)
         return keras.tree.map_structure(
@@ -42,15 +44,21 @@ class MicroBatches:
 
     def number(self, place):
         """int32 scalar: the number of a part's examples."""
+        if isinstance(place, range):
+            return _sum(self._numbers[place.start : place.stop])
         return self._numbers[place]
 
     def size(self, place):
         """int32 scalar: the number of a part's examples, at least 1."""
-        return tf.maximum(self._numbers[place], 1)
+        return tf.maximum(self.number(place), 1)
 
     def share(self, place):
         """float32 scalar: a part's share of the batch."""
-        return tf.cast(self._numbers[place] / self.num_examples, tf.float32)
+        return tf.cast(self.number(place) / self.num_examples, tf.float32)
+
+
+def _sum(numbers):
+    return tf.add_n([tf.zeros([], tf.int32), *numbers])
 
 
 def shares(num_examples, number):

@@ -39,11 +39,17 @@ class Stage:
     def variables(self):
         return self.part.model.trainable_variables
 
-    def receive(self, num_examples):
-        """What the stage before sends: its tensors and the loss so far."""
+    def receive(self, num_examples, batch=0):
+        """What the stage before sends: its tensors and the loss so far.
+
+        Args:
+            num_examples: the number of the micro-batch's examples.
+            batch: the micro-batch's number, or a range.
+        """
         if self.is_first:
             return [], tf.zeros([])
-        return self.before.receive_activations(self.received, num_examples)
+        link = self.before.of(batch)
+        return link.receive_activations(self.received, num_examples)
 
     def send(self, outputs, loss):
         """Sends the tensors and the loss so far to the stage behind."""

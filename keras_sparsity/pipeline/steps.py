@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_scopes
 from keras_sparsity.data import empty_parts
+from keras_sparsity.global_batch import loss_scale
 from keras_sparsity.pipeline.flushed import FlushedRun
 from keras_sparsity.pipeline.in_flight import InFlight
 from keras_sparsity.pipeline.links import Crossing
@@ -85,7 +86,7 @@ class Steps(Binding):
             if self._peers.size > 1:
                 empty_parts.combine_statistics(
                     self._stage.part.model,
-                    run.batches.number(self._peers.rank),
+                    run.num_examples,
                     self._peers,
                 )
             return self._logs_of(run)
@@ -138,7 +139,9 @@ class Steps(Binding):
     def _in_step(self):
         self._is_in_step = True
         try:
-            yield
+            # Shares of a batch are summed by the schedule.
+            with loss_scale.of_own_part():
+                yield
         finally:
             self._is_in_step = False
 

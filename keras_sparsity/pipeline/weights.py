@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_scopes, keras_variables
 from keras_sparsity.conversion import exporting, saving
+from keras_sparsity.global_batch import random_states
 from keras_sparsity.training.binding import Binding
 
 
@@ -43,6 +44,7 @@ class Weights(Binding):
         ]
         for variable in self._others:
             self._take_away(variable)
+        _share(parts[self._stage].model.weights, strategy.peers)
         object.__setattr__(model, exporting.WHOLE, self._whole_everywhere)
         if model.optimizer is not None:
             _load_own_part(
@@ -170,6 +172,22 @@ class Weights(Binding):
             [value], root=owner, name="pipeline/weights"
         )
         return value
+
+
+def _share(weights, peers):
+    """Gives the ranks of a stage the weights of the first of them.
+
+    Their random layers draw differently, as each has other examples.
+    """
+    if peers.size == 1:
+        return
+    values = peers.broadcast(
+        [variable.value for variable in weights], name="pipeline/shared"
+    )
+    for variable, value in zip(weights, values, strict=True):
+        variable.assign(value)
+        if random_states.is_own(variable):
+            random_states.fold_rank(variable, peers.rank)
 
 
 def _with_values(optimizer, model, values):

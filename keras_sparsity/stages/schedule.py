@@ -24,11 +24,12 @@ class Task(typing.NamedTuple):
     Attributes:
         kind: `Kind`.
         batch: the number of the micro-batch or mini-batch it is about. An
-            update of several has the last one's.
+            update of several has the last one's. A range of numbers, if the
+            pass computes several micro-batches as one.
     """
 
     kind: Kind
-    batch: int
+    batch: int | range
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 
-from keras_sparsity.pipeline.layer_placement import LayerPlacementStrategy
+from keras_sparsity import LayerPlacementStrategy
 
 BATCH_SIZE = 8
 
@@ -22,7 +22,7 @@ def convolutional():
     x = keras.layers.Dense(
         32, use_bias=False, kernel_regularizer="l2", name="wide"
     )(x)
-    x = keras.layers.BatchNormalization(name="tail")(x)
+    x = keras.layers.BatchNormalization(synchronized=True, name="tail")(x)
     return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
 
 
@@ -95,15 +95,15 @@ def results(model, name, num_examples):
     }
 
 
-def train(name, num_examples, folder):
+def train(name, num_examples, folder, options):
     """The results, and those of a model that is saved and loaded half-way."""
-    strategy = LayerPlacementStrategy(STAGES[name], threshold=-0.2)
+    strategy = LayerPlacementStrategy(STAGES[name], threshold=-0.2, **options)
     model = compiled(name, strategy)
     found = results(model, name, num_examples)
     part = model._keras_sparsity_pipeline.parts[0]
     if strategy.size == 1:
         return found
-    is_tail = strategy.rank == strategy.size - 1
+    is_tail = strategy.stages_of_ranks[strategy.rank] == 1
     own = sum(v.value.shape.num_elements() or 0 for v in _held(model))
     model.save(f"{folder}/placed.keras")
     with strategy.scope():

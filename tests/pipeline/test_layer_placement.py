@@ -18,17 +18,23 @@ def _distance(values, others):
 
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize(
-    ("name", "size", "num_examples"),
+    ("name", "size", "num_examples", "options"),
     [
-        ("convolutional", 3, 22),
-        ("ids", 3, 17),  # The last batch has one example, of two workers.
-        ("convolutional", 2, 22),
-        ("ids", 4, 22),
+        ("convolutional", 3, 22, {}),
+        # The last batch has one example, of two workers.
+        ("ids", 3, 17, {}),
+        ("convolutional", 2, 22, {}),
+        ("ids", 4, 22, {"tail_batches": "by_worker"}),
+        ("convolutional", 5, 22, {"num_tail_workers": 2}),
+        ("ids", 4, 17, {"num_tail_workers": 2}),
+        ("ids", 5, 22, {"num_tail_workers": 2, "tail_batches": "by_worker"}),
     ],
 )
-def test_as_one_process(cluster, engine, name, size, num_examples, tmp_path):
+def test_as_one_process(
+    cluster, engine, name, size, num_examples, options, tmp_path
+):
     ranks = cluster(engine, size, has_groups=True).run(
-        placement_functions.train, name, num_examples, str(tmp_path)
+        placement_functions.train, name, num_examples, str(tmp_path), options
     )
     model = placement_functions.compiled(name)
     before = model.get_weights()
@@ -48,7 +54,7 @@ def test_as_one_process(cluster, engine, name, size, num_examples, tmp_path):
         for value, other in zip(rank["gone_on"], rank["resumed"], strict=True):
             np.testing.assert_array_equal(value, other)
     total = sum(value.size for value in expected["weights"])
-    (tail,) = (rank["num_held"] for rank in ranks if rank["is_tail"])
+    (tail,) = {rank["num_held"] for rank in ranks if rank["is_tail"]}
     (head,) = {rank["num_held"] for rank in ranks if not rank["is_tail"]}
     assert head + tail == total
     if name == "convolutional":
