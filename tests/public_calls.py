@@ -90,6 +90,7 @@ VALID = {
         {"dataset": batches()},
     ),
     "PipelineStrategy": lambda: (ks.PipelineStrategy, {}),
+    "LayerPlacementStrategy": lambda: (ks.LayerPlacementStrategy, {}),
     "HybridOptimizer": lambda: (
         ks.HybridOptimizer,
         {"inner_optimizer": "sgd"},

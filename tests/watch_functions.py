@@ -226,7 +226,10 @@ def fail_in_fit(how, rank):
 
 
 def fail_in_pipeline(how, rank, schedule):
-    """Trains stages until one rank fails, in the middle of an epoch."""
+    """Trains stages until one rank fails, in the middle of an epoch.
+
+    Under a schedule, or with heads on all workers if it is None.
+    """
     import keras
 
     import keras_sparsity as ks
@@ -241,7 +244,10 @@ def fail_in_pipeline(how, rank, schedule):
                     os.kill(os.getpid(), getattr(signal, how))
 
     # A rank that is stopped is waited for as long as the timeout says.
-    strategy = ks.PipelineStrategy(schedule, ["first"], timeout=7)
+    if schedule:
+        strategy = ks.PipelineStrategy(schedule, ["first"], timeout=7)
+    else:
+        strategy = ks.LayerPlacementStrategy(["first"], timeout=7)
     model = keras.Sequential(
         [
             keras.Input((4,)),

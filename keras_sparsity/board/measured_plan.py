@@ -24,7 +24,9 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     """Measures a model without training it, and prints its plan.
 
     Of a model in stages (`ks.PipelineStrategy`): the time, memory and messages
-    of each stage, by passes of the first mini-batch's examples. Of any other
+    of each stage, by passes of the first mini-batch's examples. Of a model with
+    layers on one worker (`ks.LayerPlacementStrategy`): the bytes and the
+    predicted step of each place where it may be divided. Of any other
     one, its sparsity: the gradients of some batches are computed, and each
     variable gets the architecture with the fewest bytes on the network, see
     `ks.planning.plan`. No variable changes.
@@ -43,8 +45,8 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
         num_batches: number of batches to measure.
 
     Returns:
-        `ModelPlan`, or `PipelinePlan` of a model in stages; the same on all
-        ranks.
+        `ModelPlan`; `PipelinePlan` of a model in stages, `SplitPlan` of one
+        with layers on one worker. The same on all ranks.
 
     Raises:
         ValueError: if an argument has another type, or the cluster is of

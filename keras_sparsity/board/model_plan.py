@@ -5,20 +5,12 @@ import dataclasses
 import functools
 import operator
 
-import rich.box
-import rich.console
-import rich.table
-import rich.text
 from rich import filesize
 
 from keras_sparsity import planning, sparsity
+from keras_sparsity.board.written_plan import print_markdown
 from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
 from keras_sparsity.planning import transfer_cost
-
-# The run's name in TensorBoard, beside Keras's "train" and "validation".
-RUN = "architecture"
-# The plan's, a text.
-PLAN = "plan"
 
 # Of dense variables so many are listed one by one.
 _MOST_DENSE = 10
@@ -124,34 +116,6 @@ class ModelPlan:
             f"machines of {self.cluster.processes_per_machine} (engine "
             f"{self.engine}), sent and received: {moved or 'nothing'}."
         )
-
-
-def print_markdown(text):
-    """Shows Markdown on the terminal, its one table as wide as need be."""
-    lines = [_cells(line) for line in text.splitlines() if line.startswith("|")]
-    head, _, *rows = lines
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
-    for name in head:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*map(rich.text.Text, row))
-    console = rich.console.Console()
-    if not console.is_terminal:  # a file, which is as wide as needed
-        console = rich.console.Console(width=200)
-    before, _, after = text.partition("|")
-    after = "\n".join(x for x in after.splitlines()[1:] if x[:1] != "|")
-    for part in (before, table, after):
-        if not isinstance(part, str) or part.strip():
-            is_text = isinstance(part, str)
-            console.print(
-                part.strip() if is_text else part,
-                highlight=False,
-                markup=False,
-            )
-
-
-def _cells(line):
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
 def of_running(model):

@@ -5,7 +5,7 @@ import os
 import tensorflow as tf
 
 from keras_sparsity.board import search_plot
-from keras_sparsity.board.model_plan import PLAN, RUN, print_markdown
+from keras_sparsity.board.written_plan import PLAN, RUN, print_markdown
 
 _UNITS = {"seconds": (1e3, "ms"), "bytes": (1e-3, "kB")}
 

@@ -1,12 +1,13 @@
 """The plan of a model in stages: its cuts, and the cost of each stage."""
 
 import dataclasses
-import os
 
-import tensorflow as tf
-from rich import filesize
-
-from keras_sparsity.board.model_plan import PLAN, RUN, print_markdown
+from keras_sparsity.board.written_plan import (
+    WrittenPlan,
+    as_table,
+    in_bytes,
+    in_milliseconds,
+)
 
 _HEAD = (
     "stage",
@@ -63,7 +64,7 @@ class StageCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelinePlan:
+class PipelinePlan(WrittenPlan):
     """The cuts of a model, and the cost of each stage.
 
     Attributes:
@@ -102,29 +103,8 @@ class PipelinePlan:
         return 4 * share * sum(stage.gradient_bytes for stage in self.stages)
 
     def markdown(self):
-        """The plan as a Markdown table, with a line about the whole model."""
-        rows = [_HEAD, ["---"] * len(_HEAD)]
-        for number, stage in enumerate(self.stages):
-            rows.append(_row(number, stage))
-        lines = ["| " + " | ".join(row) + " |" for row in rows]
-        return "\n".join([*lines, "", self._of_the_model()])
-
-    def print(self):
-        """Shows the same on the terminal."""
-        print_markdown(self.markdown())
-
-    def write(self, log_dir):
-        """Writes the same for TensorBoard, as the text `plan`.
-
-        `keras-sparsity plan LOG_DIR` prints it.
-
-        Args:
-            log_dir: folder, as for `keras.callbacks.TensorBoard`.
-        """
-        writer = tf.summary.create_file_writer(os.path.join(log_dir, RUN))
-        with writer.as_default(step=0):
-            tf.summary.text(PLAN, self.markdown())
-        writer.close()
+        rows = [_row(number, stage) for number, stage in enumerate(self.stages)]
+        return "\n".join([*as_table(_HEAD, rows), "", self._of_the_model()])
 
     def _of_the_model(self):
         parts = ""
@@ -133,11 +113,11 @@ class PipelinePlan:
         return (
             f"Schedule {self.schedule!r}, mini-batches of {self.num_examples} "
             f"examples{parts}. Without time for messages a step takes "
-            f"{_milliseconds(self.step_seconds)}, of which stages wait "
+            f"{in_milliseconds(self.step_seconds)}, of which stages wait "
             f"{self.bubble:.0%}. Per step the busiest process sends and "
-            f"receives {_bytes(self.busiest_bytes)}; with the whole model on "
+            f"receives {in_bytes(self.busiest_bytes)}; with the whole model on "
             "each process, AllReduce of all gradients would take "
-            f"{_bytes(self.allreduce_bytes)}."
+            f"{in_bytes(self.allreduce_bytes)}."
         )
 
 
@@ -145,13 +125,13 @@ def _row(number, stage):
     return [
         str(number),
         _span(stage.layers),
-        _bytes(stage.weight_bytes),
-        _milliseconds(stage.forward_seconds),
-        _milliseconds(stage.backward_seconds),
-        _milliseconds(stage.update_seconds),
-        _bytes(stage.sent_bytes),
-        _bytes(stage.returned_bytes),
-        _bytes(stage.memory_bytes),
+        in_bytes(stage.weight_bytes),
+        in_milliseconds(stage.forward_seconds),
+        in_milliseconds(stage.backward_seconds),
+        in_milliseconds(stage.update_seconds),
+        in_bytes(stage.sent_bytes),
+        in_bytes(stage.returned_bytes),
+        in_bytes(stage.memory_bytes),
         str(stage.missed_updates),
     ]
 
@@ -160,11 +140,3 @@ def _span(layers):
     if len(layers) == 1:
         return layers[0]
     return f"{layers[0]} to {layers[-1]} ({len(layers)})"
-
-
-def _milliseconds(seconds):
-    return f"{seconds * 1e3:.3g} ms"
-
-
-def _bytes(number):
-    return filesize.decimal(round(number))

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_sparsity import sparsity
 from keras_sparsity._tf import checks
 from keras_sparsity.board import model_plan, search_plot
-from keras_sparsity.board.model_plan import PLAN, RUN
+from keras_sparsity.board.written_plan import PLAN, RUN
 from keras_sparsity.callbacks.partition_search import PartitionSearch
 from keras_sparsity.health import journal
 from keras_sparsity.health.meter import Totals

@@ -7,7 +7,6 @@ from keras_sparsity.board import measured_plan
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.pipeline import cuts
-from keras_sparsity.pipeline.planning import Planner
 from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.stage import Stage
 from keras_sparsity.pipeline.steps import Steps
@@ -33,7 +32,9 @@ class Adoption:
     def __init__(self, model, strategy):
         _check(model, strategy)
         cutter = Cutter(model)
-        self.parts = cutter.parts(cuts.places(cutter, strategy))
+        self._profile = strategy.profile(cutter)
+        places = cuts.places(cutter, strategy, self._profile)
+        self.parts = cutter.parts(places)
         _check_scaling(model.optimizer, self.parts)
         self._bind(model, strategy)
 
@@ -50,8 +51,8 @@ class Adoption:
             optimizer.build(stage.variables)
         passes = strategy.passes(stage, optimizer)
         steps = Steps(model, stage, *passes)
-        planner = Planner(model, stage, *passes)
-        object.__setattr__(model, measured_plan.OF_STAGES, planner.plan)
+        plan = strategy.plan_function(model, stage, passes, self._profile)
+        object.__setattr__(model, measured_plan.OF_STAGES, plan)
         runs, weights = Runs(model, steps), Weights(model, self.parts, steps)
         self._bindings = [weights, runs, steps]
 

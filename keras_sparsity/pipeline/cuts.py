@@ -5,19 +5,20 @@ from keras_sparsity.stages import timing
 from keras_sparsity.stages.cutting import balanced
 
 
-def places(cutter, strategy):
+def places(cutter, strategy, profile):
     """The places of the cuts, the same on all ranks.
 
     Args:
         cutter: `Cutter`.
         strategy: the strategy; its `stages` say where, if it has any.
+        profile: see `StagedStrategy.profile`.
 
     Raises:
         ValueError: if `stages` does not fit the model or the processes.
     """
     size, stages = max(strategy.stages_of_ranks) + 1, strategy.stages
     if stages is None:
-        return strategy.found_places(cutter)
+        return strategy.found_places(cutter, profile)
     if stages and isinstance(stages[0], list):
         stages = _ends_of_lists(cutter, stages)
     if len(stages) != size - 1:

@@ -29,6 +29,10 @@ class Fan:
     def wire(self):
         return next(iter(self._links.values())).wire
 
+    def seconds_per_byte(self):
+        """Measures the links, one after the other; the slowest counts."""
+        return max(link.seconds_per_byte() for link in self._links.values())
+
     def receive_activations(self, crossing, num_examples):
         """The tensors of all workers, with their masks, and the sum of losses.
 

@@ -1,15 +1,21 @@
 """`LayerPlacementStrategy`: heads on all workers, the tail on one or few."""
 
+import functools
 import itertools
+
+import keras
+import tensorflow as tf
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks
+from keras_sparsity.board.split_plan import SplitPlan
 from keras_sparsity.collectives.base import divided
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline.fan import fan
 from keras_sparsity.pipeline.staged import StagedStrategy
-from keras_sparsity.stages import layer_placement
+from keras_sparsity.stages import layer_placement, timing
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
+from keras_sparsity.stages.split_costs import Profile, fastest, split_costs
 
 
 class LayerPlacementStrategy(StagedStrategy):
@@ -28,8 +34,7 @@ class LayerPlacementStrategy(StagedStrategy):
     Args:
         stages: where the model is divided, as for `ks.PipelineStrategy`: the
             name of the head's last layer in a list, or two lists of names.
-            None: by the paper's rule, see
-            `keras_sparsity.stages.layer_placement.published_split`.
+            None: by `rule`.
         num_tail_workers: the number M of processes that train the tail, the
             last ones. Each has the parts of some of the workers, and the
             tail's gradients are summed over them by AllReduce. Statistics of
@@ -39,10 +44,14 @@ class LayerPlacementStrategy(StagedStrategy):
             one batch. `"by_worker"`: one after the other, which holds the
             activations of one part at a time; statistics of a batch are then
             those of a part.
-        num_examples: the number of examples of a worker's part, by which the
-            rule weighs activations against parameters.
-        threshold: K; by the rule, a model whose skewness is not below it
-            gains nothing, which is an error.
+        rule: where the model is divided without `stages`. `"published"`: by
+            the paper's rule, by bytes, see "Layers on one worker".
+            `"fastest"`: where the predicted step is shortest, by the measured
+            times of layers and links.
+        num_examples: the number of examples of a worker's part, for which both
+            rules look.
+        threshold: K; by the paper's rule, a model whose skewness is not below
+            it gains nothing.
         wire_dtype: as for `ks.PipelineStrategy`.
         engine, timeout: see `ks.HybridStrategy`.
 
@@ -83,6 +92,7 @@ class LayerPlacementStrategy(StagedStrategy):
         stages=None,
         num_tail_workers=1,
         tail_batches="whole",
+        rule="published",
         num_examples=32,
         threshold=-0.5,
         wire_dtype=None,
@@ -91,6 +101,7 @@ class LayerPlacementStrategy(StagedStrategy):
     ):
         checks.positive_integer("num_tail_workers", num_tail_workers)
         checks.one_of("tail_batches", tail_batches, ("whole", "by_worker"))
+        checks.one_of("rule", rule, ("published", "fastest"))
         checks.positive_integer("num_examples", num_examples)
         checks.check(
             isinstance(threshold, (int, float))
@@ -102,7 +113,7 @@ class LayerPlacementStrategy(StagedStrategy):
         check_wire_dtype(wire_dtype)
         self.num_tail_workers = num_tail_workers
         self.tail_batches, self.num_examples = tail_batches, num_examples
-        self.threshold = threshold
+        self.rule, self.threshold = rule, threshold
         communicator = collectives.start(engine, timeout)
         size = communicator.size
         if size == 1:
@@ -138,22 +149,83 @@ class LayerPlacementStrategy(StagedStrategy):
         num_tails = self.num_tail_workers
         return (*([0] * (self.size - num_tails)), *([1] * num_tails))
 
-    def found_places(self, cutter):
+    def profile(self, cutter):
+        of_links = [link.seconds_per_byte() for link in self.links if link]
+        seconds = None
+        if self.rank == 0:
+            seconds = timing.call_seconds(cutter, self.num_examples)
+        found = self.collectives.gather_objects(
+            (seconds, max(of_links, default=0.0)), name="pipeline/seconds"
+        )
+        return Profile(
+            names=tuple(call.operation.name for call in cutter.calls),
+            sizes=tuple(layer_placement.layer_sizes(cutter)),
+            seconds=tuple(found[0][0]),
+            num_examples=self.num_examples,
+            crossing_bytes=timing.crossing_bytes(cutter, 1),
+            seconds_per_byte=max(slowest for _, slowest in found),
+        )
+
+    def found_places(self, cutter, profile):
         if self.size == 1:
             return []
-        sizes = layer_placement.layer_sizes(cutter)
-        place = layer_placement.published_split(
-            sizes, self.num_examples, self.threshold
-        )
+        place = self._published(profile)
+        if self.rule == "fastest":
+            num_workers = self.size - self.num_tail_workers
+            num_examples = self.num_examples * num_workers
+            place = fastest(self._costs(profile, num_examples))
         if place is None:
+            skewness = layer_placement.skewness(profile.sizes)
             raise ValueError(
                 "The model gains nothing by layer placement: its parameters "
-                "are not towards its end. Received: a skewness of "
-                f"{layer_placement.skewness(sizes):.2f}; expected: below "
+                f"are not towards its end. Received: rule={self.rule!r}, and "
+                f"a skewness of {skewness:.2f}; expected: below "
                 f"threshold={self.threshold}. Use `ks.HybridStrategy`, or say "
                 "by `stages` where to divide it."
             )
         return [place]
+
+    def plan_function(self, model, stage, passes, profile):
+        chosen = None
+        if self.size > 1:
+            own = len(stage.part.names)
+            others = len(profile.names) - own
+            chosen = (others if stage.is_last else own) - 1
+        return functools.partial(self._plan, profile, chosen)
+
+    def _plan(self, profile, chosen, dataset):
+        data = next(iter(dataset), None)
+        checks.check(
+            data is not None, "dataset", dataset, "a dataset with a batch"
+        )
+        num_examples = int(tf.shape(keras.tree.flatten(data)[0])[0])
+        costs = self._costs(profile, num_examples)
+        return SplitPlan(
+            num_examples=num_examples,
+            num_workers=max(1, self.size - self.num_tail_workers),
+            num_tails=min(self.num_tail_workers, self.size - 1),
+            costs=tuple(costs),
+            names={
+                place: profile.names[place] for place in profile.crossing_bytes
+            },
+            skewness=layer_placement.skewness(profile.sizes),
+            chosen=chosen,
+            published=self._published(profile),
+            fastest=fastest(costs),
+        )
+
+    def _published(self, profile):
+        return layer_placement.published_split(
+            profile.sizes,
+            self.num_examples,
+            self.threshold,
+            list(profile.crossing_bytes),
+        )
+
+    def _costs(self, profile, num_examples):
+        num_tails = min(self.num_tail_workers, self.size - 1)
+        num_workers = max(1, self.size - num_tails)
+        return split_costs(profile, num_workers, num_tails, num_examples)
 
     def passes(self, stage, optimizer):
         del optimizer

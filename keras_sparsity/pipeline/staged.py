@@ -39,9 +39,23 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
     def stages_of_ranks(self):
         """Tuple of the number of each rank's stage."""
 
+    def profile(self, cutter):
+        """What is measured of a whole model, before its weights are freed."""
+
     @abc.abstractmethod
-    def found_places(self, cutter):
+    def found_places(self, cutter, profile):
         """The places of the cuts where `stages` does not say it."""
+
+    @abc.abstractmethod
+    def plan_function(self, model, stage, passes, profile):
+        """A function of a dataset that gives a cut model's plan.
+
+        Args:
+            model: the model.
+            stage: this rank's `Stage`.
+            passes: as the function of this name gives it.
+            profile: as the function of this name gives it.
+        """
 
     @abc.abstractmethod
     def passes(self, stage, optimizer):

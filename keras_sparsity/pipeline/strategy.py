@@ -6,6 +6,7 @@ from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline import cuts, versions
 from keras_sparsity.pipeline.links import links
+from keras_sparsity.pipeline.planning import Planner
 from keras_sparsity.pipeline.staged import StagedStrategy
 from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages.simulation import simulate
@@ -131,8 +132,11 @@ class PipelineStrategy(StagedStrategy):
     def stages_of_ranks(self):
         return tuple(range(self.size))
 
-    def found_places(self, cutter):
+    def found_places(self, cutter, profile):
         return cuts.measured_places(cutter, self)
+
+    def plan_function(self, model, stage, passes, profile):
+        return Planner(model, stage, *passes).plan
 
     def passes(self, stage, optimizer):
         name = self.schedule

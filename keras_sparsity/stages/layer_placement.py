@@ -105,10 +105,10 @@ def skewness(layers):
         layers: list of `LayerSize`.
 
     Returns:
-        A number; 0 if all parameters are in one layer.
+        A number; 0 if all parameters are in one layer, or there are none.
 
     Raises:
-        ValueError: if there are no parameters.
+        Nothing.
 
     Example:
 
@@ -122,12 +122,8 @@ def skewness(layers):
     sizes = np.array(
         [layer.num_parameters for layer in layers if layer.kind != OTHER], float
     )
-    checks.check(
-        sizes.sum() > 0,
-        "layers",
-        layers,
-        "a convolution or dense layer with parameters",
-    )
+    if not sizes.sum():
+        return 0.0
     weights, places = sizes / sizes.sum(), np.arange(len(sizes))
     mean = (weights * places).sum()
     variance = (weights * (places - mean) ** 2).sum()
@@ -136,7 +132,7 @@ def skewness(layers):
     return float((weights * (places - mean) ** 3).sum() / variance**1.5)
 
 
-def published_split(layers, num_examples, threshold=-0.5):
+def published_split(layers, num_examples, threshold=-0.5, places=None):
     """The last layer of the head, by the paper's rule.
 
     Args:
@@ -144,6 +140,7 @@ def published_split(layers, num_examples, threshold=-0.5):
         num_examples: the number of examples of a worker.
         threshold: K; where the skewness is not below it, the model is left to
             data parallelism.
+        places: list of the places to choose from; by default all.
 
     Returns:
         A place in `layers`, or None. The one with the fewest elements of its
@@ -151,7 +148,7 @@ def published_split(layers, num_examples, threshold=-0.5):
         behind it.
 
     Raises:
-        ValueError: as `skewness`; if `num_examples` is not positive.
+        ValueError: if `num_examples` is not positive.
 
     Example:
 
@@ -171,9 +168,9 @@ def published_split(layers, num_examples, threshold=-0.5):
         default=0,
     )
     # A tail without layers is none.
-    places = range(last, len(layers) - 1)
+    behind = range(last, len(layers) - 1)
     return min(
-        places,
+        [place for place in behind if places is None or place in places],
         key=lambda place: (
             num_examples * layers[place].num_outputs
             + _num_parameters(layers[: place + 1])

@@ -39,6 +39,20 @@ BAD = [
             ({"timeout": 0}, "`timeout` must be.*at least 5.*Received: 0"),
         ]
     ),
+    *(
+        ("LayerPlacementStrategy", arguments, message)
+        for arguments, message in [
+            ({"stages": 2}, "a list of layers' names.*Received: stages=2"),
+            ({"rule": "best"}, "'published' or 'fastest'.*rule='best'"),
+            ({"num_tail_workers": 0}, "a positive integer.*workers=0"),
+            ({"tail_batches": "each"}, "'whole' or 'by_worker'.*='each'"),
+            ({"num_examples": 0.5}, "a positive integer.*examples=0.5"),
+            ({"threshold": "low"}, "a number.*threshold='low'"),
+            ({"wire_dtype": "int8"}, "None or one of.*wire_dtype='int8'"),
+            ({"engine": "mpi"}, "one of.*'native'.*engine='mpi'"),
+            ({"timeout": 0}, "`timeout` must be.*at least 5.*Received: 0"),
+        ]
+    ),
     ("HybridStrategy", {"engine": "mpi"}, "one of.*'native'.*engine='mpi'"),
     ("HybridStrategy", {"engine": 3}, "must be one of.*'native'.*engine=3"),
     (

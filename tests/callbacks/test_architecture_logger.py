@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.board import model_plan
+from keras_sparsity.board import written_plan
 from keras_sparsity.callbacks import architecture_logger
 from tests.conftest import engines
 from tests.logger_functions import BATCH, DIM, ROWS, STEPS, ids, train
@@ -20,7 +20,7 @@ def events(log_dir):
     from tensorboard.backend.event_processing import event_accumulator
 
     found = event_accumulator.EventAccumulator(
-        str(log_dir / model_plan.RUN), size_guidance={"tensors": 0}
+        str(log_dir / written_plan.RUN), size_guidance={"tensors": 0}
     )
     found.Reload()
     return found

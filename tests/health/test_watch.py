@@ -212,6 +212,13 @@ CASES = [
     ),
     Case(
         "fail_in_pipeline",
+        ("SIGKILL", 1, None),
+        message=("the process of rank 1 is gone: it was killed",),
+        codes=(1, -9),
+        silent=(1,),
+    ),
+    Case(
+        "fail_in_pipeline",
         ("SIGKILL", 0, "vanilla"),
         message=("the process of rank 0 is gone: it was killed",),
         codes=(-9, 1),

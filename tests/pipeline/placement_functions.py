@@ -2,8 +2,9 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from keras_sparsity import LayerPlacementStrategy
+import keras_sparsity as ks
 
 BATCH_SIZE = 8
 
@@ -97,7 +98,9 @@ def results(model, name, num_examples):
 
 def train(name, num_examples, folder, options):
     """The results, and those of a model that is saved and loaded half-way."""
-    strategy = LayerPlacementStrategy(STAGES[name], threshold=-0.2, **options)
+    strategy = ks.LayerPlacementStrategy(
+        STAGES[name], threshold=-0.2, **options
+    )
     model = compiled(name, strategy)
     found = results(model, name, num_examples)
     part = model._keras_sparsity_pipeline.parts[0]
@@ -132,6 +135,39 @@ def _held(model):
 def refused(name):
     """The message of a model that gains nothing."""
     try:
-        compiled(name, LayerPlacementStrategy())
+        compiled(name, ks.LayerPlacementStrategy())
     except ValueError as error:
         return str(error)
+
+
+def planned(log_dir):
+    """The plan of the convolutional model, and of where a rule divides it."""
+    strategy = ks.LayerPlacementStrategy(threshold=-0.2)
+    model = compiled("convolutional", strategy)
+    before = model.get_weights()
+    x, y, _ = data("convolutional", 12)
+    plan = ks.plan(model, tf.data.Dataset.from_tensors((x, y)))
+    if strategy.rank == 0:
+        plan.write(log_dir)
+    is_same = all(map(np.array_equal, before, model.get_weights()))
+    return plan, is_same
+
+
+def shared():
+    """A head's weights and random state, of models that differ by rank."""
+    strategy = ks.LayerPlacementStrategy(["drop"])
+    keras.utils.set_random_seed(strategy.rank)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(3, name="head"),
+            keras.layers.Dropout(0.5, name="drop"),
+            keras.layers.Dense(1),
+        ]
+    )
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    if strategy.rank == strategy.size - 1:
+        return None
+    head, drop, _ = model.layers
+    return head.kernel.numpy(), drop.seed_generator.state.numpy()

@@ -1,8 +1,13 @@
 """Heads on all workers and a tail on one train as one process does."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
+from keras_sparsity.launch import command_line
+from keras_sparsity.stages.layer_placement import LayerSize
+from keras_sparsity.stages.split_costs import Profile, fastest, split_costs
 from tests.conftest import engines
 from tests.pipeline import placement_functions
 
@@ -65,3 +70,56 @@ def test_as_one_process(
 def test_a_model_without_skew_is_refused(cluster):
     for message in cluster("native", 2).run(placement_functions.refused, "ids"):
         assert "gains nothing" in message and "HybridStrategy" in message
+
+
+def test_plan(cluster, tmp_path, capsys):
+    found = cluster("native", 3).run(placement_functions.planned, str(tmp_path))
+    plan = found[0][0]
+    assert all(other == plan and is_same for other, is_same in found)
+    assert (plan.num_examples, plan.num_workers, plan.num_tails) == (12, 2, 1)
+    conv, batch_norm = 3 * 3 * 2 * 4, 2 * 4
+    dense, tail_norm, out = 36 * 32, 2 * 32, 32 * 3 + 3
+    whole = 4 * (conv + batch_norm + dense + tail_norm + out)
+    assert len(plan.costs) == 8  # seven layers before the last, and no split
+    assert plan.costs[0].busiest_bytes == pytest.approx(2 * whole * 2 / 3)
+    # After "conv", "head", "relu", "pool".
+    split = next(c for c in plan.costs if c.place == plan.chosen)
+    assert plan.names[plan.chosen] == "pool"
+    assert plan.chosen == plan.published
+    assert split.head_bytes == 4 * (conv + batch_norm)
+    assert split.sent_bytes == 6 * 4 * 36
+    # Of two workers each sends half of a ring's two rounds.
+    assert split.busiest_bytes == max(2 * 6 * 4 * 36, 6 * 4 * 36 + 4 * 80)
+    assert split.star_bytes == 2 * (6 * 4 * 36 + 4 * 80)
+    assert all(cost.seconds > 0 for cost in plan.costs)
+    command_line.main(["plan", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "before training" in shown and "(data parallelism)" in shown
+    assert "the paper's" in shown
+
+
+def test_workers_begin_alike_and_draw_differently(cluster):
+    first, second, tail = cluster("native", 3).run(placement_functions.shared)
+    assert tail is None
+    np.testing.assert_array_equal(first[0], second[0])
+    assert (first[1] != second[1]).any()
+
+
+def test_rules_of_measured_times():
+    sizes = [LayerSize("dense", number, 4) for number in (10, 10, 10_000)]
+    profile = Profile(
+        tuple("abc"), tuple(sizes), (1.0, 1.0, 1.0), 8, {0: 400, 1: 40}, 1e-3
+    )
+    costs = split_costs(profile, num_workers=3, num_tails=1, num_examples=24)
+    assert [cost.place for cost in costs] == [None, 0, 1]
+    assert costs[0].seconds == pytest.approx(
+        3 * 3 / 4 + 1e-3 * 2 * 4 * 10_020 * 3 / 4
+    )
+    assert costs[1].seconds == pytest.approx(
+        3 * (1 / 3 + 2) + 1e-3 * (2 * 24 * 400 + 2 * 40 * 2 / 3)
+    )
+    assert fastest(costs) == 1
+    slow = dataclasses.replace(profile, seconds=(1.0, 1.0, 1000.0))
+    assert fastest(split_costs(slow, 3, 1, 24)) is None
+    two = split_costs(profile, num_workers=2, num_tails=2, num_examples=24)
+    assert two[2].busiest_bytes == 12 * 40 + 4 * 10_000

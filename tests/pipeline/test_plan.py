@@ -55,7 +55,7 @@ def test_sizes(cluster, schedule, tmp_path, capsys):
     seconds = [stage.seconds for stage in plan.stages]
     assert all(stage.update_seconds > 0 for stage in plan.stages)
     if is_flushed:
-        # A slow first stage hides all waiting of 1f1b: its own time is the step.
+        # A slow first stage hides all waiting of 1f1b.
         assert max(seconds) <= plan.step_seconds < sum(seconds)
     else:
         assert plan.step_seconds == max(seconds)

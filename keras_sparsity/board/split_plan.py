@@ -1,0 +1,76 @@
+"""The plan of a model that is divided into a head and a tail."""
+
+import dataclasses
+
+from keras_sparsity.board.written_plan import (
+    WrittenPlan,
+    as_table,
+    in_bytes,
+    in_milliseconds,
+)
+
+_HEAD = (
+    "divided after",
+    "head",
+    "activations of a worker",
+    "busiest link",
+    "the paper's star",
+    "predicted step",
+    "",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitPlan(WrittenPlan):
+    """All places where a model may be divided, and their costs.
+
+    Attributes:
+        num_examples: the number of a mini-batch's examples.
+        num_workers, num_tails: of the processes.
+        costs: tuple of `SplitCost`; the first is that of data parallelism.
+        names: dict from a place to the name of the head's last layer.
+        skewness: how far the parameters are towards the end; below 0 if they
+            are.
+        chosen: the place where the model is divided; None if one process is
+            alone.
+        published: the place by the paper's rule; None if it finds no gain.
+        fastest: the place of the least predicted step; None if that is data
+            parallelism's.
+    """
+
+    num_examples: int
+    num_workers: int
+    num_tails: int
+    costs: tuple
+    names: dict
+    skewness: float
+    chosen: int | None
+    published: int | None
+    fastest: int | None
+
+    def markdown(self):
+        lines = as_table(_HEAD, [self._row(cost) for cost in self.costs])
+        about = (
+            f"Mini-batches of {self.num_examples} examples, "
+            f"{self.num_workers} workers, {self.num_tails} tail workers. "
+            f"Skewness of the parameters {self.skewness:.2f}. Bytes are those "
+            "of a step, in one direction."
+        )
+        return "\n".join([*lines, "", about])
+
+    def _row(self, cost):
+        is_split = cost.place is not None
+        marks = {
+            "chosen": is_split and cost.place == self.chosen,
+            "the paper's": is_split and cost.place == self.published,
+            "fastest": cost.place == self.fastest,
+        }
+        return [
+            self.names[cost.place] if is_split else "(data parallelism)",
+            in_bytes(cost.head_bytes),
+            in_bytes(cost.sent_bytes),
+            in_bytes(cost.busiest_bytes),
+            in_bytes(cost.star_bytes) if is_split else "",
+            in_milliseconds(cost.seconds),
+            ", ".join(name for name, holds in marks.items() if holds),
+        ]

@@ -1,0 +1,85 @@
+"""Plans in Markdown, on the terminal and in TensorBoard."""
+
+import abc
+import os
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+import tensorflow as tf
+from rich import filesize
+
+# The run's name in TensorBoard, beside Keras's "train" and "validation".
+RUN = "architecture"
+# The plan's, a text.
+PLAN = "plan"
+
+
+class WrittenPlan(abc.ABC):
+    """A plan that is shown as a table."""
+
+    @abc.abstractmethod
+    def markdown(self):
+        """The plan as a Markdown table, with a line about the whole model."""
+
+    def print(self):
+        """Shows the same on the terminal."""
+        print_markdown(self.markdown())
+
+    def write(self, log_dir):
+        """Writes the same for TensorBoard, as the text `plan`.
+
+        `keras-sparsity plan LOG_DIR` prints it.
+
+        Args:
+            log_dir: folder, as for `keras.callbacks.TensorBoard`.
+        """
+        writer = tf.summary.create_file_writer(os.path.join(log_dir, RUN))
+        with writer.as_default(step=0):
+            tf.summary.text(PLAN, self.markdown())
+        writer.close()
+
+
+def print_markdown(text):
+    """Shows Markdown on the terminal, its one table as wide as need be."""
+    lines = [_cells(line) for line in text.splitlines() if line.startswith("|")]
+    head, _, *rows = lines
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD)
+    for name in head:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(rich.text.Text, row))
+    console = rich.console.Console()
+    if not console.is_terminal:  # a file, which is as wide as needed
+        console = rich.console.Console(width=200)
+    before, _, after = text.partition("|")
+    after = "\n".join(x for x in after.splitlines()[1:] if x[:1] != "|")
+    for part in (before, table, after):
+        if not isinstance(part, str) or part.strip():
+            is_text = isinstance(part, str)
+            console.print(
+                part.strip() if is_text else part,
+                highlight=False,
+                markup=False,
+            )
+
+
+def _cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def as_table(head, rows):
+    """The lines of a Markdown table: a list."""
+    return [
+        "| " + " | ".join(row) + " |"
+        for row in [head, ["---"] * len(head), *rows]
+    ]
+
+
+def in_milliseconds(seconds):
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def in_bytes(number):
+    return filesize.decimal(round(number))
