@@ -195,6 +195,25 @@ def test_trains_stages_by_three_schedules(run):
     assert "both predict the same" in output
 
 
+def test_places_layers_as_one_process_trains(run, monkeypatch):
+    script = TUTORIALS / "06_layer_placement.py"
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    output = run(script, num_processes=3)
+    page = (PAGES / "06_layer_placement.txt").read_text()
+    found, recorded = [
+        re.findall(r"^(.*): accuracy ([\d.]+)$", each, re.M)
+        for each in (output, page)
+    ]
+    assert [who for who, _ in found] == ["3 processes", "one process"]
+    accuracies = [float(number) for _, number in found]
+    assert min(accuracies) > 0.9
+    np.testing.assert_allclose(
+        accuracies, [float(number) for _, number in recorded], atol=0.02
+    )
+    assert re.search(r"pool_2 .*chosen, the paper's", output)
+    assert "both predict the same" in output
+
+
 # On the newest TensorFlow alone, as `make demo`.
 @pytest.mark.all_cells
 @pytest.mark.smoke

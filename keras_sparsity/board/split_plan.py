@@ -51,8 +51,8 @@ class SplitPlan(WrittenPlan):
     def markdown(self):
         lines = as_table(_HEAD, [self._row(cost) for cost in self.costs])
         about = (
-            f"Mini-batches of {self.num_examples} examples, "
-            f"{self.num_workers} workers, {self.num_tails} tail workers. "
+            f"Mini-batches of {self.num_examples} examples; workers: "
+            f"{self.num_workers}, tail workers: {self.num_tails}. "
             f"Skewness of the parameters {self.skewness:.2f}. Bytes are those "
             "of a step, in one direction."
         )
