@@ -31,11 +31,11 @@ class SplitPlan(WrittenPlan):
         names: dict from a place to the name of the head's last layer.
         skewness: how far the parameters are towards the end; below 0 if they
             are.
-        chosen: the place where the model is divided; None if one process is
-            alone.
-        published: the place by the paper's rule; None if it finds no gain.
-        fastest: the place of the least predicted step; None if that is data
-            parallelism's.
+        chosen: the place where the model is divided; None if it is trained by
+            data parallelism.
+        published: the place by the paper's rule, and
+        fastest: that of the least predicted step; None if that is data
+            parallelism.
     """
 
     num_examples: int
@@ -61,8 +61,8 @@ class SplitPlan(WrittenPlan):
     def _row(self, cost):
         is_split = cost.place is not None
         marks = {
-            "chosen": is_split and cost.place == self.chosen,
-            "the paper's": is_split and cost.place == self.published,
+            "chosen": cost.place == self.chosen,
+            "the paper's": cost.place == self.published,
             "fastest": cost.place == self.fastest,
         }
         return [

@@ -118,8 +118,8 @@ def _check(model, strategy):
 def _check_optimizer(optimizer, strategy):
     if isinstance(optimizer, HybridOptimizer):
         raise ValueError(
-            "Under `ks.PipelineStrategy` each process updates its own stage's "
-            "weights, so there is nothing to aggregate. Received: a "
+            f"Under `ks.{type(strategy).__name__}` each process updates its "
+            "own stage's weights, so nothing is left to aggregate. Received: a "
             "HybridOptimizer. Give `compile` the optimizer that it wraps."
         )
     needs_all = None

@@ -1,5 +1,6 @@
 """`LayerPlacementStrategy`: heads on all workers, the tail on one or few."""
 
+import contextlib
 import functools
 import itertools
 
@@ -8,7 +9,9 @@ import tensorflow as tf
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks
+from keras_sparsity.board import measured_plan
 from keras_sparsity.board.split_plan import SplitPlan
+from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives.base import divided
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline.fan import fan
@@ -16,6 +19,8 @@ from keras_sparsity.pipeline.staged import StagedStrategy
 from keras_sparsity.stages import layer_placement, timing
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
 from keras_sparsity.stages.split_costs import Profile, fastest, split_costs
+from keras_sparsity.strategy import HybridStrategy
+from keras_sparsity.training import compiling
 
 
 class LayerPlacementStrategy(StagedStrategy):
@@ -51,7 +56,8 @@ class LayerPlacementStrategy(StagedStrategy):
         num_examples: the number of examples of a worker's part, for which both
             rules look.
         threshold: K; by the paper's rule, a model whose skewness is not below
-            it gains nothing.
+            it gains nothing. It is left to data parallelism, by a
+            `ks.HybridStrategy`.
         wire_dtype: as for `ks.PipelineStrategy`.
         engine, timeout: see `ks.HybridStrategy`.
 
@@ -62,7 +68,7 @@ class LayerPlacementStrategy(StagedStrategy):
     Raises:
         ValueError: if an argument is not valid, or more than half of the
             processes are tail workers. By `compile`: as under
-            `ks.PipelineStrategy`, and if the rule finds no gain.
+            `ks.PipelineStrategy`.
 
     Example:
 
@@ -114,6 +120,8 @@ class LayerPlacementStrategy(StagedStrategy):
         self.num_tail_workers = num_tail_workers
         self.tail_batches, self.num_examples = tail_batches, num_examples
         self.rule, self.threshold = rule, threshold
+        self._wire_dtype = wire_dtype
+        self._hybrid = None  # the strategy of models that gain nothing
         communicator = collectives.start(engine, timeout)
         size = communicator.size
         if size == 1:
@@ -137,6 +145,48 @@ class LayerPlacementStrategy(StagedStrategy):
             fan(communicator, self._workers_of_tails, wire_dtype),
             stages,
         )
+
+    @contextlib.contextmanager
+    def scope(self):
+        """Context in which `model.compile` divides a model.
+
+        A model that gains nothing is trained by a `ks.HybridStrategy`.
+
+        Yields:
+            The strategy.
+        """
+        # TensorFlow's own scope of this strategy would not let that one run.
+        with self.compile_adopts():
+            yield self
+
+    def adopt(self, stock, model, args, kwargs):
+        known = getattr(model, "distribute_strategy", None)
+        if self._hybrid is None or known is not self._hybrid:
+            try:
+                super().adopt(stock, model, args, kwargs)
+                return
+            except _NoGain as no_gain:
+                profile = no_gain.profile
+                self._say_no_gain(model, profile)
+                plan = functools.partial(self._plan, profile, None)
+                object.__setattr__(model, measured_plan.OF_STAGES, plan)
+        if self._hybrid is None:
+            self._hybrid = HybridStrategy(wire_dtype=self._wire_dtype)
+        compiling.compile_adopted(stock, model, args, kwargs, self._hybrid)
+
+    def _say_no_gain(self, model, profile):
+        reason = "no split has a shorter predicted step"
+        if self.rule == "published":
+            skewness = layer_placement.skewness(profile.sizes)
+            reason = (
+                f"the skewness of its parameters is {skewness:.2f}, not below "
+                f"threshold={self.threshold}"
+            )
+        if self.rank == 0:
+            rank_zero.say(
+                f"LayerPlacementStrategy leaves the model '{model.name}' to "
+                f"data parallelism: {reason}."
+            )
 
     @property
     def is_flushed(self):
@@ -175,14 +225,7 @@ class LayerPlacementStrategy(StagedStrategy):
             num_examples = self.num_examples * num_workers
             place = fastest(self._costs(profile, num_examples))
         if place is None:
-            skewness = layer_placement.skewness(profile.sizes)
-            raise ValueError(
-                "The model gains nothing by layer placement: its parameters "
-                f"are not towards its end. Received: rule={self.rule!r}, and "
-                f"a skewness of {skewness:.2f}; expected: below "
-                f"threshold={self.threshold}. Use `ks.HybridStrategy`, or say "
-                "by `stages` where to divide it."
-            )
+            raise _NoGain(profile)
         return [place]
 
     def plan_function(self, model, stage, passes, profile):
@@ -239,6 +282,14 @@ class LayerPlacementStrategy(StagedStrategy):
             tasks = (), _in_turn([own] if is_whole else own)
         # Of the other stage it knows nothing.
         return Schedule(self.size - self.num_tail_workers, tasks), None
+
+
+class _NoGain(Exception):
+    """A model that its rule does not divide, by its `Profile`."""
+
+    def __init__(self, profile):
+        super().__init__(profile)
+        self.profile = profile
 
 
 def _blocks(num_workers, num_tails):

@@ -43,7 +43,7 @@ class Runs(Binding):
             callbacks = keras.tree.flatten(
                 [] if callbacks is None else callbacks
             )
-            _check_callbacks(callbacks)
+            _check_callbacks(callbacks, self._model.distribute_strategy)
             arguments["callbacks"] = [
                 *first,
                 InputCheck(self._collectives),
@@ -56,12 +56,13 @@ class Runs(Binding):
             return self._stock[name](**arguments)
 
 
-def _check_callbacks(callbacks):
+def _check_callbacks(callbacks, strategy):
     for callback in callbacks:
         if type(callback).__module__.startswith("keras_sparsity."):
             raise ValueError(
                 "The callbacks of this library look at the tables of "
                 "`ks.HybridStrategy`. Received: a "
-                f"{type(callback).__name__} under `ks.PipelineStrategy`. Use "
-                "Keras's own, such as `keras.callbacks.ModelCheckpoint`."
+                f"{type(callback).__name__} under "
+                f"`ks.{type(strategy).__name__}`. Use Keras's own, such as "
+                "`keras.callbacks.ModelCheckpoint`."
             )

@@ -69,14 +69,23 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
             The strategy.
         """
 
+        with super().scope(), self.compile_adopts():
+            yield self
+
+    def compile_adopts(self):
+        """While entered, `Model.compile` cuts the model that it compiles."""
+
         def make(stock):
             def compile(model, *args, **kwargs):
-                adoption.adopt(stock, model, args, kwargs, self)
+                self.adopt(stock, model, args, kwargs)
 
             return compile
 
-        with super().scope(), patches.COMPILE.by(make):
-            yield self
+        return patches.COMPILE.by(make)
+
+    def adopt(self, stock, model, args, kwargs):
+        """Compiles a model and cuts it; see `adoption.adopt`."""
+        adoption.adopt(stock, model, args, kwargs, self)
 
 
 class _Extended(HybridExtended):

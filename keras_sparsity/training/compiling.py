@@ -30,16 +30,24 @@ def compile_adopts(strategy):
 
     def make(stock):
         def compile(model, *args, **kwargs):
-            arguments = bound_arguments(stock, (model, *args), kwargs)
-            del arguments["self"]
-            _compile(stock, model, arguments, strategy)
+            compile_adopted(stock, model, args, kwargs, strategy)
 
         return compile
 
     return patches.COMPILE.by(make)
 
 
-def _compile(stock, model, arguments, strategy):
+def compile_adopted(stock, model, args, kwargs, strategy):
+    """Compiles a model and distributes it.
+
+    Args:
+        stock: Keras's own `compile`.
+        model: the model.
+        args, kwargs: its arguments.
+        strategy: the `HybridStrategy`.
+    """
+    arguments = bound_arguments(stock, (model, *args), kwargs)
+    del arguments["self"]
     if hasattr(model, exporting.WHOLE):
         raise ValueError(
             f"The model '{model.name}' is trained by another strategy already. "

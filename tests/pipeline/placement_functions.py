@@ -1,5 +1,8 @@
 """Functions that the processes of tests of layer placement run."""
 
+import contextlib
+import io
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -58,7 +61,16 @@ def data(name, num_examples):
 def compiled(name, strategy=None):
     keras.utils.set_random_seed(3)
     model = MODELS[name]()
-    options = {
+    if strategy is None:
+        model.compile(**_options())
+        return model
+    with strategy.scope():
+        model.compile(**_options())
+    return model
+
+
+def _options():
+    return {
         # With the usual epsilon, the smallest gradients' noise makes steps.
         "optimizer": keras.optimizers.Adam(
             0.01, epsilon=1e-3, global_clipnorm=0.5
@@ -66,12 +78,6 @@ def compiled(name, strategy=None):
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "weighted_metrics": ["accuracy"],
     }
-    if strategy is None:
-        model.compile(**options)
-        return model
-    with strategy.scope():
-        model.compile(**options)
-    return model
 
 
 def results(model, name, num_examples):
@@ -132,12 +138,19 @@ def _held(model):
     return weights.parts[number].model.weights
 
 
-def refused(name):
-    """The message of a model that gains nothing."""
-    try:
-        compiled(name, ks.LayerPlacementStrategy())
-    except ValueError as error:
-        return str(error)
+def left(options):
+    """The results of a model that gains nothing, and what was printed."""
+    strategy = ks.LayerPlacementStrategy(**options)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        model = compiled("ids", strategy)
+        with strategy.scope():
+            # As within the scope, so once more.
+            model.compile(**_options())
+            found = results(model, "ids", 22)
+        x, y, _ = data("ids", 22)
+        plan = ks.plan(model, tf.data.Dataset.from_tensors((x, y)))
+    name = type(model.distribute_strategy).__name__
+    return found, printed.getvalue(), name, plan
 
 
 def planned(log_dir):

@@ -1,6 +1,7 @@
 """Heads on all workers and a tail on one train as one process does."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -67,9 +68,24 @@ def test_as_one_process(
         assert ranks[0]["head"] == ("conv", "head", "relu", "pool")
 
 
-def test_a_model_without_skew_is_refused(cluster):
-    for message in cluster("native", 2).run(placement_functions.refused, "ids"):
-        assert "gains nothing" in message and "HybridStrategy" in message
+@pytest.mark.parametrize("engine", engines())
+def test_models_that_gain_nothing_are_left_to_data_parallelism(cluster, engine):
+    ranks = cluster(engine, 2).run(placement_functions.left, {})
+    model = placement_functions.compiled("ids")
+    before = model.get_weights()
+    expected = placement_functions.results(model, "ids", 22)
+    moved = _distance(expected["weights"], before)
+    for found, _, strategy, plan in ranks:
+        assert plan.chosen is None and plan.published is None
+        assert strategy == "HybridStrategy"
+        assert _distance(found["weights"], expected["weights"]) <= 1e-5 * moved
+        np.testing.assert_allclose(
+            found["evaluated"], expected["evaluated"], rtol=1e-5
+        )
+    printed = [text for _, text, *_ in ranks]
+    assert printed[0].count("to data parallelism: the skewness of its") == 1
+    assert re.search(r"\(data parallelism\) .* chosen, the", printed[0])
+    assert printed[1] == ""
 
 
 def test_plan(cluster, tmp_path, capsys):
