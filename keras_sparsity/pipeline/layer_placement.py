@@ -163,7 +163,8 @@ class LayerPlacementStrategy(StagedStrategy):
         known = getattr(model, "distribute_strategy", None)
         if self._hybrid is None or known is not self._hybrid:
             try:
-                super().adopt(stock, model, args, kwargs)
+                with tf.distribute.Strategy.scope(self):  # for its slots
+                    super().adopt(stock, model, args, kwargs)
                 return
             except _NoGain as no_gain:
                 profile = no_gain.profile
