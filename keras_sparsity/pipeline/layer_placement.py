@@ -177,8 +177,10 @@ class LayerPlacementStrategy(StagedStrategy):
 
     def _say_no_gain(self, model, profile):
         reason = "no split has a shorter predicted step"
-        if self.rule == "published":
-            skewness = layer_placement.skewness(profile.sizes)
+        skewness = layer_placement.skewness(profile.sizes)
+        if self.rule == "published" and skewness < self.threshold:
+            reason = "no place behind its convolutions divides it"
+        elif self.rule == "published":
             reason = (
                 f"the skewness of its parameters is {skewness:.2f}, not below "
                 f"threshold={self.threshold}"

@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.pipeline.links import Link
 
 BATCH_SIZE = 8
 
@@ -184,3 +186,18 @@ def shared():
         return None
     head, drop, _ = model.layers
     return head.kernel.numpy(), drop.seed_generator.state.numpy()
+
+
+def divided_by_times(seconds_per_byte):
+    """The head's layers by predicted steps; None if it is not divided.
+
+    Args:
+        seconds_per_byte: as if the links had been measured so.
+    """
+    strategy = ks.LayerPlacementStrategy(rule="fastest", num_examples=4)
+    with mock.patch.object(
+        Link, "seconds_per_byte", lambda link: seconds_per_byte
+    ):
+        model = compiled("convolutional", strategy)
+    adoption = getattr(model, "_keras_sparsity_pipeline", None)
+    return adoption and adoption.parts[0].names

@@ -88,6 +88,16 @@ def test_models_that_gain_nothing_are_left_to_data_parallelism(cluster, engine):
     assert printed[1] == ""
 
 
+def test_divides_by_predicted_steps(cluster):
+    three = cluster("native", 3)
+    found = three.run(placement_functions.divided_by_times, 1.0)
+    # The fewest bytes cross behind either.
+    assert {names[-1] for names in found} <= {"pool", "flat"}
+    # Alone, a tail worker waits while the others work.
+    found = three.run(placement_functions.divided_by_times, 0.0)
+    assert found == [None] * 3
+
+
 def test_plan(cluster, tmp_path, capsys):
     found = cluster("native", 3).run(placement_functions.planned, str(tmp_path))
     plan = found[0][0]
