@@ -53,8 +53,8 @@ class Adoption:
         steps = Steps(model, stage, *passes)
         plan = strategy.plan_function(model, stage, passes, self._profile)
         object.__setattr__(model, measured_plan.OF_STAGES, plan)
-        runs, weights = Runs(model, steps), Weights(model, self.parts, steps)
-        self._bindings = [weights, runs, steps]
+        weights = Weights(model, self.parts, steps)
+        self._bindings = [weights, Runs(model, steps, weights), steps]
 
     def compiled_again(self, model, strategy):
         """Keeps the stages, as the weights of others are gone."""

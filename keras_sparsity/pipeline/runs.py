@@ -16,10 +16,11 @@ class Runs(Binding):
     Args:
         model: an adopted model.
         steps: its `Steps`.
+        weights: its `Weights`.
     """
 
-    def __init__(self, model, steps):
-        self._steps = steps
+    def __init__(self, model, steps, weights):
+        self._steps, self._weights = steps, weights
         super().__init__(model, ["fit", "evaluate", "predict"])
 
     def fit(self, *args, **kwargs):
@@ -53,6 +54,7 @@ class Runs(Binding):
             arguments["verbose"] = 0
         with collectives.explained(f"model.{name}"):
             self._steps.settle()
+            self._weights.part_random_states()
             return self._stock[name](**arguments)
 
 

@@ -44,7 +44,10 @@ class Weights(Binding):
         ]
         for variable in self._others:
             self._take_away(variable)
-        _share(parts[self._stage].model.weights, strategy.peers)
+        self._peers = strategy.peers
+        self._of_stage = parts[self._stage].model
+        self._share(self._of_stage.weights)
+        self.part_random_states()
         object.__setattr__(model, exporting.WHOLE, self._whole_everywhere)
         if model.optimizer is not None:
             _load_own_part(
@@ -72,6 +75,30 @@ class Weights(Binding):
             )
 
         keras_variables.take_away(variable, placeholder)
+
+    def part_random_states(self):
+        """Lets the ranks of a stage draw differently, of other examples.
+
+        Before each run: a loaded model has the same on all of them.
+        """
+        states = [
+            variable
+            for variable in self._of_stage.variables
+            if random_states.is_own(variable)
+        ]
+        self._share(states)
+        for state in states:
+            random_states.fold_rank(state, self._peers.rank)
+
+    def _share(self, weights):
+        """Gives the ranks of a stage the weights of the first of them."""
+        if self._peers.size == 1 or not weights:
+            return
+        values = self._peers.broadcast(
+            [variable.value for variable in weights], name="pipeline/shared"
+        )
+        for variable, value in zip(weights, values, strict=True):
+            variable.assign(value)
 
     def get_weights(self):
         """All weights, on every rank; every rank calls it."""
@@ -172,22 +199,6 @@ class Weights(Binding):
             [value], root=owner, name="pipeline/weights"
         )
         return value
-
-
-def _share(weights, peers):
-    """Gives the ranks of a stage the weights of the first of them.
-
-    Their random layers draw differently, as each has other examples.
-    """
-    if peers.size == 1:
-        return
-    values = peers.broadcast(
-        [variable.value for variable in weights], name="pipeline/shared"
-    )
-    for variable, value in zip(weights, values, strict=True):
-        variable.assign(value)
-        if random_states.is_own(variable):
-            random_states.fold_rank(variable, peers.rank)
 
 
 def _with_values(optimizer, model, values):

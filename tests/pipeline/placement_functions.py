@@ -168,24 +168,43 @@ def planned(log_dir):
     return plan, is_same
 
 
-def shared():
-    """A head's weights and random state, of models that differ by rank."""
+def shared(folder):
+    """A head's weights and random state, of weights that differ by rank.
+
+    Then those after a training, of the model and of one that was saved before
+    it; empty at the tail.
+    """
     strategy = ks.LayerPlacementStrategy(["drop"])
     keras.utils.set_random_seed(strategy.rank)
+    kernel = keras.initializers.GlorotUniform()
+    keras.utils.set_random_seed(3)
     model = keras.Sequential(
         [
             keras.Input((4,)),
-            keras.layers.Dense(3, name="head"),
+            keras.layers.Dense(3, kernel_initializer=kernel, name="head"),
             keras.layers.Dropout(0.5, name="drop"),
             keras.layers.Dense(1),
         ]
     )
     with strategy.scope():
         model.compile("sgd", "mse")
-    if strategy.rank == strategy.size - 1:
-        return None
+    is_head = strategy.rank < strategy.size - 1
+    found = _head(model) if is_head else []
+    path = f"{folder}/dropped.keras"
+    ones = np.ones((8, 4)), np.ones((8, 1))
+    model.fit(*ones, 4, verbose=0)
+    model.save(path)
+    with strategy.scope():
+        loaded = keras.models.load_model(path)
+    for each in (model, loaded):
+        each.fit(*ones, 4, verbose=0)
+        found += _head(each) if is_head else []
+    return found
+
+
+def _head(model):
     head, drop, _ = model.layers
-    return head.kernel.numpy(), drop.seed_generator.state.numpy()
+    return [head.kernel.numpy(), drop.seed_generator.state.numpy()]
 
 
 def divided_by_times(seconds_per_byte):

@@ -124,11 +124,16 @@ def test_plan(cluster, tmp_path, capsys):
     assert "the paper's" in shown
 
 
-def test_workers_begin_alike_and_draw_differently(cluster):
-    first, second, tail = cluster("native", 3).run(placement_functions.shared)
-    assert tail is None
-    np.testing.assert_array_equal(first[0], second[0])
-    assert (first[1] != second[1]).any()
+@pytest.mark.parametrize("engine", engines())
+def test_workers_begin_alike_and_draw_differently(cluster, engine, tmp_path):
+    first, second, tail = cluster(engine, 3, has_groups=True).run(
+        placement_functions.shared, str(tmp_path)
+    )
+    assert tail == []
+    for number in (0, 2, 4):
+        np.testing.assert_array_equal(first[number], second[number])
+        assert (first[number + 1] != second[number + 1]).any()
+    assert (first[0] != first[2]).any()
 
 
 def test_rules_of_measured_times():
