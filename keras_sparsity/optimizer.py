@@ -228,7 +228,7 @@ class HybridOptimizer(OptimizerWrapper):
 
         Args:
             moved: list of `(variable, pieces, slots)`: the model's variable,
-                what is to be updated in its place now, and the slots of that,
+                the pieces to be updated in its place now, and their slots,
                 as `slots_of` gives them.
         """
         pieces_of = {id(v): pieces for v, pieces in self._aggregation.places}
@@ -431,7 +431,7 @@ class HybridOptimizer(OptimizerWrapper):
 
         Returns:
             List of `(table, pieces)`, in the order in which the stock
-            optimizer has them; `table` is None for what is not spread.
+            optimizer has them; `table` is None for the others.
         """
         return state.places(
             self._rule, self.inner_optimizer, self._aggregation.places

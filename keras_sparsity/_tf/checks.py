@@ -30,8 +30,8 @@ def check(is_valid, name, value, expected):
     Args:
         is_valid: whether it is.
         name: the argument's name.
-        value: what was received.
-        expected: what it must be, to follow "must be".
+        value: the received one.
+        expected: text that follows "must be".
     """
     if not is_valid:
         raise ValueError(
@@ -143,9 +143,9 @@ def keras_object(name, value, get, expected):
 
     Args:
         name: the argument's name.
-        value: what was received.
+        value: the received one.
         get: Keras's function, such as `keras.optimizers.get`.
-        expected: what it must be, to follow "must be".
+        expected: text that follows "must be".
     """
     try:
         found = get(value)

@@ -13,7 +13,7 @@ LEARNT = {
 
 
 def set_learnt(callback, learnt):
-    """Gives a callback what it had learnt, after its `on_train_begin`.
+    """Gives a callback its former state, after its `on_train_begin`.
 
     `EarlyStopping._set_monitor_op`, at the end of the first epoch, forgets the
     best value in Keras 3.5.

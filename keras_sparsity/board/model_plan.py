@@ -52,8 +52,8 @@ class ModelPlan:
     Attributes:
         variables: tuple of `VariablePlan`, in the model's order.
         cluster: the `planning.Cluster` that the costs are those of. For
-            processes of one machine it is as many machines: what they send
-            each other counts.
+            processes of one machine it is as many machines: the messages
+            between them count.
         engine: the engine's name.
     """
 

@@ -138,7 +138,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
     # Measuring.
 
     def _measure(self):
-        """What is traced from now on measures; what was is traced anew."""
+        """Functions traced from now on measure; the step is traced anew."""
         journal.current().measures = True
         function = self.model.train_function
         if function is not None and function is not self._measured_function:
@@ -252,10 +252,10 @@ class ArchitectureLogger(keras.callbacks.Callback):
 
 
 def _of_a_step(of_ranks, num_steps):
-    """What ranks counted in steps, of one: list of dicts from roles to arrays.
+    """The ranks' counts, of one step: list of dicts from roles to arrays.
 
-    A function that was traced anew, for a search or a move, takes what it has
-    counted with it as soon as Python forgets it: each rank has counts of steps
+    A function that was traced anew, for a search or a move, takes its
+    counts with it as soon as Python forgets it: each rank has counts of steps
     of its own number.
     """
     known = [(totals, totals.get(_UPDATE, [0])[0]) for totals in of_ranks]

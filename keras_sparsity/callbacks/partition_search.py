@@ -327,7 +327,7 @@ class PartitionSearch(keras.callbacks.Callback):
         except OSError as error:  # training is worth more
             self._say(f"the choice could not be saved: {error}.")
 
-    # What ranks agree on, and what they say.
+    # The ranks' agreements, and their lines.
 
     def _of_rank_zero(self, function):
         """The result of a function on rank 0, whose numbers decide.

@@ -53,8 +53,8 @@ class Lines(keras.callbacks.Callback):
     """Part of every `fit`: holds lines back while a progress bar is drawn.
 
     Before Keras's own callback, which ends a bar when an epoch ends. Used in
-    a `with` statement, which prints what a training that is interrupted has
-    left.
+    a `with` statement, which prints the lines that an interrupted training
+    has left.
     """
 
     def __init__(self):

@@ -47,8 +47,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     stays the one to go on from.
 
     The kernel keeps a second training out of the directory until this one
-    has ended, however it does. A checkpoint may come from someone else: what
-    is read is compared with the model first, and no code of it is run.
+    has ended, however it does. A checkpoint may come from someone else: its
+    values are compared with the model first, and no code of it is run.
 
     The input's position is found by reading it once more up to there. Its
     order must be the same: seed it (`keras.utils.set_random_seed`), or start
@@ -71,8 +71,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             ends, earlier checkpoints stay. Also if another training holds
             the directory.
         ValueError: on every rank, if the latest checkpoint is damaged or of
-            another model, or if `logs` have what is neither a number, a string
-            nor an array, list or dict of them.
+            another model, or if `logs` have a value that is neither a number,
+            a string nor an array, list or dict of them.
 
     Example:
 
@@ -188,7 +188,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             )
         for callback in self._others:
             if isinstance(callback, keras.callbacks.CSVLogger):
-                callback.append = True  # else it would lose what it has
+                callback.append = True  # else it would lose its lines
         self._latest = position["epoch"], position["step"]
         epochs = arguments.get("epochs", 1)
         has_ended = position["has_stopped"] or position["epoch"] >= epochs
@@ -239,7 +239,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             os.makedirs(self.directory, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
                 os.remove(probe)
-            with open(probe, "x"):  # not what a link points to
+            with open(probe, "x"):  # not the target of a link
                 pass
 
         def find():
@@ -300,7 +300,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             return
 
         def go_on():
-            # What Python draws to make batches it has drawn again.
+            # Python has drawn its numbers for batches again.
             if not keras_input.is_read_by_python(self._epoch_iterator):
                 random_states.set_host_states(states)
 

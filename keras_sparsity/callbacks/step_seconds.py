@@ -45,8 +45,8 @@ class StepSeconds:
         num_steps: to measure at most.
         num_dropped: steps that are left out at first. The first execution
             always is: it traces.
-        max_seconds: after which what is known is enough, by the first rank's
-            clock.
+        max_seconds: after which the known steps are enough, by the first
+            rank's clock.
     """
 
     def __init__(self, collectives, num_steps, num_dropped, max_seconds):

@@ -75,7 +75,7 @@ def partial(directory, name):
 
 
 def begin(directory, name):
-    """Makes an empty folder to write in; removes what kills have left."""
+    """Makes an empty folder to write in; removes leftovers of kills."""
     for other in os.listdir(directory):
         if other.startswith(".epoch-") and ".partial" in other:
             shutil.rmtree(os.path.join(directory, other), ignore_errors=True)

@@ -16,10 +16,10 @@ from keras_sparsity._tf import checks
 from keras_sparsity.checkpoint import folder
 
 FORMAT = "keras_sparsity checkpoint"
-# Of what is written. Every earlier one can be read (tests/data).
+# Of new files. Those of every earlier one can be read (tests/data).
 FORMAT_VERSION = 1
 INDEX = "index.json"
-# Both far beyond what a training writes: 10,000 variables are 3 MB.
+# Both far beyond a training's own: 10,000 variables are 3 MB.
 _MOST_BYTES = 1 << 28
 _MOST_LEVELS = 32
 _SECTIONS = ("model", "optimizer", "metrics")

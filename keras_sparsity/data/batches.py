@@ -149,7 +149,7 @@ def _sparse_rows(leaf, start, stop):
     is_row = tf.one_hot(0, tf.shape(indices)[1], dtype=tf.int64)
     if leaf.shape.rank is None:
         dense_shape = tf.concat([[stop - start], leaf.dense_shape[1:]], 0)
-    else:  # a list keeps what is known of the shape
+    else:  # a list keeps the known sizes
         dense_shape = [stop - start]
         for axis, dimension in enumerate(leaf.shape[1:], start=1):
             if dimension is None:

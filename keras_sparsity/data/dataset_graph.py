@@ -48,7 +48,7 @@ _LOCAL = _ELEMENTWISE | _READING | _FILTERS
 # Ranks with one file more than others train on alone when the others have
 # ended: at most one in eight of their batches.
 _MIN_FILES_PER_RANK = 8
-# What is in memory is copied into the graph.
+# Tensors in memory are copied into the graph.
 _MAX_GRAPH_BYTES = 512 * 2**20
 
 
@@ -85,7 +85,7 @@ class DatasetGraph:
     """
 
     def __init__(self, dataset):
-        self._dataset = dataset  # owns what the graph refers to
+        self._dataset = dataset  # owns the graph's resources
         self._graph = _graph_of(dataset)
         self._nodes = {node.name: node for node in self._graph.node}
         (end,) = (n for n in self._graph.node if n.op == "_Retval")

@@ -28,7 +28,7 @@ class Followed(typing.NamedTuple):
 def with_following(dataset):
     """Each batch with the inputs of the next one.
 
-    The pipeline runs once only, one batch ahead of what is taken from it.
+    The pipeline runs once only, one batch ahead of the batches taken.
 
     Args:
         dataset: `tf.data.Dataset` of this rank's batches.

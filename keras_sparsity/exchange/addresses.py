@@ -90,7 +90,7 @@ class Addresses:
         return of(self._owners, partition), address
 
 
-# What is sent in place of addresses: two int64 numbers behind a mark.
+# Sent in place of addresses: two int64 numbers behind a mark.
 
 
 def mark(numbers, dtype):

@@ -28,7 +28,7 @@ class Ahead:
     That is a guess, which may be wrong: a callback assigns rows, a gradient
     that is not finite has step t left out, another layer trains the same
     table, another batch comes than was announced. So when step t + 1 begins,
-    each owner compares the rows that it has sent early with what they are by
+    each owner compares the rows that it has sent early with their values by
     then, bit by bit, and each rank the ids that it has asked for with those of
     its batch. The late message of each owner to each rank begins with the
     outcome: every rank learns of every other, and after any difference all
@@ -62,14 +62,14 @@ class Ahead:
         self._arrivals = of_some(tf.int32)
         self._comes_late = of_some(tf.bool)
         self._early = of_some(dtype, columns)
-        # As an owner: the addresses, which go late, and what the others were.
+        # As an owner: the addresses, which go late, and the others as sent.
         self._received = of_some(numbers)
         self._goes_late = of_some(tf.bool)
         self._sent = of_some(dtype, columns)
         self._route = [
             OwnVariable(value, tf.int32) for value in (each, each, 0)
         ]
-        # What any rank sends late to any other at most; 1 is the verdict.
+        # The most rows that a rank sends late to another; 1 is the verdict.
         self._largest = OwnVariable(1, tf.int32)
 
     def announce(self, request):
@@ -86,8 +86,8 @@ class Ahead:
         is_inside = tf.reduce_all(request.are_inside())
         arrivals, received, route = self._ask(request, is_inside)
         received = tf.cast(received, exchange.addresses.row_dtype)
-        # What was announced for this step is not known to be what it is given,
-        # but will be before anything that was sent early is used.
+        # It is not known yet whether this step's ids are those announced, but
+        # will be before any row that was sent early is used.
         touched = self._received.read()
         goes_late = _is_among(received, touched) | (tf.size(touched) == 0)
         comes_late = exchange.communicator.all_to_all_back(
@@ -100,7 +100,7 @@ class Ahead:
         early_route, most_late = self._early_route(
             route, goes_early, tf.logical_not(comes_late)
         )
-        # No batch is none: what is not asked for, is not found to be right.
+        # No batch is none: rows not asked for are not found to be right.
         num_numbers = tf.where(is_inside, tf.size(request.numbers), 0)
         return Announced(
             request.numbers[:num_numbers],
@@ -173,7 +173,7 @@ class Ahead:
             announced: result of `announce`.
             behind: list of tensors that are waited for.
         """
-        # What is left to do by then is to send: a processor has other work.
+        # By then only sending is left to do: a processor has other work.
         with tf.control_dependencies(behind):
             early = self.exchange.pull_wire.carry(
                 tf.identity(announced.rows),

@@ -104,7 +104,7 @@ class Options:
 def entered():
     """`Options` of the entered strategy; the defaults outside of any.
 
-    For what users call in a step and give no strategy: a table's `gather` and
+    For calls of users in a step that name no strategy: a table's `gather` and
     the loss of `SampledSoftmax`. All else is handed its options.
     """
     return getattr(tf.distribute.get_strategy(), "options", Options())

@@ -15,7 +15,7 @@ class SampledSoftmaxLoss(keras.losses.Loss):
     """The loss of a model that ends in a `SampledSoftmax` layer.
 
     Sampled in training, over all classes otherwise. It finds the layer by
-    what the layer returned, so a saved model needs to know no more than its
+    the tensor that it returned, so a saved model needs to know no more than its
     class. Made by `SampledSoftmax.loss()`.
 
     Args:

@@ -14,7 +14,7 @@ from keras_sparsity.pipeline.weights import Weights
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.training.binding import check_is_not_jit_compiled
 
-# Set on an adopted model; holds what its methods are bound to.
+# Set on an adopted model; holds the objects that its methods belong to.
 _ADOPTION = "_keras_sparsity_pipeline"
 
 

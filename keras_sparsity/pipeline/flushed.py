@@ -144,7 +144,7 @@ class FlushedRun:
 
 
 def _operations(tensors):
-    """What makes tensors; nothing eagerly, where all happens in order."""
+    """The operations that make tensors; none eagerly: calls run in order."""
     if tf.executing_eagerly():
         return []
     return [getattr(each, "values", each).op for each in tensors]

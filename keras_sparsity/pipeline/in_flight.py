@@ -110,7 +110,7 @@ class InFlight:
         return turn if is_whole else -1
 
     def clear(self):
-        """Forgets what is in flight; eagerly."""
+        """Forgets the mini-batches in flight; eagerly."""
         self._passes.clear()
         self._results.clear()
         self._late_logs.clear()
@@ -200,7 +200,7 @@ class InFlight:
         return Pass(tape, weights, received, outputs, to_derive), own
 
     def _finish(self, found, upstream, row):
-        """Updates the weights; keeps what the stage before is to get."""
+        """Updates the weights; keeps the message to the stage before."""
         gradients, of_received = found.gradients(upstream)
         with self._versions.updating():
             self._stage.update(self._model.optimizer, merged(gradients))

@@ -7,7 +7,7 @@ from keras_sparsity._tf import keras_functional, keras_losses
 
 
 class Objective:
-    """A stage's share of a loss: what its layers add; at the last, the loss.
+    """A stage's share of a loss: terms of its layers; at the last, the loss.
 
     Args:
         model: the whole model, compiled.
@@ -19,12 +19,12 @@ class Objective:
         self._functional = keras_functional.functional_of(model)
 
     def of_training(self, labels, outputs, losses, share=1.0):
-        """What a training step makes smaller.
+        """The scalar that a training step makes smaller.
 
         Args:
             labels: `(x, y, sample_weight)`.
             outputs: the stage's outputs; the model's at the last stage.
-            losses: list of what layers and regularizers add.
+            losses: list of those that layers and regularizers add.
             share: the micro-batch's share of the batch.
 
         Returns:

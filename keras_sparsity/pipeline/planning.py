@@ -57,9 +57,9 @@ class Planner:
         )
 
     def _arriving(self, data):
-        """What a micro-batch's passes take here, and a batch's examples.
+        """The tensors that a micro-batch's passes take, and a batch's examples.
 
-        `(tensors, number)`: the stage's inputs, then what it receives.
+        `(tensors, number)`: the stage's inputs, then received tensors.
         """
         stage = self._stage
         functional = keras_functional.functional_of(self._model)
@@ -99,7 +99,7 @@ class Planner:
             timing.pass_seconds(self._compute, stage.variables, tensors, asked)
             for asked in (False, True)
         )
-        # Without a flush, only the last stage keeps what its layers made.
+        # Without a flush, only the last stage keeps its layers' outputs.
         is_computed_again = self._versions is not None and not stage.is_last
         backward = both if is_computed_again else max(both - forward, 0.0)
         _, received = self._divided(tensors)

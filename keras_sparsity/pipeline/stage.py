@@ -40,7 +40,7 @@ class Stage:
         return self.part.model.trainable_variables
 
     def receive(self, num_examples, batch=0):
-        """What the stage before sends: its tensors and the loss so far.
+        """The message of the stage before: its tensors and the loss so far.
 
         Args:
             num_examples: the number of the micro-batch's examples.

@@ -1,4 +1,4 @@
-"""What strategies have in common whose models are cut into stages."""
+"""The base of strategies whose models are cut into stages."""
 
 import abc
 import contextlib
@@ -40,7 +40,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
         """Tuple of the number of each rank's stage."""
 
     def profile(self, cutter):
-        """What is measured of a whole model, before its weights are freed."""
+        """Measurements of a whole model, before its weights are freed."""
 
     @abc.abstractmethod
     def found_places(self, cutter, profile):

@@ -1,4 +1,4 @@
-"""The gradients of a step, summed, and what all stages decide by them."""
+"""The gradients of a step, summed, and the decisions of all stages by them."""
 
 import keras
 import tensorflow as tf

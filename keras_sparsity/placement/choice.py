@@ -91,7 +91,7 @@ def check_table(name, value, otherwise=""):
     Args:
         name: name of the argument.
         value: its value.
-        otherwise: what else the argument may be, for the message.
+        otherwise: other values of the argument, for the message.
     """
     checks.one_of(name, value, tuple(OF_TABLES), otherwise)
 

@@ -8,7 +8,7 @@ from keras_sparsity.placement import slices
 from keras_sparsity.placement.base import Placement, Reducer
 from keras_sparsity.placement.mirrored import AllReduce
 
-# What the names of its messages begin with.
+# The beginning of its messages' names.
 ROLE = "optimizer/rows/"
 
 

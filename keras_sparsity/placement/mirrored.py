@@ -6,7 +6,7 @@ from keras_sparsity.data import empty_parts
 from keras_sparsity.placement import server_sums, slices
 from keras_sparsity.placement.base import Placement, Reducer
 
-# What the names of its messages begin with.
+# The beginning of its messages' names.
 ROLE = "optimizer/dense"
 
 

@@ -5,7 +5,7 @@ import tensorflow as tf
 from keras_sparsity.collectives.engine import Route
 from keras_sparsity.collectives.wire import Wire
 
-# What the names of its messages begin with.
+# The beginning of its messages' names.
 ROLE = "optimizer/servers/"
 
 

@@ -50,8 +50,8 @@ class Traffic:
 def running_cluster(communicator):
     """The `Cluster` of the running processes.
 
-    Those of one machine count as machines of one process each: what they send
-    each other is not free.
+    Those of one machine count as machines of one process each: their messages
+    are not free.
     """
     if communicator.cross_size == 1:
         return Cluster(communicator.size)

@@ -37,7 +37,7 @@ def engine_bytes(
 
     As `transfer_bytes` of unique rows, with indices in the narrowest integer
     that holds them, but "ps" of a sparse variable is a `sharded_table_bytes`,
-    and what the native engine exchanges by rows is padded.
+    and the native engine pads the rows that it exchanges.
 
     Args:
         variable: `VariableSpec`.
@@ -126,7 +126,7 @@ def sharded_table_bytes(
         L (S-L) (i c(n) + 2 b c(n d))
 
     and with local aggregation, in which each process exchanges with one of
-    each other machine, L (N-1) times what is in the last brackets.
+    each other machine, L (N-1) times the last brackets.
 
     Args:
         variable: `VariableSpec` of a sparse variable, which travels in its
@@ -135,7 +135,7 @@ def sharded_table_bytes(
         padded: whether parts are padded, as by the native engine, or not, as
             by Horovod.
         largest_rows: the largest number of rows that one process asks of one
-            owner, if measured; only what is padded depends on it. By default
+            owner, if measured; only padded messages depend on it. By default
             that of rows that are touched evenly, and real ids come to more.
         local_aggregation: whether the processes of a machine pull and push
             together, as those of a strategy do by default.

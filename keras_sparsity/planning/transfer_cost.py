@@ -286,7 +286,7 @@ def parameter_server(
         pulls = pushes
     asked = pulls * num_rows * pull_index_bytes
     told = pushes * num_rows * push_index_bytes
-    # As a worker, of what others own; as an owner, for all other machines.
+    # As a worker, of the shares of others; as an owner, for all others.
     as_worker, as_owner = 1 - owned, (cluster.num_machines - 1) * owned
     requests = asked + pushes * w + told
     rows = pulls * (w if pulled is None else pulled)
@@ -302,7 +302,7 @@ def merged(variable, cluster):
     if not variable.is_sparse:
         return 1
     local_size = cluster.processes_per_machine
-    # With one worker to a machine, what was measured on machines of several
+    # With one worker to a machine, a measurement on machines of several
     # says nothing.
     if local_size == 1 or variable.alpha_machine is None:
         return 1 - (1 - variable.alpha) ** local_size

@@ -46,8 +46,8 @@ class VariableSparsity:
             all touches that each rank served, as the owner of their rows;
             else None.
         largest_rows: of such a table, the largest number of rows that one
-            rank asks of one owner in a gather, on average over these; what
-            the native engine pads to. None on other engines.
+            rank asks of one owner in a gather, on average over these; the
+            native engine pads to it. None on other engines.
 
     Raises:
         Nothing: `ks.sparsity.measured` makes these objects and has checked
@@ -299,7 +299,7 @@ def _sparsity(variable, readings, machines):
     num_together = sum(reading.num_together for reading in told)
     num_elements = num_steps * variable.shape[0]
     busiest_share = owner_shares = alpha_machine = None
-    # What several ranks touch alike is not known where each counts its own.
+    # Rows that several ranks touch are not known where each counts its own.
     if not told[0].is_of_rank or len(set(machines)) == len(machines):
         alpha_machine = num_together / (len(set(machines)) * num_elements)
     if num_touches and not told[0].is_of_rank:

@@ -41,8 +41,8 @@ class Reading:
     Attributes:
         num_steps: sampled steps.
         num_touches: of all ranks, on the rows that are counted here.
-        num_together: the same, where what the ranks of one machine touch of a
-            row in a step counts once.
+        num_together: the same, where the touches of a row by the ranks of one
+            machine in a step count once.
         is_of_rank: whether only this rank's touches are in it.
         busiest: `(touches, rows)`, two arrays: how many of the busiest rows
             had each number of touches.
@@ -80,7 +80,7 @@ class Touches:
         self._is_of_rank = False
         # In one variable: steps to go until the next sample, sampled steps,
         # touches, touches of machines; notes, the rows of their largest parts,
-        # and what this rank has asked for.
+        # and the rows that this rank has asked for.
         self._state = OwnVariable([0] * 7, tf.int64)
         self._of_rows = OwnVariable(np.zeros(num_counted), tf.int32)
         # Touches of this step that came already, each as one number.
@@ -92,7 +92,7 @@ class Touches:
         return self._state.read()
 
     def keep(self, is_due, ids, ranks, largest, own_ids):
-        """Keeps what an owner receives before the step ends, see `note`.
+        """Keeps the ids that an owner receives until the step ends, see `note`.
 
         Args:
             is_due: whether this variable's step is sampled.
@@ -221,7 +221,7 @@ def discard(variable):
 
 @contextlib.contextmanager
 def apart(variables):
-    """While entered, what is traced counts apart from all that was before."""
+    """While entered, traced functions count apart from all earlier ones."""
     before = [(v, existing(v)) for v in variables]
     for variable in variables:
         discard(variable)

@@ -93,7 +93,7 @@ def gpipe(num_stages, num_batches):
 def one_forward_one_backward(num_stages, num_batches):
     """One forward and one backward pass in turn, one update at the end.
 
-    Gives what `gpipe` gives: the same gradients, added in the same order.
+    The same result as `gpipe`: the same gradients, added in the same order.
 
     Args:
         num_stages: N.

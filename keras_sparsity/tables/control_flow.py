@@ -1,7 +1,7 @@
 """Tables that are used in a loop or a branch of a step, as in an RNN's cell.
 
 Messages of all ranks in it would need as many iterations on every rank, and
-its gradient adds up what has the shape of the table's anchor. The whole table
+its gradient adds up tensors of the shape of the table's anchor. The whole table
 is read before it instead, and one dense gradient is pushed behind it.
 """
 

@@ -10,8 +10,8 @@ from keras_sparsity._tf import checks
 
 # Values are drawn in blocks of this many elements (16 MiB of float32), each
 # with a seed of its own, so that no process ever holds more than a block of
-# rows that are not its own. A table of one block gets exactly what
-# `keras.layers.Embedding` draws from the same initializer.
+# rows that are not its own. A table of one block gets exactly the
+# values that `keras.layers.Embedding` draws from the same initializer.
 BLOCK_ELEMENTS = 1 << 22
 
 

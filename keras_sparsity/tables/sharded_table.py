@@ -73,8 +73,8 @@ class ShardedTable:
 
     Attributes:
         variable: a `keras.Variable` of shape `(num_rows, dim)` that stands for
-            the whole table: the layer's weight, and what gradients are taken
-            with respect to.
+            the whole table: the layer's weight, with respect to which
+            gradients are taken.
 
     Example:
 
@@ -132,8 +132,8 @@ class ShardedTable:
         self.pulled_bytes = None
         # Made by `exchange_of`, of this table first, until it moves.
         self.exchanges = {}
-        # Fingerprints of what `assign_like` was given since ranks were last
-        # seen to agree on it, by the path of what they were given for.
+        # Fingerprints of the values that `assign_like` got since ranks were
+        # last seen to agree on them, by the path of their variable.
         self.given = {}
         self.regularizer = regularizer
         self.constraint = constraint

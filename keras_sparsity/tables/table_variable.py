@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras_sparsity._tf import keras_variables
 from keras_sparsity._tf.current_variable import make_current
 
-# What a stock optimizer would write a table's anchor with.
+# The methods by which a stock optimizer would write a table's anchor.
 _ASSIGNMENTS = (
     "assign",
     "assign_add",
@@ -16,7 +16,7 @@ _ASSIGNMENTS = (
     "scatter_sub",
     "scatter_update",
 )
-# What a spread table's anchor must not answer in its place.
+# The operators to which a spread table's anchor must not answer for it.
 _OPERATORS = (
     "neg abs getitem lt le gt ge add radd sub rsub mul rmul truediv "
     "rtruediv floordiv rfloordiv pow rpow mod rmod matmul rmatmul"
@@ -30,7 +30,7 @@ class TableVariable(keras.Variable):
     ordinary variable; once the table is spread it holds only a scalar, the
     anchor that gradients are taken with respect to, and reading or assigning
     it moves the whole table, on every rank together. In a step, the gradient
-    of what was read goes to the owners of the rows.
+    of the rows that were read goes to their owners.
     """
 
     def __init__(self, table, dtype, trainable, name):
@@ -179,7 +179,7 @@ class Partition(keras.Variable):
             name=whole.name,
         )
         make_current(self.value)
-        # What an optimizer excludes by name it excludes in every partition.
+        # A name that an optimizer excludes is excluded in every partition.
         self._path = whole.path if index == 0 else f"{whole.path}_{index}"
         self.whole = whole
         self.constraint = whole.table.constraint

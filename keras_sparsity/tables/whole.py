@@ -25,8 +25,8 @@ def stored_rows(table):
 def tensor(table):
     """The whole of a table as a tensor, also inside of a step.
 
-    Without a gradient to the table if that is spread: what trains it gathers
-    rows.
+    Without a gradient to the table if that is spread: a model that trains it
+    gathers rows.
     """
     if not table.is_sharded:
         return tf.convert_to_tensor(table.variable.value)
@@ -89,7 +89,7 @@ _announcers = []
 def announcing(announce):
     """While entered, `announce(pieces)` comes before each `read_like`.
 
-    For the rank that decides alone what is read next: the others wait to be
+    For the rank that alone chooses the next table: the others wait to be
     told, so that all take part in the same reading.
     """
     _announcers.append(announce)

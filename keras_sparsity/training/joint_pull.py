@@ -38,8 +38,8 @@ class JointPull:
     Layer by layer, each table would wait for messages of its own. A functional
     model tells beforehand which ids each `ShardedEmbedding` is to be given,
     where they come from the model's inputs by operations without a state. And
-    if it ends in a `SampledSoftmax`, what its loss needs is known from the
-    labels: it is asked for at the same time, and comes behind these rows.
+    if it ends in a `SampledSoftmax`, the rows of its loss are known from the
+    labels: they are pulled at the same time, and come behind these rows.
 
     Args:
         model: a model of any kind; only of a functional or sequential one
@@ -48,7 +48,7 @@ class JointPull:
 
     def __init__(self, model):
         self._model = model
-        # What makes its calls, as it was when it was last looked at.
+        # The model that makes its calls, as last looked at.
         self._functional = None
         self._layers = {}  # by the numbers of their calls
         self._ids = None
@@ -109,7 +109,7 @@ class JointPull:
             yield
 
     def _pull(self, inputs):
-        """Pulls the rows of a run that begins; returns what makes its calls.
+        """Pulls the rows of a run that begins; returns the model of its calls.
 
         A layer has these rows in that call alone which they were pulled for:
         others, which a closure makes of it, are given other ids.

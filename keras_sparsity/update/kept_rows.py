@@ -25,7 +25,7 @@ from keras_sparsity.update.step_sums import StepSums
 _BLOCK_BYTES = 1 << 22
 # The step of a row that has none: zero in all slots, which stay so.
 _NEVER = -1
-# The collection of a graph with what it has pulled.
+# The collection of the rows that a graph has pulled.
 _PULLED = "keras_sparsity/pulled"
 
 
@@ -298,8 +298,8 @@ class KeptRows:
 class CurrentRows:
     """Some rows of a piece as they would be by now.
 
-    `rows[variable]` are those of its weights or of a slot. What is asked for
-    is read and computed once.
+    `rows[variable]` are those of its weights or of a slot. Rows that are asked
+    for are read and computed once.
 
     Args:
         kept: `KeptRows`.

@@ -25,7 +25,7 @@ class RowStandIn:
         self._tensor = None
         self._is_changed = False
         self._subtracted = None  # while the rows are not read
-        # Stored rows may be behind, and what is read is not.
+        # Stored rows may be behind; rows that are read are not.
         self._read = read
         self.constraint = constraint
         self.name = variable.name

@@ -17,7 +17,7 @@ def places(rule, optimizer, variables):
 
     Returns:
         List of `(table, pieces)`, in the order in which the stock optimizer
-        has them; `table` is None for what is not spread.
+        has them; `table` is None for variables that are not spread.
     """
     whole_of = {}
     for variable, pieces in variables:

@@ -27,7 +27,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     def _forward_attributes(self):
         """Begins to forward: called at the end of a constructor."""
-        # What the base class made for itself is the inner optimizer's.
+        # Attributes that the base class has made are the inner optimizer's.
         for attribute in set(self.__dict__) & set(self._rule.__dict__):
             if attribute not in keras_optimizers.STATE:
                 del self.__dict__[attribute]
@@ -49,7 +49,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         return [name for name in super().__dir__() if name not in _HIDDEN]
 
     def __getattr__(self, name):
-        # Only called for what the wrapper does not have.
+        # Only called for names that the wrapper does not have.
         if name.startswith("__") or "_is_wrapping" not in self.__dict__:
             raise AttributeError(
                 f"'{type(self).__name__}' object has no attribute '{name}'"

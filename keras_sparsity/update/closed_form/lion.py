@@ -13,7 +13,7 @@ from keras_sparsity.update.closed_form.base import ClosedForm
 class Lion(ClosedForm):
     """Steps of the learning rate, against the sign of the momentum.
 
-    Which stays, so that the sum of the learning rates is what a row needs. In
+    Which stays, so that a row needs the sum of the learning rates alone. In
     narrow numbers a momentum may underflow, and stock Keras then stops: with
     `beta_2=0.99` in float32, after about 8,000 steps. Here it stays at the
     smallest number, as it does in stock Keras with wider numbers; else the

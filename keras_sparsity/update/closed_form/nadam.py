@@ -100,7 +100,7 @@ def _polynomials(weights, root_q, root_g, num_terms):
     orders = np.arange(num_terms)
     scale = weights / (root_q * root_g)
     ratio = (root_q - root_g) / (root_q + root_g)
-    # What is left out at z = 0, where nearly all rows are.
+    # The rest that is left out at z = 0, where nearly all rows are.
     rest = 2 * scale * (-ratio) ** num_terms / (1 + ratio)
     chebyshev = scale * ratio**orders * np.where(orders, 2.0, 1.0)
     chebyshev += rest * np.where(orders, 0.0, 1.0)

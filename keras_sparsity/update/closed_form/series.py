@@ -66,7 +66,7 @@ def _polynomials(weights, q, root, tolerance):
     values = weights / (q + (1 - q) * z)
     series = values @ cosines.T * 2 / _NUM_NODES
     series[:, 0] /= 2
-    # What is left out, by the number of terms taken; z = 1 has the least sum.
+    # The rest that is left out, by the number of terms; z = 1 sums least.
     left = np.abs(series).sum(axis=0)[::-1].cumsum()[::-1]
     is_enough = left <= tolerance * weights.sum()
     num_terms = np.argmax(is_enough) if is_enough.any() else 0
