@@ -6,6 +6,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
@@ -220,3 +221,10 @@ def divided_by_times(seconds_per_byte):
         model = compiled("convolutional", strategy)
     adoption = getattr(model, "_keras_sparsity_pipeline", None)
     return adoption and adoption.parts[0].names
+
+
+def too_many_tails():
+    """The message where two of three processes would train the tail."""
+    with pytest.raises(ValueError) as raised:
+        ks.LayerPlacementStrategy(num_tail_workers=2)
+    return str(raised.value)

@@ -98,6 +98,12 @@ def test_divides_by_predicted_steps(cluster):
     assert found == [None] * 3
 
 
+def test_each_tail_worker_needs_a_worker(cluster):
+    for message in cluster("native", 3).run(placement_functions.too_many_tails):
+        assert "num_tail_workers=2 and 3 processes" in message
+        assert "at most 1" in message
+
+
 def test_plan(cluster, tmp_path, capsys):
     found = cluster("native", 3).run(placement_functions.planned, str(tmp_path))
     plan = found[0][0]
