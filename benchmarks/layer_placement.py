@@ -9,14 +9,10 @@ of those that `ks.plan` counts; images/s at 50 Mbit/s at least 5 times those of
 AllReduce and 10 times those of naive servers. Needs root, as `cluster.py` does.
 """
 
-import argparse
-
 import _network
-import _program
-import cluster
+import _ways
 import keras
 import numpy as np
-from workloads import _common
 
 import keras_sparsity as ks
 
@@ -71,28 +67,20 @@ def main():
     if args.inside:
         inside(args)
         return
-    figures, misses = {"limits": LIMITS, "bytes_limit": BYTES_LIMIT}, []
-    for name in args.models:
-        figures[name] = {}
-        for way in args.ways:
-            figures[name][way] = found = on_cluster(args, name, way)
-            print(f"{name}, {way}: {_words(found)}", flush=True)
-        misses += [f"{name}: {miss}" for miss in missed(figures[name])]
-    _program.finish(figures, misses)
+    _ways.compare(
+        args,
+        {"limits": LIMITS, "bytes_limit": BYTES_LIMIT},
+        lambda name, way: on_cluster(args, name, way),
+        _words,
+        missed,
+    )
 
 
 def on_cluster(args, name, way):
     """Images/s by rate, and the bytes of a step on the busiest link."""
-    found = cluster.measure(
-        __file__,
-        [
-            *("--inside", name, "--way", way),
-            *("--steps", str(args.steps), "--part", str(args.part)),
-        ],
-        "native",
-        machines=args.machines,
-        rate=args.rates,
-    )
+    options = "--part", str(args.part)
+    machines = args.machines
+    found = _ways.measured(__file__, args, name, way, machines, *options)
     busiest = [
         max(m["sent_payload_bytes_per_step"] for m in each["per_machine"])
         for each in found
@@ -110,8 +98,9 @@ def on_cluster(args, name, way):
     }
 
 
-def missed(ways):
+def missed(name, ways):
     """Sentences, one for each figure outside its limit."""
+    del name
     for way, found in ways.items():
         planned, sent = found["planned_bytes"], found["busiest_bytes"]
         if planned and abs(sent / planned - 1) > BYTES_LIMIT:
@@ -152,23 +141,9 @@ def inside(args):
     model = MODELS[args.inside]()
     # The same for all ways: that of all workers but one.
     batch = args.part * (strategy.size - 1)
-    with strategy.scope():
-        model.compile(
-            keras.optimizers.SGD(0.001, momentum=0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
-    args.warm_up, args.steps = WARM_UP, [args.steps] * len(window.rates)
-    num_steps = _common.num_steps(args)
-    draws = np.random.default_rng(0)
-    x = draws.normal(size=(4 * batch, *model.input_shape[1:]))
-    batches = _common.dataset(
-        x.astype("float32"),
-        draws.integers(_CLASSES, size=4 * batch),
-        batch,
-        num_steps,
+    batches = _ways.trained(
+        args, window, strategy, model, batch, _CLASSES, WARM_UP
     )
-    timed = _common.Timed(window, args, strategy.collectives.barrier)
-    model.fit(batches, callbacks=[timed], shuffle=False, verbose=0)
     plan = ks.plan(model, batches) if is_placed else None
     window.report(
         batch,
@@ -185,19 +160,10 @@ def _busiest(plan):
 
 
 def parse_arguments():
-    parser = _program.parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--machines", type=int, default=8)
-    parser.add_argument(
-        "--rates", nargs="+", type=float, default=[50, 200, 1000]
-    )
-    parser.add_argument("--steps", type=int, default=3, help="counted")
+    parser = _ways.parser(__doc__, MODELS, WAYS, machines=8, steps=3)
     parser.add_argument(
         "--part", type=int, default=4, help="examples of a worker"
     )
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
-    parser.add_argument("--way", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -13,14 +13,10 @@ it in the same run, or the bytes that a machine sends over the rate. Needs root,
 as `cluster.py` does.
 """
 
-import argparse
-
 import _network
-import _program
-import cluster
+import _ways
 import keras
 import numpy as np
-from workloads import _common
 
 import keras_sparsity as ks
 
@@ -131,28 +127,19 @@ def main():
     if args.inside:
         inside(args)
         return
-    figures, misses = {"limit": LIMIT, "bytes_limit": BYTES_LIMIT}, []
-    for name in args.models:
-        figures[name] = {}
-        for way in args.ways:
-            figures[name][way] = found = on_cluster(args, name, way)
-            print(f"{name}, {way}: {_words(found)}", flush=True)
-        misses += [
-            f"{name}: {miss}"
-            for miss in missed(name, figures[name], args.machines)
-        ]
-    _program.finish(figures, misses)
+    _ways.compare(
+        args,
+        {"limit": LIMIT, "bytes_limit": BYTES_LIMIT},
+        lambda name, way: on_cluster(args, name, way),
+        _words,
+        lambda name, ways: missed(name, ways, args.machines),
+    )
 
 
 def on_cluster(args, name, way):
     """Samples/s by rate, and the bytes of a mini-batch."""
-    found = cluster.measure(
-        __file__,
-        ["--inside", name, "--way", way, "--steps", str(args.steps)],
-        "native",
-        machines=1 if way == _ALONE else args.machines,
-        rate=args.rates,
-    )
+    machines = 1 if way == _ALONE else args.machines
+    found = _ways.measured(__file__, args, name, way, machines)
     sent = [
         sum(m["sent_payload_bytes_per_step"] for m in each["per_machine"])
         for each in found
@@ -224,23 +211,7 @@ def inside(args):
     window = _network.Window(is_first=strategy.rank == 0)
     window.open()
     model, batch = MODELS[args.inside]()
-    with strategy.scope():
-        model.compile(
-            keras.optimizers.SGD(0.001, momentum=0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
-    args.warm_up, args.steps = WARM_UP, [args.steps] * len(window.rates)
-    num_steps = _common.num_steps(args)
-    draws = np.random.default_rng(0)
-    x = draws.normal(size=(4 * batch, *model.input_shape[1:]))
-    batches = _common.dataset(
-        x.astype("float32"),
-        draws.integers(10, size=4 * batch),
-        batch,
-        num_steps,
-    )
-    timed = _common.Timed(window, args, strategy.collectives.barrier)
-    model.fit(batches, callbacks=[timed], shuffle=False, verbose=0)
+    batches = _ways.trained(args, window, strategy, model, batch, 10, WARM_UP)
     plan = ks.plan(model, batches) if is_pipeline else None
     stages = plan.stages if plan else ()
     sent = [stage.sent_bytes + stage.returned_bytes for stage in stages]
@@ -255,16 +226,7 @@ def inside(args):
 
 
 def parse_arguments():
-    parser = _program.parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--machines", type=int, default=4)
-    parser.add_argument(
-        "--rates", nargs="+", type=float, default=[50, 200, 1000]
-    )
-    parser.add_argument("--steps", type=int, default=8, help="counted")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
-    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser = _ways.parser(__doc__, MODELS, WAYS, machines=4, steps=8)
     return parser.parse_args()
 
 

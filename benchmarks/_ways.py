@@ -1,0 +1,110 @@
+"""Models that are trained in several ways on an emulated cluster."""
+
+import argparse
+
+import _program
+import cluster
+import keras
+import numpy as np
+from workloads import _common
+
+
+def parser(description, models, ways, machines, steps):
+    """The command line of a program that compares ways.
+
+    Args:
+        description: the program's docstring.
+        models: the names of its models.
+        ways: the names of its ways.
+        machines: the number of machines by default.
+        steps: the number of counted steps by default.
+    """
+    found = _program.parser(description)
+    found.add_argument("--models", nargs="+", default=list(models))
+    found.add_argument("--ways", nargs="+", choices=ways, default=ways)
+    found.add_argument("--machines", type=int, default=machines)
+    found.add_argument(
+        "--rates", nargs="+", type=float, default=[50, 200, 1000]
+    )
+    found.add_argument("--steps", type=int, default=steps, help="counted")
+    found.add_argument("--inside", help=argparse.SUPPRESS)
+    found.add_argument("--way", help=argparse.SUPPRESS)
+    return found
+
+
+def compare(args, limits, on_cluster, spelled, missed):
+    """Measures all models in all ways, and prints the figures.
+
+    Args:
+        args: the command line.
+        limits: dict, the first figures.
+        on_cluster: function of a model's name and a way; it gives figures.
+        spelled: function of these figures; it gives a line.
+        missed: function of a model's name and the figures of its ways; it
+            gives sentences, one for each figure outside its limit.
+    """
+    figures, misses = dict(limits), []
+    for name in args.models:
+        figures[name] = {}
+        for way in args.ways:
+            figures[name][way] = found = on_cluster(name, way)
+            print(f"{name}, {way}: {spelled(found)}", flush=True)
+        misses += [f"{name}: {miss}" for miss in missed(name, figures[name])]
+    _program.finish(figures, misses)
+
+
+def measured(program, args, name, way, machines, *options):
+    """A list of figures, one for each rate, of a training on a cluster.
+
+    Args:
+        program: path of the program, which `--inside` makes train.
+        args: the command line.
+        name, way: those of the model, and of its training.
+        machines: their number.
+        options: more arguments of the program.
+    """
+    return cluster.measure(
+        program,
+        [
+            *("--inside", name, "--way", way, "--steps", str(args.steps)),
+            *options,
+        ],
+        "native",
+        machines=machines,
+        rate=args.rates,
+    )
+
+
+def trained(args, window, strategy, model, batch, num_classes, warm_up):
+    """Trains on data drawn at random, while a window counts.
+
+    Args:
+        args: the command line.
+        window: `_network.Window`, open.
+        strategy: the strategy.
+        model: the model; it classifies.
+        batch: the number of examples of a mini-batch.
+        num_classes: the number of classes.
+        warm_up: the number of steps before those that count.
+
+    Returns:
+        `tf.data.Dataset` of the mini-batches.
+    """
+    with strategy.scope():
+        model.compile(
+            keras.optimizers.SGD(0.001, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    args.warm_up, args.steps = warm_up, [args.steps] * len(window.rates)
+    num_steps = _common.num_steps(args)
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(4 * batch, *model.input_shape[1:]))
+    batches = _common.dataset(
+        x.astype("float32"),
+        draws.integers(num_classes, size=4 * batch),
+        batch,
+        num_steps,
+    )
+    timed = _common.Timed(window, args, strategy.collectives.barrier)
+    model.fit(batches, callbacks=[timed], shuffle=False, verbose=0)
+    return batches
