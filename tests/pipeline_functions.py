@@ -76,6 +76,32 @@ def branches():
     )
 
 
+def nested():
+    """A model in a model in a model, cut within; their layers' names repeat."""
+    inner = keras.Sequential(
+        [
+            keras.Input((7,)),
+            keras.layers.Dense(7, activation="tanh", name="dense"),
+            Activity(name="activity"),
+            keras.layers.BatchNormalization(name="norm"),
+            keras.layers.Dense(7, activation="tanh", name="last"),
+        ],
+        name="inner",
+    )
+    x = keras.Input((7,))
+    y = keras.layers.Dense(7, name="dense")(inner(x))
+    middle = keras.Model(x, keras.layers.Add(name="add")([x, y]), name="middle")
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(7, activation="tanh", name="dense"),
+            middle,
+            keras.layers.Dense(2, name="out"),
+        ],
+        name="outer",
+    )
+
+
 def line():
     """What has states: weights, random generators, statistics; in float64."""
     x = inputs = keras.Input((6,), dtype="float64")
@@ -110,6 +136,7 @@ MODELS = {
     "mixed": mixed,
     "dense": dense,
     "branches": branches,
+    "nested": nested,
     "line": line,
     "rounded": lambda: dense(rounded_after=1),
 }

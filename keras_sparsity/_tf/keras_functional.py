@@ -7,6 +7,8 @@ import typing
 
 import keras
 
+from keras_sparsity._tf import keras_losses
+
 
 class Call(typing.NamedTuple):
     """A call that a functional model makes, of symbolic tensors.
@@ -16,12 +18,15 @@ class Call(typing.NamedTuple):
         inputs: list of the tensors among its arguments.
         outputs: list of the tensors that it returns.
         arguments: list of its arguments, of any structure, in their order.
+        name: the operation's name; of one in a nested model, behind that
+            model's, as in `"inner/dense"`.
     """
 
     operation: typing.Any
     inputs: list
     outputs: list
     arguments: list
+    name: str
 
 
 def functional_of(model):
@@ -38,15 +43,131 @@ def functional_of(model):
 
 
 def functional_calls(functional):
-    """The `Call`s of a `Functional`, in their order (`_nodes_by_depth`)."""
-    nodes = functional._nodes_by_depth
+    """The `Call`s of a `Functional`, in their order."""
     return [
         Call(
             node.operation,
             list(node.input_tensors),
             list(node.outputs),
             [*node.arguments.args, *node.arguments.kwargs.values()],
+            node.operation.name,
         )
+        for node in _nodes(functional)
+    ]
+
+
+def flat_calls(functional):
+    """The `Call`s of a `Functional` and of the models that it calls.
+
+    A functional or sequential model in it stands for its own calls. They are
+    made once more, so that all start at the outer model's inputs.
+
+    Args:
+        functional: the `Functional`.
+
+    Returns:
+        `(calls, outputs)`: list of `Call`s in their order, and list of the
+        tensors that they make in place of `functional.outputs`.
+    """
+    calls = functional_calls(functional)
+    if not any(functional_of(call.operation) for call in calls):
+        return calls, list(functional.outputs)
+    names = {}
+    outputs = _without_nested(functional, functional.inputs, "", names)
+    with named(names):
+        flat = functional_calls(keras.Model(functional.inputs, outputs))
+    # Masks are made by operations that are new.
+    return [
+        call._replace(name=names.get(call.operation, call.name))
+        for call in flat
+    ], outputs
+
+
+@contextlib.contextmanager
+def named(names):
+    """Context in which operations have other names.
+
+    Those of a model must differ, and those of nested models may not.
+
+    Args:
+        names: dict from operations to their names.
+    """
+    before = {operation: operation.name for operation in names}
+    _set_names(names)
+    try:
+        yield
+    finally:
+        _set_names(before)
+
+
+def _set_names(names):
+    for operation, name in names.items():
+        # Not through Keras's attribute tracking: this is not state.
+        object.__setattr__(operation, "name", name)
+
+
+def _without_nested(functional, tensors, prefix, names):
+    """Makes a model's calls, and in place of nested models their calls.
+
+    Args:
+        functional: the `Functional`.
+        tensors: list of those in place of its inputs.
+        prefix: that of its calls' names.
+        names: dict from the operations that are called to their names.
+
+    Returns:
+        List of tensors in place of its outputs.
+    """
+    values = {
+        id(x): value
+        for x, value in zip(functional.inputs, tensors, strict=True)
+    }
+    for node in _nodes(functional):
+        args, kwargs = node.arguments.fill_in(values)
+        name = prefix + node.operation.name
+        nested = functional_of(node.operation)
+        if nested is not None and _is_plain(nested, node.arguments):
+            given = keras.tree.flatten(args)
+            made = _without_nested(nested, given, f"{name}/", names)
+        else:
+            made = keras.tree.flatten(node.operation(*args, **kwargs))
+            names[node.operation] = name
+        values.update(zip(map(id, node.outputs), made, strict=True))
+    return [values[id(x)] for x in functional.outputs]
+
+
+def _is_plain(nested, arguments):
+    """Whether a nested model takes its arguments as they are.
+
+    It may find inputs by their names, cast or reshape them, or be given masks
+    other than those of its inputs.
+    """
+    if len(arguments.args) != 1 or set(arguments.kwargs) - {"mask", "training"}:
+        return False
+    (given,), expected = arguments.args, nested.input
+    masks = keras.tree.flatten(arguments.kwargs.get("mask"))
+    tensors = keras.tree.flatten(given)
+    if any(
+        mask is not None and mask is not keras_losses.keras_mask(x)
+        for x, mask in zip(tensors, masks, strict=False)
+    ):
+        return False
+    if len(tensors) != 1 or len(nested.inputs) != 1:
+        try:
+            keras.tree.assert_same_structure(given, expected)
+        except (TypeError, ValueError):
+            return False
+    return all(
+        x.dtype == y.dtype and len(x.shape) == len(y.shape)
+        for x, y in zip(tensors, nested.inputs, strict=True)
+    )
+
+
+def _nodes(functional):
+    """The nodes of a `Functional`'s calls, in order (`_nodes_by_depth`)."""
+    nodes = functional._nodes_by_depth
+    return [
+        node
         for depth in sorted(nodes, reverse=True)
         for node in nodes[depth]
         if node.operation is not None and not node.is_input

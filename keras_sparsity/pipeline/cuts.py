@@ -32,7 +32,7 @@ def places(cutter, strategy, profile):
 
 
 def _ends_of_lists(cutter, stages):
-    order = list(dict.fromkeys(call.operation.name for call in cutter.calls))
+    order = list(dict.fromkeys(call.name for call in cutter.calls))
     names = [name for stage in stages for name in stage]
     if sorted(names) != sorted(order) or not all(stages):
         missing = [name for name in order if name not in names]

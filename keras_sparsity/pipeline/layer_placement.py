@@ -211,7 +211,7 @@ class LayerPlacementStrategy(StagedStrategy):
             (seconds, max(of_links, default=0.0)), name="pipeline/seconds"
         )
         return Profile(
-            names=tuple(call.operation.name for call in cutter.calls),
+            names=tuple(call.name for call in cutter.calls),
             sizes=tuple(layer_placement.layer_sizes(cutter)),
             seconds=tuple(found[0][0]),
             num_examples=self.num_examples,

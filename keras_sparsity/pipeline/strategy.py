@@ -46,7 +46,8 @@ class PipelineStrategy(StagedStrategy):
             message is as fast as can be, by the layers' times, which rank 0
             measures, and those of the links. Or a
             list of the names of the layers after which the model is cut, or a
-            list of the layers' names for each stage.
+            list of the layers' names for each stage; of a model within the
+            model `"encoder/dense"`.
         num_micro_batches: the number of parts of a mini-batch, for `"1f1b"`
             and `"gpipe"`, and for `evaluate` and `predict`.
         prediction: for `"spectrain"`, the weights that are predicted.

@@ -91,8 +91,7 @@ class Cutter:
                 "`keras.Input` first."
             )
         self._functional = functional
-        self.calls = keras_functional.functional_calls(functional)
-        self.outputs = list(functional.outputs)
+        self.calls, self.outputs = keras_functional.flat_calls(functional)
         self._inputs = {id(x): i for i, x in enumerate(functional.inputs)}
 
     @functools.cached_property
@@ -122,7 +121,7 @@ class Cutter:
             for variable in getattr(call.operation, "variables", []):
                 begin = first.setdefault(id(variable), place)
                 for between in range(begin, place):
-                    forbidden[between] = call.operation.name
+                    forbidden[between] = call.name
         return forbidden
 
     @property
@@ -153,7 +152,7 @@ class Cutter:
             ValueError: if a layer is unknown, out of order or the last, or if
                 weights would be on both sides.
         """
-        last = {call.operation.name: i for i, call in enumerate(self.calls)}
+        last = {call.name: i for i, call in enumerate(self.calls)}
         for name in names:
             checks.one_of("layer name", name, list(last))
         places = [last[name] for name in names]
@@ -203,11 +202,15 @@ class Cutter:
             for tensor in call.outputs
             if self._needed_until.get(id(tensor), -1) > last
         ]
-        with keras_functional.inputs_stay(self._functional):
+        names = {call.operation: call.name for call in calls}
+        with (
+            keras_functional.inputs_stay(self._functional),
+            keras_functional.named(names),
+        ):
             arriving = [*inputs, *(received[i] for i in arrived)]
             model = keras.Model(arriving, made)
         return Part(
-            names=tuple(call.operation.name for call in calls),
+            names=tuple(call.name for call in calls),
             inputs=tuple(self._inputs[id(tensor)] for tensor in inputs),
             received=tuple(received),
             sent=tuple(sent),

@@ -12,6 +12,7 @@ from tests.conftest import engines
 _CUTS = {
     "dense": [["dense_1"], ["dense_0", "dense_2"]],
     "branches": [["norm"], ["rows", "both"]],
+    "nested": [["middle/inner/norm"], ["dense", "middle/inner/norm"]],
 }
 
 
@@ -82,6 +83,7 @@ def test_two_stages(cluster, engine, model, schedule):
         ("dense", "adam", "1f1b"),
         ("dense", "sgd", "gpipe"),
         ("branches", "adam", "1f1b"),
+        ("nested", "adam", "1f1b"),
     ],
 )
 def test_three_stages(cluster, engine, model, optimizer, schedule):

@@ -86,7 +86,7 @@ def test_callbacks_decide_alike(cluster):
     assert evaluated["loss"] == pytest.approx(history["val_loss"][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("model", ["dense", "branches"])
+@pytest.mark.parametrize("model", ["dense", "branches", "nested"])
 def test_a_loaded_model_goes_on_in_other_stages(cluster, model, tmp_path):
     """Saved by two processes, loaded by three, four and one.
 
@@ -104,6 +104,11 @@ def test_a_loaded_model_goes_on_in_other_stages(cluster, model, tmp_path):
             ["second"],
             ["first", "norm"],
             ["rows", "first", "both"],
+        ),
+        "nested": (
+            ["middle/inner/dense"],
+            ["middle/inner/norm", "middle/dense"],
+            ["dense", "middle/inner/dense", "middle/inner/last"],
         ),
     }[model]
     weights = cluster("native", 2).run(

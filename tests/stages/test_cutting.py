@@ -9,6 +9,9 @@ import pytest
 
 from keras_sparsity.stages.cutting import Cutter, balanced
 
+# Keras's own, of nested models.
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not support masking")
+
 
 def _branches():
     """Two inputs and outputs, masks, recurrent layers, skip connections."""
@@ -29,18 +32,53 @@ def _branches():
 
 
 def _nested():
+    """A model in a model in a model; each has a layer called `dense`."""
     inner = keras.Sequential(
-        [keras.Input((6,)), keras.layers.Dense(5), keras.layers.Dense(6)],
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(5, name="dense"),
+            keras.layers.Dropout(0.5, name="drop"),
+            keras.layers.Dense(6, name="wide"),
+        ],
         name="inner",
+    )
+    x = keras.Input((6,))
+    middle = keras.Model(
+        x,
+        keras.layers.Add(name="add")(
+            [x, keras.layers.Dense(6, name="dense")(inner(x))]
+        ),
+        name="middle",
     )
     return keras.Sequential(
         [
             keras.Input((6,)),
-            keras.layers.Dense(6, name="before"),
-            inner,
+            keras.layers.Dense(6, name="dense"),
+            middle,
             keras.layers.Dense(2, name="behind"),
         ]
     )
+
+
+def _nested_masks():
+    """Nested models of several inputs and outputs, with masks across them."""
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    rows = keras.layers.Embedding(20, 8, mask_zero=True, name="rows")(ids)
+    embedder = keras.Model(
+        ids, [rows, keras.layers.Dense(8, name="dense")(rows)], name="embedder"
+    )
+    sequence = keras.Input((None, 8), name="s")
+    state = keras.Input((8,), name="t")
+    states = keras.layers.LSTM(8, name="states")(sequence)
+    both = keras.layers.Add(name="both")([states, state])
+    reader = keras.Model({"s": sequence, "t": state}, both, name="reader")
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    numbers = keras.Input((4,), name="numbers")
+    first, second = embedder(ids)
+    x = keras.layers.Dense(8, name="first")(numbers)
+    x = reader({"s": second, "t": x})
+    y = keras.layers.LSTM(8, name="last")(first)
+    return keras.Model([ids, numbers], [x, y])
 
 
 def _batch(model):
@@ -69,7 +107,7 @@ def _run(cutter, places, batch):
     return arrived
 
 
-@pytest.mark.parametrize("make", [_branches, _nested])
+@pytest.mark.parametrize("make", [_branches, _nested, _nested_masks])
 def test_any_cut_gives_the_model(make):
     model = make()
     batch = _batch(model)
@@ -82,7 +120,7 @@ def test_any_cut_gives_the_model(make):
             np.testing.assert_array_equal(output, value)
 
 
-@pytest.mark.parametrize("make", [_branches, _nested])
+@pytest.mark.parametrize("make", [_branches, _nested, _nested_masks])
 def test_a_model_that_is_cut_can_be_saved(make):
     model = make()
     config = model.get_config()
@@ -110,6 +148,71 @@ def test_inputs_do_not_travel_and_skip_connections_do():
     shapes = sorted(tuple(tensor.shape) for tensor in third.received)
     assert shapes == [(None, 8), (None, 8), (None, 16)]
     assert len(second.made) == 2
+
+
+def test_nested_models_are_cut_by_the_names_of_their_layers():
+    cutter = Cutter(_nested())
+    first, second = cutter.parts(cutter.after(["middle/inner/dense"]))
+    assert first.names == ("dense", "middle/inner/dense")
+    assert second.names == (
+        "middle/inner/drop",
+        "middle/inner/wide",
+        "middle/dense",
+        "middle/add",
+        "behind",
+    )
+    # The skip connection around `inner` crosses, too.
+    shapes = [tuple(tensor.shape) for tensor in second.received]
+    assert shapes == [(None, 6), (None, 5)]
+
+
+def _called_twice():
+    inner = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(4, name="dense")], name="inner"
+    )
+    x = keras.Input((4,))
+    y = keras.layers.Dense(4, name="between")(inner(x))
+    return keras.Model(x, keras.layers.Dense(2, name="behind")(inner(y)))
+
+
+class _Own(keras.Model):
+    """A model that Keras cannot see into."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.dense = keras.layers.Dense(4)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def _with_own_mask():
+    """A nested model that is given a mask which its input does not have."""
+    x = keras.Input((3, 4))
+    inner = keras.Sequential([keras.layers.LSTM(4, name="lstm")], name="inner")
+    mask = keras.ops.greater(x[:, :, 0], 0)
+    return keras.Model(x, keras.layers.Dense(2)(inner(x, mask=mask)))
+
+
+@pytest.mark.parametrize(
+    ("make", "whole"),
+    [
+        (_called_twice, "inner/dense"),
+        (
+            lambda: keras.Sequential(
+                [keras.Input((4,)), _Own(), keras.layers.Dense(2)]
+            ),
+            "own",
+        ),
+        (_with_own_mask, "inner"),
+    ],
+    ids=["called twice", "subclass", "own mask"],
+)
+def test_what_of_nested_models_is_not_cut(make, whole):
+    cutter = Cutter(make())
+    assert whole in [call.name for call in cutter.calls]
+    if whole == "inner/dense":
+        assert cutter.places == [2]
 
 
 def test_a_layer_that_is_called_twice_is_not_cut_through():
