@@ -75,7 +75,7 @@ class Steps(Binding):
             self._in_flight.clear()
 
     def train_step(self, data):
-        with self._in_step():
+        with self._in_step(data):
             if self._in_flight:
                 return self._logs.packed(self._in_flight.train(data))
             run = self._run(self._schedule, data, True)
@@ -92,11 +92,11 @@ class Steps(Binding):
             return self._logs_of(run)
 
     def test_step(self, data):
-        with self._in_step():
+        with self._in_step(data):
             return self._logs_of(self._run(self._forward, data, False))
 
     def predict_step(self, data):
-        with self._in_step():
+        with self._in_step(data):
             run = self._run(self._forward, data, None)
             outputs, _ = Crossing(tuple(self._functional.outputs)).broadcast(
                 self._collectives,
@@ -136,11 +136,23 @@ class Steps(Binding):
         )
 
     @contextlib.contextmanager
-    def _in_step(self):
+    def _in_step(self, data):
+        """Context of a step.
+
+        Nothing in it runs before its batch has come: where the number of
+        batches is unknown, the last step finds none, and must leave no receiver
+        waiting for a message.
+        """
+        arrived = tf.nest.flatten(data, expand_composites=True)
         self._is_in_step = True
         try:
-            # Shares of a batch are summed by the schedule.
-            with loss_scale.of_own_part():
+            with (
+                tf.control_dependencies(
+                    [each for each in arrived if each is not None]
+                ),
+                # Shares of a batch are summed by the schedule.
+                loss_scale.of_own_part(),
+            ):
                 yield
         finally:
             self._is_in_step = False

@@ -102,3 +102,26 @@ def test_is_stateless():
         assert not of(ops.vectorized_map(add_noise, inputs))
     assert not of(Own()(inputs))
     assert not of(keras.layers.Lambda(add_noise)(inputs))
+
+
+def test_calls_of_nested_models():
+    inner = keras.Sequential(
+        [keras.Input((2,)), keras.layers.Dense(3, name="dense")], name="inner"
+    )
+    inputs = keras.Input((2,))
+    outputs = keras.layers.Dense(1, name="dense")(inner(inputs))
+    model = keras.Model(inputs, outputs)
+    calls, made = keras_functional.flat_calls(model)
+    assert [call.name for call in calls] == ["inner/dense", "dense"]
+    first, second = calls
+    assert first.operation is inner.layers[0]
+    assert first.inputs[0] is model.inputs[0]
+    assert second.inputs[0] is first.outputs[0]
+    assert [id(x) for x in made] == [id(x) for x in second.outputs]
+    assert [layer.name for layer in inner.layers] == ["dense"]
+    # The model has its own calls still.
+    assert model.outputs[0] is outputs
+    with keras_functional.named({call.operation: call.name for call in calls}):
+        flat = keras.Model(model.inputs, made[0])
+    x = np.ones((4, 2))
+    np.testing.assert_array_equal(flat([x]), model(x))

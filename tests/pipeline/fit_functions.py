@@ -1,0 +1,259 @@
+"""Trainings that a pipeline and one process of stock Keras both run.
+
+Each is a function of a `compile`: of a strategy's scope, or of none.
+"""
+
+import contextlib
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity import PipelineStrategy
+from tests import pipeline_functions
+
+_SIZE = 24
+
+
+def dense(**options):
+    """A model of two stages, cut after `first`."""
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            keras.layers.Dense(8, activation="tanh", name="first", **options),
+            keras.layers.Dense(2, name="last", **options),
+        ]
+    )
+
+
+def _data():
+    draws = np.random.default_rng(1)
+    x = draws.normal(size=(_SIZE, 6)).astype("float32")
+    return x, draws.normal(size=(_SIZE, 2)).astype("float32")
+
+
+def sample_weights(compile_):
+    model = dense()
+    compile_(model, "adam", "mse", weighted_metrics=["mae"])
+    weights = np.linspace(0.0, 2.0, _SIZE)
+    history = model.fit(
+        *_data(), 8, epochs=2, sample_weight=weights, shuffle=False, verbose=0
+    )
+    return model.get_weights(), history.history
+
+
+def class_weights(compile_):
+    model = dense()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    compile_(model, keras.optimizers.SGD(0.5), loss)
+    x, y = _data()
+    history = model.fit(
+        x,
+        (y[:, 0] > 0).astype("int32"),
+        8,
+        epochs=2,
+        class_weight={0: 0.25, 1: 3.0},
+        shuffle=False,
+        verbose=0,
+    )
+    return model.get_weights(), history.history
+
+
+def learning_rates(compile_):
+    """By a schedule, by a callback of each epoch, and on a plateau."""
+    found = []
+    schedule = keras.optimizers.schedules.CosineDecay(0.5, 9)
+    each_epoch = keras.callbacks.LearningRateScheduler(
+        lambda epoch: 0.5 / (epoch + 1)
+    )
+    plateau = keras.callbacks.ReduceLROnPlateau(
+        "loss", factor=0.5, patience=0, min_delta=10.0
+    )
+    for rate, callbacks in [
+        (schedule, []),
+        (0.1, [each_epoch]),
+        (0.25, [plateau]),
+    ]:
+        model = dense()
+        compile_(model, keras.optimizers.SGD(rate, momentum=0.5), "mse")
+        history = model.fit(
+            *_data(), 8, 3, shuffle=False, verbose=0, callbacks=callbacks
+        )
+        found += model.get_weights()
+        rates = history.history.get("learning_rate", [])
+        assert len(rates) == 3 * len(callbacks)
+        found.append(np.array(rates))
+    return found, history.history
+
+
+def single_batches(compile_):
+    """`train_on_batch`, `test_on_batch` and `predict_on_batch`."""
+    model = dense()
+    compile_(model, "adam", "mse", metrics=["mae"])
+    x, y = _data()
+    logs = [
+        model.train_on_batch(x[begin:end], y[begin:end], return_dict=True)
+        for begin, end in [(0, 8), (8, 24)]
+    ]
+    tested = model.test_on_batch(x, y, return_dict=True)
+    predicted = model.predict_on_batch(x)
+    history = {"train": logs[-1]["loss"], "test": tested["loss"]}
+    return [*model.get_weights(), predicted], history
+
+
+def lengths(compile_):
+    """Batches of sequences of several lengths and numbers of examples."""
+    model = pipeline_functions.made("branches")
+    compile_(model, keras.optimizers.SGD(0.1, momentum=0.9), ["mse", "mae"])
+    draws = np.random.default_rng(2)
+
+    def batches():
+        for number, length in [(8, 5), (4, 3), (8, 7)]:
+            ids = draws.integers(1, 20, size=(number, length))
+            ids[0, 2:] = 0
+            yield (
+                (ids, draws.normal(size=(number, 6))),
+                (
+                    draws.normal(size=(number, length, 3)),
+                    draws.normal(size=(number, 2)),
+                ),
+            )
+
+    shapes = (
+        (tf.TensorSpec([None, None], "int32"), tf.TensorSpec([None, 6])),
+        (tf.TensorSpec([None, None, 3]), tf.TensorSpec([None, 2])),
+    )
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=shapes)
+    number = tf.data.experimental.assert_cardinality(3)
+    dataset = dataset.cache().apply(number)
+    history = model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights(), history.history
+
+
+def one_batch_an_epoch(compile_):
+    """Each epoch ends with all mini-batches back: nothing is out of date."""
+    model = pipeline_functions.made("branches")
+    # Of Adam, stock Keras counts duplicate rows as steps.
+    compile_(model, keras.optimizers.SGD(0.1), ["mse", "mae"])
+    x, y = pipeline_functions.data("branches", 8)
+    history = model.fit(x, y, 8, epochs=3, verbose=0)
+    return model.get_weights(), history.history
+
+
+def unknown_number_of_batches(schedule, is_known):
+    """Weights and history; that an epoch ends is found in a step."""
+    model = pipeline_functions.made("branches")
+    with PipelineStrategy(schedule, ["norm"]).scope():
+        model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"])
+    (ids, numbers), y = pipeline_functions.data("branches", _SIZE)
+    arrays = (ids, numbers), tuple(y)
+    # In the second training, TensorFlow knows the shapes of all messages.
+    found = []
+    for number, drops in [(5, False), (6, True)]:
+        dataset = tf.data.Dataset.from_tensor_slices(arrays)
+        dataset = dataset.batch(number, drop_remainder=drops)
+        if not is_known:
+            dataset = dataset.filter(lambda x, y: True)
+        with warnings.catch_warnings():
+            # Keras's own, at the end of such a dataset.
+            warnings.filterwarnings("ignore", ".*ran out of data")
+            history = model.fit(dataset, epochs=3, shuffle=False, verbose=0)
+        found.append((model.get_weights(), history.history))
+    return found
+
+
+def bfloat16(compile_):
+    model = dense(dtype="mixed_bfloat16")
+    compile_(model, keras.optimizers.SGD(0.1), "mse")
+    x, y = _data()
+    history = model.fit(x, y, _SIZE, epochs=3, verbose=0)
+    return model.get_weights(), history.history
+
+
+OPTIMIZERS = [
+    "Adadelta",
+    "Adafactor",
+    "Adagrad",
+    "Adamax",
+    "AdamW",
+    "Ftrl",
+    "Lamb",
+    "Lion",
+    "Muon",
+    "Nadam",
+    "RMSprop",
+]
+
+
+def optimizers(compile_):
+    """Weights, and the optimizers' slots for the whole model."""
+    found = []
+    for name in OPTIMIZERS:
+        if not hasattr(keras.optimizers, name):
+            continue  # of a later Keras
+        model = dense()
+        compile_(model, getattr(keras.optimizers, name)(0.01), "mse")
+        history = model.fit(*_data(), 8, 2, shuffle=False, verbose=0)
+        found += model.get_weights()
+    return found, history.history
+
+
+TRAININGS = {
+    function.__name__: function
+    for function in [
+        sample_weights,
+        class_weights,
+        learning_rates,
+        single_batches,
+        lengths,
+        optimizers,
+        one_batch_an_epoch,
+        bfloat16,
+    ]
+}
+_CUTS = {"lengths": ["norm"], "one_batch_an_epoch": ["norm"]}
+
+
+def run(name, schedule=None, num_micro_batches=1, prediction="sequential"):
+    """`(arrays, history)` of a training; without a schedule in stock Keras."""
+    scope = contextlib.nullcontext
+    if schedule is not None:
+        scope = PipelineStrategy(
+            schedule,
+            _CUTS.get(name, ["first"]),
+            num_micro_batches,
+            prediction,
+        ).scope
+
+    def compile_(model, optimizer, loss, **options):
+        with scope():
+            model.compile(optimizer, loss, **options)
+
+    return TRAININGS[name](compile_)
+
+
+def ended_by_nan(schedule):
+    """Batches that began and history; one label of the second is NaN."""
+    model = dense()
+    with PipelineStrategy(schedule, ["first"], 2).scope():
+        model.compile("sgd", "mse")
+    x, y = _data()
+    y[9] = np.nan
+    seen = []
+    history = model.fit(
+        x,
+        y,
+        4,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.TerminateOnNaN(),
+            keras.callbacks.LambdaCallback(
+                on_train_batch_begin=lambda batch, logs: seen.append(batch)
+            ),
+        ],
+    ).history
+    return seen, len(history.get("loss", []))

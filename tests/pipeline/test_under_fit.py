@@ -1,0 +1,91 @@
+"""Two stages do under `fit` as one process of stock Keras does."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.conftest import engines
+from tests.pipeline import fit_functions
+
+
+@functools.cache
+def _expected(name):
+    return fit_functions.run(name)
+
+
+def _check(ranks, name, rtol=1e-4, atol=1e-5):
+    arrays, history = _expected(name)
+    for found, logs in ranks:
+        assert logs.keys() == history.keys()
+        for key, values in history.items():
+            np.testing.assert_allclose(logs[key], values, rtol=max(rtol, 1e-4))
+        for value, expected in zip(found, arrays, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "num_micro_batches"),
+    [
+        ("sample_weights", "1f1b", 2),
+        ("class_weights", "gpipe", 4),
+        ("learning_rates", "1f1b", 2),
+        ("single_batches", "gpipe", 2),
+        # One, as its statistics are those of a micro-batch.
+        ("lengths", "1f1b", 1),
+        ("optimizers", "1f1b", 1),
+    ],
+)
+def test_schedules_with_a_flush(cluster, name, schedule, num_micro_batches):
+    ranks = cluster("native", 2).run(
+        fit_functions.run, name, schedule, num_micro_batches
+    )
+    _check(ranks, name)
+
+
+@pytest.mark.parametrize("schedule", ["vanilla", "stash", "spectrain"])
+def test_schedules_without_a_flush(cluster, schedule):
+    ranks = cluster("native", 2).run(
+        fit_functions.run, "one_batch_an_epoch", schedule
+    )
+    _check(ranks, "one_batch_an_epoch")
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("schedule", ["1f1b", "stash"])
+def test_a_dataset_of_unknown_length(cluster, engine, schedule):
+    """The step that finds its end sends and receives nothing."""
+    known, unknown = (
+        cluster(engine, 2).run(
+            fit_functions.unknown_number_of_batches, schedule, is_known
+        )
+        for is_known in (True, False)
+    )
+    trainings = [
+        pair
+        for of_rank in zip(known, unknown, strict=True)
+        for pair in zip(*of_rank, strict=True)
+    ]
+    assert len(trainings) == 4
+    for (weights, history), (others, other_history) in trainings:
+        for name, values in history.items():
+            np.testing.assert_allclose(values, other_history[name], rtol=1e-5)
+        for value, expected in zip(weights, others, strict=True):
+            np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "spectrain"])
+def test_mixed_precision(cluster, schedule):
+    """Rounds as one process does: the batch is not divided."""
+    ranks = cluster("native", 2).run(fit_functions.run, "bfloat16", schedule)
+    _check(ranks, "bfloat16", rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("schedule", "last"), [("1f1b", 2), ("spectrain", 3)])
+def test_nan_ends_all_ranks(cluster, schedule, last):
+    """After the batch of NaN; without a flush, whose logs come a batch late."""
+    for seen, num_epochs in cluster("native", 2).run(
+        fit_functions.ended_by_nan, schedule
+    ):
+        assert seen == list(range(last + 1))
+        assert num_epochs == 1
