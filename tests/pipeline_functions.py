@@ -102,10 +102,10 @@ def nested():
     )
 
 
-def line():
-    """What has states: weights, random generators, statistics; in float64."""
-    x = inputs = keras.Input((6,), dtype="float64")
-    options = {"dtype": "float64"}
+def line(dtype="float64"):
+    """What has states: weights, random generators, statistics."""
+    x = inputs = keras.Input((6,), dtype=dtype)
+    options = {"dtype": dtype}
     for i in range(4):
         x = keras.layers.Dense(
             7,
@@ -138,6 +138,7 @@ MODELS = {
     "branches": branches,
     "nested": nested,
     "line": line,
+    "line32": lambda: line("float32"),
     "rounded": lambda: dense(rounded_after=1),
 }
 OPTIMIZERS = {

@@ -28,7 +28,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     """Saves all state in `directory` while a model trains, and resumes it.
 
     Each rank writes its partitions of the sharded tables with their slots,
-    and its random states; rank 0 writes the state that all ranks share. No
+    and its random states; rank 0 writes the state that all ranks share. Of a
+    model in stages each rank writes the weights and slots of its own stage. No
     rank ever holds a whole table. A checkpoint is complete or absent, whenever
     the processes are killed.
 
@@ -37,7 +38,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     states, the input's position, `EarlyStopping`, `ReduceLROnPlateau` and
     `ModelCheckpoint`, and `History` are as they were. On as many processes
     the result is the same to the bit as that of a run that saves in the same
-    steps; the number of processes and of partitions may change. What Python
+    steps; the number of processes, of partitions and of stages may change.
+    Without a flush, all mini-batches come back before a checkpoint. What Python
     code outside of Keras remembers (your own callbacks, TensorFlow's stateful
     random operations) starts anew, and
     `EarlyStopping(restore_best_weights=True)` has no weights from before.
@@ -138,7 +140,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         sections = ["model"]
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None:
-            optimizer.build(model.trainable_variables)
+            if not optimizer.built:
+                optimizer.build(model.trainable_variables)
             sections.append("optimizer")
         storage.restore(model, *found, communicator, sections)
         return found[0]
@@ -285,13 +288,14 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         if self._collectives is None:
             raise ValueError(
                 "ShardedCheckpoint saves models that were compiled inside of "
-                "`strategy.scope()`, with `strategy = ks.HybridStrategy()`. "
-                f"Received: the model '{self.model.name}'."
+                "the `scope()` of a strategy of this library, such as "
+                "`ks.HybridStrategy()`. Received: the model "
+                f"'{self.model.name}'."
             )
         self._count_from_here()
         if not self._found:
             return
-        self._restore(("model", "optimizer"))
+        self._restore(("model", "optimizer", "prediction"))
         states = storage.read_host_states(
             self._path, self._index, self._collectives
         )

@@ -22,7 +22,7 @@ INDEX = "index.json"
 # Both far beyond a training's own: 10,000 variables are 3 MB.
 _MOST_BYTES = 1 << 28
 _MOST_LEVELS = 32
-_SECTIONS = ("model", "optimizer", "metrics")
+_SECTIONS = ("model", "optimizer", "metrics", "prediction")
 
 
 def plain(value, where, levels=_MOST_LEVELS - 4):
@@ -186,17 +186,11 @@ def _check_record(record, num_processes):
     )
     if "each_rank" in record:
         _get(record, "each_rank", lambda v: isinstance(v, bool))
+    if "ranks" in record:
+        _get(record, "ranks", _is_list_of_ranks(num_processes))
     if "num_partitions" in record:
         _get(record, "num_partitions", lambda v: shape and _is_integer(v, 1))
-        _get(
-            record,
-            "owners",
-            lambda v: (
-                isinstance(v, list)
-                and v
-                and all(_is_integer(o) and o < num_processes for o in v)
-            ),
-        )
+        _get(record, "owners", _is_list_of_ranks(num_processes))
 
 
 def _check_training(position):
@@ -234,6 +228,14 @@ def _get(entries, key, is_valid):
 def _is_integer(value, least=0):
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     return is_integer and least <= value < 1 << 64
+
+
+def _is_list_of_ranks(num_processes):
+    return lambda value: (
+        isinstance(value, list)
+        and value
+        and all(_is_integer(rank) and rank < num_processes for rank in value)
+    )
 
 
 def _is_list_of(kind):

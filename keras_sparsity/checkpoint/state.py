@@ -18,6 +18,9 @@ from keras_sparsity.update import lookups
 
 # So much of a variable is in memory a second time, when written or read.
 _BLOCK_BYTES = 1 << 22
+# Set on a model of which ranks hold parts: a function that gives its `entries`,
+# called by all ranks together.
+OF_STAGES = "_keras_sparsity_entries"
 # HDF5 has no such type: stored by its bits.
 _STORED_AS = {"bfloat16": tf.uint16}
 
@@ -27,16 +30,19 @@ class Entry:
     """One variable of the state, as one process would have it.
 
     Args:
-        section: `"model"`, `"optimizer"` or `"metrics"`.
+        section: `"model"`, `"optimizer"`, `"metrics"`, or `"prediction"`: what
+            a schedule without a flush predicts weights from.
         name: its path, for messages.
         shape: tuple of the whole.
         dtype: its name.
         pieces: the variables that hold it here: itself, or one for each
-            partition of this rank.
+            partition of this rank; none if it is on other ranks alone.
         layout: `Layout` of the partitions; None if each rank has the whole.
         is_replicated: whether it is the same on all ranks by construction.
             Of others each rank may have its own: random states, what metrics
             have counted so far, the states of a stateful layer.
+        ranks: the ranks that have it, of which the first one writes it if they
+            all have the same; None if each rank has it.
     """
 
     section: str
@@ -46,6 +52,7 @@ class Entry:
     pieces: list
     layout: Layout | None = None
     is_replicated: bool = True
+    ranks: tuple | None = None
 
     @property
     def variable(self):
@@ -54,7 +61,8 @@ class Entry:
     def parts(self, rank):
         """`(partition, variable, number of rows)` of this rank's partitions."""
         if self.layout is None:
-            return [(0, self.variable, self.shape[0] if self.shape else 1)]
+            num_rows = self.shape[0] if self.shape else 1
+            return [(0, piece, num_rows) for piece in self.pieces]
         return [
             (partition, piece, self.layout.num_rows_of(partition))
             # A rank without a partition has one piece, without rows.
@@ -70,6 +78,9 @@ def entries(model):
     In an order that depends neither on the number of processes nor on that of
     partitions.
     """
+    of_stages = getattr(model, OF_STAGES, None)
+    if of_stages is not None:
+        return of_stages()
     found = []
     trainable = {id(v) for v in model.trainable_variables}
     for variable in model.variables:

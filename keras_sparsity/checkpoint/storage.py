@@ -1,5 +1,6 @@
 """Saving and restoring a model's whole state, on all ranks together."""
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -10,14 +11,11 @@ import shutil
 import traceback
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._version import __version__
-from keras_sparsity.checkpoint import folder, index, state
-from keras_sparsity.data.batches import split_batch
+from keras_sparsity.checkpoint import folder, index, restoring, state
 from keras_sparsity.global_batch import random_states
-from keras_sparsity.global_batch.metrics import aggregation
 
 
 def save(model, directory, position, communicator, keep, is_doubtful=False):
@@ -69,7 +67,7 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
             return spoiled
         differing = _differing(entries, communicator)
         sealed = together(
-            lambda: _write_files(path, entries, differing, communicator.rank)
+            lambda: _write_files(path, entries, differing, communicator)
         )
 
         def commit():
@@ -78,7 +76,7 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
                     "versions": _versions(),
                     "num_processes": communicator.size,
                     "position": begun[0][1],
-                    "variables": _records(entries, differing),
+                    "variables": _records(entries, differing, communicator),
                     "files": {k: v for part in sealed for k, v in part.items()},
                 }
                 index.write(path, contents)
@@ -192,17 +190,23 @@ def restore(model, path, contents, communicator, sections):
         model: a model, with its optimizer built if that is to be restored.
         path, contents: result of `latest`.
         communicator: the `Collectives` of all ranks.
-        sections: of `"model"`, `"optimizer"` and `"metrics"`, which to
-            restore.
+        sections: those to restore, of `Entry.section`. `"prediction"` is
+            left as it is where the model or the checkpoint has none: another
+            schedule has saved it.
 
     Raises:
         ValueError: if the model has other variables, or a file holds other
             data than its index says.
     """
-    entries = [e for e in state.entries(model) if e.section in sections]
+    entries = state.entries(model)
+    numbered = [*enumerate(contents["variables"])]
+    have = {entry.section for entry in entries}
+    if not have & {"prediction"} & {r["section"] for _, r in numbered}:
+        sections = set(sections) - {"prediction"}
+    entries = [entry for entry in entries if entry.section in sections]
     numbered = [
         (str(number), record)
-        for number, record in enumerate(contents["variables"])
+        for number, record in numbered
         if record["section"] in sections
     ]
     _check_same_variables(entries, [record for _, record in numbered], path)
@@ -216,7 +220,10 @@ def restore(model, path, contents, communicator, sections):
                 return stack.enter_context(source)
 
             for entry, (number, record) in zip(entries, numbered, strict=True):
-                _restore(entry, number, record, file, contents, communicator)
+                restoring.restore(
+                    *(entry, number, record, file),
+                    *(contents["num_processes"], communicator),
+                )
 
     on_all_ranks(communicator, f"read the checkpoint {path}", read)
 
@@ -240,8 +247,9 @@ def read_host_states(path, contents, communicator):
     return on_all_ranks(communicator, what, read)[communicator.rank]
 
 
-def _write_files(path, entries, differing, rank):
+def _write_files(path, entries, differing, communicator):
     """Writes this rank's files; returns their sizes and checksums."""
+    rank, shared = communicator.rank, []
     names = [folder.rank_file(rank)]
     with state.open_file(os.path.join(path, names[0]), "w") as file:
         file.attrs["host_random_states"] = random_states.host_states()
@@ -250,39 +258,59 @@ def _write_files(path, entries, differing, rank):
                 group = file.create_group(str(number))
                 for partition, piece, num_rows in entry.parts(rank):
                     state.write(group, str(partition), piece, num_rows)
-            elif number in differing:
+                continue
+            writers = _writers(entry, number in differing, communicator.size)
+            if not writers:
+                shared.append((number, entry))
+            elif rank in writers:
                 state.write(file, str(number), entry.variable)
     if rank == 0:
         names.append(folder.DENSE)
         with state.open_file(os.path.join(path, folder.DENSE), "w") as file:
-            for number, entry in enumerate(entries):
-                if entry.layout is None and number not in differing:
-                    state.write(file, str(number), entry.variable)
+            for number, entry in shared:
+                state.write(file, str(number), entry.variable)
     return {name: folder.seal(os.path.join(path, name)) for name in names}
+
+
+def _writers(entry, is_own, size):
+    """The ranks whose files have a variable; none if the shared file has it.
+
+    Args:
+        entry: `Entry` that is no partitions.
+        is_own: whether each rank that has it has its own value.
+        size: the number of ranks.
+    """
+    if entry.ranks is None:
+        return tuple(range(size)) if is_own else ()
+    return entry.ranks if is_own else entry.ranks[:1]
 
 
 def _differing(entries, communicator):
     """Numbers of the variables of which each rank has its own."""
     if communicator.size == 1:
         return set()
-    own = {n for n, entry in enumerate(entries) if entry.section == "metrics"}
+    own = {
+        number
+        for number, entry in enumerate(entries)
+        if entry.section == "metrics" and not entry.is_replicated
+    }
     mine = {
         number: hashlib.blake2b(
             keras.ops.convert_to_numpy(entry.variable).tobytes(),
             digest_size=16,
         ).digest()
         for number, entry in enumerate(entries)
-        if not entry.is_replicated and number not in own
+        if not entry.is_replicated and number not in own and entry.pieces
     }
     all_ranks = communicator.gather_objects(mine, name="checkpoint/digests")
-    return own | {
-        number
-        for number in mine
-        if len({digests[number] for digests in all_ranks}) > 1
-    }
+    values = collections.defaultdict(set)
+    for digests in all_ranks:
+        for number, digest in digests.items():
+            values[number].add(digest)
+    return own | {number for number, each in values.items() if len(each) > 1}
 
 
-def _records(entries, differing):
+def _records(entries, differing, communicator):
     """The index's entry of each variable."""
     records = []
     for number, entry in enumerate(entries):
@@ -295,8 +323,12 @@ def _records(entries, differing):
         if entry.layout is not None:
             record["num_partitions"] = entry.layout.num_partitions
             record["owners"] = list(entry.layout.owners)
-        elif number in differing:
+        if number in differing:
             record["each_rank"] = True
+        if entry.ranks is not None:
+            record["ranks"] = list(
+                _writers(entry, number in differing, communicator.size)
+            )
         records.append(record)
     return records
 
@@ -353,102 +385,3 @@ def _spell_record(record):
         return "none"
     shape = tuple(record["shape"])
     return str((record["name"], record["section"], shape, record["dtype"]))
-
-
-def _restore(entry, number, record, file, contents, communicator):
-    rank = communicator.rank
-    is_as_saved = contents["num_processes"] == communicator.size
-    if "num_partitions" in record or entry.layout is not None:
-        _restore_rows(entry, number, record, file, rank)
-        return
-    sources = [folder.DENSE]
-    if record.get("each_rank"):
-        count = contents["num_processes"]
-        ranks = [rank] if is_as_saved else range(count)
-        sources = [folder.rank_file(each) for each in ranks]
-    is_split = not is_as_saved and _is_split(entry, record)
-    shape = tuple(entry.variable.shape)
-    saved = [
-        file(source).dataset(
-            [number], (None, *shape[1:]) if is_split else shape, entry.dtype
-        )
-        for source in sources
-    ]
-    if is_as_saved or not _is_own(entry, record):
-        state.read(saved[0], entry.variable)
-    else:
-        _restore_own(entry, saved, communicator)
-
-
-def _is_own(entry, record):
-    """Whether each rank has its own value, even if they were all equal."""
-    return (
-        record.get("each_rank", False)
-        or entry.section == "metrics"
-        or random_states.is_own(entry.variable)
-    )
-
-
-def _is_split(entry, record):
-    """Whether each rank has its own rows, of the examples of its part."""
-    return (
-        record.get("each_rank", False)
-        and entry.section != "metrics"
-        and not random_states.is_own(entry.variable)
-        and bool(entry.shape)
-    )
-
-
-def _restore_rows(entry, number, record, file, rank):
-    """Rows from any partitions to those that this rank owns now."""
-    count = record.get("num_partitions", 1)
-    owners = record.get("owners")
-    new_count = entry.layout.num_partitions if entry.layout else 1
-    for partition, variable, _ in entry.parts(rank):
-        for source in range(count):
-            names = [number] if owners is None else [number, str(source)]
-            place = folder.DENSE
-            if owners is not None:
-                place = folder.rank_file(owners[source % len(owners)])
-            num_rows = len(range(source, entry.shape[0], count))
-            dataset = file(place).dataset(
-                names, (num_rows, *entry.shape[1:]), entry.dtype
-            )
-            state.read_rows(
-                dataset,
-                (source, count),
-                variable,
-                (partition, new_count),
-                entry.shape[0],
-            )
-
-
-def _restore_own(entry, saved, communicator):
-    """State of which each rank had its own, for another number of ranks."""
-    variable, rank = entry.variable, communicator.rank
-    values = [dataset[()] for dataset in saved]
-    if random_states.is_own(variable):
-        variable.assign(values[0])
-        random_states.fold_rank(variable, rank)
-    elif entry.section == "metrics":
-        # They are summed (or averaged) over the ranks when they are read.
-        total = sum(values[1:], values[0])
-        kind = aggregation(variable)
-        if kind == "mean":
-            variable.assign(total / len(values))
-        elif kind == "sum":
-            variable.assign(total if rank == 0 else np.zeros_like(total))
-        else:
-            variable.assign(values[0])
-    else:
-        # One row for each example of the rank's part of the batch, as the
-        # states of a stateful layer: cut as batches are.
-        part = split_batch(np.concatenate(values), rank, communicator.size)
-        if part.shape != tuple(variable.shape):
-            raise ValueError(
-                f"{entry.name} had a value of its own on each of the "
-                f"{len(values)} processes that saved it, of shape "
-                f"{values[0].shape}, which cannot be split over "
-                f"{communicator.size}. Resume on {len(values)} processes."
-            )
-        variable.assign(part)

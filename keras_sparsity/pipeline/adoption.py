@@ -8,6 +8,7 @@ from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.pipeline import cuts
 from keras_sparsity.pipeline.runs import Runs
+from keras_sparsity.pipeline.saved_state import SavedState
 from keras_sparsity.pipeline.stage import Stage
 from keras_sparsity.pipeline.steps import Steps
 from keras_sparsity.pipeline.weights import Weights
@@ -47,13 +48,14 @@ class Adoption:
         for each in (optimizer, inner):
             if each is not None:
                 keras_optimizers.set_optimizer_strategy(each, strategy)
-        if optimizer is not None and stage.variables:
+        if optimizer is not None:
             optimizer.build(stage.variables)
         passes = strategy.passes(stage, optimizer)
         steps = Steps(model, stage, *passes)
         plan = strategy.plan_function(model, stage, passes, self._profile)
         object.__setattr__(model, measured_plan.OF_STAGES, plan)
         weights = Weights(model, self.parts, steps)
+        SavedState(model, self.parts, steps, *passes[1:])
         self._bindings = [weights, Runs(model, steps, weights), steps]
 
     def compiled_again(self, model, strategy):

@@ -3,11 +3,12 @@
 import keras
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import patches
+from keras_sparsity._tf import keras_models
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
-from keras_sparsity.data import distribution
+from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.training.binding import Binding, bound_arguments
+from keras_sparsity.training.resuming import Input, checkpoint_last, resuming
 
 
 class Runs(Binding):
@@ -21,35 +22,54 @@ class Runs(Binding):
 
     def __init__(self, model, steps, weights):
         self._steps, self._weights = steps, weights
-        super().__init__(model, ["fit", "evaluate", "predict"])
+        self._input = Input()
+        super().__init__(
+            model,
+            ["fit", "evaluate", "predict"],
+            {keras_models.SYMBOLIC_BUILD: "build"},
+        )
+
+    def build(self, iterator=None, data_batch=None):
+        """Builds metrics from the shapes of a batch."""
+        if iterator is not None:
+            data_batch = self._input.shapes(iterator)
+        self._stock[keras_models.SYMBOLIC_BUILD](data_batch=data_batch)
 
     def fit(self, *args, **kwargs):
+        arguments, callbacks = self._checked("fit", args, kwargs)
         with (
+            resuming(self._model, callbacks, arguments) as checkpoint,
             rank_zero.Lines() as lines,
-            patches.array_orders_change(distribution.next_order_seed()),
         ):
-            return self._run("fit", args, kwargs, [lines])
+            self._input.awaited_by = checkpoint
+            if callbacks is arguments["callbacks"]:
+                arguments["callbacks"] = [lines, *callbacks]
+            return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):
-        return self._run("evaluate", args, kwargs)
+        return self._run("evaluate", self._checked("evaluate", args, kwargs)[0])
 
     def predict(self, *args, **kwargs):
-        return self._run("predict", args, kwargs)
+        return self._run("predict", self._checked("predict", args, kwargs)[0])
 
-    def _run(self, name, args, kwargs, first=()):
+    def _checked(self, name, args, kwargs):
+        """The arguments of a call, and the list of its callbacks."""
         arguments = bound_arguments(self._stock[name], args, kwargs)
         self._check_same_call(name, arguments)
         callbacks = arguments.get("callbacks")
-        if not isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = keras.tree.flatten(
-                [] if callbacks is None else callbacks
-            )
-            _check_callbacks(callbacks, self._model.distribute_strategy)
-            arguments["callbacks"] = [
-                *first,
-                InputCheck(self._collectives),
-                *rank_zero.on_rank(callbacks, self._collectives.rank),
-            ]
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            return arguments, callbacks.callbacks
+        callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
+        _check_callbacks(callbacks, self._model.distribute_strategy)
+        callbacks = rank_zero.on_rank(callbacks, self._collectives.rank)
+        callbacks = [
+            InputCheck(self._collectives),
+            *checkpoint_last(callbacks),
+        ]
+        arguments["callbacks"] = callbacks
+        return arguments, callbacks
+
+    def _run(self, name, arguments):
         if self._collectives.rank != 0:
             arguments["verbose"] = 0
         with collectives.explained(f"model.{name}"):
@@ -60,11 +80,12 @@ class Runs(Binding):
 
 def _check_callbacks(callbacks, strategy):
     for callback in callbacks:
-        if type(callback).__module__.startswith("keras_sparsity."):
+        is_own = type(callback).__module__.startswith("keras_sparsity.")
+        if is_own and not isinstance(callback, ShardedCheckpoint):
             raise ValueError(
-                "The callbacks of this library look at the tables of "
-                "`ks.HybridStrategy`. Received: a "
+                "Of the callbacks of this library all but `ShardedCheckpoint` "
+                "look at the tables of `ks.HybridStrategy`. Received: a "
                 f"{type(callback).__name__} under "
-                f"`ks.{type(strategy).__name__}`. Use Keras's own, such as "
-                "`keras.callbacks.ModelCheckpoint`."
+                f"`ks.{type(strategy).__name__}`. Use `ShardedCheckpoint`, or "
+                "Keras's own, such as `keras.callbacks.ModelCheckpoint`."
             )

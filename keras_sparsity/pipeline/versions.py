@@ -43,6 +43,11 @@ class Versions(abc.ABC):
                 until the pipeline is empty; None if it goes on.
         """
 
+    @property
+    def has_averages(self):
+        """Whether each weight has an average, from which it is predicted."""
+        return False
+
     def num_copies(self, num_ahead):
         """The number of copies of the stage's weights that are held at once.
 
@@ -116,6 +121,14 @@ class Predicted(Versions):
         if num_later is None:
             return self._ahead(self._beyond)
         return self._ahead(tf.minimum(num_later, self._beyond))
+
+    @property
+    def has_averages(self):
+        return self._predictor.num_averages > 0
+
+    def average(self, variable):
+        """The Keras variable with the average of a weight's changes."""
+        return self._predictor.average(variable)
 
     def num_copies(self, num_ahead):
         del num_ahead

@@ -227,7 +227,7 @@ def _load_own_part(optimizer, variables, own):
     stock = type(optimizer).load_own_variables
 
     def load(store):
-        number, places = _places_among_all(optimizer, variables, own)
+        number, places = places_among_all(optimizer, variables, own)
         if len(store.keys()) == number:
             store = {
                 str(i): store[str(place)] for i, place in enumerate(places)
@@ -237,7 +237,7 @@ def _load_own_part(optimizer, variables, own):
     object.__setattr__(optimizer, "load_own_variables", load)
 
 
-def _places_among_all(optimizer, variables, own):
+def places_among_all(optimizer, variables, own):
     """The number of variables of an optimizer for all, and a rank's places.
 
     A place for each variable of the rank's optimizer.

@@ -130,7 +130,7 @@ class OfChanges(Predictor):
         self._averages = {}
 
     def step(self, variable):
-        return tf.convert_to_tensor(self._average(variable))
+        return tf.convert_to_tensor(self.average(variable))
 
     @contextlib.contextmanager
     def following(self, variables):
@@ -138,14 +138,22 @@ class OfChanges(Predictor):
         yield
         for variable, value in zip(variables, before, strict=True):
             change = tf.convert_to_tensor(variable) - value
-            average = self._average(variable)
-            average.assign(self._decay * average + (1 - self._decay) * change)
+            average = self.average(variable)
+            average.assign(
+                self._decay * tf.convert_to_tensor(average)
+                + (1 - self._decay) * change
+            )
 
-    def _average(self, variable):
+    def average(self, variable):
+        """The variable with the average of another one's changes."""
         if id(variable) not in self._averages:
             with tf.init_scope():
-                zeros = tf.zeros(variable.shape, variable.dtype)
-                average = tf.Variable(zeros, trainable=False)
+                average = keras.Variable(
+                    tf.zeros(variable.shape, variable.dtype),
+                    dtype=variable.dtype,
+                    trainable=False,
+                    name="average",
+                )
             # The variable too, so that no other one takes over its id.
             self._averages[id(variable)] = average, variable
         return self._averages[id(variable)][0]

@@ -14,6 +14,7 @@ from keras_sparsity.moves import moving
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.table_variable import TableVariable
 from keras_sparsity.training.binding import Binding
+from keras_sparsity.training.resuming import Input
 from keras_sparsity.update import lookups
 from keras_sparsity.update.start import synchronised_by
 
@@ -32,32 +33,24 @@ class FirstStep(Binding):
     """Builds the model, and gives every rank the same variables.
 
     Attributes:
-        awaits_input: the `ShardedCheckpoint` that is to be shown the next
-            `fit`'s input, or None.
+        input: the `Input` of the next run.
         begins_fit: whether the next input is that of a `fit`.
     """
 
     def __init__(self, model, joint_pull, replicas):
         self._joint_pull = joint_pull
         self._replicas = replicas
-        self.awaits_input = None
+        self.input = Input()
         self.begins_fit = False
         super().__init__(model, (), {keras_models.SYMBOLIC_BUILD: "build"})
         for name in _FUNCTIONS:
             self._bind(name, functools.partial(self._make_function, name))
 
     def build(self, iterator=None, data_batch=None):
-        """Builds the model from the shapes of a batch, without reading one.
-
-        Keras reads a batch and throws it away. A generator's cannot be read
-        again, and its prefetched batches would differ between the ranks.
-        """
+        """Builds the model from the shapes of a batch."""
         begins_fit, self.begins_fit = self.begins_fit, False
         if iterator is not None:
-            data_batch = keras_input.batch_shapes(iterator)
-            if self.awaits_input:
-                self.awaits_input.use_input(iterator)
-                self.awaits_input = None
+            data_batch = self.input.shapes(iterator)
         with self._optimizer_synchronises_the_model():
             self._stock[keras_models.SYMBOLIC_BUILD](
                 data_batch=without_counts(data_batch)

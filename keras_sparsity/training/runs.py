@@ -12,7 +12,6 @@ from keras_sparsity.callbacks import (
     ema_swap,
     partition_search,
     rank_zero,
-    sharded_checkpoint,
 )
 from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.input_check import InputCheck
@@ -23,6 +22,7 @@ from keras_sparsity.training.binding import (
     Binding,
     bound_arguments,
 )
+from keras_sparsity.training.resuming import checkpoint_last, resuming
 
 
 class Runs(Binding):
@@ -70,29 +70,15 @@ class Runs(Binding):
         self._add_auto_architecture(callbacks)
         arguments["callbacks"] = callbacks
         callbacks = getattr(callbacks, "callbacks", callbacks)
-        checkpoint = sharded_checkpoint.among(callbacks)
-        try:
-            return self._fit(arguments, callbacks, checkpoint)
-        finally:
-            if checkpoint:
-                checkpoint.end()
-
-    def _fit(self, arguments, callbacks, checkpoint):
-        order_seed = distribution.next_order_seed()
-        if checkpoint:
-            arguments["initial_epoch"] = checkpoint.begin(
-                self._model, callbacks, arguments
-            )
-            order_seed = checkpoint.order_seed(order_seed)
         for callback in callbacks:
             if isinstance(callback, ArchitectureLogger):
                 callback.see(callbacks)
-        self._first_step.awaits_input = checkpoint
-        self._first_step.begins_fit = True
         with (
+            resuming(self._model, callbacks, arguments) as checkpoint,
             rank_zero.Lines() as lines,
-            patches.array_orders_change(order_seed),
         ):
+            self._first_step.input.awaited_by = checkpoint
+            self._first_step.begins_fit = True
             if callbacks is arguments["callbacks"]:
                 arguments["callbacks"] = [lines, *callbacks]
             return self._run("fit", arguments)
@@ -135,11 +121,7 @@ class Runs(Binding):
                 *rank_zero.on_rank(callbacks, communicator.rank),
             ]
         callbacks = partition_search.arranged(callbacks, communicator.size)
-        # Last: it saves the state of the others.
-        return sorted(
-            callbacks,
-            key=lambda c: isinstance(c, sharded_checkpoint.ShardedCheckpoint),
-        )
+        return checkpoint_last(callbacks)
 
     def _add_auto_architecture(self, callbacks):
         """Has `fit` measure the architectures that are "auto"."""

@@ -113,6 +113,7 @@ CHANGES = [
             (["variables", 0, "owners"], (KeyError, None, [], [2], [-1], 0)),
             (["variables", 0, "owners"], (["../.."], ["0"], [0.0])),
             (["variables", 3, "each_rank"], (None, 1, "yes")),
+            (["variables", 3, "ranks"], (None, 0, [], [2], [-1], ["../.."])),
         ]
         for wrong in all_wrong
     ),

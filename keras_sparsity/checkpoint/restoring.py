@@ -1,0 +1,139 @@
+"""One variable's value from the files of a checkpoint."""
+
+import numpy as np
+
+from keras_sparsity.checkpoint import folder, state
+from keras_sparsity.data.batches import split_batch
+from keras_sparsity.global_batch import random_states
+from keras_sparsity.global_batch.metrics import aggregation
+
+
+def restore(entry, number, record, file, num_processes, communicator):
+    """Gives a variable its value, or this rank's rows of it.
+
+    Args:
+        entry: `Entry` of the variable.
+        number: its number in the checkpoint.
+        record: what the index says of it.
+        file: function of a file's name that gives its `Source`.
+        num_processes: the number of those that saved it.
+        communicator: the `Collectives` of all ranks.
+    """
+    if not entry.pieces:
+        return  # other ranks have it
+    names = [str(number)]
+    if "num_partitions" in record or entry.layout is not None:
+        _restore_rows(entry, names, record, file, communicator.rank)
+        return
+    holders = entry.ranks or tuple(range(communicator.size))
+    saved_by = tuple(record.get("ranks") or range(num_processes))
+    is_as_saved = saved_by == holders
+    sources = _files(record, saved_by)
+    if is_as_saved and len(sources) > 1:
+        sources = [folder.rank_file(communicator.rank)]
+    is_split = not is_as_saved and _is_split(entry, record)
+    shape = tuple(entry.variable.shape)
+    saved = [
+        file(source).dataset(
+            names, (None, *shape[1:]) if is_split else shape, entry.dtype
+        )
+        for source in sources
+    ]
+    if is_as_saved or not _is_own(entry, record):
+        state.read(saved[0], entry.variable)
+    else:
+        place = holders.index(communicator.rank), len(holders)
+        restore_own(entry, [dataset[()] for dataset in saved], *place)
+
+
+def _files(record, saved_by):
+    """The files that have a variable, one for each value of it.
+
+    Args:
+        record: what the index says of it.
+        saved_by: the ranks that may have a value of their own.
+    """
+    if "ranks" in record or record.get("each_rank"):
+        return [folder.rank_file(rank) for rank in saved_by]
+    return [folder.DENSE]
+
+
+def _is_own(entry, record):
+    """Whether each rank has its own value, even if they were all equal."""
+    return (
+        record.get("each_rank", False)
+        or entry.section == "metrics"
+        or random_states.is_own(entry.variable)
+    )
+
+
+def _is_split(entry, record):
+    """Whether each rank has its own rows, of the examples of its part."""
+    return (
+        record.get("each_rank", False)
+        and entry.section != "metrics"
+        and not random_states.is_own(entry.variable)
+        and bool(entry.shape)
+    )
+
+
+def _restore_rows(entry, names, record, file, rank):
+    """Rows from any partitions to those that this rank owns now."""
+    count = record.get("num_partitions", 1)
+    owners = record.get("owners")
+    new_count = entry.layout.num_partitions if entry.layout else 1
+    for partition, variable, _ in entry.parts(rank):
+        for source in range(count):
+            where, within = _files(record, record.get("ranks"))[0], names
+            if owners is not None:
+                where = folder.rank_file(owners[source % len(owners)])
+                within = [*names, str(source)]
+            num_rows = len(range(source, entry.shape[0], count))
+            dataset = file(where).dataset(
+                within, (num_rows, *entry.shape[1:]), entry.dtype
+            )
+            state.read_rows(
+                dataset,
+                (source, count),
+                variable,
+                (partition, new_count),
+                entry.shape[0],
+            )
+
+
+def restore_own(entry, values, place, num_holders):
+    """State of which each rank had its own, for another number of ranks.
+
+    Args:
+        entry: `Entry` of the variable.
+        values: list of the saved values.
+        place: this rank's place among the ranks that have it now.
+        num_holders: their number.
+    """
+    variable = entry.variable
+    if random_states.is_own(variable):
+        variable.assign(values[0])
+        random_states.fold_rank(variable, place)
+    elif entry.section == "metrics":
+        # They are summed (or averaged) over the ranks when they are read.
+        total = sum(values[1:], values[0])
+        kind = aggregation(variable)
+        if kind == "mean":
+            variable.assign(total / len(values))
+        elif kind == "sum":
+            has_total = place == 0 or entry.is_replicated
+            variable.assign(total if has_total else np.zeros_like(total))
+        else:
+            variable.assign(values[0])
+    else:
+        # One row for each example of the rank's part of the batch, as the
+        # states of a stateful layer: cut as batches are.
+        part = split_batch(np.concatenate(values), place, num_holders)
+        if part.shape != tuple(variable.shape):
+            raise ValueError(
+                f"{entry.name} had a value of its own on each of the "
+                f"{len(values)} processes that saved it, of shape "
+                f"{values[0].shape}, which cannot be split over "
+                f"{num_holders}. Resume on {len(values)} processes."
+            )
+        variable.assign(part)

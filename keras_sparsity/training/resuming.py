@@ -1,0 +1,65 @@
+"""A `fit` that goes on from a `ShardedCheckpoint`."""
+
+import contextlib
+
+from keras_sparsity._tf import keras_input, patches
+from keras_sparsity.callbacks import sharded_checkpoint
+from keras_sparsity.data import distribution
+
+
+def checkpoint_last(callbacks):
+    """Callbacks in their order; a checkpoint saves the state of the others."""
+    return sorted(
+        callbacks,
+        key=lambda c: isinstance(c, sharded_checkpoint.ShardedCheckpoint),
+    )
+
+
+@contextlib.contextmanager
+def resuming(model, callbacks, arguments):
+    """Context of a `fit`: its first epoch and the order of its arrays.
+
+    Args:
+        model: the model to be trained.
+        callbacks: list of all of its callbacks.
+        arguments: `fit`'s, by name; gets `initial_epoch`.
+
+    Yields:
+        The `ShardedCheckpoint` among the callbacks, or None.
+    """
+    order_seed = distribution.next_order_seed()
+    checkpoint = sharded_checkpoint.among(callbacks)
+    with contextlib.ExitStack() as stack:
+        if checkpoint:
+            stack.callback(checkpoint.end)
+            arguments["initial_epoch"] = checkpoint.begin(
+                model, callbacks, arguments
+            )
+            order_seed = checkpoint.order_seed(order_seed)
+        stack.enter_context(patches.array_orders_change(order_seed))
+        yield checkpoint
+
+
+class Input:
+    """The input of a run, shown to a `ShardedCheckpoint` that awaits it.
+
+    Attributes:
+        awaited_by: the checkpoint, or None.
+    """
+
+    def __init__(self):
+        self.awaited_by = None
+
+    def shapes(self, iterator):
+        """The shapes of a batch, without reading one.
+
+        Keras reads a batch and throws it away. A generator's cannot be read
+        again, and its prefetched batches would differ between the ranks.
+
+        Args:
+            iterator: Keras's epoch iterator.
+        """
+        if self.awaited_by:
+            self.awaited_by.use_input(iterator)
+            self.awaited_by = None
+        return keras_input.batch_shapes(iterator)

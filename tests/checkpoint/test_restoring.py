@@ -1,0 +1,106 @@
+"""Values of a checkpoint, on other numbers of processes and stages."""
+
+import types
+
+import keras
+import numpy as np
+import pytest
+
+from keras_sparsity.checkpoint import restoring
+from keras_sparsity.checkpoint.state import Entry
+
+SAVED = [np.float32(1.0), np.float32(5.0)]  # by two processes
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("aggregation", "read", "expected"),
+    [("sum", np.sum, 6.0), ("mean", np.mean, 3.0)],
+)
+def test_what_is_read_stays(aggregation, read, expected, size):
+    """A metric's variable is summed or averaged over the ranks when read."""
+    variables = [
+        keras.Variable(7.0, aggregation=aggregation) for _ in range(size)
+    ]
+    for rank, variable in enumerate(variables):
+        entry = _entry("metrics", variable, None, is_replicated=False)
+        restoring.restore_own(entry, SAVED, rank, size)
+    assert read([v.numpy() for v in variables]) == expected
+
+
+def _entry(section, variable, ranks, rank=0, is_replicated=True):
+    is_here = ranks is None or rank in ranks
+    return Entry(
+        *(section, "it", tuple(variable.shape), variable.dtype),
+        [variable] if is_here else [],
+        is_replicated=is_replicated,
+        ranks=ranks,
+    )
+
+
+def _restored(section, make, record, num_saved, ranks, size, is_replicated):
+    """Values by rank; a file's value is ten times its rank, dense.h5's 99."""
+    variables = [make() for _ in range(size)]
+
+    def file(name):
+        rank = 9.9 if name == "dense.h5" else int(name[5:-3])
+
+        def dataset(names, shape, dtype):
+            assert (names, dtype) == (["3"], variables[0].dtype)
+            return np.full(shape, 10 * rank, dtype)
+
+        return types.SimpleNamespace(dataset=dataset)
+
+    for rank, variable in enumerate(variables):
+        restoring.restore(
+            _entry(section, variable, ranks, rank, is_replicated),
+            *(3, record, file, num_saved),
+            types.SimpleNamespace(rank=rank, size=size),
+        )
+    return [variable.numpy().tolist() for variable in variables]
+
+
+def _number():
+    return keras.Variable(7.0, aggregation="sum")
+
+
+def _seed():
+    return keras.Variable([3, 4], dtype="uint32", name="seed_generator_state")
+
+
+@pytest.mark.parametrize(
+    ("section", "record", "num_saved", "ranks", "size", "expected"),
+    [
+        # Of a stage on rank 1, to one process, and to two ranks of three.
+        ("model", {"ranks": [1]}, 2, (0,), 1, [10]),
+        ("model", {"ranks": [1]}, 2, (0, 1), 3, [10, 10, 7]),
+        # Between models in stages and others.
+        ("model", {}, 2, (1,), 2, [7, 99]),
+        ("model", {"ranks": [1]}, 2, None, 2, [10, 10]),
+        # What the last stage has counted; each rank's counts, all together.
+        ("metrics", {"ranks": [1]}, 2, (1, 2), 3, [7, 10, 10]),
+        ("metrics", {"each_rank": True}, 3, (1, 2), 3, [7, 30, 30]),
+    ],
+)
+def test_from_stages_to_others(
+    section, record, num_saved, ranks, size, expected
+):
+    found = _restored(section, _number, record, num_saved, ranks, size, True)
+    assert found == expected
+
+
+def test_counts_of_the_last_stage_without_stages():
+    """They are summed over the ranks when they are read."""
+    found = _restored("metrics", _number, {"ranks": [1]}, 2, None, 2, False)
+    assert found == [10, 0]
+
+
+def test_random_states_of_a_stage():
+    record = {"ranks": [1, 2], "each_rank": True}
+    same = _restored("model", _seed, record, 3, (1, 2), 3, False)
+    assert same == [[3, 4], [10, 10], [20, 20]]
+    # Of more ranks: that of the first of those that saved it, and others'.
+    more = _restored("model", _seed, record, 3, (0, 1, 2), 3, False)
+    assert more[0] == [10, 10]
+    assert [counter for _, counter in more] == [10] * 3
+    assert len({seed for seed, _ in more}) == 3
