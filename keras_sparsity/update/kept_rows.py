@@ -86,7 +86,7 @@ class KeptRows:
         first = _NEVER if are_at_rest else 0
         with tf.init_scope():
             self.sums = StepSums(form, table.num_rows)
-            # Of steps, and from outside.
+            # Of steps, from outside, and of all rows.
             self.num_writes = tf.Variable(0, dtype=tf.int64, trainable=False)
             self._pieces = [
                 Piece(
@@ -267,6 +267,8 @@ class KeptRows:
         for piece in self._pieces:
             self._settle_piece(piece)
         self.sums.reset()
+        # Rows that a step has pulled before are of earlier sums.
+        self.num_writes.assign_add(1)
         return tf.constant(True)
 
     def _settle_piece(self, piece):

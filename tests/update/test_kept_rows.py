@@ -218,6 +218,32 @@ def test_a_traced_function_writes_between_pull_and_update(is_step):
         assert_same(kept, stock)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.8, "centered": True}, {"use_ema": True}]
+)
+def test_all_is_read_between_pull_and_update(options):
+    """Slots that the rows do not depend on, too, are then up to date."""
+    stock, kept = (
+        kind(keras.optimizers.RMSprop(**options)) for kind in (Stock, Kept)
+    )
+    ids, values = tf.constant([0, 1, 2, ROWS // 3]), tf.ones([4, DIM])
+
+    @tf.function
+    def step():
+        variables = [kept.table.variable]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(kept.table.gather(ids) * values)
+        gradients = tape.gradient(loss, variables)
+        whole.tensor(kept.table)
+        kept.optimizer.apply(gradients, variables)
+
+    for _ in range(3):
+        train(20, stock, kept)
+        step()
+        stock.step(ids, values)
+        assert_same(kept, stock)
+
+
 def test_reading_and_setting_anything_between_steps():
     stock, kept = Stock(made("adamw")), Kept(made("adamw"))
     scale = np.float32(0.5)
