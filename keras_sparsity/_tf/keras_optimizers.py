@@ -21,11 +21,18 @@ ADAMAX_NORMS = "_u"
 LINEARS = "_linears"
 # Of any rule with `gradient_accumulation_steps`.
 GRADIENT_SUMS = "_accumulated_gradients"
+# Of any rule with `use_ema`.
+AVERAGES = "_model_variables_moving_average"
 
 
 def built_variables(optimizer):
     """The variables an optimizer was built with (`_trainable_variables`)."""
     return optimizer._trainable_variables
+
+
+def set_built_variables(optimizer, variables):
+    """Sets the same, which Keras averages with `use_ema`."""
+    optimizer.__dict__["_trainable_variables"] = variables
 
 
 def variable_index(optimizer, variable):

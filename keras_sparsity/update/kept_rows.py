@@ -25,6 +25,8 @@ from keras_sparsity.update.step_sums import StepSums
 _BLOCK_BYTES = 1 << 22
 # The step of a row that has none: zero in all slots, which stay so.
 _NEVER = -1
+# Slots that are not a rule's own.
+_OF_ANY_RULE = {keras_optimizers.GRADIENT_SUMS, keras_optimizers.AVERAGES}
 # The collection of the rows that a graph has pulled.
 _PULLED = "keras_sparsity/pulled"
 
@@ -81,7 +83,10 @@ class KeptRows:
         # While its own writes are traced, or run.
         self.is_writing = False
         are_at_rest = are_zero and not (
-            form.weight_decay or form.changes_new_rows or form.is_non_negative
+            form.weight_decay
+            or form.changes_new_rows
+            or form.is_non_negative
+            or form.average is not None
         )
         first = _NEVER if are_at_rest else 0
         with tf.init_scope():
@@ -175,7 +180,8 @@ class KeptRows:
         If that step is applied, and updates none of them.
 
         Args:
-            variable, ids: as for `rows_now`.
+            variable: the `tf.Variable` of the weights.
+            ids: integer tensor of any shape.
         """
         piece = self._piece_of[id(variable)]
         unique, index = tf.unique(tf.reshape(ids, [-1]))
@@ -315,6 +321,7 @@ class CurrentRows:
         steps, now = tf.gather(piece.steps, ids), kept.sums.now
         # No step has left a row behind that has none.
         steps = tf.where(steps < 0, now, steps)
+        self._steps, self._now = steps, now
         dtype = piece.weights.dtype
         self._gap = kept.sums.gap(steps, now, dtype, coming)
         self._are_behind = steps < (now if coming is None else now + 1)
@@ -335,9 +342,12 @@ class CurrentRows:
     def _current(self, variable):
         form, gap = self._kept.form, self._gap
         for kind, slot in self.piece.slots.items():
-            if slot is variable:
-                return form.slot_after(kind, self._slots, gap.factors.get(kind))
-        weights = tf.stop_gradient(stored_rows(variable, self._ids))
+            if slot is not variable:
+                continue
+            if kind == keras_optimizers.AVERAGES:
+                return self._average()
+            return form.slot_after(kind, self._slots, gap.factors.get(kind))
+        weights = self._weights
         if gap.decay is not None:
             weights = weights * gap.decay
         moved = form.moved(weights, self._slots, gap.sums)
@@ -345,6 +355,17 @@ class CurrentRows:
             is_less = self._are_behind[:, None] & (moved < 0)
             moved = tf.where(is_less, tf.zeros_like(moved), moved)
         return moved
+
+    def _average(self):
+        kind, dtype = keras_optimizers.AVERAGES, self.piece.weights.dtype
+        gap = self._kept.sums.average_gap(self._steps, self._now, dtype)
+        weights = self._weights * gap.decay
+        of_late_steps = self._kept.form.moved(weights, self._slots, gap.sums)
+        return self._slots[kind] * gap.factors[kind] + of_late_steps
+
+    @functools.cached_property
+    def _weights(self):
+        return tf.stop_gradient(stored_rows(self.piece.weights, self._ids))
 
 
 class _StoredSlots(dict):
@@ -416,8 +437,7 @@ def keep(rule, pieces, slots, table, are_zero):
     is_known = (
         forms[0] is not None
         and all(form == forms[0] for form in forms)
-        and set(slots) - {keras_optimizers.GRADIENT_SUMS}
-        == set(forms[0].factors)
+        and set(slots) - _OF_ANY_RULE == set(forms[0].factors)
     )
     of_slots = [slot.value for of_kind in slots.values() for slot in of_kind]
     if not is_known or not all(

@@ -130,12 +130,15 @@ def stand_in_for(optimizer, row_updates):
     made = []
     in_place_of = {}
     indices = {}
+    variables = list(keras_optimizers.built_variables(optimizer))
     for variable, rows, read in row_updates:
         stand_in = RowStandIn(variable, rows, read, variable.constraint)
         in_place_of[id(variable)] = stand_in
         index = keras_optimizers.variable_index(optimizer, variable)
         indices[index] = rows, read
+        variables[index] = stand_in
         made.append(stand_in)
+    keras_optimizers.set_built_variables(copy, variables)
     for name, slots in _slot_containers(optimizer) if indices else ():
         replaced = _plain(slots)
         for index, (rows, read) in indices.items():

@@ -6,6 +6,8 @@ import typing
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_optimizers
+from keras_sparsity.update.average_sums import AverageSums
 from keras_sparsity.update.closed_form.base import NO_MARK
 
 # Steps after which all rows are brought up to date, however large the table:
@@ -24,11 +26,13 @@ class Step(typing.NamedTuple):
     Attributes:
         size, decay: :math:`a_j` and :math:`d_j` of `ClosedForm`.
         mark: `ClosedForm.mark`; None: none.
+        momentum: of the averages; None: there are none.
     """
 
     size: tf.Tensor
     decay: tf.Tensor
     mark: tf.Tensor | None
+    momentum: tf.Tensor | None
 
 
 class Gap(typing.NamedTuple):
@@ -72,6 +76,11 @@ class StepSums:
         self._marks = None
         if form.has_marks:
             self._marks = tf.Variable(np.ones(self.capacity), trainable=False)
+        self._average = None
+        if form.average is not None:
+            self._average = AverageSums(
+                form, self._sums, self._decays, self._marks
+            )
         # Captured by traced functions, so that none has a copy.
         self._kernel = tf.constant(form.kernel, tf.float64)
         self._powers = {
@@ -95,7 +104,11 @@ class StepSums:
         # Sums are divided by it.
         nothing = tf.constant(_NOTHING, tf.float64)
         decay = tf.where(tf.abs(decay) < nothing, nothing, decay)
-        return Step(size, decay, mark)
+        momentum = None
+        if self._form.average is not None:
+            is_later = tf.cast(iterations > 0, tf.float64)
+            momentum = is_later * self._form.average
+        return Step(size, decay, mark, momentum)
 
     def extend(self, added):
         """Adds a step.
@@ -124,7 +137,11 @@ class StepSums:
             )
         self._decays.scatter_update(tf.IndexedSlices(product[None], step[None]))
         self._now.assign(step)
-        return (step >= self.capacity - 1) | ~(tf.abs(product) > _SMALLEST)
+        is_full = step >= self.capacity - 1
+        is_full |= ~(tf.abs(product) > _SMALLEST)
+        if self._average is not None:
+            is_full |= self._average.extend(step, added)
+        return is_full
 
     def _total(self, now, added, product):
         """The sum of all steps, if they last."""
@@ -186,6 +203,22 @@ class StepSums:
             },
         )
 
+    def average_gap(self, steps, now, dtype):
+        """The part of the averages that is of the steps until now.
+
+        Args:
+            steps, now, dtype: as for `gap`.
+
+        Returns:
+            `Gap`, of which `ClosedForm.moved` makes that part.
+        """
+        sums, decay, factor = self._average.gap(steps, now)
+        return Gap(
+            [tf.cast(column, dtype) for column in sums],
+            tf.cast(decay, dtype),
+            {keras_optimizers.AVERAGES: tf.cast(factor, dtype)},
+        )
+
     def _marks_of(self, steps, now, coming):
         """Columns: the marks of the first step behind, and of the last."""
         first = tf.gather(self._marks, steps)
@@ -202,6 +235,8 @@ class StepSums:
         self._now.assign(0)
         self._sums.assign(tf.zeros(self._sums.shape, tf.float64))
         self._decays.assign(tf.ones(self._decays.shape, tf.float64))
+        if self._average is not None:
+            self._average.reset()
 
 
 @functools.lru_cache(maxsize=64)

@@ -33,13 +33,20 @@ class ClosedForm(abc.ABC):
         is_non_negative: whether negative weights become zero in each step.
             Steps without a gradient move a weight in one direction, so that it
             is enough to do so after the last one.
+        average: momentum of the averages of the weights (`use_ema`); None:
+            there are none.
+        is_linear: whether `moved` is linear in the weights and the sums, or in
+            the last mark: then it also gives the average of the weights of
+            several steps, from the averages of these.
     """
 
     weight_decay: float
     is_non_negative: bool = dataclasses.field(default=False, kw_only=True)
+    average: float | None = dataclasses.field(default=None, kw_only=True)
     lasts = False
     has_marks = False
     changes_new_rows = False
+    is_linear = True
 
     @property
     @abc.abstractmethod

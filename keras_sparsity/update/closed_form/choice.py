@@ -34,7 +34,6 @@ def closed_form_of(rule, variable):
     is_covered = (
         make is not None
         and (constraint is None or is_non_negative(constraint))
-        and not rule.use_ema
         # Steps that only accumulate change weights, too.
         and not (rule.gradient_accumulation_steps and constraint)
         # Narrower ones lose a step's movement to rounding.
@@ -56,7 +55,29 @@ def closed_form_of(rule, variable):
     num_steps, num_sums = form.kernel.shape
     if not num_sums or num_steps > _MOST_STEPS:
         return None
-    return dataclasses.replace(form, is_non_negative=constraint is not None)
+    form = dataclasses.replace(form, is_non_negative=constraint is not None)
+    return _with_averages(form, rule, variable) if rule.use_ema else form
+
+
+def _with_averages(form, rule, variable):
+    """The `ClosedForm` with the averages of `use_ema`, or None.
+
+    Keras averages weights before it constrains them, also in steps that only
+    accumulate, and `ema_overwrite_frequency` changes all weights.
+    """
+    momentum = rule.ema_momentum
+    if (
+        not (form.is_linear and _is_number(momentum))
+        or variable.constraint is not None
+        or rule.gradient_accumulation_steps
+        or rule.ema_overwrite_frequency
+    ):
+        return None
+    if tf.as_dtype(variable.dtype) == tf.float32:
+        momentum = as_float32(momentum)
+    if not 0 <= momentum < 1:
+        return None
+    return dataclasses.replace(form, average=float(momentum))
 
 
 def _adam(rule, decay, dtype):

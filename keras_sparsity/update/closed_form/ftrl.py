@@ -17,7 +17,8 @@ class Ftrl(ClosedForm):
                        {n^{-p} / \eta_T + 2 \lambda_2 + \beta / \eta_T}
 
     in which only the learning rate of the last step changes. The initial
-    weights do not count any more after the first step.
+    weights do not count any more after the first step. Without
+    :math:`\lambda_2`, w is proportional to the learning rate.
 
     Attributes:
         power: the rule's `learning_rate_power`, p.
@@ -30,6 +31,10 @@ class Ftrl(ClosedForm):
     beta: float
     has_marks = True
     changes_new_rows = True
+
+    @property
+    def is_linear(self):
+        return not self.l2
 
     @property
     def factors(self):
