@@ -53,15 +53,18 @@ class HybridOptimizer(OptimizerWrapper):
             rows keep a momentum that stock Keras spends. Both cost as much
             as the touched rows. Of SGD with momentum, RMSprop, Adadelta,
             Adam, AdamW, Adamax, Nadam, Lion and Ftrl, also with
-            `weight_decay`, an owner works out how an untouched row has moved
-            in any number of steps when the row is read; that takes 4 bytes a
-            row. An ordinary `Embedding` takes part if it is made, and its
-            model compiled, inside of `strategy.scope()`. All rows are updated
-            in each step of models with `jit_compile=True`, and, which is
-            logged, of other rules, with `use_ema` or a constraint other than
-            `NonNeg`, if `beta_2` is at most about `beta_1`, and if a function
-            that reads the table was traced before the optimizer was built, or
-            another optimizer has trained it.
+            `weight_decay` and `use_ema`, an owner works out how an untouched
+            row and its average have moved in any number of steps when they
+            are read; that takes 4 bytes a row. An ordinary `Embedding` takes
+            part if it is made, and its model compiled, inside of
+            `strategy.scope()`. All rows are updated in each step of models
+            with `jit_compile=True`, and, which is logged, of other rules,
+            with a constraint other than `NonNeg`, with `use_ema` beside
+            `ema_overwrite_frequency`, `gradient_accumulation_steps`, a
+            constraint or Ftrl's `l2_regularization_strength`, if `beta_2` is
+            at most about `beta_1`, and if a function that reads the table was
+            traced before the optimizer was built, or another optimizer has
+            trained it.
         dense_aggregation: `"mean"`: the gradient of the mean loss over the
             global batch. Each rank's loss is weighted by its share of that
             batch, so the ranks' gradients are added. `"sum"`: `size` times

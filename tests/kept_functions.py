@@ -24,6 +24,15 @@ RULES = {
     ),
     "amsgrad": ("Adam", {"learning_rate": 0.01, "amsgrad": True}),
     "adamw": ("AdamW", {"learning_rate": 0.01, "weight_decay": 0.1}),
+    "averaged": (
+        "AdamW",
+        {
+            "learning_rate": 0.01,
+            "weight_decay": 0.1,
+            "use_ema": True,
+            "ema_momentum": 0.9,
+        },
+    ),
     "adamax": ("Adamax", {"learning_rate": 0.01}),
     "nesterov": (
         "SGD",
@@ -236,15 +245,15 @@ def train_ordinary(name, architecture, directory, run, interrupt_after):
         rules._SMALL_ELEMENTS = 1 << 15
 
 
-def save_and_go_on(directory, interrupt_after):
+def save_and_go_on(directory, interrupt_after, name="accumulating"):
     """Trains with a checkpoint, perhaps until an interruption.
 
     Returns:
         Weights and state.
     """
     try:
-        # Its files hold the sums of gradients of less than four steps.
-        model = spread(made("accumulating"))
+        # Files of "accumulating" hold the gradients of less than four steps.
+        model = spread(made(name))
         callbacks = [ks.callbacks.ShardedCheckpoint(directory, every_steps=15)]
         if interrupt_after:
             callbacks.append(InterruptAfter(interrupt_after))

@@ -1,10 +1,14 @@
 """Keras's `SwapEMAWeights` in an adopted model, with loss scaling."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
 
 import keras_sparsity as ks
+from keras_sparsity._tf.current_variable import keeper_of
+from keras_sparsity.update import rules
 from tests.conftest import engines
 
 
@@ -55,11 +59,16 @@ def train(embedding=keras.layers.Embedding, strategy=None, seed=1):
         )
     listed = keras.callbacks.CallbackList([callback], model=model)
     model.evaluate(x, y, verbose=0, callbacks=listed)
+    return seen, model.layers[1]
+
+
+def train_sharded(are_rows_kept):
+    largest = 0 if are_rows_kept else rules._SMALL_ELEMENTS
+    with mock.patch.object(rules, "_SMALL_ELEMENTS", largest):
+        seen, layer = train(ks.layers.ShardedEmbedding, ks.HybridStrategy())
+    keepers = [keeper_of(piece.value) for piece in layer.table.pieces]
+    assert all((k is not None) == are_rows_kept for k in keepers), keepers
     return seen
-
-
-def train_sharded():
-    return train(ks.layers.ShardedEmbedding, ks.HybridStrategy())
 
 
 def check(seen, expected):
@@ -70,11 +79,14 @@ def check(seen, expected):
             np.testing.assert_allclose(x, y, atol=2e-4)
 
 
-def test_swapped_in_one_process():
-    check(train_sharded(), train())
+@pytest.mark.parametrize("are_rows_kept", [False, True])
+def test_swapped_in_one_process(are_rows_kept):
+    check(train_sharded(are_rows_kept), train()[0])
 
 
 @pytest.mark.parametrize("engine", engines())
 def test_swapped_on_two(cluster, engine):
-    for seen in cluster(engine, 2).run(train_sharded):
-        check(seen, train())
+    expected, _ = train()
+    for are_rows_kept in (False, True):
+        for seen in cluster(engine, 2).run(train_sharded, are_rows_kept):
+            check(seen, expected)

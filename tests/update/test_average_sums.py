@@ -8,6 +8,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity.update import rules, step_sums
+from tests.oracles import DenseGradients
 from tests.update import test_kept_rows as loops
 from tests.update.closed_form import test_rules as rule_runs
 
@@ -179,3 +180,25 @@ def test_averages_without_a_closed_form(kind, options, constraint, caplog):
     assert keeper_of(table.variable.value) is None
     (record,) = caplog.records
     assert "no closed form" in record.getMessage()
+
+
+def test_fit_saves_and_loads_averages(tmp_path):
+    def adam():
+        return keras.optimizers.Adam(use_ema=True, ema_momentum=0.9)
+
+    stock = loops.Fit(keras.layers.Embedding, DenseGradients(adam()))
+    with ks.HybridStrategy().scope():
+        kept = loops.Fit(ks.layers.ShardedEmbedding, adam())
+    for _ in range(2):
+        for one in (stock, kept):
+            one.fit()
+        table = kept.model.layers[0].table
+        assert keeper_of(table.variable.value) is not None
+        kept.model.save(tmp_path / "model.keras")
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+        state = [v.numpy() for v in stock.model.optimizer.inner.variables]
+        expected = [*stock.model.get_weights(), *state]
+        for model in (kept.model, loaded):
+            found = [*model.get_weights(), *model.optimizer.state()]
+            for a, b in zip(found, expected, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

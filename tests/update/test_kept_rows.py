@@ -708,7 +708,7 @@ def test_step_of_an_ordinary_embedding_reads_rows_alone(monkeypatch):
 
 CASES = {
     ("native", 2): [
-        ("adam", True),
+        ("averaged", True, ("prefetch", True)),
         ("adam", False, ("prefetch", True)),
         ("adamw", True, ("architecture", "allgather")),
     ],
@@ -719,7 +719,7 @@ CASES = {
     ("horovod", 2): [
         ("amsgrad", True),
         ("rmsprop", False),
-        ("adam", True, ("architecture", "allreduce")),
+        ("averaged", True, ("architecture", "allreduce")),
     ],
     ("local", 1): [("adamax", True), ("adadelta", False)],
 }
@@ -745,11 +745,14 @@ def test_fit_as_stock_keras(cluster, engine, num_processes):
 @pytest.mark.parametrize("engine", engines())
 def test_ordinary_embeddings(cluster, engine, tmp_path):
     """Also on ranks that go on from a checkpoint, to the bit."""
-    architecture = {"native": "hybrid", "horovod": "allreduce"}[engine]
-    options = "adam", architecture, str(tmp_path)
+    name, architecture = {
+        "native": ("adam", "hybrid"),
+        "horovod": ("averaged", "allreduce"),
+    }[engine]
+    options = name, architecture, str(tmp_path)
     run = kept_functions.train_ordinary
     whole = cluster(engine, 2).run(run, *options, "whole", None)
-    assert_trained(whole, ["adam"])
+    assert_trained(whole, [name])
     cluster(engine, 2).run(run, *options, "stopped", 38)
     again = cluster(engine, 2).run(run, *options, "stopped", None)
     for a, b in zip(flat(whole[0]), flat(again[0]), strict=True):
@@ -799,17 +802,18 @@ def flat(weights_and_state):
     return [*weights, *state]
 
 
+@pytest.mark.parametrize("name", ["accumulating", "averaged"])
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_goes_on_from_a_checkpoint(cluster, engine, tmp_path):
+def test_goes_on_from_a_checkpoint(cluster, engine, name, tmp_path):
     """To the bit; on another number of ranks, to the rounding of sums."""
     run, folder = kept_functions.save_and_go_on, tmp_path / "stopped"
-    whole = cluster(engine, 2).run(run, str(tmp_path / "whole"), None)[0]
-    cluster(engine, 2).run(run, str(folder), 38)
+    whole = cluster(engine, 2).run(run, str(tmp_path / "whole"), None, name)[0]
+    cluster(engine, 2).run(run, str(folder), 38, name)
     shutil.copytree(folder, tmp_path / "other")
-    again = cluster(engine, 2).run(run, str(folder), None)[0]
+    again = cluster(engine, 2).run(run, str(folder), None, name)[0]
     for a, b in zip(flat(whole), flat(again), strict=True):
         np.testing.assert_array_equal(a, b)
-    other = cluster("local", 1).run(run, str(tmp_path / "other"), None)[0]
+    other = cluster("local", 1).run(run, str(tmp_path / "other"), None, name)[0]
     for a, b in zip(flat(whole), flat(other), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
