@@ -436,7 +436,7 @@ def test_skipped_steps_of_loss_scaling_are_none():
 @pytest.mark.parametrize(
     "options",
     [
-        {"use_ema": True},
+        {"use_ema": True, "ema_overwrite_frequency": 2},
         {"beta_1": 0.9999},
         {"beta_2": 0.9},
         {"epsilon": 0.0},
