@@ -138,6 +138,8 @@ class HybridOptimizer(OptimizerWrapper):
         for option, value in options.items():
             setattr(self, option, value)
         self._aggregation = Aggregation([], [])
+        # Variables of which `_tell_of_whole_updates` has told, by `id`.
+        self._told = set()
         # Set where a model is compiled.
         self.is_compiled_by_xla = False
         self._forward_attributes()
@@ -211,7 +213,8 @@ class HybridOptimizer(OptimizerWrapper):
                 lookups.owner_of(variable),
                 are_zero,
             )
-            if why_not:
+            if why_not and id(variable) not in self._told:
+                self._told.add(id(variable))
                 _tell_of_whole_updates(variable, len(slots), why_not)
 
     # Tables that are moved.
@@ -463,7 +466,9 @@ class HybridOptimizer(OptimizerWrapper):
 
 
 def _tell_of_whole_updates(variable, num_slots, why):
-    """Logs that each step costs as much as the table is large."""
+    """Logs, on rank 0, that each step costs as much as the table is large."""
+    if choice.entered().communicator.rank != 0:
+        return
     num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
     logging.getLogger(__name__).warning(
         "Each step updates all %d rows of the table '%s', %.3g MB with its "

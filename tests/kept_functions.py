@@ -1,7 +1,9 @@
 """What the ranks run in tests of rows that are brought up to date."""
 
 import contextlib
+import logging
 import os
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,7 +12,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity.conversion import saving
-from keras_sparsity.update import rules
+from keras_sparsity.update import kept_rows, rules
 from tests.checkpoint_functions import InterruptAfter, Interruption
 from tests.oracles import DenseGradients
 
@@ -295,4 +297,62 @@ def own_loop(name):
         assert keeper_of(table.pieces[0].value) is not None
         return table.read()
     finally:
+        rules._SMALL_ELEMENTS = 1 << 15
+
+
+def settle_after_a_move():
+    """Trains, repartitions, trains and settles, twice.
+
+    Returns:
+        The numbers of rows that this rank's owner stores of the first table.
+    """
+    counts, store = [], kept_rows.store_rows
+
+    def spy(variable, ids, rows):
+        if any(variable is piece.value for piece in table.pieces):
+            counts.append(int(tf.size(ids)))
+        store(variable, ids, rows)
+
+    try:
+        model = spread(made("adam"), partitions=(2,))
+        fit(model, epochs=1)
+        (table,) = saving.tables_of(model)
+        ks.moves.repartition(model, {table: 1 + table.layout.num_partitions})
+        found = []
+        for _ in range(2):
+            fit(model, epochs=1)
+            with mock.patch.object(kept_rows, "store_rows", spy):
+                table.settle()
+            found.append(sum(counts))
+            counts.clear()
+        return found
+    finally:
+        rules._SMALL_ELEMENTS = 1 << 15
+
+
+class OwnAdam(keras.optimizers.Adam):
+    """A rule of a user's own, of which no closed form is known."""
+
+
+def told_of_updates():
+    """Repartitions a table twice that is updated whole.
+
+    Returns:
+        The optimizer's log messages on this rank.
+    """
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = logging.getLogger("keras_sparsity.optimizer")
+    logger.addHandler(handler)
+    try:
+        model = spread(OwnAdam(), partitions=(2,))
+        model.optimizer.build(model.trainable_variables)
+        (table,) = saving.tables_of(model)
+        for count in (3, 4):
+            ks.moves.repartition(model, {table: count})
+        assert table.layout.num_partitions == 4
+        return [record.getMessage() for record in records]
+    finally:
+        logger.removeHandler(handler)
         rules._SMALL_ELEMENTS = 1 << 15

@@ -148,7 +148,7 @@ def _settled_before(name):
         self._settle()
         result = stock(self, *args, **kwargs)
         if self.keeper is not None and not self.keeper.is_writing:
-            self.keeper.note_write()
+            self.keeper.note_write(self)
         return result
 
     return method

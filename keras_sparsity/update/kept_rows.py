@@ -82,13 +82,13 @@ class KeptRows:
         self.is_replica = table.has_replicas
         # While its own writes are traced, or run.
         self.is_writing = False
-        are_at_rest = are_zero and not (
+        self._may_rest = not (
             form.weight_decay
             or form.changes_new_rows
             or form.is_non_negative
             or form.average is not None
         )
-        first = _NEVER if are_at_rest else 0
+        first = _NEVER if are_zero and self._may_rest else 0
         with tf.init_scope():
             self.sums = StepSums(form, table.num_rows)
             # Of steps, from outside, and of all rows.
@@ -203,10 +203,17 @@ class KeptRows:
         """Brings all rows up to date, and stores them."""
         tf.cond(self.sums.now > 0, self._settle, lambda: tf.constant(False))
 
-    def note_write(self):
-        """Something else has written rows, which were up to date."""
+    def note_write(self, variable):
+        """Something else has written rows, which were up to date.
+
+        Rows of zero slots rest, whatever their weights.
+
+        Args:
+            variable: the `tf.Variable` that was written.
+        """
         self.num_writes.assign_add(1)
-        for piece in self._pieces:
+        piece = self._piece_of[id(variable)]
+        if variable is not piece.weights:
             piece.steps.assign(tf.zeros(piece.steps.shape, tf.int32))
 
     # For the optimizer.
@@ -290,8 +297,8 @@ class KeptRows:
             rows = [current[v] for v in variables]
             for variable, of_variable in zip(variables, rows, strict=True):
                 store_rows(variable, ids, of_variable)
-            now = tf.fill(tf.shape(ids), self.sums.now)
-            piece.steps.scatter_update(tf.IndexedSlices(now, ids))
+            steps = tf.where(self._are_at_rest(current), _NEVER, self.sums.now)
+            piece.steps.scatter_update(tf.IndexedSlices(steps, ids))
             return (start + count,)
 
         tf.while_loop(
@@ -301,6 +308,19 @@ class KeptRows:
             parallel_iterations=1,
         )
         piece.steps.assign(tf.minimum(piece.steps, 0))
+
+    def _are_at_rest(self, current):
+        """Of each of these rows, whether steps without a gradient leave it."""
+        shape = tf.shape(current.ids)
+        if not self._may_rest:
+            return tf.fill(shape, False)
+        are_at_rest = tf.fill(shape, True)
+        for kind, slot in current.piece.slots.items():
+            # Those that stay move no weights by themselves.
+            if self.form.factors.get(kind, 1) != 1:
+                axes = range(1, slot.shape.rank)
+                are_at_rest &= tf.reduce_all(current[slot] == 0, axis=axes)
+        return are_at_rest
 
 
 class CurrentRows:
@@ -317,7 +337,7 @@ class CurrentRows:
     """
 
     def __init__(self, kept, piece, ids, coming=None):
-        self.piece, self._kept, self._ids = piece, kept, ids
+        self.piece, self._kept, self.ids = piece, kept, ids
         steps, now = tf.gather(piece.steps, ids), kept.sums.now
         # No step has left a row behind that has none.
         steps = tf.where(steps < 0, now, steps)
@@ -337,7 +357,7 @@ class CurrentRows:
     def are_still(self, ids):
         """Whether these are the rows, and none has been written since."""
         is_unwritten = self._num_writes == self._kept.num_writes.read_value()
-        return is_unwritten & is_same(ids, tf.cast(self._ids, ids.dtype))
+        return is_unwritten & is_same(ids, tf.cast(self.ids, ids.dtype))
 
     def _current(self, variable):
         form, gap = self._kept.form, self._gap
@@ -365,7 +385,7 @@ class CurrentRows:
 
     @functools.cached_property
     def _weights(self):
-        return tf.stop_gradient(stored_rows(self.piece.weights, self._ids))
+        return tf.stop_gradient(stored_rows(self.piece.weights, self.ids))
 
 
 class _StoredSlots(dict):

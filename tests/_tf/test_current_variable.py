@@ -20,7 +20,7 @@ class Keeper:
     def settle(self):
         self.calls.append("settle")
 
-    def note_write(self):
+    def note_write(self, variable):
         self.calls.append("written")
 
     def rows_now(self, variable, ids, rows):

@@ -18,8 +18,10 @@ ROWS, DIM = 60, 3
 RULES = {
     "adam": ("Adam", {}),
     "adamw": ("AdamW", {"weight_decay": 0.1}),
+    "amsgrad": ("Adam", {"amsgrad": True}),
     "nadam": ("Nadam", {}),
-    "lion": ("Lion", {"weight_decay": 0.1}),
+    "lion": ("Lion", {}),
+    "decayed lion": ("Lion", {"weight_decay": 0.1}),
     "ftrl": ("Ftrl", {"l1_regularization_strength": 0.02}),
     "momentum": ("SGD", {"momentum": 0.9}),
 }
@@ -123,7 +125,9 @@ def assert_same(kept, stock, rtol=2e-5, atol=2e-6):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "lion", "ftrl"])
+@pytest.mark.parametrize(
+    "name", ["adam", "adamw", "nadam", "decayed lion", "ftrl"]
+)
 def test_clock_that_is_full_begins_anew(name, monkeypatch):
     monkeypatch.setattr(step_sums, "_FEWEST_STEPS", 1)
     monkeypatch.setattr(step_sums, "_MOST_STEPS", 1)
@@ -461,7 +465,8 @@ def test_a_regularizer_is_named(caplog):
     assert "the gradient of its regularizer" in record.getMessage()
 
 
-def test_rows_that_never_came_are_not_written(monkeypatch):
+def spied(monkeypatch):
+    """A list that becomes the numbers of rows that are stored at a time."""
     counts = []
     store = kept_rows.store_rows
 
@@ -469,15 +474,41 @@ def test_rows_that_never_came_are_not_written(monkeypatch):
         counts.append(int(tf.size(ids)))
         store(variable, ids, rows)
 
+    monkeypatch.setattr(kept_rows, "store_rows", spy)
+    return counts
+
+
+def test_rows_that_never_came_are_not_written(monkeypatch):
     kept = Kept(made("adam"))
     kept.step = kept._step  # not traced
     train(5, kept)
-    monkeypatch.setattr(kept_rows, "store_rows", spy)
+    counts = spied(monkeypatch)
     never = slice(ROWS // 3 + 1, ROWS)
     rows = kept.table.gather(tf.range(ROWS)[never])
     np.testing.assert_array_equal(rows, start()[never])
     np.testing.assert_array_equal(kept.table.read()[never], start()[never])
     assert 0 < max(counts) <= ROWS // 3 + 1
+
+
+@pytest.mark.parametrize("name", ["adam", "amsgrad", "lion", "momentum"])
+@pytest.mark.parametrize("are_slots", [False, True], ids=["weights", "slots"])
+def test_rows_that_never_came_rest_again(are_slots, name, monkeypatch):
+    """Zeros from outside, as a checkpoint restores them, are found once."""
+    stock, kept = Stock(made(name)), Kept(made(name))
+    train(5, stock, kept)
+    never = slice(ROWS // 3 + 1, ROWS)
+    kept.table.assign(kept.table.read())
+    if are_slots:
+        kept.optimizer.set_weights(kept.optimizer.state())
+    train(5, stock, kept)
+    counts = spied(monkeypatch)
+    kept.table.read()
+    assert (max(counts) > ROWS - never.start) == are_slots
+    counts.clear()
+    train(5, stock, kept)
+    np.testing.assert_array_equal(kept.table.read()[never], start()[never])
+    assert 0 < max(counts) <= never.start
+    assert_same(kept, stock)
 
 
 def test_checkpoints_of_tensorflow(tmp_path):
@@ -705,6 +736,26 @@ def test_step_of_an_ordinary_embedding_reads_rows_alone(monkeypatch):
 
 
 # Several processes.
+
+
+def test_rows_that_never_came_rest_after_a_move(cluster):
+    """Owners look at rows that have moved once."""
+    results = cluster("native", 2).run(kept_functions.settle_after_a_move)
+    first, second = np.sum(results, axis=0)
+    ids, _ = kept_functions.data()
+    num_touched = len(np.unique(ids))
+    assert num_touched < first <= kept_functions.ROWS
+    assert 0 < second <= num_touched
+
+
+def test_whole_updates_are_told_once(cluster):
+    """Not after each move, and by rank 0 alone."""
+    first, second = cluster("native", 2).run(kept_functions.told_of_updates)
+    (record,) = first
+    assert "all 50 rows of the table" in record
+    assert "no closed form" in record
+    assert not second
+
 
 CASES = {
     ("native", 2): [
