@@ -45,6 +45,12 @@ RULES = {
         {"learning_rate": 0.005, "momentum": 0.8, "centered": True},
     ),
     "adadelta": ("Adadelta", {"learning_rate": 1.0, "weight_decay": 0.01}),
+    "nadam": ("Nadam", {"learning_rate": 0.01}),
+    "lion": ("Lion", {"learning_rate": 0.003}),
+    "ftrl": (
+        "Ftrl",
+        {"learning_rate": 0.1, "l1_regularization_strength": 0.001},
+    ),
 }
 
 

@@ -795,7 +795,10 @@ def test_fit_as_stock_keras(cluster, engine, num_processes):
 
 @pytest.mark.parametrize("engine", engines())
 def test_ordinary_embeddings(cluster, engine, tmp_path):
-    """Also on ranks that go on from a checkpoint, to the bit."""
+    """Also on ranks that go on from a checkpoint, to the bit.
+
+    And in one process, to the rounding of sums.
+    """
     name, architecture = {
         "native": ("adam", "hybrid"),
         "horovod": ("averaged", "allreduce"),
@@ -805,9 +808,12 @@ def test_ordinary_embeddings(cluster, engine, tmp_path):
     whole = cluster(engine, 2).run(run, *options, "whole", None)
     assert_trained(whole, [name])
     cluster(engine, 2).run(run, *options, "stopped", 38)
+    shutil.copytree(tmp_path / "stopped", tmp_path / "other")
     again = cluster(engine, 2).run(run, *options, "stopped", None)
     for a, b in zip(flat(whole[0]), flat(again[0]), strict=True):
         np.testing.assert_array_equal(a, b)
+    other = cluster("local", 1).run(run, *options, "other", None)
+    assert_close(whole[0], other[0])
 
 
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
@@ -848,6 +854,12 @@ def assert_trained(results, case, **how):
         )
 
 
+def assert_close(first, second):
+    """That two runs are the same, to the rounding of sums of gradients."""
+    for a, b in zip(flat(first), flat(second), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 def flat(weights_and_state):
     weights, state = weights_and_state
     return [*weights, *state]
@@ -865,8 +877,28 @@ def test_goes_on_from_a_checkpoint(cluster, engine, name, tmp_path):
     for a, b in zip(flat(whole), flat(again), strict=True):
         np.testing.assert_array_equal(a, b)
     other = cluster("local", 1).run(run, str(tmp_path / "other"), None, name)[0]
-    for a, b in zip(flat(whole), flat(other), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    assert_close(whole, other)
+
+
+def rules_that_go_on():
+    """Each engine and rule; one in `make test`."""
+    for (engine,) in (engines("native"), engines("horovod")):
+        for name in ("nadam", "lion", "ftrl", "amsgrad"):
+            is_usual = (*engine.values, name) == ("native", "nadam")
+            marks = [pytest.mark.all_cells] * (not is_usual)
+            yield pytest.param(
+                *engine.values, name, marks=[*engine.marks, *marks]
+            )
+
+
+@pytest.mark.parametrize(("engine", "name"), list(rules_that_go_on()))
+def test_rule_goes_on_in_one_process(cluster, engine, name, tmp_path):
+    """From a checkpoint of two."""
+    run, folder = kept_functions.save_and_go_on, str(tmp_path / "stopped")
+    whole = cluster("local", 1).run(run, str(tmp_path / "whole"), None, name)
+    cluster(engine, 2).run(run, folder, 38, name)
+    again = cluster("local", 1).run(run, folder, None, name)
+    assert_close(whole[0], again[0])
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
