@@ -48,6 +48,7 @@ WAYS = {
     "naive ps": Way(("--architecture", "naive_ps")),
     "allreduce": Way(("--architecture", "allreduce")),
     "auto": Way(("--architecture", "auto")),
+    "measured": Way(("--architecture", "measured")),
     "horovod": Way(peer="horovod_tape.py"),
     "horovod fp16": Way(("--fp16",), "horovod_tape.py"),
     "horovod dense": Way(("--dense",), "horovod_tape.py"),

@@ -1,12 +1,12 @@
-"""Does `architecture="auto"` train as fast as the best fixed architecture?
+"""Does `architecture="measured"` train as fast as the best fixed architecture?
 
-Three models, each trained under "auto" and under each fixed architecture of
-the whole model, on several processes of this machine: a language model with
+Three models, each trained under "measured" and under each fixed architecture
+of the whole model, on several processes of this machine: a language model with
 sampled softmax, a recommender with tables of several sizes, and ResNet-50 at
-small images. "auto" trains until it has decided. Then all run in turn, round
-by round, and the fixed one with the least median is the best. It and "auto"
-then run in turn, in rounds of their own, so that the choice of the best does
-not count in its favour: the ratio of their steps/s is judged.
+small images. "measured" trains until it has decided. Then all run in turn,
+round by round, and the fixed one with the least median is the best. It and
+"measured" then run in turn, in rounds of their own, so that the choice of the
+best does not count in its favour: the ratio of their steps/s is judged.
 
 Asked of each model: the 95 % interval of the ratio (of the mean of its
 logarithm over the rounds) includes 1, or lies above; it is not wider than 6 %.
@@ -29,7 +29,7 @@ from keras_sparsity.board import model_plan
 FIXED = ("hybrid", "allreduce", "allgather", "ps")
 # Of a round.
 STEPS = 10
-# "auto" decides after 16 steps and looks back after 16 more.
+# "measured" decides after 16 steps and looks back after 16 more.
 SETTLE = 70
 FIRST_ROUNDS = 8
 LEAST_ROUNDS, MOST_ROUNDS, WIDTH = 20, 80, 0.06
@@ -51,9 +51,9 @@ def main():
             f"{a} {ms}" for a, ms in figures["milliseconds"].items()
         )
         print(
-            f"{name}: {milliseconds} ms a step; steps/s of auto over those of "
-            f"{figures['best']} {figures['ratio']:.3f} ({low:.3f} to "
-            f"{high:.3f}, {figures['rounds']} rounds)\n  auto: "
+            f"{name}: {milliseconds} ms a step; steps/s of measured over those "
+            f"of {figures['best']} {figures['ratio']:.3f} ({low:.3f} to "
+            f"{high:.3f}, {figures['rounds']} rounds)\n  measured: "
             f"{figures['found']}",
             flush=True,
         )
@@ -69,18 +69,18 @@ def measure(name):
     runs = {}
     for architecture in FIXED:
         runs[architecture] = make(name, architecture)[1]
-    model, runs["auto"] = make(name, "auto")
-    runs["auto"].train(SETTLE)
+    model, runs["measured"] = make(name, "measured")
+    runs["measured"].train(SETTLE)
     first = in_turn(runs, FIRST_ROUNDS)
     medians = {a: statistics.median(rounds) for a, rounds in first.items()}
     best = min(FIXED, key=medians.get)
     logarithms = []
-    both = {a: runs[a] for a in ("auto", best)}
+    both = {a: runs[a] for a in ("measured", best)}
     while True:
         rounds = in_turn(both, LEAST_ROUNDS)
         logarithms += [
             math.log(b / a)
-            for a, b in zip(rounds["auto"], rounds[best], strict=True)
+            for a, b in zip(rounds["measured"], rounds[best], strict=True)
         ]
         ratio, low, high = interval(logarithms)
         if high - low <= WIDTH or len(logarithms) >= MOST_ROUNDS:

@@ -41,13 +41,17 @@ class HybridStrategy(ProcessStrategy):
             travel. A table's own `architecture` goes first, see
             `ks.ShardedTable`.
             `"auto"`: dense gradients are all-reduced; each sharded table and
-            each ordinary `Embedding` gets the fastest architecture, which is
-            measured in the first steps of `fit` and again when alpha drifts.
-            Until then, and in a custom loop, as `"hybrid"`.
+            each ordinary `Embedding` gets the architecture with the lowest
+            time on a network of 1,000 Mbit/s, by its size and by alpha, which
+            the first steps of `fit` count; again when alpha drifts. Until
+            then, and in a custom loop, as `"hybrid"`. Nothing is timed, so
+            that runs repeat each other to the bit.
+            `"measured"`: as `"auto"`, by the measured speeds of this cluster;
+            a move that makes steps slower is taken back. Runs may differ by
+            rounding.
             `"hybrid"`: dense gradients are all-reduced, sharded tables are on
             parameter servers, the rows of an ordinary `Embedding` are
-            gathered from all ranks. Nothing is timed, so that runs repeat
-            each other to the bit.
+            gathered from all ranks.
             For comparison: `"allreduce"`, all gradients made dense and
             all-reduced; `"allgather"`, whole tables on each rank, which
             gathers the rows of all ranks; `"ps"`, dense gradients too go

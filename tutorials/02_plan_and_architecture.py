@@ -27,8 +27,8 @@ parser.add_argument("--folder", default="plan", help="for the pictures")
 folder = pathlib.Path(parser.parse_args().folder)
 
 # The default, `architecture="auto"`, starts each table on the parameter server
-# and switches to the fastest architecture after the first steps. A named
-# architecture, of the strategy or of a layer, stays.
+# and switches to the best architecture, by counted bytes, after the first
+# steps. A named architecture, of the strategy or of a layer, stays.
 strategy = ks.HybridStrategy()
 
 # Purchases, and their day of the week: a batch touches few rows of the large

@@ -33,7 +33,7 @@ def run(name):
     args = _common.parse(module, parser)
     strategy = _strategy(args)
     window = _network.Window(is_first=strategy.rank == 0)
-    if args.architecture != "auto":  # which measures the links
+    if args.architecture != "measured":  # which measures the links
         window.open()
     workload, held_out = _common.made(module, KIT, args, strategy.size)
     if args.clip == "owners":

@@ -1,14 +1,9 @@
 """Gives sparse variables the fastest placement while a model trains."""
 
-import collections
-import time
-
 import keras
-import numpy as np
 
 from keras_sparsity import planning, sparsity
-from keras_sparsity.callbacks import rank_zero
-from keras_sparsity.collectives import speeds
+from keras_sparsity.callbacks import move_times, rank_zero
 from keras_sparsity.conversion import saving
 from keras_sparsity.moves import moving
 from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
@@ -19,7 +14,6 @@ _FIRST_STEPS = 16
 # many steps each time, at most after this many.
 _DRIFT = 2.0
 _MOST_STEPS = 4_096
-_MOST_TIMES = 256
 # Fraction of a variable's time that another placement must save.
 _GAIN = 0.2
 # A step that is slower by this fraction is no noise: the moves are taken back.
@@ -29,14 +23,17 @@ _MOST_BYTES = 256 * 2**20
 
 
 class AutoArchitecture(keras.callbacks.Callback):
-    """Chooses placements during `fit`, under the architecture `"auto"`.
+    """Chooses placements during `fit`, under `"auto"` and `"measured"`.
 
-    After the first steps, which measure alpha, each variable of rows moves to
+    After the first steps, which count alpha, each variable of rows moves to
     the placement with the lowest predicted time: of its messages, by their
-    bytes and the measured speeds of this cluster, and of its update. The move
-    must save more time in the remaining steps than tracing the step anew
-    costs. Longer steps after the move take it back. A drift of alpha, also in
-    a later `fit`, repeats the decision.
+    bytes and the speeds of a network, and of its update. The move must save
+    more time in the remaining steps than tracing the step anew costs. A drift
+    of alpha, also in a later `fit`, repeats the decision.
+
+    Under `"auto"` the speeds are those of a reference network, so that two
+    runs decide alike. Under `"measured"` they are those of this cluster, and
+    longer steps after a move take it back.
 
     Args:
         strategy: the `HybridStrategy`.
@@ -55,12 +52,10 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._placements = strategy.placements
         self._collectives = strategy.collectives
         self._cluster = running_cluster(strategy.collectives)
-        self._speeds = None
+        self._times = move_times.of(strategy.placements)
         self._alphas = {}  # by the variables' paths, at the last decision
         self._fixed = set()
         self._undo = None
-        # Of the slowest trace so far; the same on all ranks after a decision.
-        self._trace_seconds = 0.0
         self._earlier_steps = self._steps = 0
         self._refused = set()  # paths of moves that were not worth a trace
 
@@ -69,7 +64,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._steps = self._steps_of_epoch = 0
         self._longest_epoch = self._epoch = 0
         self._next = _FIRST_STEPS
-        self._forget_times()
+        self._times.forget()
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch, self._steps_of_epoch = epoch, 0
@@ -78,14 +73,11 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._longest_epoch = max(self._longest_epoch, self._steps_of_epoch)
 
     def on_train_batch_begin(self, batch, logs=None):
-        self._start = time.perf_counter()
+        self._times.begin()
 
     def on_train_batch_end(self, batch, logs=None):
         count = self.model.steps_per_execution
-        seconds = time.perf_counter() - self._start
-        if not self._seconds:  # with the tracing
-            self._trace_seconds = max(self._trace_seconds, seconds)
-        self._seconds.append(seconds / count)
+        self._times.end(count)
         self._steps += count
         self._steps_of_epoch += count
         if self._steps < self._next or not self.is_ready():
@@ -96,22 +88,6 @@ class AutoArchitecture(keras.callbacks.Callback):
             self._decide()
         interval = min(2 * self._steps, self._steps + _MOST_STEPS)
         self._next = self._steps + _FIRST_STEPS if self._undo else interval
-
-    def _forget_times(self):
-        # A long training has many steps between decisions: the last count.
-        self._seconds = collections.deque(maxlen=_MOST_TIMES)
-
-    def _step_seconds(self):
-        """Seconds of a step since the last decision, on the slowest rank.
-
-        The lower quartile: other work on a machine only adds time.
-        """
-        seconds = list(self._seconds)
-        seconds = seconds[2:] or seconds  # without the tracing
-        of_ranks = self._collectives.gather_objects(
-            float(np.quantile(seconds, 0.25)), name="auto_architecture/seconds"
-        )
-        return max(of_ranks)
 
     # Deciding.
 
@@ -125,16 +101,14 @@ class AutoArchitecture(keras.callbacks.Callback):
         ]
         if not found:
             return
-        if self._speeds is None:
-            self._speeds = speeds.measure(
-                self._collectives, self._bytes_of_probe
-            )
+        self._speeds = self._times.speeds(self._bytes_of_probe)
         costs = {
             place.path: self._costs(place, facts) for place, facts in found
         }
         # Rank 0's numbers: a rounding error must not divide the ranks.
         costs, self._trace_seconds = self._collectives.gather_objects(
-            (costs, self._trace_seconds), name="auto_architecture/decision"
+            (costs, self._times.trace_seconds),
+            name="auto_architecture/decision",
         )[0]
         chosen = {
             place.path: _best(costs[place.path], place.name)
@@ -152,8 +126,9 @@ class AutoArchitecture(keras.callbacks.Callback):
                 self._alphas[place.path] = facts.alpha
         if not places or not pays:
             return
-        self._before = self._step_seconds()
-        self._undo = [(place, place.target) for place in places]
+        if self._times.looks_back:
+            self._before = self._times.step_seconds()
+            self._undo = [(place, place.target) for place in places]
         self._move([(place, chosen[place.path]) for place in places])
 
     def _places(self):
@@ -167,7 +142,7 @@ class AutoArchitecture(keras.callbacks.Callback):
 
     def _move(self, targets):
         moving.move_for_now(self.model, [(p.variable, to) for p, to in targets])
-        self._forget_times()
+        self._times.forget()
 
     def _has_drifted(self, path, alpha):
         before = self._alphas.get(path)
@@ -257,7 +232,8 @@ class AutoArchitecture(keras.callbacks.Callback):
 
     def _compare(self):
         """Takes back moves that have made steps slower."""
-        after, undo, self._undo = self._step_seconds(), self._undo, None
+        after = self._times.step_seconds()
+        undo, self._undo = self._undo, None
         if after <= (1 + _LOSS) * self._before:
             return
         if not self._pays(after - self._before):

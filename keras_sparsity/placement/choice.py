@@ -13,7 +13,7 @@ from keras_sparsity.placement.mirrored import Mirrored
 from keras_sparsity.placement.owned import Owned
 from keras_sparsity.placement.served import NaivelyServed, Served
 
-# Set on a variable whose placement was found under "auto": its name.
+# Set on a variable whose placement was found in `fit`: its name.
 _ATTRIBUTE = "_keras_sparsity_placement"
 _FIRST = {"tables": "ps", "others": "allgather"}  # of "auto"
 
@@ -26,15 +26,18 @@ class Architecture:
         tables: of `ks.ShardedTable`s that name none themselves.
         others: of all other variables.
         merges: see `Options`.
+        measures_times: whether measured times choose among placements.
     """
 
     tables: str
     others: str
     merges: bool = True
+    measures_times: bool = False
 
 
 ARCHITECTURES = {
     "auto": Architecture("auto", "auto"),
+    "measured": Architecture("auto", "auto", measures_times=True),
     "hybrid": Architecture("ps", "allgather"),
     "allreduce": Architecture("allreduce", "allreduce"),
     "allgather": Architecture("allgather", "allgather"),
@@ -166,6 +169,11 @@ class Placements:
     def is_of_strategy(self):
         """Whether a `HybridStrategy` has made it, and aggregates gradients."""
         return getattr(self.strategy, "placements", None) is self
+
+    @property
+    def measures_times(self):
+        """Whether measured times choose the placements that are found."""
+        return self._architecture.measures_times
 
     @property
     def finds_rows(self):

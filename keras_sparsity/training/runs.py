@@ -124,7 +124,7 @@ class Runs(Binding):
         return checkpoint_last(callbacks)
 
     def _add_auto_architecture(self, callbacks):
-        """Has `fit` measure the architectures that are "auto"."""
+        """Has `fit` find the architectures that are "auto"."""
         if self._collectives.size == 1 or not auto_architecture.is_asked_for(
             self._model, self._model.distribute_strategy
         ):

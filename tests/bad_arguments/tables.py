@@ -51,7 +51,7 @@ BAD = [
         (
             "HybridStrategy",
             {"architecture": wrong},
-            f"'auto', 'hybrid'.*architecture={wrong!r}",
+            f"'auto', 'measured', 'hybrid'.*architecture={wrong!r}",
         )
         for wrong in ("PS", 3, None)
     ),

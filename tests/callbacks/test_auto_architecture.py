@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import time
 from unittest import mock
 
 import keras
@@ -82,7 +83,7 @@ def noting(*tables):
 def train(architecture, is_slower=False, steps_per_execution=1):
     """Architectures after each step, losses, and how far tables have moved."""
     model = new_model(architecture)
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="measured").scope():
         model.compile(
             keras.optimizers.Adam(0.01),
             "binary_crossentropy",
@@ -145,7 +146,7 @@ def saving_little(epochs):
     costs = {"ps": 2e-5, "allreduce": 1e-5}
     lines = []
     model = new_model(None)
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="measured").scope():
         model.compile("sgd", "mse")
 
     def end(epoch, logs):
@@ -187,7 +188,7 @@ def drift():
     rows, constant = 64, auto_architecture._FIRST_STEPS + 4
     layer = ks.layers.ShardedEmbedding(rows, DIM)
     model = keras.Sequential([keras.Input((3,), dtype="int64"), layer])
-    with ks.HybridStrategy().scope():
+    with ks.HybridStrategy(architecture="measured").scope():
         model.compile("sgd", "mse", run_eagerly=True)
     x = np.random.default_rng(4).integers(rows, size=(STEPS * BATCH, 3))
     x[: constant * BATCH] = 0
@@ -216,7 +217,7 @@ def by_the_real_speeds():
     """What each path takes on these processes, and a run that uses it."""
     ranks = ks.collectives.current()
     found = speeds.measure(ranks, lambda path, rows: 64 * rows)
-    strategy = ks.HybridStrategy(architecture="auto")
+    strategy = ks.HybridStrategy(architecture="measured")
     model = new_model(None)
     with strategy.scope():
         model.compile("adam", "binary_crossentropy")
@@ -240,8 +241,79 @@ def test_by_the_speeds_of_this_cluster(engine, cluster):
         assert 0 <= per_byte < 1e-6
 
 
-def test_one_process_has_nothing_to_find():
-    strategy = ks.HybridStrategy(architecture="auto")
+class TwoTables(keras.Model):
+    """Pulls each table's rows by themselves, as a subclassed model does."""
+
+    def __init__(self):
+        super().__init__()
+        # AllReduce of its 1.6 MB takes longer than gathering touched rows.
+        self.large = ks.layers.ShardedEmbedding(50 * LARGE, DIM)
+        self.small = ks.layers.ShardedEmbedding(SMALL, DIM)
+        self.last = keras.layers.Dense(1, "sigmoid")
+
+    def call(self, inputs):
+        rare, usual = inputs
+        rows = keras.ops.concatenate([self.large(rare), self.small(usual)], 1)
+        return self.last(keras.ops.reshape(rows, [-1, 6 * DIM]))
+
+
+def by_counts(slow_rank):
+    """Weights after a run of the default strategy, and its tables' moves.
+
+    Args:
+        slow_rank: rank that waits in some of its steps.
+    """
+    keras.utils.set_random_seed(5)
+    model = TwoTables()
+    with ks.HybridStrategy().scope():
+        model.compile(keras.optimizers.Adagrad(0.1), "binary_crossentropy")
+    model.large.build()
+    model.small.build()
+    told, note = noting(model.large.table, model.small.table)
+    is_slow = slow_rank == ks.collectives.current().rank
+
+    def end_of_step(batch, logs):
+        time.sleep(0.05 * (is_slow and batch % 3 == 0))
+
+    def end(epoch, logs):
+        model.stop_training = epoch == 1
+
+    x, y = data()
+    with mock.patch.object(speeds, "measure", side_effect=AssertionError):
+        model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=10**6,  # another trace pays
+            verbose=0,
+            callbacks=[
+                note,
+                keras.callbacks.LambdaCallback(
+                    on_train_batch_end=end_of_step, on_epoch_end=end
+                ),
+            ],
+        )
+    return model.get_weights(), told
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_two_runs_are_equal_to_the_bit(engine, cluster):
+    processes = cluster(engine, 2)
+    one = processes.run(by_counts, 0)
+    processes.stop()  # the other run has processes of its own
+    other = processes.run(by_counts, 1)
+    first = auto_architecture._FIRST_STEPS
+    for weights, told in one + other:
+        assert told[: first - 1] == [("ps", "ps")] * (first - 1)
+        assert set(told[first:]) == {("allgather", "allreduce")}
+        assert [w.tobytes() for w in weights] == [
+            w.tobytes() for w in one[0][0]
+        ]
+
+
+@pytest.mark.parametrize("architecture", ["auto", "measured"])
+def test_one_process_has_nothing_to_find(architecture):
+    strategy = ks.HybridStrategy(architecture=architecture)
     model = new_model("auto")
     with strategy.scope():
         model.compile("sgd", "mse")

@@ -132,7 +132,9 @@ def test_dense_gradients_go_in_buckets(engine, cluster):
 
 
 def test_unknown_ones_are_refused():
-    with pytest.raises(ValueError, match="one of 'auto', 'hybrid'.*'servers'"):
+    with pytest.raises(
+        ValueError, match="one of 'auto', 'measured'.*'servers'"
+    ):
         ks.HybridStrategy(architecture="servers")
     assert ks.HybridStrategy().architecture == "auto"
 
