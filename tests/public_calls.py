@@ -43,6 +43,13 @@ def table(**options):
     return ks.ShardedTable(ROWS, DIM, **options)
 
 
+def collection():
+    table = ks.layers.ShardedEmbedding(ROWS, DIM)
+    return ks.layers.ShardedEmbeddingCollection(
+        {"a": table, "b": table}, {"b": "sum"}
+    )
+
+
 def move(to, function=ks.moves.move, name="moves"):
     moved = model()
     moves = {moved.layers[0].table: to}
@@ -249,6 +256,14 @@ VALID = {
     "layers.ShardedEmbedding.call": lambda: (
         ks.layers.ShardedEmbedding(ROWS, DIM),
         {"inputs": np.array([1])},
+    ),
+    "layers.ShardedEmbeddingCollection": lambda: (
+        ks.layers.ShardedEmbeddingCollection,
+        {"features": {"a": ks.layers.ShardedEmbedding(ROWS, DIM)}},
+    ),
+    "layers.ShardedEmbeddingCollection.call": lambda: (
+        collection(),
+        {"inputs": {"a": np.array([1]), "b": np.array([[1, 2]])}},
     ),
     "layers.SampledSoftmax": lambda: (
         ks.layers.SampledSoftmax,

@@ -86,6 +86,13 @@ NOT_CALLED = {
         ),
         "called by the loss",
     ),
+    **dict.fromkeys(
+        (
+            f"layers.ShardedEmbeddingCollection.{name}"
+            for name in ("flat", "packed")
+        ),
+        "called by `export`",
+    ),
 }
 
 

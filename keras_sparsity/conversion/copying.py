@@ -80,7 +80,11 @@ class Copier:
         self.remember(original, layer)
         for name in keras_models.LAYER_PLACE:
             if name in vars(original):
-                vars(layer)[name] = self._owned(vars(original)[name])
+                owned = self._owned(vars(original)[name])
+                # A plain list: Keras's own knows its tracker once it is
+                # complete, and the layer may be called before.
+                is_list = isinstance(owned, list)
+                vars(layer)[name] = list(owned) if is_list else owned
 
     def reference(self, value):
         """The copy of an object, complete once `copy` returns."""

@@ -5,11 +5,11 @@ import contextlib
 import keras
 
 from keras_sparsity._tf import keras_models, keras_optimizers
+from keras_sparsity.conversion import stock_layers
 from keras_sparsity.conversion.replacing import (
     check_is_built,
     check_is_model,
     copied,
-    embedding_options,
     globals_of,
     in_place,
     unbuilt,
@@ -19,6 +19,9 @@ from keras_sparsity.layers.sampled_softmax import SampledSoftmax
 from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
+from keras_sparsity.layers.sharded_embedding_collection import (
+    ShardedEmbeddingCollection,
+)
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.sharded_table import ShardedTable
 from keras_sparsity.tables.table_variable import TableVariable
@@ -104,7 +107,11 @@ class _ToStock:
         make = _STOCK.get(type(value))
         if make is not None:
             return in_place(copier, value, make(value), _whole)
-        if isinstance(value, (*_STOCK, ShardedTable, TableVariable)):
+        if type(value) is ShardedEmbeddingCollection:
+            made = stock_layers.collection(value, copier.reference)
+            copier.put_in_place(made, value)
+            return made
+        if isinstance(value, _NEEDS_COUNTERPART):
             raise ValueError(_no_counterpart(value))
         return None
 
@@ -146,51 +153,17 @@ def _no_counterpart(value):
     )
 
 
-def _stock_embedding(layer):
-    return keras.layers.Embedding(
-        layer.input_dim, layer.output_dim, **embedding_options(layer)
-    )
-
-
-def _stock_bag(layer):
-    """A small model of stock layers, for bags in a dense tensor."""
-    name = layer.name
-    if keras_models.calls_with_more_arguments(layer, "weights"):
-        raise ValueError(
-            f"The layer '{name}' is called with weights, and has no "
-            "counterpart in stock Keras then, so the model cannot be exported."
-        )
-    ids = keras.Input((None,), dtype="int32", name=f"{name}_ids")
-    rows = _stock_embedding(layer)(ids)
-    weights = keras.ops.cast(
-        (ids != 0) if layer.mask_zero else keras.ops.ones_like(ids), rows.dtype
-    )
-    vectors = keras.ops.sum(rows * weights[..., None], axis=-2)
-    counts = keras.ops.sum(weights, axis=-1, keepdims=True)
-    if layer.combiner == "sqrtn":
-        counts = keras.ops.sqrt(counts)
-    if layer.combiner != "sum":
-        vectors = keras.ops.divide_no_nan(vectors, counts)
-    return keras.Model(ids, vectors, name=name)
-
-
-def _stock_dense(layer):
-    return keras.layers.Dense(
-        layer.num_classes,
-        use_bias=layer.use_bias,
-        activity_regularizer=layer.activity_regularizer,
-        # Its logits are float32 under mixed precision, too.
-        dtype=layer.output_dtype,
-        name=layer.name,
-        trainable=layer.trainable,
-    )
-
-
 _STOCK = {
-    ShardedEmbedding: _stock_embedding,
-    ShardedEmbeddingBag: _stock_bag,
-    SampledSoftmax: _stock_dense,
+    ShardedEmbedding: stock_layers.embedding,
+    ShardedEmbeddingBag: stock_layers.bag,
+    SampledSoftmax: stock_layers.dense,
 }
+_NEEDS_COUNTERPART = (
+    *_STOCK,
+    ShardedEmbeddingCollection,
+    ShardedTable,
+    TableVariable,
+)
 
 
 def _whole(variable):

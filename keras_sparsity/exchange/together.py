@@ -29,7 +29,7 @@ def gather_together(requests, options, prefetched=None, then=None):
     results = [None] * len(requests)
     together, pulls = {}, []
     for index, (table, ids, dtype) in enumerate(requests):
-        if table.is_sharded:
+        if table.sends_messages:
             variable = table.variable
             kind = variable.dtype, variable.trainable, prefetched and table.dim
             together.setdefault(kind, []).append(index)

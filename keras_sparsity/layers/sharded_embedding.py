@@ -117,8 +117,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         self.partition_group = partition_group
         self.architecture = architecture
         self.table = None
-        # Rows of the call that is under way, where they were gathered with
-        # other tables'.
+        # Rows of the call that is under way, a list of one tensor, where they
+        # were gathered with other tables'.
         self.ahead = collections.deque()
         if weights is not None:
             self.build()
@@ -157,14 +157,20 @@ class ShardedEmbedding(keras.layers.Embedding):
             return tf.ragged.map_flat_values(self._rows, inputs)
         return self._rows(inputs)
 
-    def _asked(self, inputs):
-        """The tensor of ids whose rows a call with these inputs gathers."""
-        return ids_of(inputs)
+    @property
+    def _tables(self):
+        """List of the tables of which a call gathers rows."""
+        return [self.table]
+
+    def _requests(self, inputs):
+        """List of the `(table, ids, dtype)` that a call gathers."""
+        return [(self.table, ids_of(inputs), self.compute_dtype)]
 
     def _rows(self, ids):
         ids = ids_of(ids)
         if self.ahead:
-            return shaped(self.ahead.popleft(), ids)
+            (rows,) = self.ahead.popleft()
+            return shaped(rows, ids)
         return self.table.gather(ids, dtype=self.compute_dtype)
 
     def enable_lora(self, *args, **kwargs):

@@ -1,12 +1,11 @@
-"""The rows of several ids, combined into one vector."""
+"""`ShardedEmbedding` for bags of ids."""
 
 import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import checks
+from keras_sparsity.layers.bags import COMBINERS, combined
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
-
-COMBINERS = ("sum", "mean", "sqrtn")
 
 
 @keras.saving.register_keras_serializable(package="keras_sparsity")
@@ -71,63 +70,14 @@ class ShardedEmbeddingBag(ShardedEmbedding):
         super().build(inputs_shape)
 
     def call(self, inputs, weights=None, training=None):
-        if isinstance(inputs, tf.RaggedTensor):
-            return self._of_ragged(inputs, _like(weights, tf.RaggedTensor))
-        if isinstance(inputs, tf.SparseTensor):
-            weights = _like(weights, tf.SparseTensor)
-            return self._combined(
-                inputs.values,
-                None if weights is None else weights.values,
-                _sums_of(inputs.indices[:, 0], inputs.dense_shape[0]),
-            )
-        inputs = checks.tensor("inputs", inputs, "a tensor or array of ids")
-        if weights is not None:
-            weights = tf.reshape(weights, [-1])
-        shape, last = tf.shape(inputs), inputs.shape.rank - 1
-
-        def sums(values):
-            # A sum over segments and its gradient, which looks for negative
-            # ones in all that it gathers, are 66 operations more.
-            each = tf.concat([shape, tf.shape(values)[1:]], axis=0)
-            return tf.reduce_sum(tf.reshape(values, each), axis=last)
-
-        vectors = self._combined(tf.reshape(inputs, [-1]), weights, sums)
-        return tf.ensure_shape(vectors, [*inputs.shape[:-1], self.output_dim])
-
-    def _of_ragged(self, inputs, weights):
-        if inputs.ragged_rank > 1:
-            values = None if weights is None else weights.values
-            return inputs.with_values(self._of_ragged(inputs.values, values))
-        return self._combined(
-            inputs.values,
-            None if weights is None else weights.values,
-            _sums_of(inputs.value_rowids(), inputs.nrows()),
+        return combined(
+            inputs, weights, self.combiner, self.mask_zero, self._rows
         )
 
-    def _combined(self, ids, weights, sums):
-        """Vectors of bags: from flat ids, weights and a sum over bags."""
-        rows = self._rows(ids)
-        if weights is not None:
-            weights = tf.cast(weights, rows.dtype)
-        if self.mask_zero:
-            is_there = tf.cast(tf.not_equal(ids, 0), rows.dtype)
-            weights = is_there if weights is None else weights * is_there
-        if weights is None:
-            vectors, weights = sums(rows), tf.ones_like(ids, rows.dtype)
-        else:
-            vectors = sums(rows * weights[:, tf.newaxis])
-        if self.combiner == "sum":
-            return vectors
-        if self.combiner == "mean":
-            divisors = sums(weights)
-        else:
-            divisors = tf.sqrt(sums(tf.square(weights)))
-        return tf.math.divide_no_nan(vectors, divisors[..., tf.newaxis])
-
-    def _asked(self, inputs):
+    def _requests(self, inputs):
         if isinstance(inputs, tf.SparseTensor):
-            return inputs.values
-        return super()._asked(inputs)
+            inputs = inputs.values
+        return super()._requests(inputs)
 
     def compute_mask(self, inputs, mask=None):
         return None  # a bag is no step of a sequence
@@ -142,18 +92,3 @@ class ShardedEmbeddingBag(ShardedEmbedding):
 
     def get_config(self):
         return {**super().get_config(), "combiner": self.combiner}
-
-
-def _sums_of(bags, num_bags):
-    """A function that sums values by bag, from the bag of each value."""
-    return lambda values: tf.math.unsorted_segment_sum(values, bags, num_bags)
-
-
-def _like(weights, kind):
-    if weights is not None and not isinstance(weights, kind):
-        raise ValueError(
-            f"`weights` must be a tf.{kind.__name__}, as the ids are. "
-            f"Received: weights={checks.spell(weights)} (of type "
-            f"{type(weights).__name__})."
-        )
-    return weights

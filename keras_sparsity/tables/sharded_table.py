@@ -60,7 +60,7 @@ class ShardedTable:
             made dense and summed with those of dense variables.
             `"auto"`: begins as `"ps"`; after the first steps of `fit`, and
             when alpha drifts, it switches to the architecture with the lowest
-            predicted step time.
+            predicted step time, see `ks.HybridStrategy`.
         to_stock: function from the whole array to the weight of the stock
             layer in `ks.export`; by default the same array.
         partition_group: tables of one group get the same number of partitions
@@ -160,6 +160,15 @@ class ShardedTable:
     def is_sharded(self):
         """Whether the rows are spread over partitions."""
         return self.layout is not None
+
+    @property
+    def sends_messages(self):
+        """Whether `gather` sends messages, here and now."""
+        return (
+            self.is_sharded
+            and not keras_scopes.in_symbolic_scope()
+            and not control_flow.is_entered()
+        )
 
     @property
     def has_replicas(self):

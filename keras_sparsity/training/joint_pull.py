@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import keras
 import tensorflow as tf
@@ -20,8 +21,11 @@ from keras_sparsity.layers.sampled_softmax import SampledSoftmax
 from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
+from keras_sparsity.layers.sharded_embedding_collection import (
+    ShardedEmbeddingCollection,
+)
 
-_LAYERS = (ShardedEmbedding, ShardedEmbeddingBag)
+_LAYERS = (ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection)
 # Layers that give the same output for the same input, as operations do.
 _PLAIN = (
     keras.layers.Concatenate,
@@ -36,8 +40,8 @@ class JointPull:
     """Pulls the rows of a model's tables together, before it is called.
 
     Layer by layer, each table would wait for messages of its own. A functional
-    model tells beforehand which ids each `ShardedEmbedding` is to be given,
-    where they come from the model's inputs by operations without a state. And
+    model tells beforehand which ids each layer is to be given, where they come
+    from the model's inputs by operations without a state. And
     if it ends in a `SampledSoftmax`, the rows of its loss are known from the
     labels: they are pulled at the same time, and come behind these rows.
 
@@ -51,7 +55,8 @@ class JointPull:
         # The model that makes its calls, as last looked at.
         self._functional = None
         self._layers = {}  # by the numbers of their calls
-        self._ids = None
+        # A model of the ids that these calls are given, and their structure.
+        self._ids, self._arguments = None, []
         self._softmax = self._softmax_call = None
         self._following = self._labels = None
         # `Ahead`s, by the tables that travel together. They stay when a rank
@@ -86,22 +91,26 @@ class JointPull:
             return False
         self._look()
         return any(
-            layer.table.is_sharded and self._may_come_early(layer.table)
-            for layer in self._layers.values()
+            table.is_sharded and self._may_come_early(table)
+            for table in self._tables
         )
+
+    @property
+    def _tables(self):
+        layers = self._layers.values()
+        return [table for layer in layers for table in layer._tables]
 
     @contextlib.contextmanager
     def entered(self):
         """While entered, the model's next run pulls its rows together."""
         self._look()
-        layers = self._layers.values()
-        # For one table, a pull of its own is as good.
+        # For one layer, a pull of its own is as good.
         is_of_use = (
-            len(layers) > 1
+            len(self._layers) > 1
             or self._softmax_of_step() is not None
             or self._following is not None
         )
-        is_spread = any(layer.table.is_sharded for layer in layers)
+        is_spread = any(table.is_sharded for table in self._tables)
         if not is_spread or not is_of_use or keras_scopes.in_symbolic_scope():
             yield
             return
@@ -125,18 +134,14 @@ class JointPull:
             sample = softmax._sample(labels)
             then = softmax.tables, sample.ids, softmax.output_dtype
         self._following = self._labels = None  # a step's first run alone
-        asked = [
-            (layer.table, ids, layer.compute_dtype)
-            for layer, ids in zip(
-                self._layers.values(), self._asked(inputs), strict=True
-            )
-        ]
+        asked = self._asked(inputs)
         options = self._model.distribute_strategy.options
-        rows, last = gather_together(asked, options, prefetched, then)
+        rows, last = gather_together(_joined(asked), options, prefetched, then)
+        rows = iter(rows)
         pulled = {
-            number: (layer.ahead, of_call)
+            number: (layer.ahead, list(itertools.islice(rows, len(of_call))))
             for (number, layer), of_call in zip(
-                self._layers.items(), rows, strict=True
+                self._layers.items(), asked, strict=True
             )
         }
         if softmax is not None:
@@ -155,10 +160,13 @@ class JointPull:
         return call
 
     def _asked(self, inputs):
+        """The requests of each layer's call: a list of lists."""
         # Keras gives a list of one output as that output.
-        ids = keras.tree.flatten(self._ids(inputs))
+        ids = keras.tree.pack_sequence_as(
+            self._arguments, keras.tree.flatten(self._ids(inputs))
+        )
         return [
-            layer._asked(of_call)
+            layer._requests(of_call)
             for layer, of_call in zip(self._layers.values(), ids, strict=True)
         ]
 
@@ -168,7 +176,7 @@ class JointPull:
         (inputs,), _ = counted((inputs,))
         return [
             tf.reshape(ids, [-1])[: tf.where(number > 0, tf.size(ids), 0)]
-            for ids in self._asked(inputs)
+            for _, ids, _ in _joined(self._asked(inputs))
         ]
 
     def _softmax_of_step(self):
@@ -198,7 +206,7 @@ class JointPull:
         """The `PrefetchedPull` of requests, None where rows come late.
 
         Args:
-            following: of each layer, the ids of the next step.
+            following: of each request, the ids of the next step.
             asked, indices, cast_to: see `gather_together`.
         """
         if not all(self._may_come_early(table) for (table,), _ in asked):
@@ -224,15 +232,16 @@ class JointPull:
             return
         known = {id(tensor) for tensor in functional.inputs}
         last = [id(tensor) for tensor in functional.outputs]
-        ids = []
+        self._arguments = arguments = []
         for number, call in enumerate(
             keras_functional.functional_calls(functional)
         ):
             kind = type(call.operation)
             if kind in _LAYERS:
-                if id(call.arguments[0]) in known:
+                given = call.arguments[0]
+                if all(id(ids) in known for ids in keras.tree.flatten(given)):
                     self._layers[number] = call.operation
-                    ids.append(call.arguments[0])
+                    arguments.append(given)
             elif kind is SampledSoftmax:
                 if [id(tensor) for tensor in call.outputs] == last:
                     self._softmax = call.operation
@@ -240,5 +249,10 @@ class JointPull:
             elif kind in _PLAIN or keras_functional.is_stateless(call):
                 if all(id(tensor) in known for tensor in call.inputs):
                     known.update(id(tensor) for tensor in call.outputs)
-        if ids:
-            self._ids = keras.Model(functional.input, ids)
+        if arguments:
+            self._ids = keras.Model(functional.input, arguments)
+
+
+def _joined(asked):
+    """The requests of all calls, one after the other."""
+    return list(itertools.chain.from_iterable(asked))

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import keras_sparsity as ks
 from tests.bad_arguments.patterns import INTEGER
 from tests.public_calls import DIM, ROWS, table
 
@@ -194,6 +195,37 @@ BAD = [
         "layers.ShardedEmbeddingBag.call",
         {"inputs": tf.ragged.constant([[1]]), "weights": np.ones((1, 1))},
         "tf.RaggedTensor, as the ids are. Received: weights=",
+    ),
+    *(
+        ("layers.ShardedEmbeddingCollection", arguments, message)
+        for arguments, message in [
+            ({"features": {}}, "a dict or a list of.*features={}"),
+            ({"features": 3}, "a dict or a list of.*features=3"),
+            ({"features": [4]}, r"`FeatureConfig`.*Received: 4 \(of type int"),
+            (
+                {"features": [ks.layers.ShardedEmbeddingBag(ROWS, DIM)]},
+                r"`features\[0\]` .*a ShardedEmbeddingBag. In place of",
+            ),
+            ({"combiners": 3}, "`combiners` must be a dict or a list.*=3"),
+            ({"combiners": {"b": "sum"}}, r"features \['a'\].*'b'"),
+            ({"combiners": {"a": "max"}}, "None or one of 'sum'.*='max'"),
+            ({"other": 2}, "Unrecognized keyword arguments.*other"),
+        ]
+    ),
+    *(
+        ("layers.ShardedEmbeddingCollection.call", arguments, message)
+        for arguments, message in [
+            (
+                {"inputs": {"a": np.array([1])}},
+                r"with \['a'\]. Expected: \['a', 'b'\]",
+            ),
+            ({"inputs": [np.array([1])] * 2}, "must be a dict of.*type list"),
+            (
+                {"weights": {"a": np.ones(1)}},
+                r"Received: weights of \['a'\]. Expected: of some of \['b'\]",
+            ),
+            ({"weights": 3}, "`weights` must be a dict or a list.*=3"),
+        ]
     ),
     ("layers.ShardedEmbedding.call", {"inputs": "a"}, "integers.*string"),
     ("layers.ShardedEmbedding.call", {"inputs": None}, "ids. Received.*=None"),

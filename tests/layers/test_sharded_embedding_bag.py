@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.layers.sharded_embedding_bag import COMBINERS
+from keras_sparsity.layers.bags import COMBINERS
 from tests.conftest import engines
 
 ROWS, DIM = 30, 4
