@@ -102,7 +102,21 @@ def nested():
     )
 
 
-def line(dtype="float64"):
+def masks():
+    """Two inputs and outputs, masks, looked-up rows; no statistics."""
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    numbers = keras.Input((6,), name="numbers")
+    rows = keras.layers.Embedding(20, 8, mask_zero=True, name="rows")(ids)
+    tokens = keras.layers.Dense(3, name="tokens")(rows)
+    mean = keras.layers.GlobalAveragePooling1D(name="mean")(rows)
+    x = keras.layers.Dense(8, activation="tanh", name="dense")(numbers)
+    both = keras.layers.Add(name="both")([mean, x])
+    return keras.Model(
+        [ids, numbers], [tokens, keras.layers.Dense(2, name="two")(both)]
+    )
+
+
+def line(dtype="float64", num_states=2):
     """What has states: weights, random generators, statistics."""
     x = inputs = keras.Input((6,), dtype=dtype)
     options = {"dtype": dtype}
@@ -114,9 +128,9 @@ def line(dtype="float64"):
             name=f"dense_{i}",
             **options,
         )(x)
-        if i == 0:
+        if i == 0 and num_states:
             x = keras.layers.Dropout(0.25, seed=5, name="drop", **options)(x)
-        if i == 1:
+        if i == 1 and num_states:
             x = keras.layers.BatchNormalization(name="norm", **options)(x)
     out = keras.layers.Dense(2, name="out", **options)
     return keras.Model(inputs, out(x))
@@ -137,10 +151,13 @@ MODELS = {
     "dense": dense,
     "branches": branches,
     "nested": nested,
+    "masks": masks,
+    "plain line": lambda: line(num_states=0),
     "line": line,
     "line32": lambda: line("float32"),
     "rounded": lambda: dense(rounded_after=1),
 }
+_OF_TWO_INPUTS = ("branches", "masks")
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -169,7 +186,7 @@ def data(model, num_examples):
     draws = np.random.default_rng(1)
     numbers = draws.normal(size=(num_examples, 6)).astype("float32")
     y = draws.normal(size=(num_examples, 2)).astype("float32")
-    if model != "branches":
+    if model not in _OF_TWO_INPUTS:
         return numbers, y
     ids = draws.integers(1, 20, size=(num_examples, 5))
     ids[np.arange(5) >= draws.integers(1, 6, size=(num_examples, 1))] = 0
@@ -178,7 +195,7 @@ def data(model, num_examples):
 
 
 def compile_options(model, optimizer):
-    is_single = model != "branches"
+    is_single = model not in _OF_TWO_INPUTS
     return {
         "optimizer": OPTIMIZERS[optimizer](),
         "loss": "mse" if is_single else ["mse", "mae"],
@@ -236,20 +253,26 @@ def _added(sums, gradients):
     ]
 
 
-def train_in_flight(rule, stages, schedule, target, num_examples):
+def train_in_flight(*args):
     """Weights, logs of batches and epochs of training without a flush."""
     keras.config.set_floatx("float64")
     try:
-        return _trained_in_flight(rule, stages, schedule, target, num_examples)
+        return _trained_in_flight(*args)
     finally:
         keras.config.set_floatx("float32")
 
 
-def _trained_in_flight(rule, stages, schedule, target, num_examples):
+def _trained_in_flight(
+    rule, stages, schedule, target, num_examples, model="line", replicas=1
+):
     strategy = PipelineStrategy(
-        schedule, stages, prediction=target, decay=pipeline_oracle.GAMMA
+        schedule,
+        stages,
+        prediction=target,
+        decay=pipeline_oracle.GAMMA,
+        replicas=replicas,
     )
-    network = made("line")
+    network = made(model)
     with strategy.scope():
         network.compile(
             pipeline_oracle.RULES[rule](),
@@ -275,9 +298,15 @@ def _trained_in_flight(rule, stages, schedule, target, num_examples):
     return network.get_weights(), history, seen, int(iterations)
 
 
-def _adopted(model, optimizer, stages, schedule="1f1b", wire_dtype=None):
+def _adopted(
+    model, optimizer, stages, schedule="1f1b", wire_dtype=None, replicas=1
+):
     strategy = PipelineStrategy(
-        schedule, stages, NUM_MICRO_BATCHES, wire_dtype=wire_dtype
+        schedule,
+        stages,
+        NUM_MICRO_BATCHES // replicas,
+        wire_dtype=wire_dtype,
+        replicas=replicas,
     )
     network = made(model)
     with strategy.scope():
@@ -308,14 +337,23 @@ def save(folder):
     return network.get_weights(), other.get_weights(), message
 
 
-def train(model, optimizer, stages, schedule, num_examples, wire_dtype=None):
+def train(
+    model,
+    optimizer,
+    stages,
+    schedule,
+    num_examples,
+    wire_dtype=None,
+    replicas=1,
+):
     """The weights of this rank's stage, and what `fit` and the like give."""
-    network = _adopted(model, optimizer, stages, schedule, wire_dtype)
+    network = _adopted(model, optimizer, stages, schedule, wire_dtype, replicas)
     x, y = data(model, num_examples)
     options = {"batch_size": BATCH_SIZE, "verbose": 0}
     history = network.fit(x, y, epochs=2, shuffle=False, **options).history
-    rank = network.distribute_strategy.rank
-    part = network._keras_sparsity_pipeline.parts[rank].model
+    strategy = network.distribute_strategy
+    stage = strategy.stages_of_ranks[strategy.rank]
+    part = network._keras_sparsity_pipeline.parts[stage].model
     return {
         "weights": {v.path: v.numpy() for v in part.weights},
         "history": history,

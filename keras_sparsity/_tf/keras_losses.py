@@ -3,6 +3,7 @@
 import contextlib
 
 import keras
+import tensorflow as tf
 
 # Keras's own steps call this for `compute_loss`: Keras 3.6 and later.
 STEP_LOSS = "_compute_loss"
@@ -83,8 +84,40 @@ def loss_metrics_multiplied(model, factor):
 
         return update
 
+    with _updates_replaced(metrics, multiplied):
+        yield
+
+
+@contextlib.contextmanager
+def loss_metrics_of_share(model, share):
+    """While entered, the losses of outputs are those of a share of a batch.
+
+    For losses that are not divided by the number of replicas, by which Keras
+    multiplies them before it shows them (`losses_are_scaled`).
+
+    Args:
+        model: the model.
+        share: float32 scalar; None of a whole batch, which Keras weights.
+    """
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    factor = 1 / num_replicas if losses_are_scaled() else 1
+
+    def weighted(update_state):
+        def update(value, sample_weight=None):
+            weight = sample_weight if share is None else share
+            return update_state(value * factor, sample_weight=weight)
+
+        return update
+
+    with _updates_replaced(loss_metrics(model), weighted):
+        yield
+
+
+@contextlib.contextmanager
+def _updates_replaced(metrics, make):
+    """While entered, metrics have the `update_state` that `make` returns."""
     for metric in metrics:
-        metric.update_state = multiplied(metric.update_state)
+        metric.update_state = make(metric.update_state)
     try:
         yield
     finally:

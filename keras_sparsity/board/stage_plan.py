@@ -70,7 +70,8 @@ class PipelinePlan(WrittenPlan):
     Attributes:
         schedule: the schedule's name.
         num_examples: the number of a mini-batch's examples.
-        num_micro_batches: the number of its parts.
+        num_micro_batches: the number of parts that a replica computes.
+        replicas: the number of pipelines.
         step_seconds: time of a step, if messages take none.
         stages: tuple of `StageCost`.
     """
@@ -78,6 +79,7 @@ class PipelinePlan(WrittenPlan):
     schedule: str
     num_examples: int
     num_micro_batches: int
+    replicas: int
     step_seconds: float
     stages: tuple
 
@@ -94,31 +96,55 @@ class PipelinePlan(WrittenPlan):
         for stage, behind in zip(self.stages, self.stages[1:], strict=False):
             links.append(stage.sent_bytes + behind.returned_bytes)
         links.append(0)
-        return max(map(sum, zip(links, links[1:], strict=False)))
+        summed = map(self.summed_bytes, self.stages)
+        return max(map(sum, zip(links, links[1:], summed, strict=False)))
+
+    def summed_bytes(self, stage):
+        """Bytes that a rank of a stage sends and receives to sum gradients.
+
+        Over the replicas, by AllReduce. Looked-up rows of an `Embedding` count
+        as its whole table here.
+        """
+        return _ring(stage.gradient_bytes, self.replicas)
 
     @property
     def allreduce_bytes(self):
         """Those of data parallelism by AllReduce, for comparison."""
-        share = (len(self.stages) - 1) / len(self.stages)
-        return 4 * share * sum(stage.gradient_bytes for stage in self.stages)
+        return _ring(
+            sum(stage.gradient_bytes for stage in self.stages),
+            len(self.stages) * self.replicas,
+        )
 
     def markdown(self):
+        head = _HEAD
         rows = [_row(number, stage) for number, stage in enumerate(self.stages)]
-        return "\n".join([*as_table(_HEAD, rows), "", self._of_the_model()])
+        if self.replicas > 1:
+            head = (*_HEAD, "sums gradients")
+            for row, stage in zip(rows, self.stages, strict=True):
+                row.append(in_bytes(self.summed_bytes(stage)))
+        return "\n".join([*as_table(head, rows), "", self._of_the_model()])
 
     def _of_the_model(self):
         parts = ""
         if self.num_micro_batches > 1:
             parts = f" in {self.num_micro_batches} micro-batches"
+        replicas = ""
+        if self.replicas > 1:
+            replicas = f", divided among {self.replicas} replicas,"
         return (
             f"Schedule {self.schedule!r}, mini-batches of {self.num_examples} "
-            f"examples{parts}. Without time for messages a step takes "
-            f"{in_milliseconds(self.step_seconds)}, of which stages wait "
+            f"examples{replicas}{parts}. Without time for messages a step "
+            f"takes {in_milliseconds(self.step_seconds)}, of which stages wait "
             f"{self.bubble:.0%}. Per step the busiest process sends and "
             f"receives {in_bytes(self.busiest_bytes)}; with the whole model on "
             "each process, AllReduce of all gradients would take "
             f"{in_bytes(self.allreduce_bytes)}."
         )
+
+
+def _ring(num_bytes, size):
+    """Bytes that each of some processes sends and receives for a sum."""
+    return 4 * num_bytes * (size - 1) / size
 
 
 def _row(number, stage):

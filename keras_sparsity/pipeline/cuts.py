@@ -62,8 +62,8 @@ def measured_places(cutter, strategy):
 
     By rank 0's times and the slowest link.
     """
-    communicator = strategy.collectives
-    if communicator.size == 1:
+    communicator, num_stages = strategy.collectives, strategy.num_stages
+    if num_stages == 1:
         return []
     of_links = [link.seconds_per_byte() for link in strategy.links if link]
     seconds = None
@@ -79,4 +79,4 @@ def measured_places(cutter, strategy):
         for place, size in timing.crossing_bytes(cutter).items()
     }
     seconds, _ = found[0]
-    return balanced(seconds, cutter.places, communicator.size, crossing_seconds)
+    return balanced(seconds, cutter.places, num_stages, crossing_seconds)

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, keras_losses
+from keras_sparsity._tf import keras_functional
 from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import Pass, floats
 from keras_sparsity.stages.schedule import Kind
@@ -18,7 +18,7 @@ class FlushedRun:
         schedule: `Schedule`.
         data: a batch, as `train_step` gets it.
         training: True, False, or None of a prediction, which has no loss.
-        scaled: function of a loss; it gives the one that has gradients.
+        together: `Together`.
 
     Attributes:
         batches: `MicroBatches`.
@@ -27,12 +27,11 @@ class FlushedRun:
     """
 
     def __init__(
-        self, model, stage, objective, schedule, data, training, scaled
+        self, model, stage, objective, schedule, data, training, together
     ):
         self._stage, self._objective = stage, objective
-        self._scaled = scaled
+        self._together = together
         self._tasks = schedule.stages[stage.number]
-        self._peers = model.distribute_strategy.peers
         self._training = training
         functional = keras_functional.functional_of(model)
         self.batches = MicroBatches(functional, data, schedule.num_batches)
@@ -51,10 +50,7 @@ class FlushedRun:
                     self._backward(task.batch)
         if not self._stage.is_last:
             return
-        if self._peers.size > 1:
-            (self.loss,) = self._peers.all_reduce(
-                [self.loss], name="pipeline/loss"
-            )
+        self.loss = self._together.total(self.loss)
         if self._training is False:
             # Of the whole batch, as in one process.
             self.loss += self._objective.of_outputs(
@@ -80,23 +76,10 @@ class FlushedRun:
         if self._stage.is_last and self._whole_outputs is None:
             parts = self._outputs.values()  # in the order of examples
             self._whole_outputs = [
-                self._whole(each) for each in zip(*parts, strict=True)
+                self._together.whole(each, self.num_examples)
+                for each in zip(*parts, strict=True)
             ]
         return self._whole_outputs
-
-    def _whole(self, parts):
-        """An output for the whole batch, with its mask, without stand-ins."""
-        whole = self._of_peers(parts)
-        masks = [keras_losses.keras_mask(part) for part in parts]
-        if masks[0] is not None:
-            keras_losses.set_keras_mask(whole, self._of_peers(masks))
-        return whole
-
-    def _of_peers(self, parts):
-        own = tf.concat(parts, 0)[: self.num_examples]
-        if self._peers.size == 1:
-            return own
-        return self._peers.all_gather(own, name="pipeline/outputs")
 
     def _forward(self, batch):
         inputs, *labels = self.batches.part(batch)
@@ -108,7 +91,7 @@ class FlushedRun:
             own = self._own(batch, labels, outputs, losses)
             to_derive = own
             if own is not None and self._training:
-                to_derive = self._scaled(own)
+                to_derive = self._together.scaled(own)
         if own is not None:
             loss += own
         stage.send(outputs, loss)

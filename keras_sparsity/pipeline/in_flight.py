@@ -3,10 +3,11 @@
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional
+from keras_sparsity._tf import keras_functional, keras_losses
+from keras_sparsity.global_batch import loss_scale
 from keras_sparsity.pipeline.late_logs import LateLogs
 from keras_sparsity.pipeline.micro_batches import MicroBatches
-from keras_sparsity.pipeline.stage import Pass, floats, merged
+from keras_sparsity.pipeline.stage import Pass, floats
 from keras_sparsity.pipeline.store import Store
 
 
@@ -17,7 +18,8 @@ class InFlight:
     backward pass of mini-batch t - (N - 1 - k), which the stage behind has run
     in its turn t - 1. Gradients leave a stage in the turn after, so that no
     message is under way between turns. A backward pass computes the layers
-    again, with its own weights.
+    again, with its own weights. Of each mini-batch a rank computes the part of
+    its replica; a stage's gradients are summed over the replicas.
 
     Args:
         model: the whole model.
@@ -26,13 +28,17 @@ class InFlight:
         objective: `Objective`.
         logs: `Logs`.
         versions: `Versions` of the stage.
+        together: `Together`.
 
     References:
         SpecTrain (arXiv:1809.02839), 3; PipeDream (arXiv:1806.03377), 3.2.
     """
 
-    def __init__(self, model, stage, num_stages, objective, logs, versions):
+    def __init__(
+        self, model, stage, num_stages, objective, logs, versions, together
+    ):
         self._model, self._stage = model, stage
+        self._together, self._peers = together, model.distribute_strategy.peers
         self._num_stages, self._objective = num_stages, objective
         self._logs, self._versions = logs, versions
         self._num_ahead = num_stages - 1 - stage.number
@@ -50,6 +56,7 @@ class InFlight:
                 *stage.received.specs,
                 *map(_spec, self._states),
                 *map(_spec, versions.kept(stage.variables)),
+                tf.TensorSpec([]),
             ],
         )
         received = floats(stage.received.specs[: len(stage.part.received)])
@@ -70,9 +77,9 @@ class InFlight:
         Returns:
             float32 vector of the logs of N - 1 turns ago, on all ranks alike.
         """
-        stage = self._stage
-        batches = MicroBatches(self._functional, data, 1)
-        received, loss = stage.receive(batches.num_examples)
+        stage, replica = self._stage, self._peers.rank
+        batches = MicroBatches(self._functional, data, self._peers.size)
+        received, loss = stage.receive(batches.size(replica))
         self._send_result()
         if stage.is_last:
             row = self._both_passes(batches, received, loss)
@@ -84,6 +91,9 @@ class InFlight:
                 lambda: row,
             )
         self._turn.assign_add(1)
+        self._together.combine_statistics(
+            stage.part.model, batches.number(replica)
+        )
         return self._late_logs.push(row)
 
     def drain(self):
@@ -119,13 +129,15 @@ class InFlight:
     def _turn_of_drain(self):
         self._send_result()
         if not self._stage.is_last:
-            tf.cond(
-                (self._turn >= self._num_ahead) & (self._passes.size > 0),
-                lambda: self._backward(
-                    tf.zeros([self._logs.size]), self._passes.size - 1
-                ),
-                lambda: tf.zeros([self._logs.size]),
-            )
+            # As in a step, the sum over replicas combines their parts.
+            with loss_scale.of_own_part():
+                tf.cond(
+                    (self._turn >= self._num_ahead) & (self._passes.size > 0),
+                    lambda: self._backward(
+                        tf.zeros([self._logs.size]), self._passes.size - 1
+                    ),
+                    lambda: tf.zeros([self._logs.size]),
+                )
         self._turn.assign_add(1)
 
     def _send_result(self):
@@ -143,14 +155,15 @@ class InFlight:
     def _forward(self, batches, received, loss):
         """A forward pass; returns the logs that this stage can tell."""
         stage = self._stage
-        inputs, *labels = batches.part(0)
+        inputs, *labels = batches.part(self._peers.rank)
+        share = batches.share(self._peers.rank)
         weights = self._versions.forward(
             tf.minimum(self._turn, self._num_ahead)
         )
         states = [tf.convert_to_tensor(v.value) for v in self._states]
         with self._given(weights) as scope:
             outputs, losses = stage.compute(inputs, received, True)
-        own = self._objective.of_training(labels, outputs, losses)
+        own = self._objective.of_training(labels, outputs, losses, share)
         self._assign_updates(scope)
         stage.send(outputs, loss if own is None else loss + own)
         self._passes.put(
@@ -159,6 +172,7 @@ class InFlight:
                 *stage.received.with_masks(received),
                 *states,
                 *self._versions.kept(weights),
+                share,
             ]
         )
         return self._logs.of_batch(None, batches, None)
@@ -166,9 +180,11 @@ class InFlight:
     def _backward(self, no_logs, num_later):
         """The oldest mini-batch's backward pass; returns its logs."""
         stage = self._stage
-        inputs, received, states, kept = self._taken()
+        inputs, received, states, kept, share = self._taken()
         weights = self._versions.backward(kept, num_later)
-        found, _ = self._computed(inputs, None, received, weights, states)
+        found, _ = self._computed(
+            inputs, None, received, share, weights, states
+        )
         *upstream, row = stage.behind.receive_gradients(
             floats(found.outputs), [no_logs]
         )
@@ -177,24 +193,34 @@ class InFlight:
 
     def _both_passes(self, batches, received, loss):
         """The last stage's turn: its passes have the same weights."""
-        inputs, *labels = batches.part(0)
+        replica, together = self._peers.rank, self._together
+        inputs, *labels = batches.part(replica)
         weights = self._versions.forward(0)
-        found, own = self._computed(inputs, labels, received, weights, None)
-        row = self._logs.of_batch(loss + own, batches, lambda: found.outputs)
+        found, own = self._computed(
+            inputs, labels, received, batches.share(replica), weights, None
+        )
+        row = self._logs.of_batch(
+            together.total(loss + own),
+            batches,
+            lambda: [
+                together.whole([output], batches.number(replica))
+                for output in found.outputs
+            ],
+        )
         self._finish(found, [], row)
         return row
 
-    def _computed(self, inputs, labels, received, weights, states):
+    def _computed(self, inputs, labels, received, share, weights, states):
         """A recorded `Pass` and its loss; with `states`, of one made again."""
         stage = self._stage
         with tf.GradientTape() as tape:
             tape.watch([*weights, *floats(received)])
             with self._given(weights, states) as scope:
                 outputs, losses = stage.compute(inputs, received, True)
-            own = self._objective.of_training(labels, outputs, losses)
+            own = self._objective.of_training(labels, outputs, losses, share)
             to_derive = own
             if own is not None:
-                to_derive = self._model.optimizer.scale_loss(own)
+                to_derive = self._together.scaled(own)
         if states is None:
             self._assign_updates(scope)
         return Pass(tape, weights, received, outputs, to_derive), own
@@ -202,8 +228,10 @@ class InFlight:
     def _finish(self, found, upstream, row):
         """Updates the weights; keeps the message to the stage before."""
         gradients, of_received = found.gradients(upstream)
-        with self._versions.updating():
-            self._stage.update(self._model.optimizer, merged(gradients))
+        gradients = self._together.summed(gradients)
+        strategy = self._model.distribute_strategy
+        with self._versions.updating(), strategy.gradients_summed():
+            self._stage.update(self._model.optimizer, gradients)
         if not self._stage.is_first:
             self._results.put([*of_received, row])
 
@@ -215,14 +243,18 @@ class InFlight:
         return keras.StatelessScope(pairs, collect_losses=True)
 
     def _assign_updates(self, scope):
-        """Statistics and random states, as the layers have changed them."""
-        for variable in self._stage.part.model.non_trainable_variables:
+        """Statistics, random states and losses by output, as they changed."""
+        losses = keras_losses.loss_metrics(self._model)
+        for variable in [
+            *self._stage.part.model.non_trainable_variables,
+            *(v for metric in losses for v in metric.variables),
+        ]:
             value = scope.get_current_value(variable)
             if value is not None:
                 variable.assign(value)
 
     def _taken(self):
-        """The oldest entry: `(inputs, received, states, kept)`."""
+        """The oldest entry: `(inputs, received, states, kept, share)`."""
         stage = self._stage
         values = iter(self._passes.take())
         inputs = {place: next(values) for place in stage.part.inputs}
@@ -230,7 +262,8 @@ class InFlight:
             [next(values) for _ in stage.received.specs]
         )
         states = [next(values) for _ in self._states]
-        return inputs, received, states, list(values)
+        *kept, share = values
+        return inputs, received, states, kept, share
 
 
 def _spec(variable):

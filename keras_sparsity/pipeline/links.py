@@ -253,34 +253,63 @@ class Crossing:
         return found
 
 
-def pairs(size):
+def pairs(num_stages, replicas=1):
     """The two lists of groups in which each rank meets its neighbours.
+
+    Args:
+        num_stages: N, the number of ranks of a pipeline.
+        replicas: the number of pipelines, of N consecutive ranks each.
 
     Example:
 
     >>> pairs(3)
     [[[0, 1], [2]], [[0], [1, 2]]]
+    >>> pairs(2, replicas=2)
+    [[[0, 1], [2, 3]], [[0], [1], [2], [3]]]
     """
-    ranks = list(range(size))
-    even = [ranks[i : i + 2] for i in range(0, size, 2)]
-    odd = [[0]] + [ranks[i : i + 2] for i in range(1, size, 2)]
+    even, odd = [], []
+    for first in range(0, num_stages * replicas, num_stages):
+        ranks = list(range(first, first + num_stages))
+        even += [ranks[i : i + 2] for i in range(0, num_stages, 2)]
+        odd += [[first]] + [ranks[i : i + 2] for i in range(1, num_stages, 2)]
     return [even, odd]
 
 
-def links(collectives, wire_dtype=None):
-    """`(link to the stage before, link to the one behind)`; None at an end."""
+def links(collectives, num_stages, wire_dtype=None):
+    """`(link to the stage before, link to the one behind)`; None at an end.
+
+    Args:
+        collectives: `Collectives` of all ranks.
+        num_stages: the number of ranks of each pipeline.
+        wire_dtype: see `Link`.
+    """
     found = [None, None]
-    for pair in _own_pairs(collectives):
+    for pair in _own_pairs(collectives, num_stages):
         found[1 - pair.rank] = Link(pair, wire_dtype)
     return tuple(found)
 
 
 @functools.cache
-def _own_pairs(collectives):
+def _own_pairs(collectives, num_stages):
     """`Collectives` of this rank and each of its neighbours."""
-    labels = ("even", "odd")
+    groups_of = pairs(num_stages, collectives.size // num_stages)
     found = [
-        divided(collectives, groups, f"pipeline/{label}")
-        for label, groups in zip(labels, pairs(collectives.size), strict=True)
+        divided(collectives, groups, f"pipeline/{num_stages}/{label}")
+        for label, groups in zip(("even", "odd"), groups_of, strict=True)
     ]
     return [pair for pair in found if pair.size == 2]
+
+
+@functools.cache
+def peers(collectives, num_stages):
+    """`Collectives` of the ranks of this rank's stage, one of each pipeline.
+
+    Args:
+        collectives: `Collectives` of all ranks.
+        num_stages: the number of ranks of each pipeline.
+    """
+    groups = [
+        list(range(stage, collectives.size, num_stages))
+        for stage in range(num_stages)
+    ]
+    return divided(collectives, groups, f"pipeline/{num_stages}/peers")

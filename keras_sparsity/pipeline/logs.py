@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_losses
+from keras_sparsity.global_batch.metrics import global_results
 
 
 class Logs:
@@ -13,11 +14,13 @@ class Logs:
         objective: `Objective`.
         stock_result: the model's own `get_metrics_result`.
         is_last: whether this rank's stage is the last one.
+        peers: `Collectives` of the ranks of this stage.
     """
 
-    def __init__(self, model, objective, stock_result, is_last):
+    def __init__(self, model, objective, stock_result, is_last, peers):
         self._model, self._objective = model, objective
         self._result, self._is_last = stock_result, is_last
+        self._peers = peers
 
     def of_batch(self, loss, batches, outputs):
         """float32 vector of the logs after a batch; 0 but at the last stage.
@@ -33,7 +36,7 @@ class Logs:
             loss, sample_weight=batches.num_examples
         )
         x, y, sample_weight = batches.batch
-        logs = self._model.compute_metrics(
+        self._model.compute_metrics(
             x,
             y,
             self._objective.packed(outputs()),
@@ -42,10 +45,21 @@ class Logs:
         return tf.concat(
             [
                 tf.reshape(tf.cast(value, tf.float32), [-1])
-                for value in logs.values()
+                for value in self.result().values()
             ],
             0,
         )
+
+    def result(self):
+        """A dict of the values, at the last stage over all of its ranks.
+
+        Each of them has computed the loss of its part, by output, and metrics
+        of the whole batch. All ranks of the stage call it.
+        """
+        if not self._is_last:
+            return self._result()
+        losses = keras_losses.loss_metrics(self._model)
+        return global_results(losses, self._peers, self._result)
 
     @property
     def size(self):

@@ -32,7 +32,9 @@ class Objective:
         """
         total = self._sums(losses)
         if self._is_last:
-            total.append(self.of_outputs(labels, outputs, training=True))
+            total.append(
+                self.of_outputs(labels, outputs, training=True, share=share)
+            )
         return tf.add_n(total) * share if total else None
 
     def of_layers(self, losses, share=1.0):
@@ -40,11 +42,21 @@ class Objective:
         total = self._sums(losses)
         return tf.add_n(total) * share if total else None
 
-    def of_outputs(self, labels, outputs, training):
-        """The loss of the model's outputs, without those that layers add."""
+    def of_outputs(self, labels, outputs, training, share=None):
+        """The loss of the model's outputs, without those that layers add.
+
+        Args:
+            labels, outputs: as for `of_training`.
+            training: whether it is that of a training step.
+            share: the micro-batch's share of the batch, by which it counts in
+                the logs of each output's loss; None: all.
+        """
         x, y, sample_weight = labels
         none = tf.zeros([], keras.config.floatx())
-        with keras_losses.losses_replaced(self._model, [none]):
+        with (
+            keras_losses.losses_replaced(self._model, [none]),
+            keras_losses.loss_metrics_of_share(self._model, share),
+        ):
             loss = keras_losses.step_loss(
                 self._model,
                 x=x,

@@ -1,5 +1,6 @@
 """The plan of a model in stages, measured before it is trained."""
 
+import dataclasses
 import math
 
 import keras
@@ -29,7 +30,10 @@ class Planner:
         self._model, self._stage = model, stage
         self._schedule, self._versions = schedule, versions
         self._strategy = model.distribute_strategy
-        self._num_parts = 1 if versions else schedule.num_batches
+        replicas = self._strategy.replicas
+        # Of the whole mini-batch, and of a replica's part.
+        self._num_parts = replicas if versions else schedule.num_batches
+        self._num_passes = self._num_parts // replicas
 
     def plan(self, dataset):
         """The plan; every rank calls it.
@@ -45,13 +49,16 @@ class Planner:
             data is not None, "dataset", dataset, "a dataset with a batch"
         )
         tensors, num_examples = self._arriving(data)
-        costs = self._strategy.collectives.gather_objects(
+        of_ranks = self._strategy.collectives.gather_objects(
             self._cost(tensors), name="pipeline/plan"
         )
+        num_stages = self._schedule.num_stages
+        costs = [_largest(of_ranks[k::num_stages]) for k in range(num_stages)]
         return PipelinePlan(
             schedule=self._strategy.schedule,
             num_examples=num_examples,
-            num_micro_batches=self._num_parts,
+            num_micro_batches=self._num_passes,
+            replicas=self._strategy.replicas,
             step_seconds=self._step_seconds(costs),
             stages=tuple(costs),
         )
@@ -94,7 +101,7 @@ class Planner:
         return dict(zip(places, values, strict=True)), received
 
     def _cost(self, tensors):
-        stage, number = self._stage, self._num_parts
+        stage, number = self._stage, self._num_passes
         forward, both = (
             timing.pass_seconds(self._compute, stage.variables, tensors, asked)
             for asked in (False, True)
@@ -152,7 +159,7 @@ class Planner:
         if self._versions is None:
             held = self._schedule.in_flight(stage.number)
             return memory + held * of_pass
-        num_ahead = self._strategy.size - 1 - stage.number
+        num_ahead = self._schedule.num_stages - 1 - stage.number
         copies = self._versions.num_copies(num_ahead)
         memory += copies * of_weights + num_ahead * _sizes(tensors)
         return memory + of_pass
@@ -173,7 +180,7 @@ class Planner:
         if self._versions is None:
             return 0
         # So many that the pipeline is full in the middle.
-        size = self._strategy.size
+        size = self._schedule.num_stages
         filled = without_flush(size, 2 * size + 1)
         missed = missed_updates(filled, self._stage.number)
         return missed[Task(Kind.FORWARD, size)]
@@ -182,13 +189,21 @@ class Planner:
         if self._versions is not None:
             # Stages work on different mini-batches at once.
             return max(cost.seconds for cost in costs)
-        number = self._num_parts
+        number = self._num_passes
         return simulate(
             self._schedule,
             [cost.forward_seconds / number for cost in costs],
             [cost.backward_seconds / number for cost in costs],
             update_seconds=[cost.update_seconds for cost in costs],
         ).seconds
+
+
+def _largest(costs):
+    """The largest numbers of a stage's ranks, which wait for each other."""
+    names = [field.name for field in dataclasses.fields(StageCost)]
+    return StageCost(
+        **{name: max(getattr(cost, name) for cost in costs) for name in names}
+    )
 
 
 def _wire_bytes(link, tensors):

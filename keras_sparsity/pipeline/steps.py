@@ -5,7 +5,6 @@ import contextlib
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_scopes
-from keras_sparsity.data import empty_parts
 from keras_sparsity.global_batch import loss_scale
 from keras_sparsity.pipeline.flushed import FlushedRun
 from keras_sparsity.pipeline.in_flight import InFlight
@@ -41,18 +40,21 @@ class Steps(Binding):
             self._objective,
             self._stock["get_metrics_result"],
             stage.is_last,
+            model.distribute_strategy.peers,
         )
-        self._peers = model.distribute_strategy.peers
         self._together = Together(
-            getattr(model, "optimizer", None), self._collectives, self._peers
+            getattr(model, "optimizer", None),
+            self._collectives,
+            model.distribute_strategy.peers,
         )
         self._in_flight = versions and InFlight(
             model,
             stage,
-            self._collectives.size,
+            schedule.num_stages,
             self._objective,
             self._logs,
             versions,
+            self._together,
         )
 
     @property
@@ -83,12 +85,9 @@ class Steps(Binding):
             gradients = self._together.agreed(gradients)
             with self._model.distribute_strategy.gradients_summed():
                 self._stage.update(self._model.optimizer, gradients)
-            if self._peers.size > 1:
-                empty_parts.combine_statistics(
-                    self._stage.part.model,
-                    run.num_examples,
-                    self._peers,
-                )
+            self._together.combine_statistics(
+                self._stage.part.model, run.num_examples
+            )
             return self._logs_of(run)
 
     def test_step(self, data):
@@ -107,12 +106,12 @@ class Steps(Binding):
             return self._objective.packed(outputs)
 
     def get_metrics_result(self):
-        logs = self._stock["get_metrics_result"]()
         # In a step, those of all ranks are put together at its end.
         if self._is_in_step or keras_scopes.in_symbolic_scope():
-            return logs
+            return self._stock["get_metrics_result"]()
         if self._in_flight:
             self._in_flight.drain()
+        logs = self._logs.result()
         values = self._collectives.broadcast(
             [tf.convert_to_tensor(value) for value in logs.values()],
             root=self._last,
@@ -165,7 +164,7 @@ class Steps(Binding):
             schedule,
             data,
             training,
-            self._together.scaled,
+            self._together,
         )
         run.run()
         return run

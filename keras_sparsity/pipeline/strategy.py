@@ -2,10 +2,9 @@
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks
-from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline import cuts, versions
-from keras_sparsity.pipeline.links import links
+from keras_sparsity.pipeline.links import links, peers
 from keras_sparsity.pipeline.planning import Planner
 from keras_sparsity.pipeline.staged import StagedStrategy
 from keras_sparsity.stages import schedule as schedules
@@ -22,11 +21,11 @@ class PipelineStrategy(StagedStrategy):
     """Pipelined model parallelism: each process trains one stage of a model.
 
     `compile` inside of its scope cuts a functional or sequential model into
-    as many stages as there are processes. A process holds the weights and
-    optimizer slots of its stage alone; activations and their gradients travel
-    between neighbours. Every process reads whole batches: inputs are used by
-    the stages that take them, labels by the last one. Logs are the same on
-    all processes.
+    as many stages as there are processes, or with `replicas` as there are
+    processes for each. A process holds the weights and optimizer slots of its
+    stage alone; activations and their gradients travel between neighbours.
+    Every process reads whole batches: inputs are used by the stages that take
+    them, labels by the last one. Logs are the same on all processes.
 
     Args:
         schedule: the order of forward and backward passes.
@@ -42,14 +41,15 @@ class PipelineStrategy(StagedStrategy):
             when all have come back: the result of one process. `"gpipe"` holds
             the activations of all micro-batches, `"1f1b"` at stage k those of
             N - k.
-        stages: where the model is cut. None: so that the slowest stage or
-            message is as fast as can be, by the layers' times, which rank 0
-            measures, and those of the links. Or a
+        stages: where the model is cut. None, or the number N of stages: so
+            that the slowest stage or message is as fast as can be, by the
+            layers' times, which rank 0 measures, and those of the links. Or a
             list of the names of the layers after which the model is cut, or a
             list of the layers' names for each stage; of a model within the
             model `"encoder/dense"`.
-        num_micro_batches: the number of parts of a mini-batch, for `"1f1b"`
-            and `"gpipe"`, and for `evaluate` and `predict`.
+        num_micro_batches: the number M of parts of a pipeline's part of a
+            mini-batch, for `"1f1b"` and `"gpipe"`, and for `evaluate` and
+            `predict`.
         prediction: for `"spectrain"`, the weights that are predicted.
             `"paper"`: those when the mini-batch's round trip ends.
             `"sequential"`: those after the updates of all earlier
@@ -57,6 +57,11 @@ class PipelineStrategy(StagedStrategy):
         decay: gamma of equation 1, for optimizers without a first moment.
         wire_dtype: `"bfloat16"` or `"float16"`: activations and their gradients
             travel in 16 bits. None: in their own dtype.
+        replicas: the number R of pipelines side by side, each of N stages on N
+            consecutive processes; N x R is the number of processes. Each
+            trains on its part of every mini-batch. A stage's gradients are
+            summed over its R processes by AllReduce, those of rows that an
+            `Embedding` looks up by AllGather.
         engine, timeout: see `ks.HybridStrategy`.
 
     Attributes:
@@ -64,11 +69,11 @@ class PipelineStrategy(StagedStrategy):
         rank, size: this process's number, and the number of processes.
 
     Raises:
-        ValueError: if an argument is not valid; see also
-            `ks.HybridStrategy`. By `compile`: if the model is a subclass, has
-            sharded layers or fewer layers than there are processes, if a
-            layer's weights are used on both sides of a cut, or if, without
-            a flush, the optimizer needs a number of all stages
+        ValueError: if an argument is not valid, or N x R is not the number of
+            processes; see also `ks.HybridStrategy`. By `compile`: if the
+            model is a subclass, has sharded layers or fewer layers than
+            stages, if a layer's weights are used on both sides of a cut, or
+            if, without a flush, the optimizer needs a number of all stages
             (`global_clipnorm`, loss scaling).
 
     Example:
@@ -100,12 +105,14 @@ class PipelineStrategy(StagedStrategy):
         prediction="paper",
         decay=0.9,
         wire_dtype=None,
+        replicas=1,
         engine=None,
         timeout=None,
     ):
         checks.one_of("schedule", schedule, SCHEDULES)
         checks.one_of("prediction", prediction, ("paper", "sequential"))
         checks.positive_integer("num_micro_batches", num_micro_batches)
+        checks.positive_integer("replicas", replicas)
         checks.check(
             isinstance(decay, (int, float))
             and not isinstance(decay, bool)
@@ -118,11 +125,13 @@ class PipelineStrategy(StagedStrategy):
         self.schedule, self.num_micro_batches = schedule, num_micro_batches
         self.prediction, self.decay = prediction, decay
         communicator = collectives.start(engine, timeout)
+        self.num_stages = _num_stages(stages, replicas, communicator.size)
+        self.replicas = replicas
         super().__init__(
             communicator,
-            single_process(),
-            links(communicator, wire_dtype),
-            stages,
+            peers(communicator, self.num_stages),
+            links(communicator, self.num_stages, wire_dtype),
+            None if _is_number(stages) else stages,
         )
 
     @property
@@ -131,7 +140,7 @@ class PipelineStrategy(StagedStrategy):
 
     @property
     def stages_of_ranks(self):
-        return tuple(range(self.size))
+        return (*range(self.num_stages),) * self.replicas
 
     def found_places(self, cutter, profile):
         return cuts.measured_places(cutter, self)
@@ -142,9 +151,10 @@ class PipelineStrategy(StagedStrategy):
     def passes(self, stage, optimizer):
         name = self.schedule
         make = _FLUSHED.get(name, schedules.one_forward_one_backward)
-        schedule = make(self.size, self.num_micro_batches)
+        schedule = make(self.num_stages, self.num_micro_batches)
         # An error, if stages would wait for each other for ever.
         simulate(schedule)
+        schedule = schedule.of_replica(self.peers.rank, self.replicas)
         if name in _FLUSHED or optimizer is None:
             return schedule, None
         if name == "vanilla":
@@ -154,3 +164,30 @@ class PipelineStrategy(StagedStrategy):
         return schedule, versions.Predicted(
             stage, optimizer, self.prediction, self.decay
         )
+
+
+def _is_number(stages):
+    return not (stages is None or isinstance(stages, (list, tuple)))
+
+
+def _num_stages(stages, replicas, size):
+    """The number of stages of each replica."""
+    number = size // replicas
+    if _is_number(stages):
+        number = checks.positive_integer(
+            "stages",
+            stages,
+            ", None, a list of layers' names, or a list of such lists",
+        )
+    if number * replicas != size:
+        fitting = [n for n in range(1, size + 1) if size % n == 0]
+        raise ValueError(
+            "As many processes as stages train each replica. Received: "
+            f"stages={checks.spell(stages)}, replicas={replicas} and {size} "
+            "processes. Expected: "
+            + " or ".join(
+                f"stages={n} with replicas={size // n}" for n in fitting
+            )
+            + "."
+        )
+    return number

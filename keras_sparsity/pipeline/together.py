@@ -1,15 +1,15 @@
-"""The gradients of a step, summed, and the decisions of all stages by them."""
+"""What ranks add up in a step, and the decisions of all stages by it."""
 
 import keras
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_losses
+from keras_sparsity.data import empty_parts
 from keras_sparsity.pipeline.stage import merged
 
 
 class Together:
-    """Sums over a stage's ranks; norms and finiteness over all.
-
-    Where there is a flush.
+    """Sums over a stage's ranks; with a flush, norms and finiteness over all.
 
     Args:
         optimizer: the rank's optimizer.
@@ -52,6 +52,43 @@ class Together:
         return merged(
             [None if each is None else next(sums) for each in gradients]
         )
+
+    def total(self, loss):
+        """The sum of a float32 scalar over the ranks of this stage."""
+        if self._peers.size == 1:
+            return loss
+        (loss,) = self._peers.all_reduce([loss], name="pipeline/loss")
+        return loss
+
+    def whole(self, parts, num_examples):
+        """An output for the whole batch, with its mask, without stand-ins.
+
+        Args:
+            parts: list of the outputs of this rank, which carry their masks.
+            num_examples: int32 scalar, the number of this rank's examples.
+        """
+        whole = self._of_peers(parts, num_examples)
+        masks = [keras_losses.keras_mask(part) for part in parts]
+        if masks[0] is not None:
+            masks = self._of_peers(masks, num_examples)
+            keras_losses.set_keras_mask(whole, masks)
+        return whole
+
+    def _of_peers(self, parts, num_examples):
+        own = tf.concat(parts, 0)[:num_examples]
+        if self._peers.size == 1:
+            return own
+        return self._peers.all_gather(own, name="pipeline/outputs")
+
+    def combine_statistics(self, model, num_examples):
+        """Gives a stage's ranks the mean of their moving statistics.
+
+        Args:
+            model: the `keras.Model` of the stage's part.
+            num_examples: int32 scalar, the number of this rank's examples.
+        """
+        if self._peers.size > 1:
+            empty_parts.combine_statistics(model, num_examples, self._peers)
 
     def agreed(self, gradients):
         """Gradients with which each rank's optimizer decides as one for all.

@@ -58,6 +58,30 @@ class Schedule:
             held -= task.kind is Kind.BACKWARD
         return most
 
+    def of_replica(self, replica, num_replicas):
+        """This schedule for one of several parts of a mini-batch.
+
+        Args:
+            replica: the number of the replica, from 0.
+            num_replicas: the number of replicas, each of which runs this
+                schedule on as many micro-batches of its own.
+
+        Returns:
+            `Schedule` of the micro-batches of all; its tasks are those of the
+            replica.
+
+        Example:
+
+        >>> [task.batch for task in gpipe(1, 2).of_replica(1, 2).stages[0]]
+        [2, 3, 2, 3, 3]
+        """
+        first = replica * self.num_batches
+        stages = [
+            tuple(task._replace(batch=first + task.batch) for task in tasks)
+            for tasks in self.stages
+        ]
+        return Schedule(num_replicas * self.num_batches, tuple(stages))
+
 
 def gpipe(num_stages, num_batches):
     """All forward passes, all backward passes, one update.

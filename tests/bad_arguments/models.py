@@ -28,7 +28,11 @@ BAD = [
         ("PipelineStrategy", arguments, message)
         for arguments, message in [
             ({"schedule": "2f2b"}, "one of.*'spectrain'.*='2f2b'"),
-            ({"stages": 2}, "a list of layers' names.*Received: stages=2"),
+            ({"stages": 2}, "stages=2, replicas=1 and 1 proc.*stages=1 with"),
+            ({"stages": "a"}, "a positive integer, None, a list.*stages='a'"),
+            ({"stages": 0}, "a positive integer, None, a list.*stages=0"),
+            ({"replicas": 2}, "replicas=2 and 1 processes.*replicas=1"),
+            ({"replicas": 1.5}, "a positive integer.*replicas=1.5"),
             ({"stages": ["a", 3]}, "a list of layers' names.*'a', 3"),
             ({"stages": [["a"], "b"]}, "a list of layers' names.*'b'"),
             ({"num_micro_batches": 0}, "a positive integer.*batches=0"),

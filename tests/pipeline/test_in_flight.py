@@ -35,16 +35,22 @@ _SCHEDULES = [
 
 @functools.cache
 def _expected(rule, num_stages, schedule, target):
-    network = pipeline_functions.made("line")
+    return _of_oracle(rule, schedule, target, _STAGES[num_stages])
+
+
+def _of_oracle(
+    rule, schedule, target, layers, num_examples=_NUM_EXAMPLES, model="line"
+):
+    network = pipeline_functions.made(model)
     stages = [
         pipeline_oracle.Stage([network.get_layer(n) for n in names], rule)
-        for names in _STAGES[num_stages]
+        for names in layers
     ]
-    x, y = pipeline_functions.data("dense", _NUM_EXAMPLES)
+    x, y = pipeline_functions.data("dense", num_examples)
     size = pipeline_functions.BATCH_SIZE
     batches = [
         (x[begin : begin + size].astype("float64"), y[begin : begin + size])
-        for begin in range(0, _NUM_EXAMPLES, size)
+        for begin in range(0, num_examples, size)
     ]
     losses = [
         pipeline_oracle.train(stages, batches, schedule, target)
@@ -55,7 +61,18 @@ def _expected(rule, num_stages, schedule, target):
 
 
 def _check(ranks, rule, num_stages, schedule, target):
-    weights, losses, shares = _expected(rule, num_stages, schedule, target)
+    expected = _expected(rule, num_stages, schedule, target)
+    _check_as(ranks, num_stages, expected)
+
+
+def check(ranks, rule, schedule, target, layers, *args):
+    """Compares ranks that have trained `layers`, a list for each stage."""
+    expected = _of_oracle(rule, schedule, target, layers, *args)
+    _check_as(ranks, len(layers), expected)
+
+
+def _check_as(ranks, num_stages, oracle):
+    weights, losses, shares = oracle
     for values, history, seen, iterations in ranks:
         for value, expected in zip(values, weights, strict=True):
             np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)

@@ -25,7 +25,7 @@ def _expected(model, optimizer, num_examples):
     return before, weights, losses, network
 
 
-def _check(ranks, model, optimizer, num_examples):
+def check(ranks, model, optimizer, num_examples, replicas=1):
     before, weights, losses, network = _expected(model, optimizer, num_examples)
     x, y = pipeline_functions.data(model, num_examples)
     options = {"batch_size": pipeline_functions.BATCH_SIZE, "verbose": 0}
@@ -48,8 +48,9 @@ def _check(ranks, model, optimizer, num_examples):
             np.testing.assert_allclose(
                 value, weights[path], rtol=1e-4, atol=1e-5
             )
-    # Each weight on one rank alone.
-    assert sum(len(rank["weights"]) for rank in ranks) == len(weights)
+    # Each weight on one rank of each replica alone.
+    num_held = sum(len(rank["weights"]) for rank in ranks)
+    assert num_held == replicas * len(weights)
     moved = _distance(weights, before)
     assert moved > 0.1
     assert _distance(trained, weights) <= 1e-5 * moved
@@ -73,7 +74,7 @@ def test_two_stages(cluster, engine, model, schedule):
     ranks = cluster(engine, 2).run(
         pipeline_functions.train, model, optimizer, cuts, schedule, num_examples
     )
-    _check(ranks, model, optimizer, num_examples)
+    check(ranks, model, optimizer, num_examples)
 
 
 @pytest.mark.parametrize("engine", engines())
@@ -91,7 +92,7 @@ def test_three_stages(cluster, engine, model, optimizer, schedule):
     ranks = cluster(engine, 3, has_groups=True).run(
         pipeline_functions.train, model, optimizer, cuts, schedule, 22
     )
-    _check(ranks, model, optimizer, 22)
+    check(ranks, model, optimizer, 22)
 
 
 def test_a_batch_smaller_than_the_number_of_micro_batches(cluster):
@@ -99,7 +100,7 @@ def test_a_batch_smaller_than_the_number_of_micro_batches(cluster):
     ranks = cluster("native", 2).run(
         pipeline_functions.train, "dense", "momentum", cuts, "1f1b", 17
     )
-    _check(ranks, "dense", "momentum", 17)
+    check(ranks, "dense", "momentum", 17)
 
 
 @pytest.mark.parametrize("engine", engines())
@@ -122,7 +123,7 @@ def test_four_stages(cluster, engine, model, optimizer, schedule):
     ranks = cluster(engine, 4, has_groups=True).run(
         pipeline_functions.train, model, optimizer, cuts, schedule, 22
     )
-    _check(ranks, model, optimizer, 22)
+    check(ranks, model, optimizer, 22)
 
 
 @pytest.mark.parametrize("engine", engines())
@@ -130,7 +131,7 @@ def test_loss_scaling_and_a_norm_of_all_gradients(cluster, engine):
     ranks = cluster(engine, 2).run(
         pipeline_functions.train, "mixed", "scaled", ["dense_1"], "1f1b", 22
     )
-    _check(ranks, "mixed", "scaled", 22)
+    check(ranks, "mixed", "scaled", 22)
 
 
 @pytest.mark.parametrize("engine", engines())
@@ -145,7 +146,7 @@ def test_messages_of_16_bits(cluster, engine):
         22,
         "bfloat16",
     )
-    _check(ranks, "rounded", "momentum", 22)
+    check(ranks, "rounded", "momentum", 22)
     rounded, exact = (
         _expected(model, "momentum", 22)[1] for model in ("rounded", "dense")
     )
