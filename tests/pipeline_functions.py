@@ -686,6 +686,67 @@ def counted(num_steps):
     return missed, ahead
 
 
+def recorded(num_steps):
+    """The tasks of this rank's stage in a run, as `(kind, batch)`.
+
+    The batch's number is an input of each stage. A forward pass that is
+    computed again counts once; updates are numbered as they come.
+    """
+    tasks = []
+
+    def note(kind, number, values):
+        """The values, after a note."""
+
+        def append(number):
+            number = sum(k == kind for k, _ in tasks) if number < 0 else number
+            if (kind, int(number)) not in tasks:
+                tasks.append((kind, int(number)))
+            return np.float32(0)
+
+        # After what the values need, before what needs them.
+        with tf.control_dependencies([values]):
+            zero = tf.numpy_function(append, [number], tf.float32)
+        return values + tf.reshape(zero, [])
+
+    class Noting(keras.layers.Layer):
+        def call(self, inputs):
+            @tf.custom_gradient
+            def noted(values, number):
+                def gradient(upstream):
+                    return note("backward", number, upstream), None
+
+                return note("forward", number, values), gradient
+
+            values, numbers = inputs
+            return noted(values, numbers[0, 0])
+
+    class NotingSGD(keras.optimizers.SGD):
+        def apply(self, gradients, trainable_variables=None):
+            first, *others = gradients
+            first = note("update", tf.constant(-1.0), first)
+            super().apply([first, *others], trainable_variables)
+
+    x, numbers = keras.Input((6,)), keras.Input((1,))
+    inputs = [x, numbers]
+    for i in range(3):
+        x = keras.layers.Dense(4, name=f"dense_{i}")(x)
+        x = Noting(name=f"note_{i}")([x, numbers])
+    model = keras.Model(inputs, x)
+    with PipelineStrategy("vanilla", ["note_0", "note_1"]).scope():
+        model.compile(NotingSGD(0.01), "mse")
+    size = 4
+    x = np.ones((num_steps * size, 6), "float32")
+    numbers = np.repeat(np.arange(num_steps), size)[:, None]
+    model.fit(
+        [x, numbers.astype("float32")],
+        x[:, :4],
+        batch_size=size,
+        shuffle=False,
+        verbose=0,
+    )
+    return tasks
+
+
 def save_stages(path, name, cuts):
     """Trains two steps and saves; then gives the weights after two more."""
     keras.utils.set_random_seed(3)

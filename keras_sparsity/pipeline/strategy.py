@@ -157,6 +157,9 @@ class PipelineStrategy(StagedStrategy):
         schedule = schedule.of_replica(self.peers.rank, self.replicas)
         if name in _FLUSHED or optimizer is None:
             return schedule, None
+        # So many mini-batches that the pipeline fills, is full and empties.
+        num_batches = 2 * self.num_stages + 1
+        simulate(schedules.without_flush(self.num_stages, num_batches))
         if name == "vanilla":
             return schedule, versions.Vanilla(stage)
         if name == "stash":

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from keras_sparsity.stages.schedule import without_flush
 from tests import pipeline_functions, pipeline_oracle
 from tests.conftest import engines
 
@@ -164,6 +165,18 @@ def test_fewer_mini_batches_than_stages(cluster):
     for values, *_ in ranks:
         for value, expected in zip(values, network.get_weights(), strict=True):
             np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
+
+
+def test_a_run_has_the_tasks_of_the_schedule(cluster):
+    """While the pipeline fills, is full and empties."""
+    num_steps = 5
+    ranks = cluster("native", 3, has_groups=True).run(
+        pipeline_functions.recorded, num_steps
+    )
+    for tasks, planned in zip(
+        ranks, without_flush(3, num_steps).stages, strict=True
+    ):
+        assert tasks == [(task.kind.value, task.batch) for task in planned]
 
 
 def test_missed_updates_and_distances_as_they_run(cluster):
