@@ -126,6 +126,7 @@ class LayerPlacementStrategy(StagedStrategy):
         size = communicator.size
         if size == 1:
             super().__init__(communicator, communicator, (None, None), stages)
+            self.stages = None  # One process trains the whole model.
             return
         if 2 * num_tail_workers > size:
             raise ValueError(
