@@ -51,7 +51,8 @@ class Adoption:
         if optimizer is not None:
             optimizer.build(stage.variables)
         passes = strategy.passes(stage, optimizer)
-        steps = Steps(model, stage, *passes)
+        limit = strategy.limit(model, self.parts, stage, passes)
+        steps = Steps(model, stage, *passes, limit)
         plan = strategy.plan_function(model, stage, passes, self._profile)
         object.__setattr__(model, measured_plan.OF_STAGES, plan)
         weights = Weights(model, self.parts, steps)

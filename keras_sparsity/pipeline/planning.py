@@ -1,13 +1,17 @@
 """The plan of a model in stages, measured before it is trained."""
 
 import dataclasses
-import math
 
 import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_functional
 from keras_sparsity.board.stage_plan import PipelinePlan, StageCost
+from keras_sparsity.pipeline.memory import (
+    lasting_bytes,
+    num_bytes,
+    passing_bytes,
+)
 from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import floats
 from keras_sparsity.stages import timing
@@ -90,8 +94,8 @@ class Planner:
 
     def _compute(self, tensors):
         inputs, received = self._divided(tensors)
-        outputs, _ = self._stage.compute(inputs, received, True)
-        return outputs
+        # Without losses: regularizers find no weights in a stateless scope.
+        return self._stage.outputs(inputs, received, True)
 
     def _divided(self, tensors):
         """`(dict of inputs, list of received tensors with their masks)`."""
@@ -112,8 +116,8 @@ class Planner:
         _, received = self._divided(tensors)
         return StageCost(
             layers=stage.part.names,
-            weight_bytes=_sizes(stage.part.model.weights),
-            gradient_bytes=_sizes(stage.variables),
+            weight_bytes=num_bytes(stage.part.model.weights),
+            gradient_bytes=num_bytes(stage.variables),
             forward_seconds=forward * number,
             backward_seconds=backward * number,
             update_seconds=self._update_seconds(),
@@ -149,23 +153,23 @@ class Planner:
         return timing.median_seconds(update, zeros)
 
     def _memory(self, tensors):
-        stage, optimizer = self._stage, self._model.optimizer
-        of_weights = _sizes(stage.variables)
-        # Weights and gradients; a rank without weights has no slots.
-        memory = _sizes(stage.part.model.weights) + of_weights
-        if optimizer is not None and stage.variables:
-            memory += _sizes(optimizer.variables)
-        of_pass = self._activation_bytes(tensors)
-        if self._versions is None:
-            held = self._schedule.in_flight(stage.number)
-            return memory + held * of_pass
-        num_ahead = self._schedule.num_stages - 1 - stage.number
-        copies = self._versions.num_copies(num_ahead)
-        memory += copies * of_weights + num_ahead * _sizes(tensors)
-        return memory + of_pass
+        stage = self._stage
+        lasting = lasting_bytes(
+            stage,
+            self._model.optimizer,
+            self._versions,
+            self._schedule.num_stages,
+        )
+        return lasting + passing_bytes(
+            self._schedule,
+            stage.number,
+            self._versions is None,
+            num_bytes(tensors),
+            self._made_bytes(tensors),
+        )
 
-    def _activation_bytes(self, tensors):
-        """Bytes that a pass takes and that its layers make."""
+    def _made_bytes(self, tensors):
+        """Bytes that the layers of a pass make."""
         part = self._stage.part
         calls = keras_functional.functional_calls(part.model)
         made = keras.Model(
@@ -174,7 +178,7 @@ class Planner:
         inputs, received = self._divided(tensors)
         given = [*inputs.values(), *(received[i] for i in part.taken)]
         outputs = made.call(given, training=False)
-        return _sizes(tensors) + _sizes(keras.tree.flatten(outputs))
+        return num_bytes(keras.tree.flatten(outputs))
 
     def _missed_updates(self):
         if self._versions is None:
@@ -208,11 +212,4 @@ def _largest(costs):
 
 def _wire_bytes(link, tensors):
     """Bytes of tensors as they travel."""
-    return _sizes(link.wire(each.dtype).encode(each) for each in tensors)
-
-
-def _sizes(arrays):
-    """Bytes of tensors or variables together."""
-    return sum(
-        math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in arrays
-    )
+    return num_bytes(link.wire(each.dtype).encode(each) for each in tensors)

@@ -68,8 +68,13 @@ class Stage:
             outputs: the tensors to be sent; at the last stage the model's.
             losses: list of those that layers and regularizers add.
         """
+        keras_losses.clear_losses(self.part.model)
+        outputs = self.outputs(inputs, received, training)
+        return outputs, list(self.part.model.losses)
+
+    def outputs(self, inputs, received, training):
+        """As `compute`, without the losses."""
         part = self.part
-        keras_losses.clear_losses(part.model)
         made = part.compute(
             [
                 *(inputs[place] for place in part.inputs),
@@ -84,8 +89,7 @@ class Stage:
                 *zip(part.made, made, strict=True),
             ]
         }
-        outputs = [values[id(symbolic)] for symbolic in part.sent]
-        return outputs, list(part.model.losses)
+        return [values[id(symbolic)] for symbolic in part.sent]
 
     def update(self, optimizer, gradients):
         """Updates the variables with gradients in their order.

@@ -57,6 +57,14 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
             profile: as the function of this name gives it.
         """
 
+    def limit(self, model, parts, stage, passes):
+        """The `Limit` of a cut model's memory, or None.
+
+        Args:
+            model, stage, passes: as for `plan_function`.
+            parts: the `Part`s of all stages.
+        """
+
     @abc.abstractmethod
     def passes(self, stage, optimizer):
         """`(Schedule of a mini-batch's parts, Versions or None)` of a stage."""

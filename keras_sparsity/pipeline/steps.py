@@ -26,10 +26,11 @@ class Steps(Binding):
         stage: this rank's `Stage`.
         schedule: the `Schedule` of a batch's micro-batches.
         versions: `Versions`, for training without a flush; else None.
+        limit: the `Limit` of the stages' memory, or None.
     """
 
-    def __init__(self, model, stage, schedule, versions=None):
-        self._stage, self._schedule = stage, schedule
+    def __init__(self, model, stage, schedule, versions=None, limit=None):
+        self._stage, self._schedule, self._limit = stage, schedule, limit
         self._functional = keras_functional.functional_of(model)
         self._is_in_step = False
         names = ["train_step", "test_step", "predict_step"]
@@ -77,7 +78,8 @@ class Steps(Binding):
             self._in_flight.clear()
 
     def train_step(self, data):
-        with self._in_step(data):
+        first = [self._limit.checked(data)] if self._limit else []
+        with self._in_step(data), tf.control_dependencies(first):
             if self._in_flight:
                 return self._logs.packed(self._in_flight.train(data))
             run = self._run(self._schedule, data, True)

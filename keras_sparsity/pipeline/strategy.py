@@ -5,6 +5,7 @@ from keras_sparsity._tf import checks
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline import cuts, versions
 from keras_sparsity.pipeline.links import links, peers
+from keras_sparsity.pipeline.memory import Limit
 from keras_sparsity.pipeline.planning import Planner
 from keras_sparsity.pipeline.staged import StagedStrategy
 from keras_sparsity.stages import schedule as schedules
@@ -62,6 +63,11 @@ class PipelineStrategy(StagedStrategy):
             trains on its part of every mini-batch. A stage's gradients are
             summed over its R processes by AllReduce, those of rows that an
             `Embedding` looks up by AllGather.
+        memory_bytes: the most bytes that a stage may hold by the plan: weights,
+            gradients, slots, copies of weights, and layers' outputs, see
+            `ks.plan`. A model whose stage exceeds it is an error of `compile`,
+            or of the first step if that is due to the layers' outputs. None:
+            any number.
         engine, timeout: see `ks.HybridStrategy`.
 
     Attributes:
@@ -74,7 +80,10 @@ class PipelineStrategy(StagedStrategy):
             model is a subclass, has sharded layers or fewer layers than
             stages, if a layer's weights are used on both sides of a cut, or
             if, without a flush, the optimizer needs a number of all stages
-            (`global_clipnorm`, loss scaling).
+            (`global_clipnorm`, loss scaling), or if a stage exceeds
+            `memory_bytes`.
+        tf.errors.InvalidArgumentError: in the first step, on every rank, if a
+            stage exceeds `memory_bytes` by the layers' outputs.
 
     Example:
 
@@ -106,6 +115,7 @@ class PipelineStrategy(StagedStrategy):
         decay=0.9,
         wire_dtype=None,
         replicas=1,
+        memory_bytes=None,
         engine=None,
         timeout=None,
     ):
@@ -113,6 +123,8 @@ class PipelineStrategy(StagedStrategy):
         checks.one_of("prediction", prediction, ("paper", "sequential"))
         checks.positive_integer("num_micro_batches", num_micro_batches)
         checks.positive_integer("replicas", replicas)
+        if memory_bytes is not None:
+            checks.positive_integer("memory_bytes", memory_bytes, " or None")
         checks.check(
             isinstance(decay, (int, float))
             and not isinstance(decay, bool)
@@ -124,6 +136,7 @@ class PipelineStrategy(StagedStrategy):
         check_wire_dtype(wire_dtype)
         self.schedule, self.num_micro_batches = schedule, num_micro_batches
         self.prediction, self.decay = prediction, decay
+        self.memory_bytes = memory_bytes
         communicator = collectives.start(engine, timeout)
         self.num_stages = _num_stages(stages, replicas, communicator.size)
         self.replicas = replicas
@@ -144,6 +157,11 @@ class PipelineStrategy(StagedStrategy):
 
     def found_places(self, cutter, profile):
         return cuts.measured_places(cutter, self)
+
+    def limit(self, model, parts, stage, passes):
+        if self.memory_bytes is None:
+            return None
+        return Limit(model, parts, stage, *passes)
 
     def plan_function(self, model, stage, passes, profile):
         return Planner(model, stage, *passes).plan

@@ -33,6 +33,7 @@ BAD = [
             ({"stages": 0}, "a positive integer, None, a list.*stages=0"),
             ({"replicas": 2}, "replicas=2 and 1 processes.*replicas=1"),
             ({"replicas": 1.5}, "a positive integer.*replicas=1.5"),
+            ({"memory_bytes": 0}, "positive integer or None.*bytes=0"),
             ({"stages": ["a", 3]}, "a list of layers' names.*'a', 3"),
             ({"stages": [["a"], "b"]}, "a list of layers' names.*'b'"),
             ({"num_micro_batches": 0}, "a positive integer.*batches=0"),

@@ -1,0 +1,185 @@
+"""The bytes that a stage holds, and their limit."""
+
+import math
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_functional, keras_losses
+
+
+def num_bytes(arrays):
+    """Bytes of tensors or variables together.
+
+    A dimension that depends on values counts as 1.
+    """
+    return sum(
+        math.prod(1 if size is None else size for size in each.shape)
+        * tf.as_dtype(each.dtype).size
+        for each in arrays
+    )
+
+
+def lasting_bytes(stage, optimizer, versions, num_stages):
+    """Bytes of a stage's weights, gradients, slots and copies of weights.
+
+    Args:
+        stage: the `Stage`.
+        optimizer: its optimizer, built, or None.
+        versions: `Versions`, for training without a flush; else None.
+        num_stages: N.
+    """
+    of_weights = num_bytes(stage.variables)
+    found = num_bytes(stage.part.model.weights) + of_weights
+    # A rank without weights has no slots.
+    if optimizer is not None and stage.variables:
+        found += num_bytes(optimizer.variables)
+    if versions is not None:
+        found += of_weights * versions.num_copies(num_stages - 1 - stage.number)
+    return found
+
+
+def passing_bytes(schedule, number, is_flushed, taken, made):
+    """Bytes of the passes that a stage holds at once.
+
+    Args:
+        schedule: the `Schedule`.
+        number: the stage's number.
+        is_flushed: whether there is a flush.
+        taken: bytes of the tensors that a pass takes.
+        made: bytes of its layers' outputs.
+    """
+    if is_flushed:
+        return schedule.in_flight(number) * (taken + made)
+    # Of mini-batches in flight, the inputs alone are kept.
+    return (schedule.num_stages - 1 - number) * taken + taken + made
+
+
+class Limit:
+    """Refuses a step in which a stage would hold more bytes than it may.
+
+    Every rank works out the bytes of all stages, from the shapes of a batch
+    alone: all raise the same error, before anything is sent.
+
+    Args:
+        model: an adopted model.
+        parts: the `Part`s of all stages.
+        stage: this rank's `Stage`.
+        schedule: the `Schedule`.
+        versions: `Versions`, for training without a flush; else None.
+
+    Raises:
+        ValueError: if a stage holds more without any pass.
+    """
+
+    def __init__(self, model, parts, stage, schedule, versions):
+        strategy = model.distribute_strategy
+        self._functional = keras_functional.functional_of(model)
+        self._parts, self._schedule = parts, schedule
+        self._is_flushed = versions is None
+        self._num_parts = schedule.num_batches
+        if not self._is_flushed:
+            self._num_parts = strategy.replicas
+        self._most, self._known = strategy.memory_bytes, set()
+        own = lasting_bytes(stage, model.optimizer, versions, len(parts))
+        of_ranks = strategy.collectives.gather_objects(
+            own, name="pipeline/memory"
+        )
+        self._lasting = of_ranks[: len(parts)]
+        self._check(self._lasting, "without the activations of a step")
+
+    def checked(self, data):
+        """A tensor that a step waits for; its computation checks the batch.
+
+        Args:
+            data: a batch, as `train_step` gets it.
+        """
+        x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+        inputs = keras_functional.flat_inputs(self._functional, x)
+        return tf.numpy_function(
+            self._check_shapes, [tf.shape(each) for each in inputs], tf.bool
+        )
+
+    def _check_shapes(self, *shapes):
+        shapes = tuple(tuple(map(int, shape)) for shape in shapes)
+        if shapes not in self._known:
+            num_examples = shapes[0][0]
+            self._check(
+                self.bytes_of(shapes), f"in a step of {num_examples} examples"
+            )
+            self._known.add(shapes)
+        return True
+
+    def bytes_of(self, shapes):
+        """List of the bytes of the stages in a step.
+
+        Args:
+            shapes: the shapes of the model's inputs, of a whole batch.
+        """
+        size = -(-shapes[0][0] // self._num_parts)
+        values = {
+            id(symbolic): keras.KerasTensor((size, *shape[1:]), symbolic.dtype)
+            for symbolic, shape in zip(
+                self._functional.inputs, shapes, strict=True
+            )
+        }
+        return [
+            lasting
+            + passing_bytes(
+                self._schedule,
+                number,
+                self._is_flushed,
+                *self._of_pass(part, values),
+            )
+            for number, (part, lasting) in enumerate(
+                zip(self._parts, self._lasting, strict=True)
+            )
+        ]
+
+    def _of_pass(self, part, values):
+        """Bytes that a pass takes, and that it makes.
+
+        Args:
+            part: the stage's `Part`.
+            values: dict from the ids of symbolic tensors to their shapes, as
+                `keras.KerasTensor`; those that the stage makes are added.
+        """
+        inputs = [values[id(self._functional.inputs[i])] for i in part.inputs]
+        received = [values[id(symbolic)] for symbolic in part.received]
+        calls = keras_functional.functional_calls(part.model)
+        with keras_functional.inputs_stay(self._functional):
+            whole = keras.Model(
+                part.model.inputs,
+                [
+                    *part.model.outputs,
+                    *(tensor for call in calls for tensor in call.outputs),
+                ],
+            )
+        made = keras.tree.flatten(
+            whole.compute_output_spec(
+                [*inputs, *(received[place] for place in part.taken)]
+            )
+        )
+        num_outputs = len(part.made)
+        values.update(zip(map(id, part.made), made, strict=False))
+        masks = [
+            keras.KerasTensor(value.shape[: len(mask.shape)], mask.dtype)
+            for symbolic, value in zip(part.received, received, strict=True)
+            if (mask := keras_losses.keras_mask(symbolic)) is not None
+        ]
+        taken = num_bytes([*inputs, *received, *masks])
+        return taken, num_bytes(made[num_outputs:])
+
+    def _check(self, of_stages, when):
+        number = max(range(len(of_stages)), key=of_stages.__getitem__)
+        if of_stages[number] <= self._most:
+            return
+        names = self._parts[number].names
+        raise ValueError(
+            f"Stage {number}, of the layers '{names[0]}' to '{names[-1]}', "
+            f"holds {of_stages[number]:,} bytes {when}, more than "
+            f"`memory_bytes`. Received: memory_bytes={self._most:,}. Use more "
+            "processes and stages, other cuts (`stages`), smaller "
+            'mini-batches, or `schedule="1f1b"` with more micro-batches; '
+            "`ks.plan` shows the memory of each stage."
+        )
