@@ -39,13 +39,13 @@ if not _is_command():
         planning,
         sparsity,
     )
-    from keras_sparsity.board.measured_plan import plan
     from keras_sparsity.conversion.exporting import export
     from keras_sparsity.conversion.sharding import shard_embeddings
     from keras_sparsity.global_batch import losses
     from keras_sparsity.optimizer import HybridOptimizer
     from keras_sparsity.pipeline.layer_placement import LayerPlacementStrategy
     from keras_sparsity.pipeline.strategy import PipelineStrategy
+    from keras_sparsity.planner import plan
     from keras_sparsity.strategy import HybridStrategy
     from keras_sparsity.tables.sharded_table import ShardedTable
 

@@ -3,12 +3,14 @@
 import contextlib
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import planning, sparsity
 from keras_sparsity._tf import checks
+from keras_sparsity.board import comparison
 from keras_sparsity.board.model_plan import ModelPlan, VariablePlan
-from keras_sparsity.data.batches import split_batch
+from keras_sparsity.data.batches import bounds, num_examples, split_batch
 from keras_sparsity.machines import settings
 from keras_sparsity.placement import choice
 from keras_sparsity.placement.traffic import as_sent, running_cluster
@@ -18,64 +20,12 @@ from keras_sparsity.update.aggregate import Aggregation
 
 # The name of a model's method that makes its `PipelinePlan`, of a dataset.
 OF_STAGES = "_keras_sparsity_plan_of_stages"
+# For another cluster, so many of its workers' parts of a batch are looked at.
+_MOST_PARTS = 16
 
 
-def plan(model, dataset, cluster=None, engine=None, num_batches=8):
-    """Measures a model without training it, and prints its plan.
-
-    Of a model in stages (`ks.PipelineStrategy`): the time, memory and messages
-    of each stage, by passes of the first mini-batch's examples. Of a model with
-    layers on one worker (`ks.LayerPlacementStrategy`): the bytes and the
-    predicted step of each place where it may be divided. Of any other
-    one, its sparsity: the gradients of some batches are computed, and each
-    variable gets the architecture with the fewest bytes on the network, see
-    `ks.planning.plan`. No variable changes.
-
-    Every rank calls it; rank 0 prints. One process can plan for another
-    cluster: each batch is then cut into one part for each of its workers.
-
-    Args:
-        model: a compiled model.
-        dataset: `tf.data.Dataset` of global batches, as `fit` takes them.
-        cluster: the `ks.planning.Cluster` to plan for, by default that of the
-            running processes. Processes of a single machine count as machines
-            of one process each, because their messages are not free.
-        engine: "native" or "horovod"; by default the running one, in one
-            process "native".
-        num_batches: number of batches to measure.
-
-    Returns:
-        `ModelPlan`; `PipelinePlan` of a model in stages, `SplitPlan` of one
-        with layers on one worker. The same on all ranks.
-
-    Raises:
-        ValueError: if an argument has another type, or the cluster is of
-            another size than the running one, or is given for a model in
-            stages.
-
-    Example:
-
-    >>> import keras, numpy as np, tensorflow as tf, keras_sparsity as ks
-    >>> model = keras.Sequential([
-    ...     keras.Input((2,), dtype="int32"),
-    ...     ks.layers.ShardedEmbedding(1000, 4, name="words"),
-    ...     keras.layers.Flatten(),
-    ...     keras.layers.Dense(1, use_bias=False, name="out"),
-    ... ])
-    >>> model.compile("sgd", "mse")
-    >>> data = tf.data.Dataset.from_tensor_slices(
-    ...     (np.arange(24).reshape(12, 2), np.zeros((12, 1)))).batch(4)
-    >>> cluster = ks.planning.Cluster(num_machines=4)
-    >>> found = ks.plan(model, data, cluster, engine="horovod")
-    ... # doctest: +ELLIPSIS
-    <BLANKLINE>
-    ...
-    >>> [(v.architecture, v.sparsity.alpha) for v in found.variables]
-    [('ps', 0.002), ('allreduce', None)]
-
-    References:
-        EuroSys 3.1 (the hybrid architecture).
-    """
+def measured(model, dataset, cluster, engine, num_batches):
+    """The plan of a model, printed by rank 0; see `ks.plan`."""
     num_batches = _checked(model, dataset, num_batches)
     if hasattr(model, OF_STAGES):
         return _of_stages(model, dataset, cluster, engine)
@@ -88,12 +38,9 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
         engine = "native" if communicator.size == 1 else communicator.engine
     with touches.apart(model.trainable_variables):
         _look_at(model, dataset.take(num_batches), cluster, placements)
-        measured = sparsity.measured(model)
-    chosen = planning.plan(
-        [as_sent(facts.spec(), placements.options) for facts in measured],
-        cluster,
-        engine=engine,
-    )
+        found = sparsity.measured(model)
+    specs = [as_sent(facts.spec(), placements.options) for facts in found]
+    chosen = planning.plan(specs, cluster, engine=engine)
     plans = [
         VariablePlan(
             facts,
@@ -101,12 +48,15 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
             planning.transfer_cost.num_partitions(one.variable, cluster),
             one.costs,
         )
-        for facts, one in zip(measured, chosen.choices, strict=True)
+        for facts, one in zip(found, chosen.choices, strict=True)
     ]
-    found = ModelPlan(tuple(plans), cluster, engine)
+    compared = comparison.compared(
+        model, dataset, cluster, engine, specs, communicator
+    )
+    plan = ModelPlan(tuple(plans), cluster, engine, compared)
     if communicator.rank == 0:
-        found.print()
-    return found
+        plan.print()
+    return plan
 
 
 def _of_stages(model, dataset, cluster, engine):
@@ -175,14 +125,22 @@ def _look_at(model, dataset, cluster, placements):
 
     run = model.distribute_strategy.run if communicator.size > 1 else _call
     step = tf.function(lambda batch: run(look, args=(batch,)))
-    # Those of this rank, of one for each worker there is to be.
-    parts = [(communicator.rank, communicator.size)]
-    if communicator.size == 1:
-        parts = [(part, cluster.size) for part in range(cluster.size)]
     with _left_as_it_was(model):
         for batch in dataset:
-            for part in parts:
+            for part in _parts(batch, cluster, communicator):
                 step(split_batch(batch, *part))
+
+
+def _parts(batch, cluster, communicator):
+    """This rank's part, of one for each worker there is to be."""
+    if communicator.size > 1:
+        return [(communicator.rank, communicator.size)]
+    size, number = cluster.size, int(num_examples(batch))
+    few = np.unique(np.linspace(0, size - 1, min(size, _MOST_PARTS), dtype=int))
+    parts = [(int(part), size) for part in few]
+    # Of more workers than examples, some have none.
+    filled = [part for part in parts if len(range(*bounds(number, *part)))]
+    return filled or [(0, 1)]
 
 
 def _call(function, args):

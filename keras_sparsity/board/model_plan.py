@@ -1,6 +1,7 @@
 """The plan of a model: how sparse its variables are, and how each travels."""
 
 import collections
+import collections.abc
 import dataclasses
 import functools
 import operator
@@ -8,6 +9,7 @@ import operator
 from rich import filesize
 
 from keras_sparsity import planning, sparsity
+from keras_sparsity.board.strategy_plan import StrategyPlan
 from keras_sparsity.board.written_plan import print_markdown
 from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
 from keras_sparsity.planning import transfer_cost
@@ -55,11 +57,39 @@ class ModelPlan:
             processes of one machine it is as many machines: the messages
             between them count.
         engine: the engine's name.
+        comparison: the `StrategyPlan` of all ways to train the model; None if
+            they were not compared.
+        make_strategy: function of this plan and whether weights may be some
+            updates old, to the best strategy.
     """
 
     variables: tuple
     cluster: planning.Cluster
     engine: str
+    comparison: StrategyPlan | None = None
+    make_strategy: collections.abc.Callable | None = None
+
+    @property
+    def strategies(self):
+        """Tuple of the `StrategyCost`s of all ways, the fastest first."""
+        return self.comparison.costs if self.comparison else ()
+
+    def strategy(self, asynchronous=False):
+        """Makes the fastest strategy; every rank calls it.
+
+        Args:
+            asynchronous: whether it may be one whose passes miss updates,
+                which trains another model than one process does.
+
+        Returns:
+            `ks.HybridStrategy`, `ks.LayerPlacementStrategy` or
+            `ks.PipelineStrategy`. Make the model anew in its scope.
+
+        Raises:
+            ValueError: if the ways were not compared, or for another number of
+                processes than run.
+        """
+        return self.make_strategy(self, asynchronous)
 
     @property
     def alpha_model(self):
@@ -90,8 +120,10 @@ class ModelPlan:
         return "\n".join([*lines, "", self._of_the_model()])
 
     def print(self):
-        """Shows the same on the terminal."""
+        """Shows the same on the terminal, and the comparison."""
         print_markdown(self.markdown())
+        if self.comparison:
+            self.comparison.print()
 
     def _rows(self):
         dense = [v for v in self.variables if v.sparsity.alpha is None]

@@ -52,6 +52,25 @@ def measure(communicator, num_bytes):
     return found
 
 
+def measure_link(communicator):
+    """Times AllReduce at two sizes. A collective call, between steps.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+
+    Returns:
+        `Speed` of a message on a link: seconds for each byte in one direction,
+        and those of an empty message.
+    """
+    run = _paths(communicator)["allreduce"]
+    others = communicator.size - 1
+    seconds = [_seconds(communicator, run, rows) for rows in _ROWS]
+    sizes = [2 * rows * _DIM * 4 * others / (others + 1) for rows in _ROWS]
+    whole = _line(sizes, seconds)
+    # A ring's messages follow each other.
+    return Speed(whole.latency_seconds / (2 * others), whole.seconds_per_byte)
+
+
 def _line(sizes, seconds):
     rise = (seconds[1] - seconds[0]) / max(1, sizes[1] - sizes[0])
     return Speed(seconds[0], max(0.0, rise))

@@ -17,8 +17,9 @@ from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline.fan import fan
 from keras_sparsity.pipeline.staged import StagedStrategy
 from keras_sparsity.stages import layer_placement, timing
+from keras_sparsity.stages.profile import Profile, gradient_sizes
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
-from keras_sparsity.stages.split_costs import Profile, fastest, split_costs
+from keras_sparsity.stages.split_costs import fastest, split_costs
 from keras_sparsity.strategy import HybridStrategy
 from keras_sparsity.training import compiling
 
@@ -216,8 +217,10 @@ class LayerPlacementStrategy(StagedStrategy):
             sizes=tuple(layer_placement.layer_sizes(cutter)),
             seconds=tuple(found[0][0]),
             num_examples=self.num_examples,
-            crossing_bytes=timing.crossing_bytes(cutter, 1),
+            crossing_bytes=timing.crossing_bytes(cutter, 1, self._wire_dtype),
             seconds_per_byte=max(slowest for _, slowest in found),
+            gradients=tuple(gradient_sizes(cutter)),
+            wire_share=0.5 if self._wire_dtype else 1.0,
         )
 
     def found_places(self, cutter, profile):

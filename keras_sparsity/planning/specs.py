@@ -17,9 +17,19 @@ class Cluster:
     Args:
         num_machines: N, at least 1.
         processes_per_machine: L, at least 1.
+        megabits_per_second: rate of a machine's link, in each direction.
+            With it `ks.plan` predicts times. None: unknown.
+        latency_seconds: time of an empty message between two machines. None:
+            it is not counted.
+        relative_speed: computation of a machine, relative to the one that
+            makes the plan.
+        processes_per_processor: the number of processes that share the
+            computation of one machine: by default L; more where several
+            machines are emulated on one.
+        memory_bytes: memory of a process. None: it is not compared.
 
     Raises:
-        ValueError: if a number is not positive, or above 100,000.
+        ValueError: if a number is not positive, or a count above 100,000.
 
     Example:
 
@@ -32,17 +42,45 @@ class Cluster:
 
     num_machines: int = 1
     processes_per_machine: int = 1
+    megabits_per_second: float | None = None
+    latency_seconds: float | None = None
+    relative_speed: float = 1.0
+    processes_per_processor: int | None = None
+    memory_bytes: float | None = None
 
     def __post_init__(self):
         for name in ("num_machines", "processes_per_machine"):
             count = getattr(self, name)
             count = checks.positive_integer(name, count, most=_MOST_PROCESSES)
             _set(self, name, count)
+        if self.processes_per_processor is not None:
+            checks.positive_integer(
+                "processes_per_processor",
+                self.processes_per_processor,
+                " or None",
+                _MOST_PROCESSES,
+            )
+        for name in ("megabits_per_second", "latency_seconds", "memory_bytes"):
+            if getattr(self, name) is not None:
+                checks.positive_number(name, getattr(self, name), " or None")
+        checks.positive_number("relative_speed", self.relative_speed)
 
     @property
     def size(self):
         """Number of processes."""
         return self.num_machines * self.processes_per_machine
+
+    @property
+    def seconds_per_byte(self):
+        """Of a link; None if the rate is unknown."""
+        if self.megabits_per_second is None:
+            return None
+        return 8e-6 / self.megabits_per_second
+
+    def shared_by(self, num_processes):
+        """How many of some busy processes share one machine's computation."""
+        most = self.processes_per_processor or self.processes_per_machine
+        return min(most, num_processes)
 
 
 @dataclasses.dataclass(frozen=True)

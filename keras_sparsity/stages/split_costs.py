@@ -2,30 +2,11 @@
 
 import dataclasses
 
+import numpy as np
+
 from keras_sparsity._tf import checks
-
-
-@dataclasses.dataclass(frozen=True)
-class Profile:
-    """A model's layers and the network's links, as measured.
-
-    Attributes:
-        names: tuple of the calls' layers, in order.
-        sizes: tuple of their `LayerSize`s.
-        seconds: tuple of the times of their forward and backward passes, of
-            `num_examples` examples.
-        num_examples: see `seconds`.
-        crossing_bytes: dict from a possible split's place to the bytes that
-            cross it, of one example.
-        seconds_per_byte: of the slowest link.
-    """
-
-    names: tuple
-    sizes: tuple
-    seconds: tuple
-    num_examples: int
-    crossing_bytes: dict
-    seconds_per_byte: float
+from keras_sparsity.planning.specs import Cluster
+from keras_sparsity.stages.machine_links import crossings, ring_hops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +21,7 @@ class SplitCost:
         star_bytes: those if the head's gradients went to a server at the
             tail's worker, as in the paper; None of data parallelism.
         seconds: the predicted time.
+        link_seconds: the part of it in which messages travel.
     """
 
     place: int | None
@@ -48,9 +30,10 @@ class SplitCost:
     busiest_bytes: float
     star_bytes: float | None
     seconds: float
+    link_seconds: float = 0.0
 
 
-def split_costs(profile, num_workers, num_tails, num_examples):
+def split_costs(profile, num_workers, num_tails, num_examples, cluster=None):
     r"""Costs of data parallelism, and of each possible split.
 
     With W workers and M tail workers, P and T bytes of parameters in head and
@@ -59,15 +42,18 @@ def split_costs(profile, num_workers, num_tails, num_examples):
 
     .. math:: W O / M + 2 T (M-1)/M, \quad O + 2 P (W-1)/W
 
-    Passes, activations, their gradients, and the sums of gradients follow each
-    other, so their times add up. Passes take time in proportion to the number
-    of examples. Without a flush there is nothing to overlap with.
+    The rows that a worker looks up in tables of the head, R bytes, are
+    gathered: R (W-1) more. Of several processes on a machine, the messages
+    between machines count. Passes, activations, their gradients, the sums of
+    gradients and updates follow each other, so their times add up. Without a
+    flush there is nothing to overlap with.
 
     Args:
         profile: `Profile`.
         num_workers: W.
         num_tails: M; 0 if one process is alone.
         num_examples: the number of examples of a batch.
+        cluster: `planning.Cluster`; by default a machine for each process.
 
     Returns:
         List of `SplitCost`; the first is that of data parallelism over W + M
@@ -78,8 +64,12 @@ def split_costs(profile, num_workers, num_tails, num_examples):
 
     Example:
 
+    >>> from keras_sparsity.stages.layer_placement import LayerSize
+    >>> from keras_sparsity.stages.profile import GradientSize, Profile
     >>> sizes = (LayerSize("dense", 10, 5), LayerSize("dense", 1000, 1))
-    >>> profile = Profile(("a", "b"), sizes, (1.0, 1.0), 8, {0: 20}, 0.01)
+    >>> gradients = (GradientSize(40), GradientSize(4000))
+    >>> profile = Profile(
+    ...     ("a", "b"), sizes, (1.0, 1.0), 8, {0: 20}, 0.01, gradients)
     >>> whole, split = split_costs(profile, 2, 1, num_examples=8)
     >>> round(whole.busiest_bytes), split.busiest_bytes
     (5387, 160.0)
@@ -91,45 +81,108 @@ def split_costs(profile, num_workers, num_tails, num_examples):
     """
     checks.positive_integer("num_workers", num_workers)
     checks.positive_integer("num_examples", num_examples)
-    time_share = num_examples / profile.num_examples
-    num_bytes = [4 * size.num_parameters for size in profile.sizes]
     size = num_workers + num_tails
-    by_ring = _ring(sum(num_bytes), size)
+    cluster = cluster or Cluster(size)
+    whole = _Group(profile, cluster, range(size), num_examples)
+    head = _Group(profile, cluster, range(num_workers), num_examples)
+    tail = _Group(profile, cluster, range(num_workers, size), num_examples)
+    calls = slice(None)
+    by_ring = float(whole.ring_bytes(calls).max()) * profile.wire_share
+    travels = whole.latency_seconds + by_ring * profile.seconds_per_byte
     found = [
         SplitCost(
             None,
-            sum(num_bytes),
+            whole.parameter_bytes(calls),
             0,
             by_ring,
             None,
-            sum(profile.seconds) * time_share / size
-            + by_ring * profile.seconds_per_byte,
+            whole.seconds(calls) + travels,
+            travels,
         )
     ]
+    out, into = _fan(num_workers, num_tails, cluster)
     for place, crossing in profile.crossing_bytes.items():
-        head = sum(num_bytes[: place + 1])
         sent = crossing * num_examples / num_workers
-        # Of a process alone, nothing travels.
-        arriving = sent * num_workers / num_tails if num_tails else 0
-        of_head = _ring(head, num_workers)
-        of_tail = _ring(sum(num_bytes) - head, max(1, num_tails))
-        passes = (
-            sum(profile.seconds[: place + 1]) / num_workers
-            + sum(profile.seconds[place + 1 :]) / max(1, num_tails)
-        ) * time_share
+        front, back = slice(place + 1), slice(place + 1, None)
+        sums = head.ring_bytes(front) + tail.ring_bytes(back)
+        # Activations one way, and as many gradients the other way.
+        both_ways = sent * (out + into)
+        one_way = sent * float(np.maximum(out, into).max())
+        head_bytes = head.parameter_bytes(front)
+        travels = max(head.latency_seconds, tail.latency_seconds)
+        travels += 2 * (cluster.latency_seconds or 0) * bool(one_way)
+        travels += (2 * one_way + float(sums.max())) * profile.seconds_per_byte
         found.append(
             SplitCost(
                 place,
-                head,
+                head_bytes,
                 sent,
-                max(arriving + of_tail, sent + of_head) if num_tails else 0,
-                num_workers * (sent + head) if num_tails else 0,
-                passes
-                + (2 * arriving + max(of_head, of_tail))
-                * profile.seconds_per_byte,
+                float((both_ways + sums).max()),
+                num_workers * (sent + head_bytes) if num_tails else 0,
+                head.seconds(front)
+                + (tail if num_tails else head).seconds(back)
+                + travels,
+                travels,
             )
         )
     return found
+
+
+class _Group:
+    """Ranks that train the same calls, each on its part of a batch.
+
+    Args:
+        profile, cluster: as for `split_costs`.
+        ranks: a range.
+        num_examples: the number of examples of a batch.
+    """
+
+    def __init__(self, profile, cluster, ranks, num_examples):
+        self._profile, self._cluster = profile, cluster
+        self._hops = ring_hops(ranks, cluster)
+        self._size = max(1, len(ranks))
+        self._examples = num_examples / self._size
+
+    def parameter_bytes(self, calls):
+        return sum(each.parameter_bytes for each in self._gradients(calls))
+
+    def ring_bytes(self, calls):
+        """Bytes that each machine sends to sum the gradients: an array."""
+        dense = sum(each.dense_bytes for each in self._gradients(calls))
+        rows = sum(
+            each.row_bytes(self._examples) for each in self._gradients(calls)
+        )
+        hops = self._size - 1
+        return self._hops * (2 * dense * hops / self._size + rows * hops)
+
+    @property
+    def latency_seconds(self):
+        """Time of a sum of gradients that have no bytes."""
+        hops = 2 * (self._size - 1) if self._hops.any() else 0
+        return hops * (self._cluster.latency_seconds or 0)
+
+    def seconds(self, calls):
+        """Time of the passes and the update."""
+        profile = self._profile
+        share = profile.time_share(self._examples)
+        seconds = share * sum(profile.seconds[calls])
+        seconds += sum(profile.update_seconds[calls])
+        busy = self._cluster.shared_by(self._size)
+        return seconds * busy / self._cluster.relative_speed
+
+    def _gradients(self, calls):
+        return self._profile.gradients[calls]
+
+
+def _fan(num_workers, num_tails, cluster):
+    """Arrays: the workers' messages that leave, and that reach, a machine."""
+    if not num_tails:
+        return crossings([], [], cluster)
+    # The first worker that each tail has no longer.
+    ends = [i * num_workers // num_tails for i in range(1, num_tails + 1)]
+    workers = np.arange(num_workers)
+    tails = num_workers + np.searchsorted(ends, workers, side="right")
+    return crossings(workers, tails, cluster)
 
 
 def fastest(costs):
@@ -154,8 +207,3 @@ def fastest(costs):
         None: a rule of this library, in place of RALP's.
     """
     return min(costs, key=lambda cost: cost.seconds).place
-
-
-def _ring(num_bytes, size):
-    """Bytes that each of some processes sends to sum arrays of so many."""
-    return 2 * num_bytes * (size - 1) / size

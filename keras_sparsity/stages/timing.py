@@ -19,7 +19,8 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
     """Measures the forward and backward pass of each call.
 
     Of examples that are drawn at random; statistics and random states stay as
-    they are.
+    they are. Of layers with the same configuration and the same shapes of
+    tensors, one is measured.
 
     Args:
         cutter: `Cutter`.
@@ -44,17 +45,72 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
     """
     everywhere = range(len(cutter.calls) - 1)
     # Each call as a stage of its own, also where no cut can be.
-    return [
-        _seconds(part, num_examples) for part in cutter.parts(list(everywhere))
+    parts = cutter.parts(list(everywhere))
+    measured, found = {}, []
+    for call, part in zip(cutter.calls, parts, strict=True):
+        alike = _alike(call)
+        seconds = measured.get(alike)
+        if seconds is None:
+            seconds = _seconds(part, num_examples)
+        if alike is not None:
+            measured[alike] = seconds
+        found.append(seconds)
+    return found
+
+
+def whole_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
+    """Measures the forward and backward pass of the whole model.
+
+    Args:
+        cutter, num_examples: as for `call_seconds`.
+        has_backward: whether the backward pass counts.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> from keras_sparsity.stages.cutting import Cutter
+    >>> layers = [keras.Input((8,)), keras.layers.Dense(4)]
+    >>> whole_seconds(Cutter(keras.Sequential(layers))) > 0
+    True
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.1 (the profile).
+    """
+    (whole,) = cutter.parts([])
+    return _seconds(whole, num_examples, has_backward)
+
+
+def _alike(call):
+    """A value that calls of the same time share; None if that is unknown."""
+    layer = call.operation
+    if not isinstance(layer, keras.layers.Layer):
+        return None
+    try:
+        config = {**layer.get_config(), "name": None}
+    except NotImplementedError:  # a user's layer
+        return None
+    sizes = [
+        (tuple(each.shape), str(each.dtype))
+        for each in (*call.inputs, *layer.variables)
     ]
+    return repr((type(layer), sorted(config.items()), sizes))
 
 
-def crossing_bytes(cutter, num_examples=_NUM_EXAMPLES):
+def crossing_bytes(
+    cutter, num_examples=_NUM_EXAMPLES, wire_dtype=None, only_floats=False
+):
     """The activations that cross each possible cut.
 
     Args:
         cutter: `Cutter`.
         num_examples: as for `call_seconds`.
+        wire_dtype: name of a narrower dtype in which floats travel.
+        only_floats: whether tensors without gradients are left out.
 
     Returns:
         Dict from a cut's place to bytes.
@@ -76,18 +132,57 @@ def crossing_bytes(cutter, num_examples=_NUM_EXAMPLES):
     return {
         place: sum(
             math.prod(_shape(tensor, num_examples))
-            * tf.as_dtype(tensor.dtype).size
+            * _wire_size(tf.as_dtype(tensor.dtype), wire_dtype)
             for tensor in cutter.crossing(place)
+            if not only_floats or tf.as_dtype(tensor.dtype).is_floating
         )
         for place in cutter.places
     }
 
 
-def _seconds(part, num_examples):
+def output_bytes(cutter):
+    """The bytes that each call makes of one example.
+
+    Args:
+        cutter: `Cutter`.
+
+    Returns:
+        List, in the order of `cutter.calls`.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> from keras_sparsity.stages.cutting import Cutter
+    >>> layers = [keras.Input((8,)), keras.layers.Dense(4)]
+    >>> output_bytes(Cutter(keras.Sequential(layers)))
+    [16]
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.1 (the profile).
+    """
+    return [
+        sum(
+            math.prod(_shape(tensor, 1)) * tf.as_dtype(tensor.dtype).size
+            for tensor in call.outputs
+        )
+        for call in cutter.calls
+    ]
+
+
+def _wire_size(dtype, wire_dtype):
+    if wire_dtype is None or not dtype.is_floating:
+        return dtype.size
+    return min(dtype.size, tf.as_dtype(wire_dtype).size)
+
+
+def _seconds(part, num_examples, has_backward=True):
     draws = np.random.default_rng(0)
     tensors = [_drawn(draws, spec, num_examples) for spec in part.model.inputs]
     compute = functools.partial(part.compute, training=True)
-    return pass_seconds(compute, part.model.trainable_variables, tensors)
+    variables = part.model.trainable_variables
+    return pass_seconds(compute, variables, tensors, has_backward)
 
 
 def pass_seconds(compute, variables, tensors, has_backward=True):

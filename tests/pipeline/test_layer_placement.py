@@ -8,7 +8,8 @@ import pytest
 
 from keras_sparsity.launch import command_line
 from keras_sparsity.stages.layer_placement import LayerSize
-from keras_sparsity.stages.split_costs import Profile, fastest, split_costs
+from keras_sparsity.stages.profile import GradientSize, Profile
+from keras_sparsity.stages.split_costs import fastest, split_costs
 from tests.conftest import engines
 from tests.pipeline import placement_functions
 
@@ -145,7 +146,13 @@ def test_workers_begin_alike_and_draw_differently(cluster, engine, tmp_path):
 def test_rules_of_measured_times():
     sizes = [LayerSize("dense", number, 4) for number in (10, 10, 10_000)]
     profile = Profile(
-        tuple("abc"), tuple(sizes), (1.0, 1.0, 1.0), 8, {0: 400, 1: 40}, 1e-3
+        tuple("abc"),
+        tuple(sizes),
+        (1.0, 1.0, 1.0),
+        8,
+        {0: 400, 1: 40},
+        1e-3,
+        tuple(GradientSize(4 * size.num_parameters) for size in sizes),
     )
     costs = split_costs(profile, num_workers=3, num_tails=1, num_examples=24)
     assert [cost.place for cost in costs] == [None, 0, 1]

@@ -1,0 +1,77 @@
+"""All ways to train a model, compared by measurements of it."""
+
+import dataclasses
+
+from keras_sparsity._tf import keras_functional
+from keras_sparsity.board.strategy_plan import StrategyPlan
+from keras_sparsity.collectives import speeds
+from keras_sparsity.conversion.saving import tables_of
+from keras_sparsity.data.batches import num_examples
+from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.stages import model_facts
+from keras_sparsity.stages.cutting import Cutter
+from keras_sparsity.stages.strategy_costs import strategy_costs
+
+
+def can_be_cut(model):
+    """Whether a model can be trained in stages.
+
+    Rows of sharded layers are on all processes, so these cannot be cut.
+    """
+    is_functional = keras_functional.functional_of(model) is not None
+    return is_functional and not tables_of(model)
+
+
+def compared(model, dataset, cluster, engine, specs, communicator):
+    """The plan of all ways to train a model; every rank calls it.
+
+    Args:
+        model: a compiled model.
+        dataset: `tf.data.Dataset` of global batches.
+        cluster: the `planning.Cluster` to plan for. If it is the running one,
+            facts of its links that it lacks are measured.
+        engine: the engine's name.
+        specs: list of the trained variables' `planning.VariableSpec`s, as they
+            travel.
+        communicator: `Collectives` of all ranks.
+
+    Returns:
+        `StrategyPlan`, the same on all ranks; None if the model cannot be cut,
+        the rate of links is not known, or no batch is there.
+    """
+    if cluster.size == 1 or not can_be_cut(model):
+        return None
+    if communicator.size == 1 and cluster.megabits_per_second is None:
+        return None
+    batch = next(iter(dataset), None)
+    if batch is None:
+        return None
+    number = int(num_examples(batch))
+    if communicator.size > 1:
+        cluster = _as_measured(cluster, communicator)
+    facts = None
+    if communicator.rank == 0:
+        optimizer = model.optimizer
+        if isinstance(optimizer, HybridOptimizer):
+            optimizer = optimizer.inner_optimizer
+        facts = model_facts.measured(Cutter(model), number, optimizer, specs)
+    # Rank 0's, from which all ranks choose alike.
+    facts = communicator.gather_objects(facts, name="plan/facts")[0]
+    costs = strategy_costs(facts, cluster, number, engine)
+    return StrategyPlan(costs, cluster, number)
+
+
+def _as_measured(cluster, communicator):
+    """A running cluster with the rate and latency of its links."""
+    measured = {}
+    if cluster.megabits_per_second is None:
+        link = speeds.measure_link(communicator)
+        # Of a network too fast to measure, some rate.
+        measured["megabits_per_second"] = 8e-6 / max(
+            link.seconds_per_byte, 1e-12
+        )
+        measured["latency_seconds"] = link.latency_seconds
+    if communicator.cross_size == 1 and not cluster.processes_per_processor:
+        # As many machines, for its messages; computation is shared.
+        measured["processes_per_processor"] = communicator.size
+    return dataclasses.replace(cluster, **measured)

@@ -1,0 +1,119 @@
+"""The ways to train a model, compared in one table."""
+
+import dataclasses
+
+from keras_sparsity import planning
+from keras_sparsity.board.written_plan import (
+    WrittenPlan,
+    as_table,
+    in_bytes,
+    in_milliseconds,
+)
+from keras_sparsity.stages.costs import LAYER_PLACEMENT, PIPELINE
+
+_HEAD = (
+    "strategy",
+    "processes",
+    "predicted step",
+    "busiest link",
+    "memory",
+    "missed updates",
+    "exact",
+    "bound",
+)
+# More rows say little.
+_MOST_ROWS = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyPlan(WrittenPlan):
+    """All ways to train a model on a cluster, the fastest first.
+
+    Attributes:
+        costs: tuple of `StrategyCost`.
+        cluster: the `planning.Cluster`.
+        num_examples: the number of a mini-batch's examples.
+    """
+
+    costs: tuple
+    cluster: planning.Cluster
+    num_examples: int
+
+    def best(self, asynchronous=False):
+        """The fastest `StrategyCost` that fits the memory of a process.
+
+        Args:
+            asynchronous: whether it may be one whose passes miss updates.
+
+        Raises:
+            ValueError: if none fits.
+        """
+        fitting = [cost for cost in self.costs if cost.fits]
+        for cost in fitting:
+            if cost.is_exact or asynchronous:
+                return cost
+        least = min(self.costs, key=lambda cost: max(cost.memory_bytes))
+        raise ValueError(
+            "No way to train this model fits the memory of a process. "
+            f"Received: cluster={self.cluster}; the least is "
+            f"{in_bytes(max(least.memory_bytes))}, by {described(least)}. Use "
+            "smaller batches or more processes."
+        )
+
+    def markdown(self):
+        shown = self.costs[:_MOST_ROWS]
+        rows = [_row(cost) for cost in shown]
+        lines = as_table(_HEAD, rows)
+        return "\n".join([*lines, "", self._about(len(self.costs))])
+
+    def _about(self, number):
+        cluster = self.cluster
+        text = (
+            f"Mini-batches of {self.num_examples} examples on "
+            f"{cluster.num_machines} machines of "
+            f"{cluster.processes_per_machine}, links of "
+            f"{cluster.megabits_per_second:.4g} Mbit/s. Bytes are those of a "
+            "step on the busiest link, in one direction; memory is that of "
+            "the process with the most."
+        )
+        if number > _MOST_ROWS:
+            text += f" Slower ways that are not shown: {number - _MOST_ROWS}."
+        return text
+
+
+def described(cost):
+    """A `StrategyCost` in words."""
+    if cost.way == LAYER_PLACEMENT:
+        return f"{cost.way} after '{cost.stages[0]}'"
+    if cost.way == PIPELINE:
+        parts = ""
+        if cost.num_micro_batches > 1:
+            parts = f", {cost.num_micro_batches} micro-batches"
+        return f"{cost.way} '{cost.schedule}'{parts}"
+    return cost.way
+
+
+def _row(cost):
+    return [
+        described(cost),
+        _processes(cost),
+        in_milliseconds(cost.step_seconds),
+        in_bytes(cost.busiest_bytes),
+        in_bytes(max(cost.memory_bytes)),
+        str(cost.missed_updates),
+        "yes" if cost.is_exact else "no",
+        cost.bound,
+    ]
+
+
+def _processes(cost):
+    if cost.way == LAYER_PLACEMENT:
+        return f"{cost.num_replicas} workers, {cost.num_tails} of the tail"
+    if cost.way == PIPELINE:
+        number = f"{len(cost.stages) + 1} stages"
+        return (
+            f"{number} of {cost.num_replicas}"
+            if cost.num_replicas > 1
+            else number
+        )
+    return f"{cost.num_replicas} replicas"

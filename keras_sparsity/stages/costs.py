@@ -1,0 +1,102 @@
+"""The facts of a model and the costs of a strategy, as data."""
+
+import dataclasses
+
+from keras_sparsity.stages.profile import Profile
+
+DATA_PARALLELISM = "data parallelism"
+LAYER_PLACEMENT = "layer placement"
+PIPELINE = "pipeline"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """A model, as far as the costs of its training depend on it.
+
+    Attributes:
+        profile: its `Profile`, with `update_seconds`. Where it has no possible
+            cuts, the model is trained by data parallelism alone.
+        forward_share: the time of a forward pass, over that of the forward
+            and the backward pass.
+        returned_bytes: dict from a cut's place to the bytes of gradients that
+            cross it, of one example.
+        weight_bytes: tuple of the bytes of the calls' weights.
+        output_bytes: tuple of the bytes that the calls make of one example.
+        num_slots: slots of the optimizer for each trained weight.
+        num_averages: values that `"spectrain"` keeps for each trained weight.
+        specs: tuple of the `planning.VariableSpec`s of the trained variables,
+            as they travel.
+    """
+
+    profile: Profile
+    forward_share: float
+    returned_bytes: dict
+    weight_bytes: tuple
+    output_bytes: tuple
+    num_slots: float
+    num_averages: int
+    specs: tuple
+
+    def trained_bytes(self, calls):
+        """Bytes of the trained weights of some calls, a slice."""
+        gradients = self.profile.gradients[calls]
+        return sum(each.parameter_bytes for each in gradients)
+
+    def state_bytes(self, calls, num_copies=0):
+        """Weights, gradients, slots, and more copies of trained weights."""
+        weights = sum(self.weight_bytes[calls])
+        num_alike = 1 + self.num_slots + num_copies
+        return weights + num_alike * self.trained_bytes(calls)
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyCost:
+    """A predicted step of one way to train a model.
+
+    Attributes:
+        way: `"data parallelism"`, `"layer placement"` or `"pipeline"`.
+        step_seconds: the predicted time of a step.
+        computation_seconds: the part of it in which the busiest processor
+            computes.
+        link_seconds: the time in which the busiest link carries messages.
+        busiest_bytes: bytes of a step on the busiest link, in one direction.
+        memory_bytes: tuple of the bytes of a process: of data parallelism one
+            number, else one for each stage.
+        missed_updates: updates of earlier mini-batches that a forward pass
+            comes before, at most: the staleness.
+        fits: whether the memory of a process is enough.
+        schedule: of a pipeline.
+        stages: tuple of the names of the stages' last layers, without the last
+            stage's.
+        num_replicas: processes of a stage; of layer placement those of the
+            head.
+        num_tails: tail workers.
+        num_micro_batches: parts of a mini-batch.
+    """
+
+    way: str
+    step_seconds: float
+    computation_seconds: float
+    link_seconds: float
+    busiest_bytes: float
+    memory_bytes: tuple
+    missed_updates: int = 0
+    fits: bool = True
+    schedule: str | None = None
+    stages: tuple = ()
+    num_replicas: int = 1
+    num_tails: int = 0
+    num_micro_batches: int = 1
+
+    @property
+    def is_exact(self):
+        """Whether the result is that of one process."""
+        return self.missed_updates == 0
+
+    @property
+    def bound(self):
+        """The limit that it hits: "memory", "link" or "computation"."""
+        if not self.fits:
+            return "memory"
+        is_of_link = self.link_seconds > self.computation_seconds
+        return "link" if is_of_link else "computation"

@@ -1,0 +1,180 @@
+"""The facts of a model that its costs depend on, measured in one process."""
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity.planning import VariableSpec
+from keras_sparsity.stages import timing
+from keras_sparsity.stages.costs import ModelFacts
+from keras_sparsity.stages.layer_placement import layer_sizes
+from keras_sparsity.stages.prediction import predictor_of
+from keras_sparsity.stages.profile import Profile, gradient_sizes, num_bytes
+
+# Passes of more examples are taken to be slower in proportion.
+_MOST_EXAMPLES = 32
+# Updates of more elements, too.
+_MOST_ELEMENTS = 2**20
+
+
+def measured(cutter, num_examples, optimizer, specs=None):
+    """The facts of a model; no variable changes.
+
+    Times of single calls are scaled so that together they take as long as the
+    whole model, whose passes are measured for two numbers of examples.
+
+    Args:
+        cutter: the model's `Cutter`.
+        num_examples: the number of examples of a mini-batch.
+        optimizer: the model's Keras optimizer.
+        specs: list of the `planning.VariableSpec`s of the model's trained
+            variables as they travel. By default dense, and of tables the rows
+            that an example looks up.
+
+    Returns:
+        `ModelFacts`, whose profile has no rate of links yet (0).
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> from keras_sparsity.stages.cutting import Cutter
+    >>> layers = [keras.Input((8,)), keras.layers.Dense(4),
+    ...           keras.layers.Dense(2)]
+    >>> cutter = Cutter(keras.Sequential(layers))
+    >>> facts = measured(cutter, 16, keras.optimizers.Adam())
+    >>> facts.num_slots, facts.weight_bytes, facts.output_bytes
+    (2.0, (144, 40), (16, 8))
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.1 (the profile).
+    """
+    number = min(_MOST_EXAMPLES, num_examples)
+    gradients = gradient_sizes(cutter)
+    seconds = timing.call_seconds(cutter, number)
+    whole, fixed_share = _whole_seconds(cutter, number)
+    forward = timing.whole_seconds(cutter, number, has_backward=False)
+    num_slots, update_seconds_per_byte = _of_updates(optimizer, gradients)
+    profile = Profile(
+        names=tuple(call.operation.name for call in cutter.calls),
+        sizes=tuple(layer_sizes(cutter)),
+        seconds=tuple(each * whole / sum(seconds) for each in seconds),
+        num_examples=number,
+        crossing_bytes=_named(cutter, timing.crossing_bytes(cutter, 1)),
+        seconds_per_byte=0.0,
+        gradients=tuple(gradients),
+        update_seconds=tuple(
+            update_seconds_per_byte
+            * (each.dense_bytes + each.row_bytes(num_examples))
+            for each in gradients
+        ),
+        fixed_share=fixed_share,
+    )
+    return ModelFacts(
+        profile=profile,
+        # A pass with its gradients takes no less.
+        forward_share=min(1.0, forward / whole),
+        returned_bytes=timing.crossing_bytes(cutter, 1, only_floats=True),
+        weight_bytes=tuple(_new_weights(cutter)),
+        output_bytes=tuple(timing.output_bytes(cutter)),
+        num_slots=num_slots,
+        num_averages=predictor_of(optimizer).num_averages,
+        specs=tuple(specs or variable_specs(cutter)),
+    )
+
+
+def variable_specs(cutter, alpha=None, num_examples=1):
+    """The `planning.VariableSpec` of each trained variable.
+
+    Args:
+        cutter: the model's `Cutter`.
+        alpha: of tables; by default that of `num_examples` without duplicates.
+        num_examples: the number of examples of a worker.
+
+    Returns:
+        List.
+
+    Raises:
+        ValueError: if alpha is no fraction.
+
+    Example:
+
+    >>> from keras_sparsity.stages.cutting import Cutter
+    >>> layers = [keras.Input((2,), dtype="int32"),
+    ...           keras.layers.Embedding(100, 4), keras.layers.Dense(1)]
+    >>> cutter = Cutter(keras.Sequential(layers))
+    >>> [spec.alpha for spec in variable_specs(cutter, num_examples=3)]
+    [0.06, None, None]
+
+    References:
+        EuroSys 3.1 (alpha).
+    """
+    seen, found = set(), []
+    for call, size in zip(cutter.calls, gradient_sizes(cutter), strict=True):
+        for variable in getattr(call.operation, "trainable_variables", []):
+            if id(variable) in seen:
+                continue
+            seen.add(id(variable))
+            rows = None
+            if size.table_bytes:
+                rows = alpha
+                if alpha is None:
+                    touched = num_examples * size.num_lookups
+                    rows = min(1.0, touched / variable.shape[0])
+            found.append(
+                VariableSpec(
+                    variable.path,
+                    tuple(variable.shape),
+                    rows,
+                    keras.backend.standardize_dtype(variable.dtype),
+                )
+            )
+    return found
+
+
+def _named(cutter, sizes):
+    """Of a dict from places, those after a layer's last call."""
+    last = {call.operation.name: i for i, call in enumerate(cutter.calls)}
+    return {place: sizes[place] for place in sizes if place in last.values()}
+
+
+def _whole_seconds(cutter, num_examples):
+    """`(time of the model's passes, share that any number of examples takes)`.
+
+    By passes of few examples and of many.
+    """
+    few = max(1, num_examples // 8)
+    many = timing.whole_seconds(cutter, num_examples)
+    if few == num_examples:
+        return many, 0.0
+    least = timing.whole_seconds(cutter, few)
+    of_example = (many - least) / (num_examples - few)
+    return many, min(1.0, max(0.0, 1 - of_example * num_examples / many))
+
+
+def _of_updates(optimizer, gradients):
+    """`(slots of each weight, seconds of the update of a byte)`."""
+    trained = sum(each.parameter_bytes for each in gradients)
+    # Of a variable of its own, which goes when it is measured.
+    elements = int(min(_MOST_ELEMENTS, max(1, trained // 4)))
+    weights = keras.Variable(tf.zeros([elements, 1]))
+    alike = type(optimizer).from_config(optimizer.get_config())
+    alike.build([weights])
+    slots = [v for v in alike.variables if v.shape == weights.shape]
+
+    def update(gradients):
+        alike.apply(gradients, [weights])
+        return []
+
+    seconds = timing.median_seconds(update, [tf.zeros([elements, 1])])
+    return num_bytes(slots) / num_bytes([weights]), seconds / (4 * elements)
+
+
+def _new_weights(cutter):
+    """Bytes of the weights of each call that no call before it has."""
+    seen = set()
+    for call in cutter.calls:
+        weights = getattr(call.operation, "weights", [])
+        new = [v for v in weights if id(v) not in seen]
+        seen.update(id(v) for v in new)
+        yield num_bytes(new)

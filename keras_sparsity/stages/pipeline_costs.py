@@ -1,0 +1,238 @@
+"""The costs of pipelines, by simulation of their schedules."""
+
+import numpy as np
+
+from keras_sparsity.stages import schedule as schedules
+from keras_sparsity.stages.costs import PIPELINE, StrategyCost
+from keras_sparsity.stages.cutting import balanced
+from keras_sparsity.stages.machine_links import crossings, ring_hops
+from keras_sparsity.stages.schedule import Kind, Task
+from keras_sparsity.stages.simulation import simulate
+from keras_sparsity.stages.versions import missed_updates
+
+_FLUSHED = {
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_forward_one_backward,
+}
+_IN_FLIGHT = ("vanilla", "stash", "spectrain")
+_MICRO_BATCHES = (2, 4, 8, 16, 32)
+
+
+class PipelineCosts:
+    """Pipelines of a number of stages, by each schedule.
+
+    Args:
+        facts, cluster, num_examples: as for `strategy_costs`.
+        num_stages: N.
+    """
+
+    def __init__(self, facts, cluster, num_examples, num_stages):
+        self._facts, self._cluster = facts, cluster
+        self._num_stages = num_stages
+        self._num_replicas = cluster.size // num_stages
+        self._part = max(1.0, num_examples / self._num_replicas)
+        profile = facts.profile
+        travels = {
+            place: size * self._part * cluster.seconds_per_byte
+            for place, size in profile.crossing_bytes.items()
+        }
+        share = profile.time_share(self._part) / cluster.relative_speed
+        self._places = balanced(
+            [seconds * share for seconds in profile.seconds],
+            list(travels),
+            num_stages,
+            travels,
+        )
+        ends = [*self._places, len(profile.names) - 1]
+        begins = [0, *(place + 1 for place in self._places)]
+        self._calls = [
+            slice(begin, end + 1)
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+        self._links = [
+            crossings(self._ranks(k), self._ranks(k + 1), cluster)
+            for k in range(num_stages - 1)
+        ]
+        self._hops = [
+            ring_hops(self._ranks(k), cluster) for k in range(num_stages)
+        ]
+
+    def _ranks(self, stage):
+        first = stage * self._num_replicas
+        return range(first, first + self._num_replicas)
+
+    def of_schedules(self):
+        """A `StrategyCost` of each schedule."""
+        numbers = [n for n in _MICRO_BATCHES if n <= self._part] or [1]
+        for name, make in _FLUSHED.items():
+            tried = [self._flushed(name, make, number) for number in numbers]
+            yield min(tried, key=lambda cost: cost.step_seconds)
+        yield from self._in_flight()
+
+    def _flushed(self, name, make, number):
+        schedule = make(self._num_stages, number)
+        forward, both = self._pass_seconds(self._part / number)
+        backward = both - forward
+        seconds = self._simulated(schedule, forward, backward, number)
+        held = [schedule.in_flight(k) for k in range(self._num_stages)]
+        memory = [
+            self._facts.state_bytes(self._calls[k])
+            + held[k] * self._held_bytes(k, self._part / number)
+            for k in range(self._num_stages)
+        ]
+        work = number * both
+        return self._cost(name, seconds, work, memory, 0, number)
+
+    def _in_flight(self):
+        size = self._num_stages
+        forward, both = self._pass_seconds(self._part)
+        # All but the last stage compute their layers again, see the Planner.
+        backward = np.append(both[:-1], both[-1] - forward[-1])
+        # A mini-batch more, once the pipeline is full.
+        few, many = (
+            self._simulated(
+                schedules.without_flush(size, number), forward, backward, 1
+            )
+            for number in (2 * size, 4 * size)
+        )
+        filled = schedules.without_flush(size, 2 * size + 1)
+        missed = missed_updates(filled, 0)[Task(Kind.FORWARD, size)]
+        for name in _IN_FLIGHT:
+            yield self._cost(
+                name,
+                (many - few) / (2 * size),
+                forward + backward,
+                [self._memory_in_flight(name, k) for k in range(size)],
+                missed,
+                1,
+            )
+
+    def _memory_in_flight(self, name, stage):
+        num_ahead = self._num_stages - 1 - stage
+        copies = {
+            "vanilla": 0,
+            "stash": num_ahead,
+            "spectrain": 1 + self._facts.num_averages,
+        }[name]
+        waiting = num_ahead * self._arriving_bytes(stage) * self._part
+        return (
+            self._facts.state_bytes(self._calls[stage], copies)
+            + waiting
+            + self._held_bytes(stage, self._part)
+        )
+
+    def _arriving_bytes(self, stage):
+        """Bytes of an example that a stage receives."""
+        if stage == 0:
+            return 0
+        return self._facts.profile.crossing_bytes[self._places[stage - 1]]
+
+    def _held_bytes(self, stage, num_examples):
+        """Bytes of the activations of a pass."""
+        made = sum(self._facts.output_bytes[self._calls[stage]])
+        return num_examples * (self._arriving_bytes(stage) + made)
+
+    def _pass_seconds(self, num_examples):
+        """Arrays: a forward pass, and one with its backward pass."""
+        profile = self._facts.profile
+        share = profile.time_share(num_examples) / self._cluster.relative_speed
+        both = share * np.array(
+            [sum(profile.seconds[calls]) for calls in self._calls]
+        )
+        return self._facts.forward_share * both, both
+
+    def _simulated(self, schedule, forward, backward, number):
+        examples = self._part / number
+        activations, gradients = (
+            [
+                self._message_seconds(k, sizes[place] * examples)
+                for k, place in enumerate(self._places)
+            ]
+            for sizes in (
+                self._facts.profile.crossing_bytes,
+                self._facts.returned_bytes,
+            )
+        )
+        return simulate(
+            schedule,
+            forward.tolist(),
+            backward.tolist(),
+            activations,
+            gradients,
+            [self._update_seconds(k) for k in range(self._num_stages)],
+        ).seconds
+
+    def _message_seconds(self, link, num_bytes):
+        # Those of several replicas share a machine's link.
+        at_once = int(self._links[link][0].max())
+        if not at_once:
+            return 0.0
+        latency = self._cluster.latency_seconds or 0
+        return latency + at_once * num_bytes * self._cluster.seconds_per_byte
+
+    def _update_seconds(self, stage):
+        """Time in which a stage sums its gradients and updates its weights."""
+        cluster, hops = self._cluster, self._num_replicas - 1
+        most = int(self._hops[stage].max())
+        seconds = self._computed_update(stage)
+        if most:
+            seconds += 2 * hops * (cluster.latency_seconds or 0)
+            by_ring = most * self._ring_bytes(stage)
+            seconds += by_ring * cluster.seconds_per_byte
+        return seconds
+
+    def _computed_update(self, stage):
+        update = sum(self._facts.profile.update_seconds[self._calls[stage]])
+        return update / self._cluster.relative_speed
+
+    def _ring_bytes(self, stage):
+        """Bytes that a replica sends to sum a stage's gradients."""
+        gradients = self._facts.profile.gradients[self._calls[stage]]
+        hops = self._num_replicas - 1
+        dense = sum(each.dense_bytes for each in gradients)
+        rows = sum(each.row_bytes(self._part) for each in gradients)
+        return 2 * dense * hops / self._num_replicas + rows * hops
+
+    def _busiest_bytes(self):
+        facts, number = self._facts, self._cluster.num_machines
+        sent, received = np.zeros(number), np.zeros(number)
+        for place, (out, into) in zip(self._places, self._links, strict=True):
+            on = self._part * facts.profile.crossing_bytes[place]
+            back = self._part * facts.returned_bytes[place]
+            sent += out * on + into * back
+            received += into * on + out * back
+        for stage, hops in enumerate(self._hops):
+            sent += hops * self._ring_bytes(stage)
+            received += hops * self._ring_bytes(stage)
+        return float(max(sent.max(), received.max()))
+
+    def _busiest_seconds(self, work):
+        """Time in which the busiest processor computes.
+
+        Args:
+            work: array of the passes' time in a step, of each stage.
+        """
+        updates = [self._computed_update(k) for k in range(self._num_stages)]
+        of_ranks = np.repeat(work + np.array(updates), self._num_replicas)
+        shared = self._cluster.shared_by(self._cluster.size)
+        firsts = np.arange(0, len(of_ranks), shared)
+        return float(np.add.reduceat(of_ranks, firsts).max())
+
+    def _cost(self, name, seconds, work, memory, missed, number):
+        computes = self._busiest_seconds(work)
+        busiest = self._busiest_bytes()
+        links = busiest * self._cluster.seconds_per_byte
+        names = self._facts.profile.names
+        return StrategyCost(
+            way=PIPELINE,
+            step_seconds=float(max(seconds, computes, links)),
+            computation_seconds=computes,
+            link_seconds=links,
+            busiest_bytes=busiest,
+            memory_bytes=tuple(float(each) for each in memory),
+            missed_updates=missed,
+            schedule=name,
+            stages=tuple(names[place] for place in self._places),
+            num_replicas=self._num_replicas,
+            num_micro_batches=number,
+        )

@@ -1,0 +1,158 @@
+"""A model's layers as costs depend on them: times, bytes, gradients."""
+
+import dataclasses
+import math
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity.planning.transfer_cost import narrowest_index
+from keras_sparsity.stages.timing import UNKNOWN_SIZE
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientSize:
+    """The gradients of one call's weights, as ranks sum them.
+
+    Args:
+        dense_bytes: bytes of gradients that travel whole.
+        example_bytes: bytes of the rows, with their indices, that an example
+            looks up in a table; they are gathered.
+        table_bytes: bytes of that table, which no rank's rows exceed.
+        num_lookups: the number of rows that an example looks up.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> GradientSize(example_bytes=10, table_bytes=64).row_bytes(8)
+    64
+
+    References:
+        EuroSys 3.1 (AllReduce and AllGatherv).
+    """
+
+    dense_bytes: float = 0
+    example_bytes: float = 0
+    table_bytes: float = 0
+    num_lookups: int = 0
+
+    @property
+    def parameter_bytes(self):
+        """Bytes of the trained weights."""
+        return self.dense_bytes + self.table_bytes
+
+    def row_bytes(self, num_examples):
+        """Bytes of the rows that a rank's examples touch, at most."""
+        return min(num_examples * self.example_bytes, self.table_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """A model's layers and the network's links, as measured.
+
+    Attributes:
+        names: tuple of the calls' layers, in order.
+        sizes: tuple of their `LayerSize`s.
+        seconds: tuple of the times of their forward and backward passes, of
+            `num_examples` examples.
+        num_examples: see `seconds`.
+        crossing_bytes: dict from a possible split's place to the bytes that
+            cross it, of one example.
+        seconds_per_byte: of the slowest link.
+        gradients: tuple of the calls' `GradientSize`s.
+        update_seconds: tuple of the times of their weights' updates; empty if
+            not measured.
+        fixed_share: the share of `seconds`, from 0 to 1, that a pass of any
+            number of examples takes.
+        wire_share: bytes of gradients as data parallelism sends them, over
+            those of their own dtype.
+    """
+
+    names: tuple
+    sizes: tuple
+    seconds: tuple
+    num_examples: int
+    crossing_bytes: dict
+    seconds_per_byte: float
+    gradients: tuple
+    update_seconds: tuple = ()
+    fixed_share: float = 0.0
+    wire_share: float = 1.0
+
+    def time_share(self, num_examples):
+        """The time of other examples' passes, relative to `seconds`."""
+        by_examples = num_examples / self.num_examples
+        return self.fixed_share + (1 - self.fixed_share) * by_examples
+
+
+def gradient_sizes(cutter):
+    """The `GradientSize` of each call of a model.
+
+    The gradient of an ordinary `Embedding` without a regularizer is one of
+    rows, unless other calls use its table.
+
+    Args:
+        cutter: `Cutter`.
+
+    Returns:
+        List, in the order of `cutter.calls`. A layer that is called twice has
+        its weights at the first call.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> from keras_sparsity.stages.cutting import Cutter
+    >>> layers = [keras.Input((2,), dtype="int32"),
+    ...           keras.layers.Embedding(100, 4), keras.layers.Dense(1)]
+    >>> embedding, dense = gradient_sizes(Cutter(keras.Sequential(layers)))
+    >>> embedding.example_bytes, embedding.table_bytes, dense.dense_bytes
+    (36, 1600, 20)
+
+    References:
+        EuroSys 3.1 (sparse variables).
+    """
+    users = [
+        id(variable)
+        for call in cutter.calls
+        for variable in getattr(call.operation, "trainable_variables", [])
+    ]
+    seen, found = set(), []
+    for call in cutter.calls:
+        weights = getattr(call.operation, "trainable_variables", [])
+        new = [v for v in weights if id(v) not in seen]
+        seen.update(id(v) for v in new)
+        is_lookup = (
+            type(call.operation) is keras.layers.Embedding
+            and call.operation.embeddings_regularizer is None
+            and all(users.count(id(v)) == 1 for v in new)
+        )
+        of_call = _of_rows(call, new) if is_lookup and new else None
+        found.append(of_call or GradientSize(dense_bytes=num_bytes(new)))
+    return found
+
+
+def _of_rows(call, tables):
+    if len(tables) != 1:  # such as with low-rank factors beside it
+        return None
+    (table,) = tables
+    num_rows, *row = table.shape
+    lookups = math.prod(
+        size or UNKNOWN_SIZE for size in call.inputs[0].shape[1:]
+    )
+    row_bytes = math.prod(row) * tf.as_dtype(table.dtype).size
+    return GradientSize(
+        example_bytes=lookups * (row_bytes + narrowest_index(num_rows)),
+        table_bytes=num_rows * row_bytes,
+        num_lookups=lookups,
+    )
+
+
+def num_bytes(tensors):
+    """Bytes of tensors or variables of known shapes together."""
+    return sum(
+        math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in tensors
+    )

@@ -1,0 +1,140 @@
+"""The costs of all ways to train a model on a cluster."""
+
+import dataclasses
+import math
+
+from keras_sparsity import planning
+from keras_sparsity.planning.specs import check_is
+from keras_sparsity.stages.costs import (
+    DATA_PARALLELISM,
+    LAYER_PLACEMENT,
+    StrategyCost,
+)
+from keras_sparsity.stages.pipeline_costs import PipelineCosts
+from keras_sparsity.stages.split_costs import split_costs
+
+_MOST_TAILS = 4
+# Deeper pipelines are not looked at: cutting takes the square of it.
+_MOST_STAGES = 64
+
+
+def strategy_costs(facts, cluster, num_examples, engine="native"):
+    """The predicted steps of all ways to train a model on a cluster.
+
+    Hybrid data parallelism with the best architecture of each variable; layer
+    placement with 1 to 4 tail workers, each with its fastest split; pipelines
+    of N stages of R processes each, for all N R = the number of processes, by
+    each schedule, with the number of micro-batches that makes it fastest.
+    Stage k is on the ranks k R to (k + 1) R - 1.
+
+    Pipelines are simulated, with their messages; without a flush, the time of
+    a step is that of a mini-batch more once the pipeline is full. The rest is
+    a sum of passes, messages and updates. Processes that share a processor
+    take as long as their work together, and no step is shorter than the
+    messages of the busiest link.
+
+    Args:
+        facts: `ModelFacts`.
+        cluster: `planning.Cluster` whose `megabits_per_second` is known.
+        num_examples: the number of examples of a mini-batch.
+        engine: the engine's name, see `planning.engine_bytes`.
+
+    Returns:
+        Tuple of `StrategyCost`, the fastest first, after those that fit those
+        that do not.
+
+    Raises:
+        ValueError: if the cluster's rate is not known.
+
+    Example: see `tests/stages/test_strategy_costs.py`.
+
+    References:
+        EuroSys 3.1; RALP (Park et al.), the profiler; GPipe
+        (arXiv:1811.06965), 2.3; SpecTrain (arXiv:1809.02839), 3.
+    """
+    check_is(cluster, planning.Cluster, "cluster")
+    if cluster.seconds_per_byte is None:
+        raise ValueError(
+            "Times of messages need the rate of the links. Received: "
+            f"cluster={cluster}. Give the cluster `megabits_per_second`."
+        )
+    at_rate = dataclasses.replace(
+        facts.profile, seconds_per_byte=cluster.seconds_per_byte
+    )
+    facts = dataclasses.replace(facts, profile=at_rate)
+    found = [_data_parallel(facts, cluster, num_examples, engine)]
+    if facts.profile.crossing_bytes and cluster.size > 1:
+        for num_tails in range(1, min(_MOST_TAILS, cluster.size // 2) + 1):
+            found.append(_placed(facts, cluster, num_examples, num_tails))
+        most = len(facts.profile.crossing_bytes) + 1
+        for num_stages in range(2, min(cluster.size, most, _MOST_STAGES) + 1):
+            if cluster.size % num_stages == 0:
+                pipeline = PipelineCosts(
+                    facts, cluster, num_examples, num_stages
+                )
+                found += pipeline.of_schedules()
+    limit = cluster.memory_bytes or math.inf
+    found = [
+        dataclasses.replace(cost, fits=max(cost.memory_bytes) <= limit)
+        for cost in found
+    ]
+    return tuple(sorted(found, key=_order))
+
+
+def _order(cost):
+    return not cost.fits, cost.step_seconds, cost.missed_updates
+
+
+def _data_parallel(facts, cluster, num_examples, engine):
+    profile = facts.profile
+    plan = planning.plan(list(facts.specs), cluster, engine=engine)
+    part = max(1.0, num_examples / cluster.size)
+    seconds = profile.time_share(part) * sum(profile.seconds)
+    seconds += sum(profile.update_seconds)
+    seconds *= cluster.shared_by(cluster.size) / cluster.relative_speed
+    total = plan.total
+    busiest = max(*total.sent_bytes, *total.received_bytes)
+    others = cluster.num_machines - 1
+    # Messages after each other: in a ring, and to and from owners.
+    hops = {"allreduce": 2 * others, "allgather": others, "ps": 3}
+    paths = {choice.architecture for choice in plan.choices}
+    links = busiest * cluster.seconds_per_byte
+    if others:
+        links += (cluster.latency_seconds or 0) * sum(map(hops.get, paths))
+    calls = slice(None)
+    return StrategyCost(
+        way=DATA_PARALLELISM,
+        step_seconds=seconds + links,
+        computation_seconds=seconds,
+        link_seconds=links,
+        busiest_bytes=busiest,
+        memory_bytes=(
+            facts.state_bytes(calls) + part * sum(facts.output_bytes),
+        ),
+        num_replicas=cluster.size,
+    )
+
+
+def _placed(facts, cluster, num_examples, num_tails):
+    profile = facts.profile
+    num_workers = cluster.size - num_tails
+    _, *splits = split_costs(
+        profile, num_workers, num_tails, num_examples, cluster
+    )
+    best = min(splits, key=lambda cost: cost.seconds)
+    calls = slice(best.place + 1), slice(best.place + 1, None)
+    examples = [num_examples / num_workers, num_examples / num_tails]
+    return StrategyCost(
+        way=LAYER_PLACEMENT,
+        step_seconds=best.seconds,
+        computation_seconds=best.seconds - best.link_seconds,
+        link_seconds=best.link_seconds,
+        busiest_bytes=best.busiest_bytes,
+        memory_bytes=tuple(
+            facts.state_bytes(own) + number * sum(facts.output_bytes[own])
+            for own, number in zip(calls, examples, strict=True)
+        ),
+        stages=(profile.names[best.place],),
+        num_replicas=num_workers,
+        num_tails=num_tails,
+    )
