@@ -7,7 +7,7 @@ from keras_sparsity.board.written_plan import (
     WrittenPlan,
     as_table,
     in_bytes,
-    in_milliseconds,
+    in_seconds,
 )
 from keras_sparsity.stages.costs import LAYER_PLACEMENT, PIPELINE
 
@@ -61,12 +61,18 @@ class StrategyPlan(WrittenPlan):
         )
 
     def markdown(self):
-        shown = self.costs[:_MOST_ROWS]
-        rows = [_row(cost) for cost in shown]
-        lines = as_table(_HEAD, rows)
-        return "\n".join([*lines, "", self._about(len(self.costs))])
+        # And the fastest of each way.
+        ways = [cost.way for cost in self.costs]
+        shown = [
+            cost
+            for number, cost in enumerate(self.costs)
+            if number < _MOST_ROWS or cost.way not in ways[:number]
+        ]
+        lines = as_table(_HEAD, [_row(cost) for cost in shown])
+        left_out = len(self.costs) - len(shown)
+        return "\n".join([*lines, "", self._about(left_out)])
 
-    def _about(self, number):
+    def _about(self, left_out):
         cluster = self.cluster
         text = (
             f"Mini-batches of {self.num_examples} examples on "
@@ -76,8 +82,8 @@ class StrategyPlan(WrittenPlan):
             "step on the busiest link, in one direction; memory is that of "
             "the process with the most."
         )
-        if number > _MOST_ROWS:
-            text += f" Slower ways that are not shown: {number - _MOST_ROWS}."
+        if left_out:
+            text += f" Slower ways that are not shown: {left_out}."
         return text
 
 
@@ -97,7 +103,7 @@ def _row(cost):
     return [
         described(cost),
         _processes(cost),
-        in_milliseconds(cost.step_seconds),
+        in_seconds(cost.step_seconds),
         in_bytes(cost.busiest_bytes),
         in_bytes(max(cost.memory_bytes)),
         str(cost.missed_updates),
@@ -108,12 +114,9 @@ def _row(cost):
 
 def _processes(cost):
     if cost.way == LAYER_PLACEMENT:
-        return f"{cost.num_replicas} workers, {cost.num_tails} of the tail"
+        return f"{cost.num_replicas} + {cost.num_tails} of the tail"
     if cost.way == PIPELINE:
+        of_stage = f" x {cost.num_replicas} replicas"
         number = f"{len(cost.stages) + 1} stages"
-        return (
-            f"{number} of {cost.num_replicas}"
-            if cost.num_replicas > 1
-            else number
-        )
+        return number + (of_stage if cost.num_replicas > 1 else "")
     return f"{cost.num_replicas} replicas"

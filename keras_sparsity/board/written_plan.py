@@ -81,5 +81,10 @@ def in_milliseconds(seconds):
     return f"{seconds * 1e3:.3g} ms"
 
 
+def in_seconds(seconds):
+    """Milliseconds below a second."""
+    return f"{seconds:.3g} s" if seconds >= 1 else in_milliseconds(seconds)
+
+
 def in_bytes(number):
     return filesize.decimal(round(number))

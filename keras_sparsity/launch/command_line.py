@@ -18,9 +18,39 @@ from keras_sparsity.machines.settings import (
 )
 
 _SHOWN = {
-    "plan": "print how each variable travels",
-    "report": "print that, its costs, and the searches' results",
+    "plan": "print how each variable travels, or how to train a saved model",
+    "report": "print the plan, its costs, and the searches' results",
 }
+# Options of `plan` for a saved model: type, name of the value, description.
+_DESCRIBED = {
+    "--machines": (int, "N", "number of machines"),
+    "--processes-per-machine": (int, "L", "processes of each; by default 1"),
+    "--rate": (float, "MBIT", "Mbit/s of a machine's link in each direction"),
+    "--latency": (float, "MS", "milliseconds of an empty message"),
+    "--memory": (float, "GB", "memory of a process"),
+    "--speed": (
+        float,
+        "FACTOR",
+        "computation of a machine, relative to this one; by default 1",
+    ),
+    "--batch-size": (
+        int,
+        "B",
+        "examples of a step over all processes; by default 32 for each",
+    ),
+    "--alpha": (
+        float,
+        "A",
+        "fraction of the rows of each Embedding that a process touches in a "
+        "step; by default that of rows without duplicates",
+    ),
+}
+_MORE = (
+    " For a saved model and a cluster of --machines with links of --rate, the "
+    "predicted steps of all ways to train it, by passes that are measured "
+    "here.",
+    "",
+)
 # Options of `run`: type, name of the value, description.
 _OPTIONS = {
     "--engine": (
@@ -92,7 +122,7 @@ def main(argv=None):
     options = parser.parse_args(argv)
     try:
         if options.command in _SHOWN:
-            _show(options.command, options.log_dir)
+            _show(options)
             return 0
         try:
             program = _plan(options)
@@ -104,13 +134,59 @@ def main(argv=None):
         return 1
 
 
-def _show(command, log_dir):
+def _show(options):
+    given = {
+        name: getattr(options, _attribute(name), None) for name in _DESCRIBED
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    is_model = options.command == "plan" and not os.path.isdir(options.source)
+    if given and not is_model:
+        raise ValueError(
+            f"{', '.join(given)} are for a saved model. Received: the folder "
+            f"{options.source!r}. Name a file, MODEL.keras."
+        )
+    is_described = {"--machines", "--rate"} <= set(given)
+    if is_model and (given or os.path.isfile(options.source)):
+        if not is_described:
+            raise ValueError(
+                "The plan of a saved model needs --machines and --rate. "
+                f"Received: {', '.join(given) or 'neither'}."
+            )
     # These import TensorFlow, which takes seconds.
     check_requirements()
+    if is_described:
+        _show_described(options)
+        return
     from keras_sparsity.board import reports
 
-    show = {"plan": reports.show_plan, "report": reports.show}[command]
-    show(log_dir)
+    shows = {"plan": reports.show_plan, "report": reports.show}
+    shows[options.command](options.source)
+
+
+def _show_described(options):
+    from keras_sparsity.board.described_plan import described
+    from keras_sparsity.planning import Cluster
+
+    def scaled(value, factor):
+        return None if value is None else value * factor
+
+    cluster = Cluster(
+        options.machines,
+        1
+        if options.processes_per_machine is None
+        else options.processes_per_machine,
+        megabits_per_second=options.rate,
+        latency_seconds=scaled(options.latency, 1e-3),
+        relative_speed=1.0 if options.speed is None else options.speed,
+        memory_bytes=scaled(options.memory, 1e9),
+    )
+    described(
+        options.source, cluster, options.batch_size, options.alpha
+    ).print()
+
+
+def _attribute(option):
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _parsers():
@@ -138,14 +214,19 @@ def _parsers():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_run_options(run)
-    for name, shown in _SHOWN.items():
-        show = commands.add_parser(
+    plan, report = (
+        commands.add_parser(
             name,
             help=shown,
-            description=f"{shown.capitalize()}, as "
-            "`ks.callbacks.ArchitectureLogger(LOG_DIR)` wrote it.",
+            description=f"{shown.capitalize()}. LOG_DIR is a folder of "
+            f"`ks.callbacks.ArchitectureLogger`.{more}",
         )
-        show.add_argument("log_dir", metavar="LOG_DIR")
+        for (name, shown), more in zip(_SHOWN.items(), _MORE, strict=True)
+    )
+    report.add_argument("source", metavar="LOG_DIR")
+    plan.add_argument("source", metavar="LOG_DIR | MODEL.keras")
+    for name, (kind, metavar, description) in _DESCRIBED.items():
+        plan.add_argument(name, type=kind, metavar=metavar, help=description)
     return parser, run
 
 

@@ -77,11 +77,6 @@ class Cluster:
             return None
         return 8e-6 / self.megabits_per_second
 
-    def shared_by(self, num_processes):
-        """How many of some busy processes share one machine's computation."""
-        most = self.processes_per_processor or self.processes_per_machine
-        return min(most, num_processes)
-
 
 @dataclasses.dataclass(frozen=True)
 class VariableSpec:

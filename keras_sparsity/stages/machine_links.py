@@ -1,4 +1,4 @@
-"""Messages that cross the links of machines, counted.
+"""Messages that cross the links of machines, and processes that share one.
 
 Ranks are numbered machine by machine: messages within one are free.
 """
@@ -69,3 +69,29 @@ def ring_hops(ranks, cluster):
         EuroSys 2.2 (AllReduce in a ring).
     """
     return crossings(ranks, np.roll(ranks, -1), cluster)[0]
+
+
+def shared_by(cluster, num_processes):
+    """How many of some busy processes share one machine's computation.
+
+    Args:
+        cluster: `planning.Cluster`.
+        num_processes: their number.
+
+    Returns:
+        A number.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> from keras_sparsity.planning import Cluster
+    >>> shared_by(Cluster(4, 2), 3), shared_by(Cluster(4), 3)
+    (2, 1)
+
+    References:
+        None: a count.
+    """
+    most = cluster.processes_per_processor or cluster.processes_per_machine
+    return min(most, num_processes)

@@ -5,7 +5,7 @@ import numpy as np
 from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages.costs import PIPELINE, StrategyCost
 from keras_sparsity.stages.cutting import balanced
-from keras_sparsity.stages.machine_links import crossings, ring_hops
+from keras_sparsity.stages.machine_links import crossings, ring_hops, shared_by
 from keras_sparsity.stages.schedule import Kind, Task
 from keras_sparsity.stages.simulation import simulate
 from keras_sparsity.stages.versions import missed_updates
@@ -214,7 +214,7 @@ class PipelineCosts:
         """
         updates = [self._computed_update(k) for k in range(self._num_stages)]
         of_ranks = np.repeat(work + np.array(updates), self._num_replicas)
-        shared = self._cluster.shared_by(self._cluster.size)
+        shared = shared_by(self._cluster, self._cluster.size)
         firsts = np.arange(0, len(of_ranks), shared)
         return float(np.add.reduceat(of_ranks, firsts).max())
 

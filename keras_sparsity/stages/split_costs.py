@@ -6,7 +6,7 @@ import numpy as np
 
 from keras_sparsity._tf import checks
 from keras_sparsity.planning.specs import Cluster
-from keras_sparsity.stages.machine_links import crossings, ring_hops
+from keras_sparsity.stages.machine_links import crossings, ring_hops, shared_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Group:
         share = profile.time_share(self._examples)
         seconds = share * sum(profile.seconds[calls])
         seconds += sum(profile.update_seconds[calls])
-        busy = self._cluster.shared_by(self._size)
+        busy = shared_by(self._cluster, self._size)
         return seconds * busy / self._cluster.relative_speed
 
     def _gradients(self, calls):

@@ -10,6 +10,7 @@ from keras_sparsity.stages.costs import (
     LAYER_PLACEMENT,
     StrategyCost,
 )
+from keras_sparsity.stages.machine_links import shared_by
 from keras_sparsity.stages.pipeline_costs import PipelineCosts
 from keras_sparsity.stages.split_costs import split_costs
 
@@ -91,7 +92,7 @@ def _data_parallel(facts, cluster, num_examples, engine):
     part = max(1.0, num_examples / cluster.size)
     seconds = profile.time_share(part) * sum(profile.seconds)
     seconds += sum(profile.update_seconds)
-    seconds *= cluster.shared_by(cluster.size) / cluster.relative_speed
+    seconds *= shared_by(cluster, cluster.size) / cluster.relative_speed
     total = plan.total
     busiest = max(*total.sent_bytes, *total.received_bytes)
     others = cluster.num_machines - 1
@@ -122,17 +123,19 @@ def _placed(facts, cluster, num_examples, num_tails):
         profile, num_workers, num_tails, num_examples, cluster
     )
     best = min(splits, key=lambda cost: cost.seconds)
-    calls = slice(best.place + 1), slice(best.place + 1, None)
-    examples = [num_examples / num_workers, num_examples / num_tails]
+    front, back = slice(best.place + 1), slice(best.place + 1, None)
+    of_worker, of_tail = num_examples / num_workers, num_examples / num_tails
+    made = [sum(facts.output_bytes[calls]) for calls in (front, back)]
+    arriving = profile.crossing_bytes[best.place]
     return StrategyCost(
         way=LAYER_PLACEMENT,
         step_seconds=best.seconds,
         computation_seconds=best.seconds - best.link_seconds,
         link_seconds=best.link_seconds,
         busiest_bytes=best.busiest_bytes,
-        memory_bytes=tuple(
-            facts.state_bytes(own) + number * sum(facts.output_bytes[own])
-            for own, number in zip(calls, examples, strict=True)
+        memory_bytes=(
+            facts.state_bytes(front) + of_worker * made[0],
+            facts.state_bytes(back) + of_tail * (arriving + made[1]),
         ),
         stages=(profile.names[best.place],),
         num_replicas=num_workers,

@@ -40,6 +40,24 @@ BAD = [
         for wrong in (0, -1, "a", 4.0, True, None)
     ),
     *(
+        ("planning.Cluster", {name: wrong}, f"a positive number.*: {name}=")
+        for name in (
+            "megabits_per_second",
+            "latency_seconds",
+            "relative_speed",
+            "memory_bytes",
+        )
+        for wrong in (0, -1, "a", True, float("nan"))
+    ),
+    *(
+        (
+            "planning.Cluster",
+            {"processes_per_processor": wrong},
+            "a positive integer or None.*: processes_per_processor=",
+        )
+        for wrong in (0, "a", 2.0, True)
+    ),
+    *(
         ("planning.VariableSpec", {name: wrong}, f"{message}.*: {name}=")
         for name, message, *all_wrong in [
             ("name", "must be a string", 3, None),

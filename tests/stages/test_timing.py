@@ -2,9 +2,10 @@
 
 import time
 
+import keras
 import tensorflow as tf
 
-from keras_sparsity.stages import timing
+from keras_sparsity.stages import cutting, timing
 
 
 def _num_calls(seconds):
@@ -27,3 +28,25 @@ def test_long_runs_are_not_repeated():
     # The first one is traced, and not counted.
     assert _num_calls(0.001) == 1 + 3
     assert _num_calls(0.6) == 1 + 1
+
+
+def test_layers_of_the_same_time_are_measured_once(monkeypatch):
+    measured = []
+
+    def pass_seconds(compute, variables, tensors, has_backward=True):
+        measured.append(tuple(tensors[0].shape))
+        return float(len(measured))
+
+    monkeypatch.setattr(timing, "pass_seconds", pass_seconds)
+    layers = [keras.layers.Dense(4, name=f"dense_{i}") for i in range(3)]
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            *layers,
+            keras.layers.Dense(4, activation="relu", name="last"),
+        ]
+    )
+    found = timing.call_seconds(cutting.Cutter(model), 2)
+    # The first has other inputs, the last another activation.
+    assert found == [1.0, 2.0, 2.0, 3.0]
+    assert measured == [(2, 8), (2, 4), (2, 4)]

@@ -1,0 +1,133 @@
+"""The command `keras-sparsity plan` of a saved model."""
+
+import re
+import time
+
+import keras
+import pytest
+
+import keras_sparsity as ks
+from keras_sparsity import launch
+from keras_sparsity.board import described_plan
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A chain of 13 layers, 10 of which have 1,056 parameters."""
+    layers = [
+        keras.layers.Dense(32, activation="relu", name=f"dense_{number}")
+        for number in range(10)
+    ]
+    model = keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            keras.layers.Embedding(5_000, 32, name="rows"),
+            keras.layers.GlobalAveragePooling1D(name="mean"),
+            *layers,
+            keras.layers.Dense(1, name="out"),
+        ]
+    )
+    model.compile("adam", "mse")
+    path = tmp_path_factory.mktemp("saved") / "model.keras"
+    model.save(path)
+    return str(path)
+
+
+def test_a_thousand_machines_take_seconds(saved, capsys):
+    begin = time.monotonic()
+    arguments = "--machines 1000 --rate 1000 --latency 0.1 --memory 8"
+    assert launch.main(["plan", saved, *arguments.split()]) == 0
+    # Seconds on a free machine.
+    assert time.monotonic() - begin < 60
+    # Long lines are broken.
+    shown = " ".join(capsys.readouterr().out.split())
+    for way in ("data parallelism", "layer placement after", "1f1b"):
+        assert way in shown
+    assert re.search(r" (2 stages x 500|4 stages x 250) replicas ", shown)
+    assert "on 1000 machines of 1, links of 1000 Mbit/s" in shown
+    assert "32000 examples" in shown
+    assert re.search(r"Slower ways that are not shown: \d+", shown)
+
+
+def test_more_than_a_thousand_machines_and_options(saved):
+    cluster = ks.planning.Cluster(4_000, 2, megabits_per_second=1_000)
+    plan = described_plan.described(saved, cluster, 16_000, alpha=0.01)
+    whole = next(c for c in plan.costs if c.way == "data parallelism")
+    # The rows of the 2 examples of a process do not fill its memory: weights,
+    # gradients, two slots, and the outputs of the layers.
+    parameters = 5_000 * 32 + 10 * (32 * 32 + 32) + 33
+    outputs = 4 * (6 * 32 + 32 + 10 * 32 + 1)
+    assert whole.memory_bytes == (4 * 4 * parameters + 2 * outputs,)
+    # To 8,000 owners even these rows are more than a ring of all gradients.
+    assert whole.busiest_bytes == pytest.approx(
+        2 * 4 * parameters * 7_999 / 8_000
+    )
+
+
+def test_alpha_counts(saved):
+    cluster = ks.planning.Cluster(2, megabits_per_second=1_000)
+    bytes_by_alpha = [
+        next(
+            cost.busiest_bytes
+            for cost in described_plan.described(
+                saved, cluster, 64, alpha
+            ).costs
+            if cost.way == "data parallelism"
+        )
+        for alpha in (0.01, 0.1)
+    ]
+    rest = 2 * 4 * (10 * (32 * 32 + 32) + 33) / 2
+    # Rows to pull and gradients to push, of 2,500 rows of the other machine.
+    for alpha, found in zip((0.01, 0.1), bytes_by_alpha, strict=True):
+        rows = alpha * 2_500 * (2 * 32 * 4 + 2)
+        assert rest + rows <= found <= rest + 1.125 * rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("SAVED", "needs --machines and --rate. Received: neither"),
+        ("SAVED --rate 3", "needs --machines and --rate. Received: --rate"),
+        ("FOLDER --machines 2", "--machines are for a saved model.*a file"),
+        ("FOLDER", "has no folder 'architecture'"),
+        ("no.keras --machines 2 --rate 1", "There is no file 'no.keras'"),
+        ("SAVED --machines 0 --rate 1", "positive integer.*num_machines=0"),
+        ("SAVED --machines 2 --rate 0", "positive.*megabits_per_second=0"),
+        ("SAVED --machines 2 --rate 1 --latency -1", "latency_seconds=-0.001"),
+        ("SAVED --machines 2 --rate 1 --memory 0", "memory_bytes=0.0"),
+        ("SAVED --machines 2 --rate 1 --speed 0", "relative_speed=0.0"),
+        ("SAVED --machines 2 --rate 1 --batch-size 0", "num_examples=0"),
+        ("SAVED --machines 2 --rate 1 --alpha 2", "a fraction.*alpha=2.0"),
+        (
+            "SAVED --machines 2 --rate 1 --processes-per-machine 0",
+            "positive integer.*processes_per_machine=0",
+        ),
+        ("OTHER --machines 2 --rate 1", "cannot be loaded.*`model.save`"),
+    ],
+)
+def test_wrong_usage_is_explained(arguments, message, saved, tmp_path, capsys):
+    other = tmp_path / "other.keras"
+    other.write_text("no model")
+    for name, path in (
+        ("SAVED", saved),
+        ("FOLDER", tmp_path),
+        ("OTHER", other),
+    ):
+        arguments = arguments.replace(name, str(path))
+    assert launch.main(["plan", *arguments.split()]) == 1
+    told = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, told), told
+
+
+def test_models_of_sharded_layers_are_refused(tmp_path):
+    model = keras.Sequential(
+        [
+            keras.Input((2,), dtype="int32"),
+            ks.layers.ShardedEmbedding(10, 2),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.save(tmp_path / "sharded.keras")
+    cluster = ks.planning.Cluster(2, megabits_per_second=1.0)
+    with pytest.raises(ValueError, match=r"cannot be cut.*ks.export\(model\)"):
+        described_plan.described(str(tmp_path / "sharded.keras"), cluster)

@@ -1,0 +1,110 @@
+"""Costs of splits with tables, on machines of several processes."""
+
+import dataclasses
+
+import keras
+import pytest
+
+from keras_sparsity.planning import Cluster
+from keras_sparsity.stages import timing
+from keras_sparsity.stages.cutting import Cutter
+from keras_sparsity.stages.layer_placement import LayerSize
+from keras_sparsity.stages.profile import (
+    GradientSize,
+    Profile,
+    gradient_sizes,
+)
+from keras_sparsity.stages.split_costs import split_costs
+
+# 100 bytes of rows of an example; then weights of 1,000 and 4,000 bytes.
+GRADIENTS = (
+    GradientSize(example_bytes=100, table_bytes=1_500),
+    GradientSize(1_000),
+    GradientSize(4_000),
+)
+PROFILE = Profile(
+    tuple("abc"),
+    tuple(LayerSize("dense", 1, 1) for _ in "abc"),
+    (1.0, 1.0, 2.0),
+    8,
+    {0: 50, 1: 5},
+    1e-3,
+    GRADIENTS,
+)
+
+
+def test_rows_of_tables_in_the_head_are_gathered():
+    whole, first, second = split_costs(PROFILE, 3, 1, num_examples=24)
+    # 6 examples of each of 4, and 8 of each of 3.
+    assert whole.busiest_bytes == 2 * 5_000 * 3 / 4 + 3 * 600
+    assert first.busiest_bytes == max(3 * 8 * 50, 8 * 50 + 2 * 800)
+    assert second.busiest_bytes == 8 * 5 + 2 * 800 + 2 * 1_000 * 2 / 3
+    assert second.head_bytes == 1_500 + 1_000
+    # Of many examples, not more than the table.
+    _, first, _ = split_costs(PROFILE, 3, 1, num_examples=240)
+    assert first.busiest_bytes == max(3 * 80 * 50, 80 * 50 + 2 * 1_500)
+
+
+def test_messages_within_a_machine_do_not_count():
+    cluster = Cluster(2, 2)
+    _, _, second = split_costs(PROFILE, 3, 1, 24, cluster)
+    # Two workers of the first machine send to the tail on the second; the ring
+    # of three leaves each machine once.
+    ring = 2 * 800 + 2 * 1_000 * 2 / 3
+    assert second.busiest_bytes == pytest.approx(2 * 8 * 5 + ring)
+    # Two processes share a machine's computation.
+    passes = 2.0 * 2 + 2.0 * 3
+    travels = 1e-3 * (2 * 2 * 8 * 5 + ring)
+    assert second.seconds == pytest.approx(passes + travels)
+    assert second.link_seconds == pytest.approx(travels)
+
+
+def test_three_workers_of_two_tails():
+    _, _, second = split_costs(PROFILE, 3, 2, num_examples=24)
+    # The busier tail has two of them; tails sum 4,000 bytes.
+    assert second.busiest_bytes == 2 * 8 * 5 + 4_000
+
+
+def test_narrow_messages_of_data_parallelism():
+    narrow = dataclasses.replace(PROFILE, wire_share=0.5)
+    whole, first, _ = split_costs(narrow, 3, 1, num_examples=24)
+    assert whole.busiest_bytes == (2 * 5_000 * 3 / 4 + 3 * 600) / 2
+    # The head's are summed in their own dtype.
+    assert first.busiest_bytes == 8 * 50 + 2 * 800
+
+
+def test_gradients_of_a_model():
+    rows = keras.layers.Embedding(70_000, 4, name="rows")
+    regularized = keras.layers.Embedding(
+        10, 4, embeddings_regularizer="l2", name="regularized"
+    )
+    ids = keras.Input((3,), dtype="int32")
+    x = keras.layers.Concatenate(name="both")([rows(ids), regularized(ids)])
+    x = keras.layers.Flatten(name="flat")(x)
+    half = keras.layers.Dense(2, name="half", dtype="float16")(x)
+    cutter = Cutter(keras.Model(ids, half))
+    found = dict(
+        zip(
+            [call.operation.name for call in cutter.calls],
+            gradient_sizes(cutter),
+            strict=True,
+        )
+    )
+    # A row and its number, in 4 bytes: there are more than 65,535.
+    assert found["rows"].example_bytes == 3 * (4 * 4 + 4)
+    assert found["rows"].table_bytes == 70_000 * 16
+    assert found["regularized"] == GradientSize(10 * 16)
+    assert found["half"] == GradientSize(2 * (24 * 2 + 2))
+    assert found["flat"].parameter_bytes == 0
+
+
+def test_narrow_activations_and_numbers():
+    x = inputs = keras.Input((6,), dtype="int32")
+    x = keras.layers.Reshape((3, 2), name="ids", dtype="int32")(x)
+    x = keras.layers.Embedding(10, 4, name="rows")(x)
+    x = keras.layers.Flatten(name="flat")(x)
+    cutter = Cutter(keras.Model(inputs, keras.layers.Dense(1)(x)))
+    sizes = timing.crossing_bytes(cutter, 2, "bfloat16")
+    assert list(sizes.values()) == [2 * 6 * 4, 2 * 24 * 2, 2 * 24 * 2]
+    floats = timing.crossing_bytes(cutter, 2, only_floats=True)
+    assert list(floats.values()) == [0, 2 * 24 * 4, 2 * 24 * 4]

@@ -1,0 +1,206 @@
+"""Predicted steps of all ways to train a chain, against hand-made numbers.
+
+Three calls take 3, 6 and 4 s for 8 examples, a third of it forward. The narrow
+place is after the second one.
+"""
+
+import dataclasses
+
+import pytest
+
+from keras_sparsity.board.strategy_plan import StrategyPlan
+from keras_sparsity.planning import Cluster, VariableSpec
+from keras_sparsity.stages.costs import ModelFacts
+from keras_sparsity.stages.layer_placement import LayerSize
+from keras_sparsity.stages.profile import GradientSize, Profile
+from keras_sparsity.stages.strategy_costs import strategy_costs
+
+SIZES = (100, 1_000, 10_000)  # parameters
+CROSSING = {0: 1_000, 1: 10}
+EXAMPLES = 8
+RATE = 8.0  # a byte takes a microsecond
+
+
+def facts(**changes):
+    profile = Profile(
+        names=("a", "b", "c"),
+        sizes=tuple(LayerSize("dense", size, 1) for size in SIZES),
+        seconds=(3.0, 6.0, 4.0),
+        num_examples=EXAMPLES,
+        crossing_bytes=CROSSING,
+        seconds_per_byte=0.0,
+        gradients=tuple(GradientSize(4 * size) for size in SIZES),
+        update_seconds=(0.0, 0.0, 0.0),
+    )
+    return ModelFacts(
+        profile=dataclasses.replace(profile, **changes),
+        forward_share=1 / 3,
+        returned_bytes=CROSSING,
+        weight_bytes=tuple(4 * size for size in SIZES),
+        output_bytes=(1_000, 10, 4),
+        num_slots=2,
+        num_averages=1,
+        specs=tuple(VariableSpec(f"v{size}", (size,)) for size in SIZES),
+    )
+
+
+def costs(cluster, num_examples=EXAMPLES, **changes):
+    found = strategy_costs(facts(**changes), cluster, num_examples)
+    named = {(cost.schedule or cost.way): cost for cost in found}
+    return found, named
+
+
+def test_two_machines():
+    found, named = costs(Cluster(2, megabits_per_second=RATE))
+    assert [cost.schedule or cost.way for cost in found] == [
+        "data parallelism",
+        "1f1b",
+        "gpipe",
+        *("vanilla", "stash", "spectrain"),
+        "layer placement",
+    ]
+    seconds = {name: cost.step_seconds for name, cost in named.items()}
+    message = 10 * 1e-6  # of one example, the best of the micro-batches
+    assert seconds == pytest.approx(
+        {
+            # Half of the passes; in a ring of two each sends all gradients.
+            "data parallelism": 13 / 2 + 44_400e-6,
+            # The first stage works for 9 s and waits once, for the second's
+            # two passes of an example, while it makes one of 3 / 8 s.
+            "1f1b": 9 + 4 / 8 - 3 / 8 + 2 * message,
+            # It waits for them behind its own forward passes.
+            "gpipe": 9 + 4 / 8 + 2 * message,
+            # It computes its forward pass again.
+            **dict.fromkeys(("vanilla", "stash", "spectrain"), 12.0),
+            "layer placement": 9 + 4 + 2 * 80e-6,
+        },
+        rel=1e-9,
+    )
+    for name, cost in named.items():
+        is_late = name in ("vanilla", "stash", "spectrain")
+        assert cost.missed_updates == is_late
+        assert cost.is_exact == (not is_late)
+        whole = name == "data parallelism"
+        assert cost.stages == (() if whole else ("b",))
+        assert cost.busiest_bytes == (44_400 if whole else 80)
+        assert cost.bound == "computation"
+    assert named["gpipe"].num_micro_batches == EXAMPLES
+    front, back = 4_400, 40_000
+    held = 8 * 1_010, 8 * 14
+    assert {name: cost.memory_bytes for name, cost in named.items()} == {
+        "data parallelism": (44_400 * 4 + 4 * 1_014,),
+        "layer placement": (front * 4 + held[0], back * 4 + held[1]),
+        "gpipe": (front * 4 + held[0], back * 4 + held[1]),
+        # Of two micro-batches of an example, and of one.
+        "1f1b": (front * 4 + 2 * 1_010, back * 4 + 14),
+        "vanilla": (front * 4 + held[0], back * 4 + held[1]),
+        "stash": (front * 5 + held[0], back * 4 + held[1]),
+        "spectrain": (front * 6 + held[0], back * 6 + held[1]),
+    }
+
+
+def test_slow_links_and_latency():
+    cluster = Cluster(2, megabits_per_second=RATE / 1_000, latency_seconds=0.5)
+    found, named = costs(cluster)
+    whole = named["data parallelism"]
+    assert whole.step_seconds == pytest.approx(13 / 2 + 44.4 + 2 * 0.5)
+    assert whole.bound == "link"
+    placed = named["layer placement"]
+    assert placed.step_seconds == pytest.approx(13 + 2 * (0.08 + 0.5))
+    assert found[0].schedule == "1f1b"
+
+
+def test_stages_of_two_replicas():
+    found, named = costs(Cluster(4, megabits_per_second=RATE))
+    # 3 stages would leave a process over, and there are 3 calls.
+    assert len(found) == 1 + 2 + 5
+    pipeline = named["1f1b"]
+    assert (pipeline.num_replicas, pipeline.stages) == (2, ("b",))
+    # Activations or gradients of 4 examples, and the ring of the last stage.
+    assert pipeline.busiest_bytes == 40 + 40_000
+    # As of two machines with half of the examples, and then the slower stage
+    # has summed its gradients first.
+    half, _ = costs(Cluster(2, megabits_per_second=RATE), 4)
+    alone = next(cost for cost in half if cost.schedule == "1f1b")
+    ring = 4_400e-6
+    assert pipeline.step_seconds == pytest.approx(alone.step_seconds + ring)
+    tails = [cost for cost in found if cost.num_tails]
+    assert {cost.num_tails: cost.num_replicas for cost in tails} == {1: 3, 2: 2}
+
+
+def test_processes_share_a_processor_and_machines_differ_in_speed():
+    _, named = costs(
+        Cluster(2, megabits_per_second=RATE, processes_per_processor=2)
+    )
+    assert named["data parallelism"].step_seconds == pytest.approx(13.0444)
+    assert named["1f1b"].step_seconds == pytest.approx(13)
+    assert named["vanilla"].step_seconds == pytest.approx(12 + 4)
+    _, named = costs(Cluster(2, megabits_per_second=RATE, relative_speed=2.0))
+    assert named["data parallelism"].step_seconds == pytest.approx(3.2944)
+    assert named["vanilla"].step_seconds == pytest.approx(6)
+    assert named["layer placement"].step_seconds == pytest.approx(6.50016)
+
+
+def test_within_a_machine_nothing_travels():
+    found, _ = costs(Cluster(1, 2, megabits_per_second=RATE))
+    assert {cost.busiest_bytes for cost in found} == {0}
+    # On two machines of two, a stage's ring stays within its machine.
+    found, named = costs(Cluster(2, 2, megabits_per_second=RATE))
+    assert named["1f1b"].busiest_bytes == 2 * 40
+
+
+def test_steps_that_do_not_get_shorter_with_fewer_examples():
+    found, named = costs(Cluster(2, megabits_per_second=RATE), fixed_share=1.0)
+    assert named["data parallelism"].step_seconds == pytest.approx(13.0444)
+    # More micro-batches only take longer.
+    assert named["1f1b"].num_micro_batches == 2
+    assert named["1f1b"].computation_seconds == pytest.approx(2 * 9)
+
+
+def test_updates_take_their_time():
+    _, named = costs(
+        Cluster(2, megabits_per_second=RATE), update_seconds=(0.0, 1.0, 2.0)
+    )
+    assert named["data parallelism"].step_seconds == pytest.approx(9.5444)
+    assert named["vanilla"].step_seconds == pytest.approx(12 + 1)
+    # The first stage updates behind its last pass.
+    assert named["gpipe"].step_seconds == pytest.approx(9 + 0.5 + 2e-5 + 1)
+    # The head's and the tail's follow their passes.
+    assert named["layer placement"].step_seconds == pytest.approx(16.00016)
+
+
+def test_ways_that_do_not_fit_come_last():
+    cluster = Cluster(2, megabits_per_second=RATE, memory_bytes=165_000)
+    found, named = costs(cluster)
+    assert not named["data parallelism"].fits
+    assert named["data parallelism"].bound == "memory"
+    assert [cost.fits for cost in found] == [True] * 5 + [False] * 2
+    plan = StrategyPlan(found, cluster, EXAMPLES)
+    assert plan.best().schedule == "1f1b"
+    rows = plan.markdown().splitlines()
+    assert "1f1b" in rows[2] and "| yes |" in rows[2]
+    small = dataclasses.replace(cluster, memory_bytes=1_000)
+    found, _ = costs(small)
+    with pytest.raises(ValueError, match="fits the memory.*160.*1f1b"):
+        StrategyPlan(found, small, EXAMPLES).best()
+
+
+def test_late_updates_only_where_they_are_allowed():
+    cluster = Cluster(2, megabits_per_second=RATE)
+    # Of one example, with nothing to overlap a pass with.
+    found, named = costs(cluster, 1, gradients=(GradientSize(10**9),) * 3)
+    plan = StrategyPlan(found, cluster, 1)
+    assert plan.best(asynchronous=True).schedule == "vanilla"
+    assert named["vanilla"].step_seconds == pytest.approx(12 / 8)
+    assert plan.best().schedule in ("gpipe", "1f1b", None)
+    assert plan.best().is_exact
+
+
+def test_models_without_cuts_are_trained_by_data_parallelism():
+    found, _ = costs(Cluster(2, megabits_per_second=RATE), crossing_bytes={})
+    assert [cost.way for cost in found] == ["data parallelism"]
+
+
+def test_rate_must_be_known():
+    with pytest.raises(ValueError, match="megabits_per_second"):
+        costs(Cluster(2))

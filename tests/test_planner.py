@@ -1,0 +1,114 @@
+"""`ks.plan` compares strategies, and the one that it makes trains."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity import planner
+from tests import planner_functions
+from tests.conftest import engines
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_the_planned_strategy_trains_as_one_process(cluster, engine):
+    alone = planner_functions.new_model()
+    alone.fit(planner_functions.data(), epochs=2, shuffle=False, verbose=0)
+    run = cluster(engine, 2).run
+    for rate in (None, 0.1):
+        found = run(planner_functions.planned_and_trained, rate)
+        assert found[0][:3] == found[1][:3]
+        plan, name, cuts, weights = found[0]
+        best = next(cost for cost in plan.costs if cost.is_exact)
+        assert (best.way == "data parallelism") == (name == "HybridStrategy")
+        assert plan.cluster.size == 2
+        assert plan.cluster.processes_per_processor == 2
+        if rate:
+            assert plan.cluster.megabits_per_second == rate
+            # 2 numbers of an example in place of all gradients.
+            assert name != "HybridStrategy"
+            assert cuts == ["narrow"]
+            assert best.bound == "link"
+            assert best.busiest_bytes == 12 * 2 * 4
+        else:
+            assert plan.cluster.megabits_per_second > 0
+            assert plan.cluster.latency_seconds > 0
+        for value, expected in zip(weights, alone.get_weights(), strict=True):
+            np.testing.assert_allclose(value, expected, atol=1e-5)
+
+
+def described(**options):
+    cluster = ks.planning.Cluster(4, **options)
+    model = planner_functions.new_model(width=16)
+    return ks.plan(model, planner_functions.data(), cluster)
+
+
+def test_plan_for_a_described_cluster(capsys):
+    plan = described(megabits_per_second=100.0, latency_seconds=1e-3)
+    printed = capsys.readouterr().out
+    assert printed.index("alpha of the model") < printed.index("missed updates")
+    assert len(plan.strategies) == 1 + 2 + 2 * 5
+    seconds = [cost.step_seconds for cost in plan.strategies]
+    assert seconds == sorted(seconds)
+    ways = {cost.way: cost for cost in plan.strategies}
+    parameters = sum(
+        int(np.prod(v.shape))
+        for v in planner_functions.new_model(width=16).trainable_variables
+    )
+    whole = ways["data parallelism"]
+    # In a ring of 4, in one direction.
+    assert whole.busiest_bytes == pytest.approx(4 * parameters * 2 * 3 / 4)
+    # Momentum: weights, gradients, one slot, and outputs of 3 examples.
+    outputs = 4 * (8 + 2 + 16 + 16 + 1)
+    assert whole.memory_bytes == (3 * 4 * parameters + 3 * outputs,)
+    assert whole.step_seconds > 6e-3
+    with pytest.raises(ValueError, match="for 4 processes.*are 1"):
+        plan.strategy()
+
+
+def test_without_the_rate_of_links_nothing_is_compared():
+    plan = described()
+    assert plan.strategies == ()
+    with pytest.raises(ValueError, match="not compared.*megabits_per_second"):
+        plan.strategy()
+
+
+def test_strategies_of_costs():
+    plan = described(megabits_per_second=100.0)
+    kinds = set()
+    for cost in plan.strategies:
+        if cost.num_replicas > 1 and cost.way == "pipeline":
+            continue
+        strategy = planner.strategy_of(cost)
+        kinds.add((type(strategy), getattr(strategy, "schedule", None)))
+        if cost.way != "data parallelism":
+            assert strategy.stages == list(cost.stages)
+        if cost.num_tails:
+            assert strategy.num_tail_workers == cost.num_tails
+        if cost.way == "pipeline":
+            assert strategy.num_micro_batches == cost.num_micro_batches
+    pipelines = {
+        (ks.PipelineStrategy, name)
+        for name in ("gpipe", "1f1b", "vanilla", "stash", "spectrain")
+    }
+    assert kinds == {
+        *pipelines,
+        (ks.HybridStrategy, None),
+        (ks.LayerPlacementStrategy, None),
+    }
+
+
+def test_of_more_workers_than_examples_few_parts_are_looked_at():
+    cluster = ks.planning.Cluster(1_000, megabits_per_second=100.0)
+    inputs = keras.Input((2,), dtype="int32")
+    x = keras.layers.Embedding(50, 4, name="rows")(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    model.compile("sgd", "mse")
+    ids = np.arange(24).reshape(12, 2)
+    data = tf.data.Dataset.from_tensors((ids, np.zeros((12, 2, 1))))
+    plan = ks.plan(model, data, cluster)
+    # An example of 2 different rows.
+    assert plan.variables[0].sparsity.alpha == pytest.approx(2 / 50)
+    # Of two layers.
+    assert {len(cost.stages) + 1 for cost in plan.strategies} == {1, 2}
