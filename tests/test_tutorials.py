@@ -214,6 +214,28 @@ def test_places_layers_as_one_process_trains(run, monkeypatch):
     assert "both predict the same" in output
 
 
+def test_trains_by_the_strategy_that_it_plans(run):
+    script = TUTORIALS / "07_which_strategy.py"
+    output = run(script)
+    page = (PAGES / "07_which_strategy.txt").read_text()
+    for text in (output, page):
+        # Data parallelism sends 8 times the bytes.
+        assert re.search(
+            r"at 20 Mbit/s the best exact one: (pipeline|layer placement)", text
+        )
+        assert re.search(r"data parallelism .* 631.8 kB .* yes +link", text)
+        assert text.count("missed updates") == 2
+        assert re.search(
+            r"^trained by a (Hybrid|Pipeline|LayerPlacement)Strategy$",
+            text,
+            re.M,
+        )
+        found = re.findall(r"^(?:2|one) process.*: accuracy (.*)$", text, re.M)
+        several, alone = map(float, found)
+        assert alone > 0.9
+        assert several == pytest.approx(alone, abs=0.02)
+
+
 # On the newest TensorFlow alone, as `make demo`.
 @pytest.mark.all_cells
 @pytest.mark.smoke

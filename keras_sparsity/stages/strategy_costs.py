@@ -5,12 +5,8 @@ import math
 
 from keras_sparsity import planning
 from keras_sparsity.planning.specs import check_is
-from keras_sparsity.stages.costs import (
-    DATA_PARALLELISM,
-    LAYER_PLACEMENT,
-    StrategyCost,
-)
-from keras_sparsity.stages.machine_links import shared_by
+from keras_sparsity.stages.costs import LAYER_PLACEMENT, StrategyCost
+from keras_sparsity.stages.data_parallel_cost import data_parallel
 from keras_sparsity.stages.pipeline_costs import PipelineCosts
 from keras_sparsity.stages.split_costs import split_costs
 
@@ -29,10 +25,11 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
     Stage k is on the ranks k R to (k + 1) R - 1.
 
     Pipelines are simulated, with their messages; without a flush, the time of
-    a step is that of a mini-batch more once the pipeline is full. The rest is
-    a sum of passes, messages and updates. Processes that share a processor
-    take as long as their work together, and no step is shorter than the
-    messages of the busiest link.
+    a step is that of a mini-batch more once the pipeline is full. Under data
+    parallelism, messages of 8 MB of dense gradients travel during the rest of
+    the backward pass. All else is a sum of passes, messages and updates.
+    Processes that share a processor take as long as their work together, and
+    no step is shorter than the messages of the busiest link.
 
     Args:
         facts: `ModelFacts`.
@@ -63,7 +60,7 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
         facts.profile, seconds_per_byte=cluster.seconds_per_byte
     )
     facts = dataclasses.replace(facts, profile=at_rate)
-    found = [_data_parallel(facts, cluster, num_examples, engine)]
+    found = [data_parallel(facts, cluster, num_examples, engine)]
     if facts.profile.crossing_bytes and cluster.size > 1:
         for num_tails in range(1, min(_MOST_TAILS, cluster.size // 2) + 1):
             found.append(_placed(facts, cluster, num_examples, num_tails))
@@ -84,36 +81,6 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
 
 def _order(cost):
     return not cost.fits, cost.step_seconds, cost.missed_updates
-
-
-def _data_parallel(facts, cluster, num_examples, engine):
-    profile = facts.profile
-    plan = planning.plan(list(facts.specs), cluster, engine=engine)
-    part = max(1.0, num_examples / cluster.size)
-    seconds = profile.time_share(part) * sum(profile.seconds)
-    seconds += sum(profile.update_seconds)
-    seconds *= shared_by(cluster, cluster.size) / cluster.relative_speed
-    total = plan.total
-    busiest = max(*total.sent_bytes, *total.received_bytes)
-    others = cluster.num_machines - 1
-    # Messages after each other: in a ring, and to and from owners.
-    hops = {"allreduce": 2 * others, "allgather": others, "ps": 3}
-    paths = {choice.architecture for choice in plan.choices}
-    links = busiest * cluster.seconds_per_byte
-    if others:
-        links += (cluster.latency_seconds or 0) * sum(map(hops.get, paths))
-    calls = slice(None)
-    return StrategyCost(
-        way=DATA_PARALLELISM,
-        step_seconds=seconds + links,
-        computation_seconds=seconds,
-        link_seconds=links,
-        busiest_bytes=busiest,
-        memory_bytes=(
-            facts.state_bytes(calls) + part * sum(facts.output_bytes),
-        ),
-        num_replicas=cluster.size,
-    )
 
 
 def _placed(facts, cluster, num_examples, num_tails):
