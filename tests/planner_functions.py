@@ -53,3 +53,30 @@ def planned_and_trained(rate):
     cuts = getattr(strategy, "stages", None)
     weights = ks.export(model).get_weights()
     return plan.comparison, type(strategy).__name__, cuts, weights
+
+
+def planned_under_hybrid():
+    """Plans a model that a `HybridStrategy` trains already, and goes on.
+
+    Returns:
+        `(plan without its function, whether weights changed by it, loss)`.
+    """
+    ids = keras.Input((3,), dtype="int32")
+    strategy = ks.HybridStrategy()
+    with strategy.scope():
+        x = keras.layers.Embedding(40_000, 4, name="rows")(ids)
+        x = keras.layers.Flatten(name="flat")(x)
+        x = keras.layers.BatchNormalization(synchronized=True, name="norm")(x)
+        x = keras.layers.Dropout(0.5, name="drop")(x)
+        model = keras.Model(ids, keras.layers.Dense(1, name="out")(x))
+        model.compile("adam", "mse")
+    draws = np.random.default_rng(0)
+    data = tf.data.Dataset.from_tensors(
+        (draws.integers(0, 40_000, (EXAMPLES, 3)), np.zeros((EXAMPLES, 1)))
+    )
+    model.fit(data, verbose=0)
+    before = model.get_weights()
+    plan = ks.plan(model, data)
+    is_changed = not all(map(np.array_equal, before, model.get_weights()))
+    (loss,) = model.fit(data, verbose=0).history["loss"]
+    return plan.comparison, is_changed, loss

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity import planner
+from keras_sparsity.board import comparison
 from tests import planner_functions
 from tests.conftest import engines
 
@@ -36,6 +37,23 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
             assert plan.cluster.latency_seconds > 0
         for value, expected in zip(weights, alone.get_weights(), strict=True):
             np.testing.assert_allclose(value, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_models_that_are_trained_already_can_be_planned(cluster, engine):
+    found = cluster(engine, 2).run(planner_functions.planned_under_hybrid)
+    assert found[0] == found[1]
+    plan, is_changed, loss = found[0]
+    assert len(plan.costs) == 1 + 1 + 5
+    assert not is_changed
+    assert np.isfinite(loss)
+
+
+def test_models_of_a_fixed_batch_size_are_not_compared():
+    inputs = keras.Input(batch_shape=(12, 8))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    assert not comparison.can_be_cut(model)
+    assert comparison.can_be_cut(planner_functions.new_model())
 
 
 def described(**options):

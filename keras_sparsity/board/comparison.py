@@ -16,10 +16,13 @@ from keras_sparsity.stages.strategy_costs import strategy_costs
 def can_be_cut(model):
     """Whether a model can be trained in stages.
 
-    Rows of sharded layers are on all processes, so these cannot be cut.
+    Rows of sharded layers are on all processes, so these cannot be cut; and a
+    model of a fixed batch size has no parts of a batch.
     """
-    is_functional = keras_functional.functional_of(model) is not None
-    return is_functional and not tables_of(model)
+    functional = keras_functional.functional_of(model)
+    if functional is None or tables_of(model):
+        return False
+    return all(each.shape[0] is None for each in functional.inputs)
 
 
 def compared(model, dataset, cluster, engine, specs, communicator):
@@ -37,7 +40,7 @@ def compared(model, dataset, cluster, engine, specs, communicator):
 
     Returns:
         `StrategyPlan`, the same on all ranks; None if the model cannot be cut,
-        the rate of links is not known, or no batch is there.
+        the rate of links is not known, or there is no batch.
     """
     if cluster.size == 1 or not can_be_cut(model):
         return None
