@@ -1,7 +1,6 @@
 """`ks.plan`: how to train a model, and the strategy that does."""
 
 import dataclasses
-import inspect
 
 from keras_sparsity import collectives
 from keras_sparsity.board import measured_plan
@@ -104,9 +103,7 @@ def _best_strategy(plan, asynchronous):
             f"are {size}. Received: cluster={plan.cluster}. Call `strategy` "
             "in a program that runs on that cluster."
         )
-    runs = tuple(cost for cost in plan.strategies if _can_run(cost))
-    comparison = dataclasses.replace(plan.comparison, costs=runs)
-    return strategy_of(comparison.best(asynchronous))
+    return strategy_of(plan.comparison.best(asynchronous))
 
 
 def strategy_of(cost):
@@ -116,19 +113,10 @@ def strategy_of(cost):
             list(cost.stages), num_tail_workers=cost.num_tails
         )
     if cost.way == PIPELINE:
-        options = {}
-        if cost.num_replicas > 1:
-            options["replicas"] = cost.num_replicas
         return PipelineStrategy(
             cost.schedule,
             stages=list(cost.stages),
             num_micro_batches=cost.num_micro_batches,
-            **options,
+            replicas=cost.num_replicas,
         )
     return HybridStrategy()
-
-
-def _can_run(cost):
-    arguments = inspect.signature(PipelineStrategy).parameters
-    has_replicas = "replicas" in arguments
-    return cost.way != PIPELINE or cost.num_replicas == 1 or has_replicas

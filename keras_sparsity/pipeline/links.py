@@ -258,18 +258,19 @@ def pairs(num_stages, replicas=1):
 
     Args:
         num_stages: N, the number of ranks of a pipeline.
-        replicas: the number of pipelines, of N consecutive ranks each.
+        replicas: R, the number of pipelines. Rank k R + r trains stage k of
+            replica r.
 
     Example:
 
     >>> pairs(3)
     [[[0, 1], [2]], [[0], [1, 2]]]
     >>> pairs(2, replicas=2)
-    [[[0, 1], [2, 3]], [[0], [1], [2], [3]]]
+    [[[0, 2], [1, 3]], [[0], [2], [1], [3]]]
     """
     even, odd = [], []
-    for first in range(0, num_stages * replicas, num_stages):
-        ranks = list(range(first, first + num_stages))
+    for first in range(replicas):
+        ranks = list(range(first, num_stages * replicas, replicas))
         even += [ranks[i : i + 2] for i in range(0, num_stages, 2)]
         odd += [[first]] + [ranks[i : i + 2] for i in range(1, num_stages, 2)]
     return [even, odd]
@@ -308,8 +309,9 @@ def peers(collectives, num_stages):
         collectives: `Collectives` of all ranks.
         num_stages: the number of ranks of each pipeline.
     """
+    replicas = collectives.size // num_stages
     groups = [
-        list(range(stage, collectives.size, num_stages))
-        for stage in range(num_stages)
+        list(range(first, first + replicas))
+        for first in range(0, collectives.size, replicas)
     ]
     return divided(collectives, groups, f"pipeline/{num_stages}/peers")

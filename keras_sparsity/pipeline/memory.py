@@ -85,7 +85,7 @@ class Limit:
         of_ranks = strategy.collectives.gather_objects(
             own, name="pipeline/memory"
         )
-        self._lasting = of_ranks[: len(parts)]
+        self._lasting = of_ranks[:: strategy.replicas]
         self._check(self._lasting, "without the activations of a step")
 
     def checked(self, data):

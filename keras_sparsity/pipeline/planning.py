@@ -56,8 +56,11 @@ class Planner:
         of_ranks = self._strategy.collectives.gather_objects(
             self._cost(tensors), name="pipeline/plan"
         )
-        num_stages = self._schedule.num_stages
-        costs = [_largest(of_ranks[k::num_stages]) for k in range(num_stages)]
+        replicas = self._strategy.replicas
+        costs = [
+            _largest(of_ranks[first : first + replicas])
+            for first in range(0, len(of_ranks), replicas)
+        ]
         return PipelinePlan(
             schedule=self._strategy.schedule,
             num_examples=num_examples,

@@ -153,7 +153,7 @@ class PipelineStrategy(StagedStrategy):
 
     @property
     def stages_of_ranks(self):
-        return (*range(self.num_stages),) * self.replicas
+        return tuple(rank // self.replicas for rank in range(self.size))
 
     def found_places(self, cutter, profile):
         return cuts.measured_places(cutter, self)

@@ -56,7 +56,7 @@ def measured(cutter, num_examples, optimizer, specs=None):
     forward = timing.whole_seconds(cutter, number, has_backward=False)
     num_slots, update_seconds_per_byte = _of_updates(optimizer, gradients)
     profile = Profile(
-        names=tuple(call.operation.name for call in cutter.calls),
+        names=tuple(call.name for call in cutter.calls),
         sizes=tuple(layer_sizes(cutter)),
         seconds=tuple(each * whole / sum(seconds) for each in seconds),
         num_examples=number,
@@ -134,7 +134,7 @@ def variable_specs(cutter, alpha=None, num_examples=1):
 
 def _named(cutter, sizes):
     """Of a dict from places, those after a layer's last call."""
-    last = {call.operation.name: i for i, call in enumerate(cutter.calls)}
+    last = {call.name: i for i, call in enumerate(cutter.calls)}
     return {place: sizes[place] for place in sizes if place in last.values()}
 
 

@@ -38,7 +38,7 @@ def test_with_a_flush(cluster, engine, model, optimizer, cuts, schedule):
         None,
         2,
     )
-    for own, other in zip(ranks[:2], ranks[2:], strict=True):
+    for own, other in zip(ranks[::2], ranks[1::2], strict=True):
         assert own["weights"].keys() == other["weights"].keys()
         for path, value in own["weights"].items():
             np.testing.assert_array_equal(value, other["weights"][path])
@@ -95,7 +95,7 @@ def test_plan_statistics_and_errors(cluster):
         for message, pattern in zip(errors, _ERRORS, strict=True):
             assert re.search(pattern, message), message
         assert plan == ranks[0][0]
-        if number % 2:
+        if number >= 2:
             assert statistics is None
             continue
         for value, expected in zip(statistics, _statistics(), strict=True):
