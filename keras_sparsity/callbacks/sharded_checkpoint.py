@@ -288,8 +288,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         if self._collectives is None:
             raise ValueError(
                 "ShardedCheckpoint saves models that were compiled inside of "
-                "the `scope()` of a strategy of this library, such as "
-                "`ks.HybridStrategy()`. Received: the model "
+                "`strategy.scope()`, with a strategy of this library, such as "
+                "`strategy = ks.HybridStrategy()`. Received: the model "
                 f"'{self.model.name}'."
             )
         self._count_from_here()
