@@ -83,49 +83,60 @@ def split_costs(profile, num_workers, num_tails, num_examples, cluster=None):
     checks.positive_integer("num_examples", num_examples)
     size = num_workers + num_tails
     cluster = cluster or Cluster(size)
-    whole = _Group(profile, cluster, range(size), num_examples)
-    head = _Group(profile, cluster, range(num_workers), num_examples)
-    tail = _Group(profile, cluster, range(num_workers, size), num_examples)
+    whole, head, tail = (
+        _Group(profile, cluster, range(*bounds), num_examples)
+        for bounds in ((size,), (num_workers,), (num_workers, size))
+    )
     calls = slice(None)
     by_ring = float(whole.ring_bytes(calls).max()) * profile.wire_share
     travels = whole.latency_seconds + by_ring * profile.seconds_per_byte
-    found = [
-        SplitCost(
-            None,
-            whole.parameter_bytes(calls),
-            0,
-            by_ring,
-            None,
-            whole.seconds(calls) + travels,
-            travels,
-        )
+    of_whole = SplitCost(
+        None,
+        whole.parameter_bytes(calls),
+        0,
+        by_ring,
+        None,
+        whole.seconds(calls) + travels,
+        travels,
+    )
+    fan = _fan(num_workers, num_tails, cluster)
+    of_splits = [
+        _of_split(place, crossing * num_examples / num_workers, head, tail, fan)
+        for place, crossing in profile.crossing_bytes.items()
     ]
-    out, into = _fan(num_workers, num_tails, cluster)
-    for place, crossing in profile.crossing_bytes.items():
-        sent = crossing * num_examples / num_workers
-        front, back = slice(place + 1), slice(place + 1, None)
-        sums = head.ring_bytes(front) + tail.ring_bytes(back)
-        # Activations one way, and as many gradients the other way.
-        both_ways = sent * (out + into)
-        one_way = sent * float(np.maximum(out, into).max())
-        head_bytes = head.parameter_bytes(front)
-        travels = max(head.latency_seconds, tail.latency_seconds)
-        travels += 2 * (cluster.latency_seconds or 0) * bool(one_way)
-        travels += (2 * one_way + float(sums.max())) * profile.seconds_per_byte
-        found.append(
-            SplitCost(
-                place,
-                head_bytes,
-                sent,
-                float((both_ways + sums).max()),
-                num_workers * (sent + head_bytes) if num_tails else 0,
-                head.seconds(front)
-                + (tail if num_tails else head).seconds(back)
-                + travels,
-                travels,
-            )
-        )
-    return found
+    return [of_whole, *of_splits]
+
+
+def _of_split(place, sent, head, tail, fan):
+    """The `SplitCost` of a place.
+
+    Args:
+        place: the place of the head's last call.
+        sent: bytes of the activations of one worker.
+        head, tail: `_Group`s.
+        fan: as `_fan` returns it.
+    """
+    out, into = fan
+    front, back = slice(place + 1), slice(place + 1, None)
+    sums = head.ring_bytes(front) + tail.ring_bytes(back)
+    # Activations one way, and as many gradients the other way.
+    both_ways = sent * (out + into)
+    one_way = sent * float(np.maximum(out, into).max())
+    head_bytes = head.parameter_bytes(front)
+    travels = max(head.latency_seconds, tail.latency_seconds)
+    travels += head.message_seconds(2 * one_way, num_messages=2 * bool(one_way))
+    travels += head.message_seconds(float(sums.max()))
+    # A process alone makes all passes.
+    last = tail if len(tail.ranks) else head
+    return SplitCost(
+        place,
+        head_bytes,
+        sent,
+        float((both_ways + sums).max()),
+        len(head.ranks) * (sent + head_bytes) if len(tail.ranks) else 0,
+        head.seconds(front) + last.seconds(back) + travels,
+        travels,
+    )
 
 
 class _Group:
@@ -139,6 +150,7 @@ class _Group:
 
     def __init__(self, profile, cluster, ranks, num_examples):
         self._profile, self._cluster = profile, cluster
+        self.ranks = ranks
         self._hops = ring_hops(ranks, cluster)
         self._size = max(1, len(ranks))
         self._examples = num_examples / self._size
@@ -154,6 +166,11 @@ class _Group:
         )
         hops = self._size - 1
         return self._hops * (2 * dense * hops / self._size + rows * hops)
+
+    def message_seconds(self, num_bytes, num_messages=0):
+        """Time of bytes on a link, and of the latency of messages."""
+        latency = num_messages * (self._cluster.latency_seconds or 0)
+        return latency + num_bytes * self._profile.seconds_per_byte
 
     @property
     def latency_seconds(self):
