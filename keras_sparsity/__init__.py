@@ -42,6 +42,7 @@ if not _is_command():
     from keras_sparsity.conversion.exporting import export
     from keras_sparsity.conversion.sharding import shard_embeddings
     from keras_sparsity.global_batch import losses
+    from keras_sparsity.global_batch.gathering import gather_batch
     from keras_sparsity.optimizer import HybridOptimizer
     from keras_sparsity.pipeline.layer_placement import LayerPlacementStrategy
     from keras_sparsity.pipeline.strategy import PipelineStrategy
@@ -59,6 +60,7 @@ __all__ = [
     "collectives",
     "data",
     "export",
+    "gather_batch",
     "launch",
     "layers",
     "losses",

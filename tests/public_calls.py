@@ -166,6 +166,7 @@ VALID = {
     ),
     "collectives.Topology": lambda: (ks.collectives.Topology, {}),
     "collectives.start": lambda: (ks.collectives.start, {}),
+    "gather_batch": lambda: (ks.gather_batch, {"x": np.ones((2, 3))}),
     "data.shard": lambda: (
         ks.data.shard,
         {"dataset": batches(), "collectives": current()},

@@ -192,5 +192,14 @@ BAD = [
     ),
     ("losses.GlobalMean", {"loss": None}, "a loss's name.*loss=None"),
     ("losses.GlobalMean", {"whole_batch": "no"}, "True, False.*='no'"),
+    *(
+        ("gather_batch", {"x": wrong}, f"`x` must be a tensor.*{shown}")
+        for wrong, shown in [
+            (None, "=None"),
+            (2.0, r"x=.*shape=\(\)"),
+            ("a", "Received"),
+            (tf.ragged.constant([[1]]), "RaggedTensor"),
+        ]
+    ),
     ("losses.GlobalMean", {"name": 3}, "must be a string.*name=3"),
 ]
