@@ -277,6 +277,26 @@ def test_saved_and_exported(tmp_path):
     assert not any(kind.startswith("keras_sparsity") for kind in kinds)
 
 
+def kept(folder):
+    """Weights after a run, and of a model that takes its checkpoint."""
+    x, y = data()
+    models = [own(), own()]
+    for model in models:
+        with ks.HybridStrategy(architecture="hybrid").scope():
+            model.compile("adam", "mse")
+        model.predict(x, verbose=0)
+    checkpoint = ks.callbacks.ShardedCheckpoint(folder)
+    models[0].fit(x, y, callbacks=[checkpoint], verbose=0)
+    checkpoint.restore(models[1])
+    return [model.get_weights() for model in models]
+
+
+def test_kept_in_checkpoints(cluster, tmp_path):
+    for trained, restored in cluster("native", 2).run(kept, str(tmp_path)):
+        for one, other in zip(trained, restored, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_collections_with_weights_are_not_exported():
     ids, weights = keras.Input((5,), dtype="int32"), keras.Input((5,))
     collection = ks.layers.ShardedEmbeddingCollection(
