@@ -55,6 +55,17 @@ def passing_bytes(schedule, number, is_flushed, taken, made):
     return (schedule.num_stages - 1 - number) * taken + taken + made
 
 
+def with_all_outputs(part):
+    """A `keras.Model` of a `Part`: the outputs of all of its calls."""
+    calls = keras_functional.functional_calls(part.model)
+    # Those of models within the model may have one name.
+    names = {call.operation: f"call_{i}" for i, call in enumerate(calls)}
+    with keras_functional.named(names):
+        return keras.Model(
+            part.model.inputs, [x for call in calls for x in call.outputs]
+        )
+
+
 class Limit:
     """Refuses a step in which a stage would hold more bytes than it may.
 
@@ -146,29 +157,22 @@ class Limit:
         """
         inputs = [values[id(self._functional.inputs[i])] for i in part.inputs]
         received = [values[id(symbolic)] for symbolic in part.received]
-        calls = keras_functional.functional_calls(part.model)
-        with keras_functional.inputs_stay(self._functional):
-            whole = keras.Model(
-                part.model.inputs,
-                [
-                    *part.model.outputs,
-                    *(tensor for call in calls for tensor in call.outputs),
-                ],
-            )
+        whole = with_all_outputs(part)
         made = keras.tree.flatten(
             whole.compute_output_spec(
                 [*inputs, *(received[place] for place in part.taken)]
             )
         )
-        num_outputs = len(part.made)
-        values.update(zip(map(id, part.made), made, strict=False))
+        by_output = dict(zip(map(id, whole.outputs), made, strict=True))
+        for symbolic, output in zip(part.made, part.model.outputs, strict=True):
+            values[id(symbolic)] = by_output[id(output)]
         masks = [
             keras.KerasTensor(value.shape[: len(mask.shape)], mask.dtype)
             for symbolic, value in zip(part.received, received, strict=True)
             if (mask := keras_losses.keras_mask(symbolic)) is not None
         ]
         taken = num_bytes([*inputs, *received, *masks])
-        return taken, num_bytes(made[num_outputs:])
+        return taken, num_bytes(made)
 
     def _check(self, of_stages, when):
         number = max(range(len(of_stages)), key=of_stages.__getitem__)

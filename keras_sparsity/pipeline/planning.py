@@ -11,6 +11,7 @@ from keras_sparsity.pipeline.memory import (
     lasting_bytes,
     num_bytes,
     passing_bytes,
+    with_all_outputs,
 )
 from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import floats
@@ -174,13 +175,9 @@ class Planner:
     def _made_bytes(self, tensors):
         """Bytes that the layers of a pass make."""
         part = self._stage.part
-        calls = keras_functional.functional_calls(part.model)
-        made = keras.Model(
-            part.model.inputs, [x for call in calls for x in call.outputs]
-        )
         inputs, received = self._divided(tensors)
         given = [*inputs.values(), *(received[i] for i in part.taken)]
-        outputs = made.call(given, training=False)
+        outputs = with_all_outputs(part).call(given, training=False)
         return num_bytes(keras.tree.flatten(outputs))
 
     def _missed_updates(self):

@@ -6,6 +6,8 @@ import tensorflow as tf
 import keras_sparsity as ks
 from tests import pipeline_functions
 
+_CUTS = {"masks": "rows", "nested": "middle/inner/dense"}
+
 
 def limited(schedule, name):
     """The plan's bytes, and training with limits around the largest.
@@ -39,7 +41,7 @@ def _tuple(values):
 def _compiled(schedule, name, limit):
     strategy = ks.PipelineStrategy(
         schedule,
-        ["rows" if name == "masks" else "dense_1"],
+        [_CUTS[name]],
         num_micro_batches=2,
         memory_bytes=limit,
     )

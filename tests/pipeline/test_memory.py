@@ -6,7 +6,7 @@ from tests.pipeline import memory_functions
 
 
 @pytest.mark.parametrize(
-    ("schedule", "model"), [("1f1b", "dense"), ("stash", "masks")]
+    ("schedule", "model"), [("1f1b", "nested"), ("stash", "masks")]
 )
 def test_limit(cluster, schedule, model):
     ranks = cluster("native", 2).run(memory_functions.limited, schedule, model)
