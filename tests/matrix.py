@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import typing
+from unittest import mock
 
 import keras
 import numpy as np
@@ -21,6 +22,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.conversion import saving
+from keras_sparsity.update import lookups, rules
 from tests import breaks, oracles
 from tests.cluster import Cluster
 from tests.matrix_models import CLASSES, LENGTH, build
@@ -71,6 +73,8 @@ class Cell:
         frozen: layer that is frozen in the second of three calls of `fit`.
         architecture: the strategy's.
         moves: what tables are moved to while `fit` runs, see `MoveAt`.
+        keeps_rows: whether untouched rows are brought up to date when they
+            are read, of tables as small as these, too.
     """
 
     model: str = "pooled"
@@ -101,6 +105,7 @@ class Cell:
     frozen: str | None = None
     architecture: str = "hybrid"
     moves: dict = dataclasses.field(default_factory=dict)
+    keeps_rows: bool = False
 
     @classmethod
     def from_json(cls, text):
@@ -192,11 +197,15 @@ def inner_optimizer(cell, model):
 
 
 class Outcome(typing.NamedTuple):
-    """What training led to: arrays by the name of what they are."""
+    """What training led to: arrays by the name of what they are.
+
+    And the number of variables of which this rank's rows were kept.
+    """
 
     start: dict
     end: dict
     losses: list
+    num_kept: int = 0
 
 
 def train(text, broken=None):
@@ -207,7 +216,7 @@ def train(text, broken=None):
         broken: a function of `breaks.py`, by name, or None.
     """
     cell = Cell.from_json(text)
-    with breaks.entered(broken), _afresh(cell):
+    with breaks.entered(broken), _afresh(cell), _keeping(cell):
         strategy = ks.HybridStrategy(
             sparse_updates=cell.sparse_updates, architecture=cell.architecture
         )
@@ -225,7 +234,8 @@ def train(text, broken=None):
 
         start = values()
         losses = _LOOPS[cell.loop](cell, model, optimizer, strategy)
-        return Outcome(start, values(), losses)
+        num_kept = len(lookups.keepers_of(model.trainable_variables))
+        return Outcome(start, values(), losses, num_kept)
 
 
 def reference(cell, size=1):
@@ -235,7 +245,9 @@ def reference(cell, size=1):
     number of processes, `size`.
     """
     is_normalized = cell.model.startswith("normalized")
-    cell = dataclasses.replace(cell, architecture="hybrid", moves={})
+    cell = dataclasses.replace(
+        cell, architecture="hybrid", moves={}, keeps_rows=False
+    )
     return _reference(cell.to_json(), size if is_normalized else 1)
 
 
@@ -267,6 +279,12 @@ def _reference(text, size):
         _compile(plain, model, optimizer)
         losses = _fit(plain, model, optimizer)
         return Outcome(start, values(), losses)
+
+
+def _keeping(cell):
+    """While entered, rows of small tables may be kept, if the cell says so."""
+    smallest = 0 if cell.keeps_rows else rules._SMALL_ELEMENTS
+    return mock.patch.object(rules, "_SMALL_ELEMENTS", smallest)
 
 
 @contextlib.contextmanager

@@ -42,6 +42,16 @@ def sequence(cell, table, size):
     return keras.Model(ids, _head(cell, _joined(_all_tables(cell, table, ids))))
 
 
+def bags(cell, table, size):
+    """Means of rows, by a layer of this package's own."""
+    ids = keras.Input((LENGTH,), dtype="int32")
+    layer = table("table_0", cell.partitions[0], is_bag=True)
+    features = layer(ids)
+    if not isinstance(layer, ks.layers.ShardedEmbeddingBag):
+        features = keras.layers.GlobalAveragePooling1D()(features)
+    return keras.Model(ids, _head(cell, features))
+
+
 def two_inputs(cell, table, size):
     """One table that both inputs read."""
     first = keras.Input((LENGTH,), dtype="int32")
@@ -228,6 +238,7 @@ MODELS = {
     "added losses": with_added_losses,
     "without labels": without_labels,
     "pooled": pooled,
+    "bags": bags,
     "sequence": sequence,
     "two inputs": two_inputs,
     "closure": closure,
@@ -288,7 +299,8 @@ def build(cell, embedding, size):
     """The cell's model, from the same values for either embedding."""
     keras.utils.set_random_seed(3)
 
-    def table(name, num_partitions):
+    def table(name, num_partitions, is_bag=False):
+        kind = embedding
         options = {
             "embeddings_regularizer": REGULARIZERS.get(cell.regularizer),
             "embeddings_constraint": CONSTRAINTS.get(cell.constraint),
@@ -296,6 +308,7 @@ def build(cell, embedding, size):
         }
         if embedding is ks.layers.ShardedEmbedding:
             options["num_partitions"] = num_partitions
-        return embedding(cell.rows, 4, name=name, **options)
+            kind = ks.layers.ShardedEmbeddingBag if is_bag else embedding
+        return kind(cell.rows, 4, name=name, **options)
 
     return MODELS[cell.model](cell, table, size)

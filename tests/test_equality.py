@@ -60,6 +60,10 @@ PLACES = (LOCAL, N2, N3, N4, N22, H2, H3, H4, H22)
 CLIP = {"global_clipnorm": 0.05}
 MOMENTUM = {"learning_rate": 0.1, "momentum": 0.9}
 DECAY = {"weight_decay": 0.1}
+L1_L2 = {
+    "l1_regularization_strength": 0.001,
+    "l2_regularization_strength": 0.01,
+}
 SCHEDULE = {
     "class_name": "ExponentialDecay",
     "config": {
@@ -342,10 +346,7 @@ CELLS = {
         Cell(
             model="tied",
             optimizer="Ftrl",
-            arguments={
-                "l1_regularization_strength": 0.001,
-                "l2_regularization_strength": 0.01,
-            },
+            arguments=L1_L2,
         ),
         broken="rows_of_one_rank",
     ),
@@ -435,6 +436,84 @@ CELLS = {
         ),
         ignored={"sparse_updates": "exact"},
     ),
+    # Rows that are brought up to date when they are read.
+    "kept, clipped": Case(
+        Cell(
+            optimizer="Adam",
+            arguments=CLIP,
+            partitions=(3, 8),
+            ordinary=True,
+            keeps_rows=True,
+        ),
+        broken="clipped_before_aggregation",
+    ),
+    "kept, overflow": Case(
+        Cell(
+            optimizer="Adam", loss_scale=True, overflows=True, keeps_rows=True
+        ),
+        ignored={"overflows": False},
+    ),
+    "kept, tied, ftrl": Case(
+        Cell(model="tied", optimizer="Ftrl", arguments=L1_L2, keeps_rows=True),
+        broken="rows_of_one_rank",
+    ),
+    "kept, mixed_float16": Case(
+        Cell(
+            policy="mixed_float16",
+            optimizer="Adam",
+            ordinary=True,
+            keeps_rows=True,
+        ),
+        broken="rows_of_one_rank",
+    ),
+    "kept, own step, nadam": Case(
+        Cell(
+            model="own step",
+            optimizer="Nadam",
+            partitions=(7,),
+            keeps_rows=True,
+        ),
+        broken="rows_of_one_rank",
+    ),
+    "kept, own loop": Case(
+        Cell(
+            loop="own loop",
+            optimizer="AdamW",
+            arguments=DECAY,
+            ordinary=True,
+            keeps_rows=True,
+        ),
+        ignored={"arguments": {}},
+    ),
+    "kept, servers": Case(
+        Cell(
+            architecture="ps",
+            optimizer="Adam",
+            arguments={"amsgrad": True},
+            partitions=(2, 5),
+            ordinary=True,
+            keeps_rows=True,
+        ),
+        broken="dense_not_served",
+    ),
+    "kept, naive servers": Case(
+        Cell(
+            architecture="naive_ps",
+            arguments=MOMENTUM,
+            model="two inputs",
+            ordinary=True,
+            keeps_rows=True,
+        ),
+        ignored={"sparse_updates": "lazy"},
+    ),
+    "kept, bags": Case(
+        Cell(model="bags", optimizer="Adam", keeps_rows=True),
+        ignored={"sparse_updates": "lazy"},
+    ),
+    "kept, fewer rows than ranks": Case(
+        Cell(rows=2, partitions=(4,), optimizer="Adam", keeps_rows=True),
+        broken="rows_of_one_rank",
+    ),
 }
 
 # Where `make test` runs a cell: in turn, unless named.
@@ -458,6 +537,8 @@ PLACES_OF = {
     "empty parts, added losses": (N4, H4),
     "empty parts, without labels": (N4, H4),
     "fewer rows than ranks": (N3,),
+    "kept, fewer rows than ranks": (N3,),
+    "kept, tied, ftrl": (N4,),
     "unit norm": (H2,),
     "masked": (N2,),
     "own logs": (N2, H2),
@@ -597,6 +678,7 @@ def cells(draw):
         ordinary=draw(strategies.booleans()),
         mask=draw(strategies.booleans()),
         run_eagerly=draw(strategies.booleans()),
+        keeps_rows=draw(strategies.booleans()),
         **fields,
     )
 
@@ -724,6 +806,8 @@ def test_training_equals_one_process(
     outcomes = trained(cluster, cell, place)
     assert len(outcomes) == num_processes
     matrix.verify(cell, outcomes, place)
+    if cell.keeps_rows:
+        assert sum(outcome.num_kept for outcome in outcomes) > 0
     if ignored:
         other = dataclasses.replace(cell, **ignored)
         assert_is_seen(cell, outcomes[0], num_processes, instead=other)

@@ -1,5 +1,7 @@
 """The sampled softmax against TensorFlow's and against a Dense layer."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import keras_sparsity as ks
 from keras_sparsity.health import journal
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
+from keras_sparsity.update import lookups, rules
 from tests import oracles
 from tests.conftest import engines
 
@@ -367,6 +370,11 @@ def test_exported_mixed_precision_model_has_the_same_logits():
 BATCH_SIZES = (7, 8, 1, 2)
 # With 1 a rank owns no row; with 3, the inputs' rows are pulled, too.
 NUM_PARTITIONS = (1, 3)
+TRAINED_BY = {
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    # It moves untouched rows, which are brought up to date when read.
+    "adam": lambda: keras.optimizers.Adam(0.05, epsilon=1e-4),
+}
 
 
 def global_batches():
@@ -381,13 +389,13 @@ def as_dataset(batches):
     return dataset.map(lambda x, y: (x.to_tensor(), y.to_tensor()))
 
 
-def reference_training():
-    """Weights before and after, by TensorFlow's loss and stock Adagrad."""
+def reference_training(rule):
+    """Weights before and after, by TensorFlow's loss and a stock optimizer."""
     made, _ = model()
     variables = [tf.Variable(w) for w in made.get_weights()]
     start = [v.numpy() for v in variables]
     sampler = LogUniformSampler(NUM_CLASSES, NUM_SAMPLED, seed=SEED)
-    optimizer = keras.optimizers.Adagrad(0.1)
+    optimizer = TRAINED_BY[rule]()
     trained = [keras.Variable(v.numpy()) for v in variables]
     for words, labels in global_batches():
         for variable, value in zip(variables, trained, strict=True):
@@ -407,13 +415,19 @@ def reference_training():
     return start, [v.numpy() for v in trained]
 
 
-def train(num_partitions):
+def train(num_partitions, rule):
     """On every rank: what training, evaluation and prediction give."""
+    smallest = 0 if rule == "adam" else rules._SMALL_ELEMENTS
+    with mock.patch.object(rules, "_SMALL_ELEMENTS", smallest):
+        return _train(num_partitions, rule)
+
+
+def _train(num_partitions, rule):
     embedding = keras.layers.Embedding
     if num_partitions > 1:
         embedding = ks.layers.ShardedEmbedding
     made = compiled(
-        optimizer=keras.optimizers.Adagrad(0.1),
+        optimizer=TRAINED_BY[rule](),
         num_partitions=num_partitions,
         embedding=embedding,
     )
@@ -421,7 +435,9 @@ def train(num_partitions):
     before = set(journal.current().sites())
     history = made.fit(dataset, verbose=0).history
     sites = [s for s in journal.current().sites() if s not in before]
+    variables = made.trainable_variables
     return {
+        "are_kept": [bool(lookups.keepers_of([v])) for v in variables],
         "roles": [s.call.name for s in sites if s.scope is not None],
         "weights": made.get_weights(),
         "loss": history["loss"],
@@ -431,24 +447,31 @@ def train(num_partitions):
 
 
 @pytest.mark.parametrize(
-    ("engine", "num_partitions"),
+    ("engine", "num_partitions", "rule"),
     [
-        pytest.param(*engine.values, count, marks=engine.marks)
+        pytest.param(*engine.values, count, "adagrad", marks=engine.marks)
         for count in NUM_PARTITIONS
         for engine in engines(usually="native" if count == 1 else "horovod")
+    ]
+    + [
+        pytest.param(*engine.values, 3, "adam", marks=engine.marks)
+        for engine in engines(usually="native")
     ],
 )
-def test_two_processes_give_what_one_gives(cluster, engine, num_partitions):
-    start, end = reference_training()
+def test_two_processes_give_what_one_gives(
+    cluster, engine, num_partitions, rule
+):
+    start, end = reference_training(rule)
     words, labels = (
         np.concatenate(x) for x in zip(*global_batches(), strict=True)
     )
     logits = end[0][words] @ end[1].T + end[2][:, 0]
     crossentropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    results = cluster(engine, 2).run(train, num_partitions, timeout=200)
+    results = cluster(engine, 2).run(train, num_partitions, rule, timeout=200)
     assert len(results) == 2
     assert results[0]["loss"] == results[1]["loss"]
     for result in results:
+        assert result["are_kept"] == 3 * [rule == "adam"]
         difference = oracles.relative_difference(start, end, result["weights"])
         assert max(difference) < 1e-4, difference
         np.testing.assert_allclose(
