@@ -205,7 +205,9 @@ def train_on_ranks(names, dtype="float32", mode="exact", has_one_term=False):
             for one, factor, *of_one in zip(
                 trained, times, gradients, variables, strict=True
             ):
-                one.optimizer.learning_rate.assign(rate * factor)
+                # Rounded once, as for stock Keras.
+                rounded = tf.cast(rate * factor, tf.float32)
+                one.optimizer.learning_rate.assign(rounded)
                 one.optimizer.apply(*([item] for item in of_one))
 
         # AutoGraph would take most of the time.
@@ -217,7 +219,7 @@ def train_on_ranks(names, dtype="float32", mode="exact", has_one_term=False):
             run(
                 tf.constant(ids[part]),
                 tf.constant(values[part], dtype),
-                tf.constant(rate, tf.float32),
+                tf.constant(rate, tf.float64),
             )
         return {
             name: one.table.read()
