@@ -40,7 +40,10 @@ RULES = {
     "lion": lambda: keras.optimizers.Lion(0.01),
     "ftrl": lambda: keras.optimizers.Ftrl(0.01),
     "momentum": lambda: keras.optimizers.SGD(0.01, momentum=0.9),
+    "nesterov": lambda: keras.optimizers.SGD(0.01, 0.9, nesterov=True),
     "rmsprop": lambda: keras.optimizers.RMSprop(0.01),
+    "centered": lambda: keras.optimizers.RMSprop(0.01, centered=True),
+    "adadelta": lambda: keras.optimizers.Adadelta(0.01),
 }
 BY_ROWS = {
     "sgd": lambda: keras.optimizers.SGD(0.01),
