@@ -8,9 +8,9 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity.update import rules, step_sums
+from tests import rule_runs
 from tests.oracles import DenseGradients
 from tests.update import test_kept_rows as loops
-from tests import rule_runs
 
 # A momentum of the averages by each rule, one or more of each closed form.
 MOMENTA = {
