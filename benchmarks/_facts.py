@@ -98,7 +98,7 @@ def _of_first_layers(model):
     for call in (
         keras_functional.functional_calls(functional) if functional else ()
     ):
-        operation, inputs, outputs, _ = call
+        operation, inputs, outputs, *_ = call
         is_behind = any(id(tensor) in behind for tensor in inputs)
         weights = getattr(operation, "trainable_variables", [])
         dense = [v for v in weights if getattr(v, "table", None) is None]
