@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 
 import h5py
@@ -94,14 +95,16 @@ def test_each_rank_writes_its_stage_alone(resumed):
         1: {"norm", "dense_2", "dense_3", "out"},
     }
     layers = {
-        variable.path: layer.name
+        _plain(variable.path): layer.name
         for layer in network.layers
         for variable in layer.variables
     }
     for rank, names in expected.items():
         with h5py.File(path / "whole" / name / f"rank-{rank:05d}.h5") as file:
             records = [index["variables"][int(number)] for number in file]
-        of_model = [r["name"] for r in records if r["section"] == "model"]
+        of_model = [
+            _plain(r["name"]) for r in records if r["section"] == "model"
+        ]
         assert sorted(of_model) == sorted(
             path for path, layer in layers.items() if layer in names
         )
@@ -112,6 +115,11 @@ def test_each_rank_writes_its_stage_alone(resumed):
         assert has_metrics == (rank == 1)
     with h5py.File(path / "whole" / name / "dense.h5") as file:
         assert not list(file)
+
+
+def _plain(path):
+    """Without the number of a name that Keras has made up."""
+    return re.sub(r"^seed_generator_\d+/", "seed_generator/", path)
 
 
 def test_on_other_numbers_of_stages(cluster, tmp_path):
