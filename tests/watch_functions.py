@@ -243,8 +243,8 @@ def fail_in_pipeline(how, rank, schedule):
                         raise ValueError("no such file: corpus.txt")
                     os.kill(os.getpid(), getattr(signal, how))
 
-    # A rank that is stopped is waited for as long as the timeout says; on a busy
-    # machine a trace may take that long, too.
+    # A rank that is stopped is waited for as long as the timeout says; on a
+    # busy machine a trace may take that long, too.
     timeout = 7 if how == "SIGSTOP" else None
     if schedule:
         strategy = ks.PipelineStrategy(schedule, ["first"], timeout=timeout)
