@@ -463,10 +463,10 @@ def refusals():
     found = {}
     for name, (model, optimizer, used) in wrong.items():
         with used.scope():
-            found[name] = _message(lambda: model.compile(optimizer, "mse"))  # noqa: B023
+            found[name] = message_of(lambda: model.compile(optimizer, "mse"))  # noqa: B023
     with strategy.scope():
         xla = layers()
-        found["xla"] = _message(
+        found["xla"] = message_of(
             lambda: xla.compile("sgd", "mse", jit_compile=True)
         )
 
@@ -474,8 +474,8 @@ def refusals():
         with ks.HybridStrategy().scope():
             trained.compile("sgd", "mse")
 
-    found["pipeline's"] = _message(under_hybrid)
-    found["shard"] = _message(
+    found["pipeline's"] = message_of(under_hybrid)
+    found["shard"] = message_of(
         lambda: trained.fit(
             ks.data.shard(dataset.unbatch().batch(4), strategy.collectives),
             verbose=0,
@@ -484,13 +484,13 @@ def refusals():
     shuffled = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).shuffle(
         8, seed=strategy.rank
     )
-    found["shuffled"] = _message(
+    found["shuffled"] = message_of(
         lambda: trained.fit(shuffled.batch(2), verbose=0)
     )
     cluster = ks.planning.Cluster(2)
-    found["plan"] = _message(lambda: ks.plan(trained, dataset, cluster))
-    found["no batch"] = _message(lambda: ks.plan(trained, dataset.take(0)))
-    found["callback"] = _message(
+    found["plan"] = message_of(lambda: ks.plan(trained, dataset, cluster))
+    found["no batch"] = message_of(lambda: ks.plan(trained, dataset.take(0)))
+    found["callback"] = message_of(
         lambda: trained.fit(
             dataset, callbacks=[ks.callbacks.PartitionSearch()], verbose=0
         )
@@ -498,7 +498,8 @@ def refusals():
     return found
 
 
-def _message(function):
+def message_of(function):
+    """The message of the `ValueError` that a call raises, or None."""
     try:
         function()
     except ValueError as error:

@@ -59,7 +59,9 @@ def planned():
     if strategy.rank < 2:
         statistics = norm.moving_mean.numpy(), norm.moving_variance.numpy()
     errors = [
-        _message(lambda given=given: ks.PipelineStrategy(**given))
+        pipeline_functions.message_of(
+            lambda given=given: ks.PipelineStrategy(**given)
+        )
         for given in (
             {"stages": 3},
             {"replicas": 3},
@@ -67,11 +69,3 @@ def planned():
         )
     ]
     return plan, statistics, errors
-
-
-def _message(function):
-    try:
-        function()
-    except ValueError as error:
-        return str(error)
-    return None
