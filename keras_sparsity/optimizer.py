@@ -63,8 +63,8 @@ class HybridOptimizer(OptimizerWrapper):
             `ema_overwrite_frequency`, `gradient_accumulation_steps`, a
             constraint or Ftrl's `l2_regularization_strength`, if `beta_2` is
             at most about `beta_1`, and if a function that reads the table was
-            traced before the optimizer was built, or another optimizer has
-            trained it.
+            traced before the optimizer was built, or the optimizer of
+            another model keeps its rows.
         dense_aggregation: `"mean"`: the gradient of the mean loss over the
             global batch. Each rank's loss is weighted by its share of that
             batch, so the ranks' gradients are added. `"sum"`: `size` times
@@ -216,6 +216,13 @@ class HybridOptimizer(OptimizerWrapper):
             if why_not and id(variable) not in self._told:
                 self._told.add(id(variable))
                 _tell_of_whole_updates(variable, len(slots), why_not)
+
+    def release_rows(self):
+        """Leaves the rows of tables, up to date, to another optimizer."""
+        variables = [variable for variable, _ in self._aggregation.places]
+        for keeper in set(lookups.keepers_of(variables)):
+            if keeper.rule is self._rule:
+                keeper.release()
 
     # Tables that are moved.
 

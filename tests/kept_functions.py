@@ -7,6 +7,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
@@ -108,13 +109,20 @@ def fit(model, epochs=EPOCHS, callbacks=(), rate_every=1, **more):
     )
 
 
-def stock(name, **how):
-    """Weights and slots of stock Keras, fed the dense gradient."""
+def stock(*names, **how):
+    """Weights and slots of stock Keras, fed the dense gradient.
+
+    Args:
+        *names: rules, by each of which it trains; the slots are the last's.
+        **how: arguments of `fit`.
+    """
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Embedding(ROWS, DIM) for _ in range(2)]
-    model = build(layers, DenseGradients(made(name)))
-    model.run_eagerly = True  # else its gradients would not be dense
-    fit(model, **how)
+    model = build(layers, DenseGradients(made(names[0])))
+    for name in names:
+        model.compile(DenseGradients(made(name)), loss="mse")
+        model.run_eagerly = True  # else its gradients would not be dense
+        fit(model, **how)
     inner = model.optimizer.inner
     return model.get_weights(), [v.numpy() for v in inner.variables]
 
@@ -202,6 +210,29 @@ def train(name, reads_between, *options):
         fit(model, callbacks=callbacks, **more)
         found = keepers(model)
         assert found and None not in found, found
+        return model.get_weights(), model.optimizer.state()
+    finally:
+        rules._SMALL_ELEMENTS = 1 << 15
+
+
+def train_twice(first, second):
+    """Trains an epoch by each of two rules; weights and state of the second."""
+    try:
+        model = spread(made(first))
+        fit(model, epochs=1)
+        read = tf.function(lambda ids: saving.tables_of(model)[0].gather(ids))
+        read([1])
+        old = keepers(model)
+        with model.distribute_strategy.scope():
+            model.compile(made(second), loss="mse")
+        assert keepers(model) == [None] * len(old)
+        # Several ranks would have to end.
+        if model.distribute_strategy.size == 1:
+            with pytest.raises(tf.errors.InvalidArgumentError, match="anew"):
+                read([1])
+        fit(model, epochs=1)
+        new = keepers(model)
+        assert None not in new and not set(new) & set(old)
         return model.get_weights(), model.optimizer.state()
     finally:
         rules._SMALL_ELEMENTS = 1 << 15

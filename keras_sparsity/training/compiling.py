@@ -60,6 +60,7 @@ def compile_adopted(stock, model, args, kwargs, strategy):
         arguments["optimizer"] = wrap(optimizer, strategy)
     communicator = strategy.collectives
     arguments["loss"] = losses.globalize(arguments.get("loss"), communicator)
+    previous = getattr(model, "optimizer", None)
     adopt(model, strategy)
     stock(model, **arguments)
     check_is_not_jit_compiled(model, communicator.size)
@@ -70,6 +71,16 @@ def compile_adopted(stock, model, args, kwargs, strategy):
         model.optimizer = wrap(model.optimizer, strategy)
         is_compiled = model.jit_compile and not model.run_eagerly
         model.optimizer.is_compiled_by_xla = bool(is_compiled)
+    _release_rows(previous, model)
+
+
+def _release_rows(previous, model):
+    """Lets another optimizer than that of before keep the rows of tables."""
+    is_same = previous is model.optimizer
+    if isinstance(previous, HybridOptimizer) and (
+        not is_same or model.optimizer.is_compiled_by_xla
+    ):
+        previous.release_rows()
 
 
 def wrap(optimizer, strategy):

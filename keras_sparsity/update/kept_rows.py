@@ -171,7 +171,8 @@ class KeptRows:
             return tf.ensure_shape(rows.concat(), variable.shape)
 
         unchanged = tf.stop_gradient(stored)
-        result = tf.cond(self.sums.now > 0, compute, lambda: unchanged)
+        is_behind = self.sums.checked_now() > 0
+        result = tf.cond(is_behind, compute, lambda: unchanged)
         return _with_gradient_of(stored, result)
 
     def rows_after_step(self, variable, ids):
@@ -201,7 +202,8 @@ class KeptRows:
 
     def settle(self):
         """Brings all rows up to date, and stores them."""
-        tf.cond(self.sums.now > 0, self._settle, lambda: tf.constant(False))
+        is_behind = self.sums.checked_now() > 0
+        tf.cond(is_behind, self._settle, lambda: tf.constant(False))
 
     def note_write(self, variable):
         """Something else has written rows, which were up to date.
@@ -217,6 +219,18 @@ class KeptRows:
             piece.steps.assign(tf.zeros(piece.steps.shape, tf.int32))
 
     # For the optimizer.
+
+    def release(self):
+        """Brings all rows up to date, and leaves them to another optimizer.
+
+        Functions that were traced before end with an error: they know nothing
+        of the other optimizer's steps.
+        """
+        self.settle()
+        self.sums.end()
+        for piece in self._pieces:
+            for variable in (piece.weights, *piece.slots.values()):
+                variable.keeper = None
 
     def accumulator_of(self, variable):
         """The `RowAccumulator` of a variable that the rule updates."""
@@ -338,7 +352,7 @@ class CurrentRows:
 
     def __init__(self, kept, piece, ids, coming=None):
         self.piece, self._kept, self.ids = piece, kept, ids
-        steps, now = tf.gather(piece.steps, ids), kept.sums.now
+        steps, now = tf.gather(piece.steps, ids), kept.sums.checked_now()
         # No step has left a row behind that has none.
         steps = tf.where(steps < 0, now, steps)
         self._steps, self._now = steps, now
@@ -446,7 +460,7 @@ def keep(rule, pieces, slots, table, are_zero):
         return "the gradient of its regularizer touches all of them"
     storages = [piece.value for piece in pieces]
     if any(keeper_of(v) is not None for v in storages):
-        return "another optimizer has trained it"
+        return "the optimizer of another model keeps its rows"
     if any(getattr(v, "is_traced", True) for v in storages):
         # Which would read rows that are behind.
         return (

@@ -18,6 +18,8 @@ _FEWEST_STEPS = 1 << 12
 _SMALLEST = 1e-100
 # In place of a decay of all there is.
 _NOTHING = 1e-60
+# The number of steps from when another optimizer keeps the rows.
+_ENDED = -1
 
 
 class Step(typing.NamedTuple):
@@ -93,6 +95,23 @@ class StepSums:
     def now(self):
         """Number of steps since all rows were up to date."""
         return self._now.read_value()
+
+    def checked_now(self):
+        """The same; an error if `end` was called before."""
+        now = self.now
+        is_known = tf.debugging.assert_none_equal(
+            now,
+            _ENDED,
+            message="This function was traced before the model was compiled "
+            "again, and another optimizer keeps its table's rows now. Trace "
+            "it anew, after `compile`.",
+        )
+        with tf.control_dependencies([is_known]):
+            return tf.identity(now)
+
+    def end(self):
+        """The rows, which are up to date, get another optimizer."""
+        self._now.assign(_ENDED)
 
     def next_step(self, rule):
         """`Step` that a rule is about to apply."""

@@ -790,7 +790,27 @@ def test_fit_as_stock_keras(cluster, engine, num_processes):
         results = cluster(engine, num_processes).run(
             kept_functions.train, *case, timeout=400
         )
-        assert_trained(results, case)
+        assert_trained(results, case[:1])
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_processes", "names"),
+    [
+        ("local", 1, ("adam", "adamw")),
+        ("native", 2, ("nesterov", "adam")),
+        pytest.param(
+            *("horovod", 2, ("adam", "nesterov")),
+            marks=engines("horovod")[0].marks,
+        ),
+    ],
+    ids=str,
+)
+def test_compiled_again(cluster, engine, num_processes, names):
+    """Another optimizer keeps the rows, and functions of before end."""
+    results = cluster(engine, num_processes).run(
+        kept_functions.train_twice, *names
+    )
+    assert_trained(results, names, epochs=1)
 
 
 @pytest.mark.parametrize("engine", engines())
@@ -842,15 +862,15 @@ def test_partitions_are_searched(cluster, engine, num_processes, machines):
     )
 
 
-def assert_trained(results, case, **how):
+def assert_trained(results, names, **how):
     first, *others = map(flat, results)
     for other in others:
         for a, b in zip(first, other, strict=True):
             np.testing.assert_array_equal(a, b)
-    expected = flat(kept_functions.stock(case[0], **how))
+    expected = flat(kept_functions.stock(*names, **how))
     for a, b in zip(first, expected, strict=True):
         np.testing.assert_allclose(
-            a, b, rtol=1e-3, atol=2e-5, err_msg=str(case)
+            a, b, rtol=1e-3, atol=2e-5, err_msg=str(names)
         )
 
 
