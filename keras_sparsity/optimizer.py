@@ -12,7 +12,7 @@ from keras_sparsity.placement import choice
 from keras_sparsity.tables import control_flow
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
 from keras_sparsity.update import (
-    kept_rows,
+    keeping,
     lookups,
     loss_scale,
     rules,
@@ -206,7 +206,7 @@ class HybridOptimizer(OptimizerWrapper):
             if self.updates_rows_of(variable):
                 continue
             slots = self.slots_of(variable)
-            why_not = kept_rows.keep(
+            why_not = keeping.keep(
                 self._rule,
                 self._aggregation.pieces_of(variable),
                 slots,
@@ -356,7 +356,7 @@ class HybridOptimizer(OptimizerWrapper):
         whole = getattr(variable, "whole", variable)
         if self.sparse_updates != "exact" or not rules.may_keep_rows(whole):
             return None
-        return kept_rows.kept_rows(variable, self._rule)
+        return keeping.kept_rows(variable, self._rule)
 
     def _clipping(self, placements):
         return Clipping(placements.communicator, self._aggregation.spread)
@@ -391,7 +391,7 @@ class HybridOptimizer(OptimizerWrapper):
             for u in updates
             if isinstance(u.gradient, tf.IndexedSlices)
         ]
-        kept = kept_rows.KeptUpdates(
+        kept = keeping.KeptUpdates(
             [(self._kept(variable), variable, of) for variable, of in rows]
         )
         step, stand_ins = row_update.stand_in_for(rule, kept.row_updates)

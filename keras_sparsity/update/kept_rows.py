@@ -1,55 +1,20 @@
 """Rows that a step moves without a gradient, brought up to date when read."""
 
-import contextlib
-import dataclasses
-import functools
 import math
 
 import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers
-from keras_sparsity._tf.current_variable import (
-    CurrentVariable,
-    keeper_of,
-    make_current,
-    store_rows,
-    stored_rows,
-)
-from keras_sparsity.exchange.ahead import is_same
+from keras_sparsity._tf.current_variable import store_rows
 from keras_sparsity.update.accumulate import RowAccumulator, is_applied
-from keras_sparsity.update.closed_form import closed_form_of
+from keras_sparsity.update.current_rows import CurrentRows, Piece, note, noted
 from keras_sparsity.update.step_sums import StepSums
 
 # So much of a table is brought up to date at a time.
 _BLOCK_BYTES = 1 << 22
 # The step of a row that has none: zero in all slots, which stay so.
 _NEVER = -1
-# Slots that are not a rule's own.
-_OF_ANY_RULE = {keras_optimizers.GRADIENT_SUMS, keras_optimizers.AVERAGES}
-# The collection of the rows that a graph has pulled.
-_PULLED = "keras_sparsity/pulled"
-
-
-@dataclasses.dataclass
-class Piece:
-    """A partition, or a whole table, of `KeptRows`.
-
-    Attributes:
-        weights: its `tf.Variable`.
-        slots: dict from kinds of slots to `tf.Variable`s.
-        steps: `tf.Variable`: the step of each row.
-        accumulator: `RowAccumulator`, or None.
-    """
-
-    weights: tf.Variable
-    slots: dict
-    steps: tf.Variable
-    accumulator: RowAccumulator | None = None
-
-    @property
-    def num_rows(self):
-        return self.weights.shape[0]
 
 
 class KeptRows:
@@ -132,7 +97,7 @@ class KeptRows:
         unique, index = tf.unique(tf.reshape(ids, [-1]))
         current = CurrentRows(self, piece, unique)
         if variable is piece.weights:
-            _note(current)
+            note(current)
         result = tf.gather(current[variable], tf.reshape(index, tf.shape(ids)))
         result.set_shape(rows.shape)
         return _with_gradient_of(rows, result)
@@ -259,7 +224,7 @@ class KeptRows:
             current = CurrentRows(self, piece, rows)
             return [current[v] for v in variables]
 
-        pulled = _noted(piece)
+        pulled = noted(piece)
         if pulled is None:
             tensors = anew()
         else:
@@ -337,103 +302,6 @@ class KeptRows:
         return are_at_rest
 
 
-class CurrentRows:
-    """Some rows of a piece as they would be by now.
-
-    `rows[variable]` are those of its weights or of a slot. Rows that are asked
-    for are read and computed once.
-
-    Args:
-        kept: `KeptRows`.
-        piece: its `Piece`.
-        ids: int tensor `(n,)`, local rows without duplicates.
-        coming: `Step` that is to be applied before; None: none.
-    """
-
-    def __init__(self, kept, piece, ids, coming=None):
-        self.piece, self._kept, self.ids = piece, kept, ids
-        steps, now = tf.gather(piece.steps, ids), kept.sums.checked_now()
-        # No step has left a row behind that has none.
-        steps = tf.where(steps < 0, now, steps)
-        self._steps, self._now = steps, now
-        dtype = piece.weights.dtype
-        self._gap = kept.sums.gap(steps, now, dtype, coming)
-        self._are_behind = steps < (now if coming is None else now + 1)
-        self._slots = _StoredSlots(piece, ids)
-        self._found = {}
-        self._num_writes = kept.num_writes.read_value()
-
-    def __getitem__(self, variable):
-        if id(variable) not in self._found:
-            self._found[id(variable)] = self._current(variable)
-        return self._found[id(variable)]
-
-    def are_still(self, ids):
-        """Whether these are the rows, and none has been written since."""
-        is_unwritten = self._num_writes == self._kept.num_writes.read_value()
-        return is_unwritten & is_same(ids, tf.cast(self.ids, ids.dtype))
-
-    def _current(self, variable):
-        form, gap = self._kept.form, self._gap
-        for kind, slot in self.piece.slots.items():
-            if slot is not variable:
-                continue
-            if kind == keras_optimizers.AVERAGES:
-                return self._average()
-            return form.slot_after(kind, self._slots, gap.factors.get(kind))
-        weights = self._weights
-        if gap.decay is not None:
-            weights = weights * gap.decay
-        moved = form.moved(weights, self._slots, gap.sums)
-        if form.is_non_negative:
-            is_less = self._are_behind[:, None] & (moved < 0)
-            moved = tf.where(is_less, tf.zeros_like(moved), moved)
-        return moved
-
-    def _average(self):
-        kind, dtype = keras_optimizers.AVERAGES, self.piece.weights.dtype
-        gap = self._kept.sums.average_gap(self._steps, self._now, dtype)
-        weights = self._weights * gap.decay
-        of_late_steps = self._kept.form.moved(weights, self._slots, gap.sums)
-        return self._slots[kind] * gap.factors[kind] + of_late_steps
-
-    @functools.cached_property
-    def _weights(self):
-        return tf.stop_gradient(stored_rows(self.piece.weights, self.ids))
-
-
-class _StoredSlots(dict):
-    """Rows of each kind of slot, read when first needed."""
-
-    def __init__(self, piece, ids):
-        super().__init__()
-        self._slots, self._ids = piece.slots, ids
-
-    def __missing__(self, kind):
-        rows = stored_rows(self._slots[kind], self._ids)
-        self[kind] = tf.stop_gradient(rows)
-        return self[kind]
-
-
-def _note(rows):
-    """Keeps the `CurrentRows` that a traced step has pulled."""
-    if not tf.executing_eagerly():
-        graph = tf.compat.v1.get_default_graph()
-        graph.add_to_collection(_PULLED, (graph, rows))
-
-
-def _noted(piece):
-    """The `CurrentRows` of a piece that this graph has pulled last, or None."""
-    if tf.executing_eagerly():
-        return None
-    graph = tf.compat.v1.get_default_graph()
-    for of_graph, rows in graph.get_collection(_PULLED)[::-1]:
-        # A branch shares the collection, and has tensors of its own.
-        if of_graph is graph and rows.piece is piece:
-            return rows
-    return None
-
-
 def _rows_of_block(piece):
     """How many rows of a piece are brought up to date at a time."""
     row_bytes = math.prod(piece.weights.shape[1:]) * piece.weights.dtype.size
@@ -445,90 +313,3 @@ def _rows_of_block(piece):
 def _with_gradient_of(rows, result):
     """A result whose gradient is that of the rows."""
     return tf.identity(result), lambda upstream: (upstream, None)
-
-
-def keep(rule, pieces, slots, table, are_zero):
-    """Has the rows of a table kept, if the rule has a closed form.
-
-    Args:
-        rule, pieces, slots, table, are_zero: as for `KeptRows`.
-
-    Returns:
-        None if they are; else why not.
-    """
-    if table.regularizer is not None:
-        return "the gradient of its regularizer touches all of them"
-    storages = [piece.value for piece in pieces]
-    if any(keeper_of(v) is not None for v in storages):
-        return "the optimizer of another model keeps its rows"
-    if any(getattr(v, "is_traced", True) for v in storages):
-        # Which would read rows that are behind.
-        return (
-            "a function that reads it was traced before the optimizer was "
-            "built; call `optimizer.build(variables)` before"
-        )
-    forms = [closed_form_of(rule, piece) for piece in pieces]
-    is_known = (
-        forms[0] is not None
-        and all(form == forms[0] for form in forms)
-        and set(slots) - _OF_ANY_RULE == set(forms[0].factors)
-    )
-    of_slots = [slot.value for of_kind in slots.values() for slot in of_kind]
-    if not is_known or not all(
-        isinstance(make_current(slot), CurrentVariable) for slot in of_slots
-    ):
-        return "no closed form is known of its rule with these options"
-    KeptRows(rule, forms[0], pieces, slots, table, are_zero)
-    return None
-
-
-def kept_rows(variable, rule):
-    """The `KeptRows` of a variable by a rule as it is now, or None."""
-    keeper = keeper_of(variable.value)
-    if keeper is None or keeper.rule is not rule:
-        return None
-    return keeper if keeper.form == closed_form_of(rule, variable) else None
-
-
-class KeptUpdates:
-    """The updates of rows in one step, of which some are kept.
-
-    Made before the rule is applied.
-
-    Args:
-        rows: list of `(kept, variable, rows)`: `KeptRows` or None, and the
-            rows, without duplicates, that are updated of a variable.
-
-    Attributes:
-        row_updates: the same as `rows.stand_in_for` takes them.
-    """
-
-    def __init__(self, rows):
-        self._rows = {}
-        self.row_updates = []
-        for kept, variable, of_variable in rows:
-            read = None
-            if kept is not None:
-                self._rows.setdefault(kept, []).append((variable, of_variable))
-                read = functools.partial(
-                    _row_of, kept.read(variable, of_variable)
-                )
-            self.row_updates.append((variable, of_variable, read))
-        self._numbers = {kept: kept.next_step() for kept in self._rows}
-
-    @contextlib.contextmanager
-    def storing(self):
-        """While entered, the updated rows are stored."""
-        try:
-            for kept in self._rows:
-                kept.is_writing = True
-            yield
-            for kept, rows in self._rows.items():
-                kept.advance(self._numbers[kept], rows)
-        finally:
-            for kept in self._rows:
-                kept.is_writing = False
-
-
-def _row_of(tensors, variable):
-    return tensors[id(variable.value)]

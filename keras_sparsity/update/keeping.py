@@ -1,0 +1,103 @@
+"""Which tables' rows are kept, and their updates in a step."""
+
+import contextlib
+import functools
+
+from keras_sparsity._tf import keras_optimizers
+from keras_sparsity._tf.current_variable import (
+    CurrentVariable,
+    keeper_of,
+    make_current,
+)
+from keras_sparsity.update.closed_form import closed_form_of
+from keras_sparsity.update.kept_rows import KeptRows
+
+# Slots that are not a rule's own.
+_OF_ANY_RULE = {keras_optimizers.GRADIENT_SUMS, keras_optimizers.AVERAGES}
+
+
+def keep(rule, pieces, slots, table, are_zero):
+    """Has the rows of a table kept, if the rule has a closed form.
+
+    Args:
+        rule, pieces, slots, table, are_zero: as for `KeptRows`.
+
+    Returns:
+        None if they are; else why not.
+    """
+    if table.regularizer is not None:
+        return "the gradient of its regularizer touches all of them"
+    storages = [piece.value for piece in pieces]
+    if any(keeper_of(v) is not None for v in storages):
+        return "the optimizer of another model keeps its rows"
+    if any(getattr(v, "is_traced", True) for v in storages):
+        # Which would read rows that are behind.
+        return (
+            "a function that reads it was traced before the optimizer was "
+            "built; call `optimizer.build(variables)` before"
+        )
+    forms = [closed_form_of(rule, piece) for piece in pieces]
+    is_known = (
+        forms[0] is not None
+        and all(form == forms[0] for form in forms)
+        and set(slots) - _OF_ANY_RULE == set(forms[0].factors)
+    )
+    of_slots = [slot.value for of_kind in slots.values() for slot in of_kind]
+    if not is_known or not all(
+        isinstance(make_current(slot), CurrentVariable) for slot in of_slots
+    ):
+        return "no closed form is known of its rule with these options"
+    KeptRows(rule, forms[0], pieces, slots, table, are_zero)
+    return None
+
+
+def kept_rows(variable, rule):
+    """The `KeptRows` of a variable by a rule as it is now, or None."""
+    keeper = keeper_of(variable.value)
+    if keeper is None or keeper.rule is not rule:
+        return None
+    return keeper if keeper.form == closed_form_of(rule, variable) else None
+
+
+class KeptUpdates:
+    """The updates of rows in one step, of which some are kept.
+
+    Made before the rule is applied.
+
+    Args:
+        rows: list of `(kept, variable, rows)`: `KeptRows` or None, and the
+            rows, without duplicates, that are updated of a variable.
+
+    Attributes:
+        row_updates: the same as `rows.stand_in_for` takes them.
+    """
+
+    def __init__(self, rows):
+        self._rows = {}
+        self.row_updates = []
+        for kept, variable, of_variable in rows:
+            read = None
+            if kept is not None:
+                self._rows.setdefault(kept, []).append((variable, of_variable))
+                read = functools.partial(
+                    _row_of, kept.read(variable, of_variable)
+                )
+            self.row_updates.append((variable, of_variable, read))
+        self._numbers = {kept: kept.next_step() for kept in self._rows}
+
+    @contextlib.contextmanager
+    def storing(self):
+        """While entered, the updated rows are stored."""
+        try:
+            for kept in self._rows:
+                kept.is_writing = True
+            yield
+            for kept, rows in self._rows.items():
+                kept.advance(self._numbers[kept], rows)
+        finally:
+            for kept in self._rows:
+                kept.is_writing = False
+
+
+def _row_of(tensors, variable):
+    return tensors[id(variable.value)]
