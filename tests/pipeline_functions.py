@@ -539,6 +539,35 @@ def compiled_again():
     return network.get_weights(), other.get_weights()
 
 
+def made_in_scope():
+    """Numbers of elements of the weights that a rank holds.
+
+    Returns:
+        `(elements before compile, elements after it, whether training is that
+        of a model that was made outside, all elements)`.
+    """
+    x, y = data("dense", 22)
+    outside = _adopted("dense", "adam", ["dense_1"], "1f1b")
+    strategy = outside.distribute_strategy
+    with strategy.scope():
+        inside = made("dense")
+        before = _num_held(inside)
+        inside.compile(**compile_options("dense", "adam"))
+    own = _num_held(inside)
+    found = []
+    for network in (outside, inside):
+        network.fit(x, y, batch_size=BATCH_SIZE, shuffle=False, verbose=0)
+        found.append(network.get_weights())
+    is_same = all(map(np.array_equal, *found))
+    return before, own, is_same, sum(value.size for value in found[0])
+
+
+def _num_held(network):
+    """The number of elements of weights that have values here."""
+    held = [v for v in network.weights if v._value is not None]
+    return sum(v.shape.num_elements() for v in held)
+
+
 def fitted_with_callbacks():
     """What callbacks see, with validation, class weights and early stops."""
     keras.utils.set_random_seed(3)

@@ -79,6 +79,12 @@ LOSS_CALL = Patch(
     during="`strategy.scope()` and `strategy.run`",
     reason="A custom loop makes and calls Keras's losses by itself.",
 )
+ADD_WEIGHT = Patch(
+    "keras:Layer",
+    "add_weight",
+    during="`strategy.scope()` of strategies that cut models into stages",
+    reason="Weights of other stages are to get no values in between.",
+)
 METRIC_INIT = Patch(
     "keras:Metric",
     "__init__",
@@ -148,6 +154,7 @@ MODEL_METHODS = {
 ALL = (
     *(COMPILE, LOSS_CALL, METRIC_INIT, METRIC_ATTRIBUTES, ASSIGN, SCALE_LOSS),
     *(
+        ADD_WEIGHT,
         SQRT,
         TAKE,
         ARRAY_DATASET,

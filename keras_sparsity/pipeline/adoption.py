@@ -2,7 +2,11 @@
 
 import keras
 
-from keras_sparsity._tf import keras_models, keras_optimizers
+from keras_sparsity._tf import (
+    deferred_weights,
+    keras_models,
+    keras_optimizers,
+)
 from keras_sparsity.board import measured_plan
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
@@ -41,6 +45,7 @@ class Adoption:
 
     def _bind(self, model, strategy):
         number = strategy.stages_of_ranks[strategy.rank]
+        deferred_weights.initialize(self.parts[number].model.weights)
         stage = Stage(number, self.parts[number], *strategy.links)
         optimizer = model.optimizer
         # It may have been made outside of the scope.

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import checks
+from keras_sparsity._tf import checks, deferred_weights
 from keras_sparsity.board import measured_plan
 from keras_sparsity.board.split_plan import SplitPlan
 from keras_sparsity.callbacks import rank_zero
@@ -158,7 +158,7 @@ class LayerPlacementStrategy(StagedStrategy):
             The strategy.
         """
         # TensorFlow's own scope of this strategy would not let that one run.
-        with self.compile_adopts():
+        with self.compile_adopts(), deferred_weights.deferring():
             yield self
 
     def adopt(self, stock, model, args, kwargs):
@@ -173,6 +173,7 @@ class LayerPlacementStrategy(StagedStrategy):
                 self._say_no_gain(model, profile)
                 plan = functools.partial(self._plan, profile, None)
                 object.__setattr__(model, measured_plan.OF_STAGES, plan)
+        deferred_weights.initialize(model.weights)
         if self._hybrid is None:
             self._hybrid = HybridStrategy(wire_dtype=self._wire_dtype)
         compiling.compile_adopted(stock, model, args, kwargs, self._hybrid)

@@ -4,6 +4,7 @@ import abc
 import contextlib
 
 from keras_sparsity._tf import checks, patches
+from keras_sparsity._tf.deferred_weights import deferring
 from keras_sparsity.data import distribution
 from keras_sparsity.pipeline import adoption
 from keras_sparsity.training.extended import HybridExtended, ProcessStrategy
@@ -73,11 +74,15 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
     def scope(self):
         """Context in which `model.compile` cuts a model into stages.
 
+        A model that is made inside of it, too, gets its weights' first values
+        when it is cut: each process holds those of its stage alone, at no
+        time the whole model.
+
         Yields:
             The strategy.
         """
 
-        with super().scope(), self.compile_adopts():
+        with super().scope(), self.compile_adopts(), deferring():
             yield self
 
     def compile_adopts(self):

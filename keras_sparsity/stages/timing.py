@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf.deferred_weights import initialized_for_now
+
 _NUM_EXAMPLES = 32
 # For a size that the model does not know, such as a sequence's length.
 UNKNOWN_SIZE = 16
@@ -182,7 +184,8 @@ def _seconds(part, num_examples, has_backward=True):
     tensors = [_drawn(draws, spec, num_examples) for spec in part.model.inputs]
     compute = functools.partial(part.compute, training=True)
     variables = part.model.trainable_variables
-    return pass_seconds(compute, variables, tensors, has_backward)
+    with initialized_for_now(part.model.weights):
+        return pass_seconds(compute, variables, tensors, has_backward)
 
 
 def pass_seconds(compute, variables, tensors, has_backward=True):

@@ -62,12 +62,10 @@ def data(name, num_examples):
 
 
 def compiled(name, strategy=None):
+    """A model, with a strategy one that is made inside of its scope."""
     keras.utils.set_random_seed(3)
-    model = MODELS[name]()
-    if strategy is None:
-        model.compile(**_options())
-        return model
-    with strategy.scope():
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = MODELS[name]()
         model.compile(**_options())
     return model
 

@@ -27,6 +27,13 @@ def test_saved_models_are_whole(cluster, tmp_path):
         assert f"'{name}/kernel' are on rank {1 - rank}" in message
 
 
+def test_models_made_in_the_scope_are_whole_nowhere(cluster):
+    ranks = cluster("native", 2).run(pipeline_functions.made_in_scope)
+    for before, own, is_same, trained in ranks:
+        assert before == 0 and 0 < own < trained and is_same
+    assert sum(own for _, own, *_ in ranks) == ranks[0][-1]
+
+
 def _check(values, expected):
     for value, other in zip(values, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,109 @@
+"""Weights of layers that get their first values later than they are made.
+
+As Keras's own of a `keras.StatelessScope`: `_value` is None, and a read
+computes the first value by `_initializer`. Checked on Keras 3.5 to 3.15.
+"""
+
+import contextlib
+import inspect
+
+import keras
+
+from keras_sparsity._tf import keras_scopes, patches
+
+
+@contextlib.contextmanager
+def deferring():
+    """While entered, layers make weights without values.
+
+    These get their first values, the same as without, by `initialize`, when
+    something is assigned to them, or at the end. Weights whose initializer
+    may give other values later than now get them at once.
+    """
+    made = []
+
+    def make(stock):
+        signature = inspect.signature(stock)
+
+        def add_weight(layer, *args, **kwargs):
+            bound = signature.bind(layer, *args, **kwargs).arguments
+            initializer = bound.get("initializer")
+            if not _repeats(initializer) or keras_scopes.is_tracing_shapes():
+                return stock(layer, *args, **kwargs)
+            with keras.StatelessScope(initialize_variables=False):
+                variable = stock(layer, *args, **kwargs)
+            _forget(variable)
+            _defer(variable, variable._initializer)
+            made.append(variable)
+            return variable
+
+        return add_weight
+
+    try:
+        with patches.ADD_WEIGHT.by(make):
+            yield
+    finally:
+        initialize(made)
+
+
+def initialize(variables):
+    """Gives those of some variables that were deferred their first values."""
+    for variable in variables:
+        if _is_deferred(variable):
+            del variable.__dict__["_direct_assign"]
+            variable._deferred_initialize()
+
+
+@contextlib.contextmanager
+def initialized_for_now(variables):
+    """While entered, deferred ones of some variables have their values.
+
+    Nothing is to be assigned meanwhile.
+    """
+    deferred = [v for v in variables if _is_deferred(v)]
+    initializers = [v._initializer for v in deferred]
+    try:
+        initialize(deferred)
+        yield
+    finally:
+        for variable, initializer in zip(deferred, initializers, strict=True):
+            _defer(variable, initializer)
+
+
+class _InitializeFirst:
+    """In place of a deferred variable's `_direct_assign`."""
+
+    def __init__(self, variable):
+        self._variable = variable
+
+    def __call__(self, value):
+        initialize([self._variable])
+        self._variable._direct_assign(value)
+
+
+def _defer(variable, initializer):
+    variable._value, variable._initializer = None, initializer
+    variable.__dict__["_direct_assign"] = _InitializeFirst(variable)
+
+
+def _is_deferred(variable):
+    assign = vars(variable).get("_direct_assign")
+    return isinstance(assign, _InitializeFirst)
+
+
+def _repeats(initializer):
+    """Whether an argument of `add_weight` gives the same values each time."""
+    if initializer is None or isinstance(initializer, str):
+        return True  # Keras makes one, with a seed of its own
+    kind = type(initializer)
+    is_built_in = kind is getattr(keras.initializers, kind.__name__, None)
+    return is_built_in and isinstance(getattr(initializer, "seed", 0), int)
+
+
+def _forget(variable):
+    """Keeps Keras from initializing a variable with all others."""
+    from keras.src.backend.common import global_state
+
+    waiting = global_state.get_global_attribute("uninitialized_variables", [])
+    # By identity: comparing variables compares their values.
+    waiting[:] = [each for each in waiting if each is not variable]
