@@ -6,7 +6,7 @@ import math
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import checks, keras_optimizers, patches
+from keras_sparsity._tf import checks, keras_optimizers, patches, xla
 from keras_sparsity.health import journal
 from keras_sparsity.placement import choice
 from keras_sparsity.tables import control_flow
@@ -58,7 +58,8 @@ class HybridOptimizer(OptimizerWrapper):
             are read; that takes 4 bytes a row. An ordinary `Embedding` takes
             part if it is made, and its model compiled, inside of
             `strategy.scope()`. All rows are updated in each step of models
-            with `jit_compile=True`, and, which is logged, of other rules,
+            with `jit_compile=True` in one process, and, which is logged, of
+            other rules,
             with a constraint other than `NonNeg`, with `use_ema` beside
             `ema_overwrite_frequency`, `gradient_accumulation_steps`, a
             constraint or Ftrl's `l2_regularization_strength`, if `beta_2` is
@@ -293,6 +294,10 @@ class HybridOptimizer(OptimizerWrapper):
         grads, variables = keras_optimizers.without_missing_gradients(
             self, grads, trainable_variables
         )
+        with xla.not_compiled():  # each dense variable's update is again
+            self._apply(grads, variables, placements)
+
+    def _apply(self, grads, variables, placements):
         updates = self._aggregation.aggregate(
             grads, variables, placements, self._keeps_rows
         )
@@ -431,8 +436,13 @@ class HybridOptimizer(OptimizerWrapper):
             return
         values = [store[str(i)] for i in range(len(store.keys()))]
         # None: a loss scaling that Keras put around has loaded all of them.
-        if values:
+        # As many as before its first step: they are in its configuration.
+        if values and len(values) != self._num_variables_before_built():
             state.assign(self.places(), values)
+
+    def _num_variables_before_built(self):
+        inner = self.inner_optimizer
+        return len(type(inner).from_config(inner.get_config()).variables)
 
     def set_weights(self, weights):
         if not self.built:

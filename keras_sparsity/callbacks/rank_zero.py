@@ -2,6 +2,8 @@
 
 import keras
 
+from keras_sparsity.callbacks import histograms
+
 # They only write files for a person to look at: one copy is enough. Their
 # contents are the same on all ranks, because logs are.
 _WRITE_ONCE = (
@@ -37,13 +39,7 @@ def on_rank(callbacks, rank):
                 "process at once, which loses them on several processes. Use "
                 "`ks.callbacks.ShardedCheckpoint`."
             )
-        histograms = getattr(callback, "histogram_freq", 0)
-        if isinstance(callback, keras.callbacks.TensorBoard) and histograms:
-            raise ValueError(
-                "TensorBoard(histogram_freq=...) reads all weights on one "
-                "process, which has only a part of each sharded table. "
-                f"Received: histogram_freq={histograms}. Use 0."
-            )
+    callbacks = histograms.of_whole_tables(callbacks, rank)
     if rank == 0:
         return callbacks
     return [c for c in callbacks if not isinstance(c, _WRITE_ONCE)]

@@ -4,6 +4,7 @@ import abc
 
 import tensorflow as tf
 
+from keras_sparsity._tf import xla
 from keras_sparsity.collectives import order
 from keras_sparsity.data import empty_parts
 from keras_sparsity.exchange.exchange import exchange_of
@@ -57,7 +58,8 @@ def in_turn(pulls):
     Returns:
         List of the result of each pull's `rows`.
     """
-    with tf.name_scope("pull"):  # the name in a profiler's trace
+    # The name in a profiler's trace.
+    with xla.not_compiled(), tf.name_scope("pull"):
         behind = [tensor for pull in pulls for tensor in pull.ask()]
         behind += [tensor for pull in pulls for tensor in pull.resume(behind)]
         for pull in pulls:
@@ -140,7 +142,7 @@ def expanded(request, route, owned, rows):
 
     def push(*gradients):
         _check_under_strategy(exchange)
-        with tf.name_scope("push"):
+        with xla.not_compiled(), tf.name_scope("push"):
             # Summed per row here, then along the addresses' own route: each
             # owner already knows which rows these are.
             of_ids = [

@@ -5,6 +5,7 @@ import inspect
 
 from keras_sparsity.health import agreement
 from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.training import jit
 
 _EVERY_RANK = (
     "Every rank must make the same calls; `ks.export(model)` gives a model "
@@ -60,7 +61,7 @@ class Binding:
         )
 
     def _check_optimizer(self):
-        check_is_not_jit_compiled(self._model, self._collectives.size)
+        jit.settle(self._model, self._collectives)
         optimizer = getattr(self._model, "optimizer", None)
         if optimizer is not None and not isinstance(optimizer, HybridOptimizer):
             raise ValueError(
@@ -71,17 +72,6 @@ class Binding:
                 "`with strategy.scope(): model.compile(...)`, or "
                 "`model.optimizer = ks.HybridOptimizer(optimizer)`."
             )
-
-
-def check_is_not_jit_compiled(model, size):
-    """Raises where XLA would compile messages between processes."""
-    if size > 1 and model.jit_compile and not model.run_eagerly:
-        raise ValueError(
-            f"The model '{model.name}' is compiled with `jit_compile=True`, "
-            "but XLA cannot compile the messages between processes. Received: "
-            f"jit_compile=True on {size} processes. Compile it with "
-            '`jit_compile=False` (or "auto"), or train in one process.'
-        )
 
 
 def bound_arguments(function, args, kwargs):

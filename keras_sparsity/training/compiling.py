@@ -7,10 +7,8 @@ from keras_sparsity.conversion import exporting
 from keras_sparsity.global_batch import losses, metrics
 from keras_sparsity.moves import moving
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.training.binding import (
-    bound_arguments,
-    check_is_not_jit_compiled,
-)
+from keras_sparsity.training import jit
+from keras_sparsity.training.binding import bound_arguments
 from keras_sparsity.training.first_step import FirstStep
 from keras_sparsity.training.joint_pull import JointPull
 from keras_sparsity.training.replicas import Replicas
@@ -63,7 +61,7 @@ def compile_adopted(stock, model, args, kwargs, strategy):
     previous = getattr(model, "optimizer", None)
     adopt(model, strategy)
     stock(model, **arguments)
-    check_is_not_jit_compiled(model, communicator.size)
+    jit.settle(model, communicator, is_compiled_anew=True)
     compiled_metrics = keras_losses.compiled_metrics(model)
     if compiled_metrics is not None and communicator.size > 1:
         metrics.ignore_empty_parts(compiled_metrics)

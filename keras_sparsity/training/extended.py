@@ -1,8 +1,10 @@
 """The interface of a `tf.distribute.Strategy`, for one replica per process."""
 
+import contextlib
+
 import tensorflow as tf
 
-from keras_sparsity._tf import patches
+from keras_sparsity._tf import patches, xla
 from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.data import distribution, empty_parts
 from keras_sparsity.global_batch import losses
@@ -71,7 +73,10 @@ class HybridExtended(tf.distribute.StrategyExtended):
         return tf.identity(replica_local_var)
 
     def _update(self, var, fn, args, kwargs, group):
-        return self._update_non_slot(var, fn, (var, *args), kwargs, group)
+        # The rows that stand in for a table change in number.
+        is_whole = isinstance(var, tf.Variable)
+        with xla.compiled() if is_whole else contextlib.nullcontext():
+            return self._update_non_slot(var, fn, (var, *args), kwargs, group)
 
     def _update_non_slot(self, colocate_with, fn, args, kwargs, group):
         del colocate_with

@@ -7,7 +7,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_losses, keras_scopes, keras_variables
+from keras_sparsity._tf import (
+    keras_losses,
+    keras_scopes,
+    keras_variables,
+    xla,
+)
 from keras_sparsity.data import empty_parts, stand_ins
 from keras_sparsity.data.following import Followed
 from keras_sparsity.global_batch import (
@@ -16,6 +21,7 @@ from keras_sparsity.global_batch import (
     random_states,
     step_metrics,
 )
+from keras_sparsity.training import jit
 from keras_sparsity.training.binding import Binding
 
 
@@ -94,6 +100,9 @@ class Steps(Binding):
             else:
                 batch = stand_ins.without_counts(batch)
             if is_outermost:
+                stack.enter_context(
+                    xla.compiled_between_messages(jit.is_asked_for(self._model))
+                )
                 rank = self._collectives.rank
                 stack.enter_context(random_states.drawn_by_rank(rank))
             yield batch, part, is_outermost

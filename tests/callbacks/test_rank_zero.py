@@ -379,16 +379,10 @@ def test_ranks_that_write():
     assert rank_zero.on_rank([csv_logger, stop], 1) == [stop]
 
 
-def test_refuses_callbacks_of_one_process(tmp_path):
-    for callback, part in (
-        (keras.callbacks.BackupAndRestore(tmp_path), "ShardedCheckpoint"),
-        (
-            keras.callbacks.TensorBoard(tmp_path, histogram_freq=1),
-            "histogram_freq=1",
-        ),
-    ):
-        with pytest.raises(ValueError, match=part):
-            rank_zero.on_rank([callback], 1)
+def test_refuses_a_callback_of_one_process(tmp_path):
+    backup = keras.callbacks.BackupAndRestore(tmp_path)
+    with pytest.raises(ValueError, match="ShardedCheckpoint"):
+        rank_zero.on_rank([backup], 1)
 
 
 def test_one_process_takes_every_callback(tmp_path):

@@ -1,8 +1,12 @@
-"""What `compile` refuses and accepts."""
+"""What stock Keras accepts of a compiled model, over several processes."""
+
+import copy
+import pickle
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from tests.conftest import engines
@@ -10,42 +14,135 @@ from tests.conftest import engines
 pytestmark = pytest.mark.smoke
 
 
-def compile_with_xla():
-    """The errors of all ways to ask for it; then training without."""
-    strategy = ks.HybridStrategy()
-    inputs = keras.Input((3,), dtype="int32")
-    rows = ks.layers.ShardedEmbedding(10, 2)(inputs)
-    model = keras.Model(inputs, keras.layers.Flatten()(rows))
-    x, y = np.array([[1, 2, 3], [4, 5, 6]]), np.ones((2, 6), "float32")
-    messages = []
+def examples():
+    x = np.random.default_rng(0).integers(0, 10, (16, 4))
+    return x, np.linspace(-1, 1, 16, dtype="float32")[:, None]
 
-    def attempt(function, *args, **kwargs):
-        try:
-            function(*args, **kwargs)
-        except ValueError as error:
-            messages.append(str(error))
 
-    with strategy.scope():
-        attempt(model.compile, "sgd", "mse", jit_compile=True)
-        model.compile("sgd", "mse")
-    model.jit_compile = True
-    for name in ("fit", "evaluate", "train_on_batch", "test_on_batch"):
-        attempt(getattr(model, name), x, y)
-    for name in ("predict", "predict_on_batch"):
-        attempt(getattr(model, name), x)
-    model.jit_compile = False
-    return messages, model.fit(x, y, verbose=0).history["loss"]
+class Script:
+    """The same calls under a strategy and, without one, in stock Keras."""
+
+    def __init__(self, strategy=None):
+        self.strategy = strategy
+        is_stock = strategy is None
+        layers = keras.layers if is_stock else ks.layers
+        self.kind = layers.Embedding if is_stock else layers.ShardedEmbedding
+
+    def build(self):
+        keras.utils.set_random_seed(1)
+        inputs = keras.Input((4,), dtype="int32")
+        rows = keras.layers.Flatten()(self.kind(10, 3, name="table")(inputs))
+        hidden = keras.layers.Dense(3, "tanh", name="hidden")(rows)
+        return keras.Model(inputs, keras.layers.Dense(1, name="out")(hidden))
+
+    def compile(self, model, optimizer=None, **options):
+        optimizer = optimizer or keras.optimizers.SGD(0.1, momentum=0.5)
+        if self.strategy is None:
+            model.compile(optimizer, "mse", **options)
+        else:
+            with self.strategy.scope():
+                model.compile(optimizer, "mse", **options)
+        return model
+
+    def made(self, copying, model):
+        """A copy, made in the scope if there is one."""
+        if self.strategy is None:
+            return copying(model)
+        with self.strategy.scope():
+            return copying(model)
+
+    def fit(self, model, epochs=1):
+        x, y = examples()
+        history = model.fit(
+            x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0
+        )
+        return history.history["loss"]
+
+
+def _pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def accepted(script):
+    """The losses of each way to make models, compile them and train."""
+    found = {}
+    model = script.compile(script.build())
+    losses = script.fit(model)
+    for name, copying in (
+        ("pickle", _pickled),
+        ("deepcopy", copy.deepcopy),
+    ):
+        untrained = script.compile(script.build())
+        of_untrained = script.fit(script.made(copying, untrained))
+        found[name] = of_untrained + script.fit(script.made(copying, model))
+    found["after copies"] = losses + script.fit(model)
+    clone = keras.models.clone_model(model)
+    clone.set_weights(model.get_weights())
+    script.compile(clone)
+    found["clone"] = script.fit(clone) + script.fit(model)
+    found["layer"] = _pickled(model.get_layer("table")).get_weights()[0]
+    script.compile(model)
+    again = script.fit(model)
+    script.compile(model, keras.optimizers.SGD(0.3))
+    found["compiled again"] = again + script.fit(model)
+    keras.utils.clear_session()
+    found["cleared"] = script.fit(script.compile(script.build()))
+    return found
+
+
+def of_ranks():
+    strategy = ks.HybridStrategy(architecture="hybrid")
+    script = Script(strategy)
+    found = accepted(script)
+    model = script.compile(script.build())
+    copied = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="strategy.scope.*compile"):
+        script.fit(copied)
+    return found
+
+
+# Stock Keras's, of a copy of an untrained model.
+@pytest.mark.filterwarnings("ignore:Skipping variable loading")
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_models_are_copied_and_compiled_again(cluster, engine):
+    expected = accepted(Script())
+    for found in cluster(engine, 2).run(of_ranks):
+        assert found.keys() == expected.keys()
+        for name, values in found.items():
+            np.testing.assert_allclose(
+                values, expected[name], rtol=1e-5, atol=1e-6, err_msg=name
+            )
+
+
+class Own(keras.Model):
+    """A step that calls `optimizer.apply(gradients, variables)`."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"value": loss}
+
+
+def apply(script):
+    functional = script.build()
+    model = Own(functional.inputs, functional.outputs)
+    x, y = examples()
+    history = script.compile(model).fit(
+        x, y, batch_size=8, epochs=2, shuffle=False, verbose=0
+    )
+    return [*history.history["value"], *model.get_weights()]
+
+
+def apply_on_ranks():
+    return apply(Script(ks.HybridStrategy()))
 
 
 @pytest.mark.parametrize("engine", engines())
-def test_xla_on_several_processes_is_refused(cluster, engine):
-    for messages, loss in cluster(engine, 2).run(compile_with_xla):
-        assert len(messages) == 7
-        for message in messages:
-            assert "Received: jit_compile=True on 2 processes" in message
-        assert len(loss) == 1
-
-
-def test_xla_in_one_process():
-    messages, loss = compile_with_xla()
-    assert not messages and len(loss) == 1
+def test_a_step_applies_its_gradients(cluster, engine):
+    expected = apply(Script())
+    for found in cluster(engine, 2).run(apply_on_ranks):
+        for value, stock in zip(found, expected, strict=True):
+            np.testing.assert_allclose(value, stock, rtol=1e-5, atol=1e-6)
