@@ -59,13 +59,12 @@ class HybridOptimizer(OptimizerWrapper):
             part if it is made, and its model compiled, inside of
             `strategy.scope()`. All rows are updated in each step of models
             with `jit_compile=True` in one process, and, which is logged, of
-            other rules,
-            with a constraint other than `NonNeg`, with `use_ema` beside
-            `ema_overwrite_frequency`, `gradient_accumulation_steps`, a
+            other rules, with a constraint other than `NonNeg`, with `use_ema`
+            beside `ema_overwrite_frequency`, `gradient_accumulation_steps`, a
             constraint or Ftrl's `l2_regularization_strength`, if `beta_2` is
             at most about `beta_1`, and if a function that reads the table was
-            traced before the optimizer was built, or the optimizer of
-            another model keeps its rows.
+            traced before the optimizer was built, or the optimizer of another
+            model keeps its rows.
         dense_aggregation: `"mean"`: the gradient of the mean loss over the
             global batch. Each rank's loss is weighted by its share of that
             batch, so the ranks' gradients are added. `"sum"`: `size` times
