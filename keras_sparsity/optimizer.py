@@ -158,7 +158,9 @@ class HybridOptimizer(OptimizerWrapper):
         is_synchronised = start.synchronise_model(self)
         pieces = []
         for variable in var_list:
-            if isinstance(variable, TableVariable):
+            if isinstance(variable, TableVariable) and not (
+                variable.table.is_of_stock_layer and variable.table.has_replicas
+            ):
                 rules.check_applies_by_rows(self._rule)
             pieces.append(pieces_of(variable))
         self._aggregate(var_list, pieces)

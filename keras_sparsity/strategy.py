@@ -9,6 +9,7 @@ from keras_sparsity._tf import checks
 from keras_sparsity.data import distribution
 from keras_sparsity.exchange.options import Options, check_wire_dtype
 from keras_sparsity.global_batch import losses, metrics
+from keras_sparsity.layers import ordinary
 from keras_sparsity.placement import choice
 from keras_sparsity.training.compiling import compile_adopts
 from keras_sparsity.training.extended import HybridExtended, ProcessStrategy
@@ -177,6 +178,7 @@ class HybridStrategy(ProcessStrategy):
         with (
             super().scope(),
             compile_adopts(self),
+            ordinary.made_as_tables(self.placements),
             metrics.new_ones_are_global(self.collectives),
             losses.of_global_batch(self.collectives),
         ):

@@ -55,6 +55,8 @@ class Cell:
         rows: number of rows of each table.
         partitions: for each table, its number of partitions.
         ordinary: whether there is an ordinary embedding too.
+        stock: whether the tables are ordinary embeddings, too, of a model
+            that is built inside of the strategy's scope.
         same_id: whether all ids are equal.
         regularizer: of the tables and a dense kernel; a key of
             `matrix_models.REGULARIZERS`.
@@ -88,6 +90,7 @@ class Cell:
     rows: int = 23
     partitions: tuple = (3,)
     ordinary: bool = False
+    stock: bool = False
     same_id: bool = False
     regularizer: str | None = None
     constraint: str | None = None
@@ -220,7 +223,8 @@ def train(text, broken=None):
         strategy = ks.HybridStrategy(
             sparse_updates=cell.sparse_updates, architecture=cell.architecture
         )
-        model = build(cell, ks.layers.ShardedEmbedding, strategy.size)
+        with strategy.scope() if cell.stock else contextlib.nullcontext():
+            model = build(cell, _table_of(cell), strategy.size)
         optimizer = inner_optimizer(cell, model)
         if cell.loop == "own loop":
             optimizer = ks.HybridOptimizer(optimizer, cell.sparse_updates)
@@ -238,6 +242,11 @@ def train(text, broken=None):
         return Outcome(start, values(), losses, num_kept)
 
 
+def _table_of(cell):
+    stock = keras.layers.Embedding
+    return stock if cell.stock else ks.layers.ShardedEmbedding
+
+
 def reference(cell, size=1):
     """The outcome of a cell by stock Keras in one process.
 
@@ -246,7 +255,7 @@ def reference(cell, size=1):
     """
     is_normalized = cell.model.startswith("normalized")
     cell = dataclasses.replace(
-        cell, architecture="hybrid", moves={}, keeps_rows=False
+        cell, architecture="hybrid", moves={}, keeps_rows=False, stock=False
     )
     return _reference(cell.to_json(), size if is_normalized else 1)
 

@@ -418,6 +418,73 @@ CELLS = {
         ),
         broken="dense_not_served",
     ),
+    # Ordinary embeddings whose rows are spread.
+    "stock, clipped": Case(
+        Cell(
+            architecture="ps",
+            stock=True,
+            ordinary=True,
+            optimizer="Adam",
+            arguments=CLIP,
+            partitions=(1, 1),
+            regularizer="l2",
+            constraint="max norm",
+            left_over=3,
+        ),
+        broken="norms_of_own_rows",
+    ),
+    "stock, masked, mixed_float16": Case(
+        Cell(
+            architecture="ps",
+            stock=True,
+            model="sequence",
+            mask=True,
+            policy="mixed_float16",
+            optimizer="Adagrad",
+        ),
+        ignored={"mask": False},
+    ),
+    "stock, read whole": Case(
+        Cell(
+            architecture="ps",
+            stock=True,
+            model="read whole",
+            keeps_rows=True,
+            optimizer="Adam",
+        ),
+        broken="rows_of_one_rank",
+    ),
+    "stock, own loop": Case(
+        Cell(
+            architecture="ps",
+            stock=True,
+            ordinary=True,
+            loop="own loop",
+            optimizer="Adam",
+        ),
+        broken="rows_of_one_rank",
+    ),
+    "stock, own step, moved": Case(
+        Cell(
+            architecture="ps",
+            stock=True,
+            model="own step",
+            optimizer="Adam",
+            arguments={"amsgrad": True},
+            moves={"4": [5], "8": ["allgather"]},
+        ),
+        broken="rows_of_one_rank",
+    ),
+    "stock, by a closure": Case(
+        Cell(
+            architecture="ps",
+            stock=True,
+            model="closure",
+            partitions=(1, 1),
+            run_eagerly=True,
+        ),
+        broken="rows_of_one_rank",
+    ),
     "naive servers": Case(
         Cell(
             architecture="naive_ps",

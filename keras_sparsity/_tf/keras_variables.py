@@ -1,5 +1,6 @@
 """Keras's variables. Checked on Keras 3.5 to 3.15."""
 
+import keras
 import tensorflow as tf
 
 # `tf.train.Checkpoint` and `model.export` call these methods of a variable.
@@ -19,6 +20,32 @@ def is_variable(value):
     from keras.src import backend
 
     return isinstance(value, backend.Variable)
+
+
+def change_kind(variable, kind):
+    """Makes a Keras variable one of a subclass, which casts no values.
+
+    `Variable._autocast`.
+    """
+    variable.__class__ = kind
+    variable._autocast = False
+
+
+def plain_like(variable, value):
+    """A variable of stock Keras with the properties of one of a subclass.
+
+    `Variable._path`.
+    """
+    made = keras.Variable(
+        value,
+        dtype=variable.dtype,
+        trainable=variable.trainable,
+        name=variable.name,
+    )
+    made._path = variable.path
+    made.regularizer = variable.regularizer
+    made.constraint = variable.constraint
+    return made
 
 
 def variable_like(variable):

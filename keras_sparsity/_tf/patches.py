@@ -121,6 +121,12 @@ TAKE = Patch(
     during="`strategy.run`, which is the tracing of a step",
     reason="`keras.layers.Embedding` reads rows by it, of the whole variable.",
 )
+EMBEDDING_WEIGHT = Patch(
+    "keras:layers.Embedding",
+    "add_weight",
+    during="`strategy.scope()`",
+    reason="A table whose rows are spread is never whole in a process.",
+)
 ARRAY_DATASET = Patch(
     "keras.src.trainers.data_adapters.array_data_adapter:ArrayDataAdapter",
     "get_tf_dataset",
@@ -157,6 +163,7 @@ ALL = (
         ADD_WEIGHT,
         SQRT,
         TAKE,
+        EMBEDDING_WEIGHT,
         ARRAY_DATASET,
         SHUFFLE,
         EPOCH_ITERATOR,

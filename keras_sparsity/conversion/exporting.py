@@ -4,7 +4,11 @@ import contextlib
 
 import keras
 
-from keras_sparsity._tf import keras_models, keras_optimizers
+from keras_sparsity._tf import (
+    keras_models,
+    keras_optimizers,
+    keras_variables,
+)
 from keras_sparsity.conversion import stock_layers
 from keras_sparsity.conversion.replacing import (
     check_is_built,
@@ -111,6 +115,8 @@ class _ToStock:
             made = stock_layers.collection(value, copier.reference)
             copier.put_in_place(made, value)
             return made
+        if isinstance(value, TableVariable) and value.table.is_of_stock_layer:
+            return keras_variables.plain_like(value, value.table.read())
         if isinstance(value, _NEEDS_COUNTERPART):
             raise ValueError(_no_counterpart(value))
         return None

@@ -4,8 +4,9 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import checks
+from keras_sparsity._tf import checks, keras_models
 from keras_sparsity.conversion.saving import tables_of
+from keras_sparsity.layers import ordinary
 from keras_sparsity.moves.relocation import relocate
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.placement import choice
@@ -103,9 +104,12 @@ def move_for_now(model, targets):
         model: the model.
         targets: list of `(variable, target)`: the variable of a table, or
             another one whose gradient is of rows, and its target as in `move`.
+            That of an ordinary `Embedding` may become a table's.
     """
     of_tables, others = {}, []
     for variable, target in targets:
+        if target == "ps" and not isinstance(variable, TableVariable):
+            _become_table(model, variable)
         if isinstance(variable, TableVariable):
             table = variable.table
             of_tables[table] = _checked_target(table, target)
@@ -117,6 +121,16 @@ def move_for_now(model, targets):
         touches.discard(variable)
     if others:
         _trace_anew(model)
+
+
+def _become_table(model, variable):
+    """Makes the weight of ordinary `Embedding`s a table's, for now whole."""
+    placements = choice.of_model(model)
+    name = placements.of(variable).name
+    touches.discard(variable)
+    for layer in keras_models.all_layers(model):
+        if ordinary.weight_of(layer) is variable:
+            ordinary.take_over(layer).shard(placements, name)
 
 
 def settle(model, strategy):

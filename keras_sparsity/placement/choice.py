@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks
 from keras_sparsity.exchange import options
+from keras_sparsity.exchange.layout import Layout
 from keras_sparsity.placement.alone import Alone
 from keras_sparsity.placement.gathered import Gathered
 from keras_sparsity.placement.mirrored import Mirrored
@@ -15,7 +16,13 @@ from keras_sparsity.placement.served import NaivelyServed, Served
 
 # Set on a variable whose placement was found in `fit`: its name.
 _ATTRIBUTE = "_keras_sparsity_placement"
+# Set on that of an ordinary `Embedding` that could become a table's.
+_MAY_BE_OWNED = "_keras_sparsity_may_be_owned"
 _FIRST = {"tables": "ps", "others": "allgather"}  # of "auto"
+# An ordinary `Embedding` of more bytes begins as a table, under "auto": a
+# process may not have the memory for all of it. Up to here, 2**22 elements of
+# float32, its first values are drawn at once, see `tables.initial_values`.
+_WHOLE_BYTES = 16 * 2**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +172,17 @@ class Placements:
             return self._architecture.others == "auto"
         return self.name_of_table(table) == "auto"
 
+    def owns_rows_of(self, num_bytes):
+        """Whether an ordinary `Embedding` of this size begins as a table.
+
+        Then its rows are spread over the ranks, and it can get any placement
+        that a table has.
+        """
+        name = self._architecture.others
+        if self.communicator.size == 1:
+            return False
+        return name == "ps" or (name == "auto" and num_bytes > _WHOLE_BYTES)
+
     @property
     def is_of_strategy(self):
         """Whether a `HybridStrategy` has made it, and aggregates gradients."""
@@ -185,7 +203,13 @@ class Placements:
         table = getattr(variable, "table", None)
         if table is None:
             names = ("allreduce", "allgather")
-            return {name: self._of_others[name] for name in names}
+            found = {name: self._of_others[name] for name in names}
+            if getattr(variable, _MAY_BE_OWNED, False):
+                size = self.communicator.size
+                found["ps"] = choose(
+                    "ps", size, lambda: Layout(variable.shape[0], size)
+                )
+            return found
         names = ("allreduce", "ps", "allgather")
         return {name: self.of_table(table, name) for name in names}
 
@@ -193,6 +217,11 @@ class Placements:
 def found(variable, name):
     """Keeps the placement that was found for a variable that is no table's."""
     setattr(variable, _ATTRIBUTE, name)
+
+
+def may_be_owned(variable, value):
+    """Notes whether the variable of an `Embedding` could become a table's."""
+    setattr(variable, _MAY_BE_OWNED, value)
 
 
 def of_model(model):

@@ -49,4 +49,5 @@ class Owners(Reducer):
 
     @classmethod
     def shares_message(cls, variable):
-        return variable.table.shares_messages
+        table = getattr(variable, "table", None)
+        return table is not None and table.shares_messages

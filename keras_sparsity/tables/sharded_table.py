@@ -24,6 +24,7 @@ from keras_sparsity.tables.table_variable import (
     TableVariable,
     anchor,
     storage,
+    take_over,
     to_numpy,
 )
 
@@ -118,8 +119,44 @@ class ShardedTable:
         self.requested_architecture = architecture
         self.requested_partitions = num_partitions
         self.partition_group = partition_group
-        self.initializer = initial_values.standardize(initializer)
-        self.owner_name = owner_name or name
+        self.regularizer = regularizer
+        self.constraint = constraint
+        self._to_stock = to_stock
+        self._begin(initial_values.standardize(initializer), owner_name or name)
+        # The variable may create its storage at once, or later in `build`.
+        self.variable = None
+        self.variable = TableVariable(
+            self, dtype=dtype, trainable=trainable, name=name
+        )
+        self.variable.constraint = constraint
+        self.variable.regularizer = regularizer
+
+    @classmethod
+    def of_layer(cls, layer, variable):
+        """The table of an ordinary `Embedding`, whose variable becomes its own.
+
+        In one piece, as a table that one process has built.
+
+        Args:
+            layer: a built `keras.layers.Embedding`.
+            variable: its weight.
+        """
+        table = cls.__new__(cls)
+        table.num_rows, table.dim = variable.shape
+        table.requested_architecture = table.requested_partitions = None
+        table.partition_group = table._to_stock = None
+        table.regularizer = variable.regularizer
+        table.constraint = variable.constraint
+        table._begin(layer.embeddings_initializer, layer.name)
+        table.is_of_stock_layer = True
+        table.variable = take_over(variable, table)
+        return table
+
+    def _begin(self, initializer, owner_name):
+        """Sets what a table of any origin begins with."""
+        self.initializer, self.owner_name = initializer, owner_name
+        # Whether it is of an ordinary `keras.layers.Embedding`.
+        self.is_of_stock_layer = False
         # None until the table is distributed, and in one process.
         self.collectives = None
         self.placement = None
@@ -135,16 +172,6 @@ class ShardedTable:
         # Fingerprints of the values that `assign_like` got since ranks were
         # last seen to agree on them, by the path of their variable.
         self.given = {}
-        self.regularizer = regularizer
-        self.constraint = constraint
-        self._to_stock = to_stock
-        # The variable may create its storage at once, or later in `build`.
-        self.variable = None
-        self.variable = TableVariable(
-            self, dtype=dtype, trainable=trainable, name=name
-        )
-        self.variable.constraint = constraint
-        self.variable.regularizer = regularizer
 
     @property
     def architecture(self):
@@ -207,7 +234,7 @@ class ShardedTable:
             )
             return self.hold(placement, rows)
 
-    def shard(self, placements):
+    def shard(self, placements, name=None):
         """Distributes a table that was built by one process.
 
         Every process keeps its own rows of rank 0's table, if the table is to
@@ -215,12 +242,13 @@ class ShardedTable:
 
         Args:
             placements: `Placements` of the strategy.
+            name: that of its placement, by default the one asked for.
         """
         communicator = placements.communicator
         is_done = self.collectives is not None or not self.variable.is_built
         if is_done or communicator.size == 1:
             return
-        placement = self._distributed(placements)
+        placement = self._distributed(placements, name)
         if placement.layout is None:
             # Rank 0's values, as of all whole variables, before the first step.
             self.placement = placement
@@ -298,7 +326,7 @@ class ShardedTable:
         for partition in self.partitions:
             partition.constraint = constraint
 
-    def _distributed(self, placements):
+    def _distributed(self, placements, name=None):
         """Takes its communicator, once all ranks are seen to agree.
 
         Returns:
@@ -306,7 +334,7 @@ class ShardedTable:
         """
         self._owners = agreement.owners(self, placements)
         self.collectives = placements.communicator
-        return placements.of_table(self)
+        return placements.of_table(self, name)
 
     def _own_rows(self, placement):
         """Ids of the rows of each piece that this rank has by a placement."""

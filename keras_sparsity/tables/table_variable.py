@@ -125,6 +125,17 @@ class TableVariable(keras.Variable):
         )
 
 
+def take_over(variable, table):
+    """Makes a layer's variable the one of a table in one piece; returns it.
+
+    In place: the layer, its model and its optimizer hold the object already.
+    """
+    keras_variables.change_kind(variable, TableVariable)
+    variable.table = table
+    make_current(variable.value)
+    return variable
+
+
 def _of_the_table(name):
     """An operator of Keras's variables, which would compute with `value`."""
     stock = getattr(keras.Variable, name)

@@ -7,7 +7,7 @@ from keras_sparsity.conversion import exporting
 from keras_sparsity.global_batch import losses, metrics
 from keras_sparsity.moves import moving
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.training import jit
+from keras_sparsity.training import embeddings, jit
 from keras_sparsity.training.binding import bound_arguments
 from keras_sparsity.training.first_step import FirstStep
 from keras_sparsity.training.joint_pull import JointPull
@@ -70,6 +70,7 @@ def compile_adopted(stock, model, args, kwargs, strategy):
         is_compiled = model.jit_compile and not model.run_eagerly
         model.optimizer.is_compiled_by_xla = bool(is_compiled)
     _release_rows(previous, model)
+    embeddings.settle(model, strategy)
 
 
 def _release_rows(previous, model):

@@ -13,6 +13,7 @@ from keras_sparsity.health import agreement
 from keras_sparsity.moves import moving
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.training import embeddings
 from keras_sparsity.training.binding import Binding
 from keras_sparsity.training.resuming import Input
 from keras_sparsity.update import lookups
@@ -90,6 +91,7 @@ class FirstStep(Binding):
             return
         # Some may have been built since `compile`, outside of the scope.
         strategy = self._model.distribute_strategy
+        embeddings.settle(self._model, strategy)
         moving.settle(self._model, strategy)
         new = {
             id(v): v

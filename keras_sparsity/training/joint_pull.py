@@ -17,6 +17,7 @@ from keras_sparsity.exchange.together import (
     travel_side_by_side,
 )
 from keras_sparsity.global_batch import losses
+from keras_sparsity.layers import ordinary
 from keras_sparsity.layers.sampled_softmax import SampledSoftmax
 from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
@@ -53,7 +54,7 @@ class JointPull:
     def __init__(self, model):
         self._model = model
         # The model that makes its calls, as last looked at.
-        self._functional = None
+        self._functional = self._looked_at = None
         self._layers = {}  # by the numbers of their calls
         # A model of the ids that these calls are given, and their structure.
         self._ids, self._arguments = None, []
@@ -225,8 +226,10 @@ class JointPull:
     def _look(self):
         """Finds the calls whose ids a run's inputs tell."""
         functional = keras_functional.functional_of(self._model)
-        if functional is self._functional:
+        looked_at = functional, ordinary.num_bound()
+        if looked_at == self._looked_at:
             return
+        self._looked_at = looked_at
         self._functional, self._layers, self._softmax = functional, {}, None
         if functional is None:
             return
@@ -237,10 +240,13 @@ class JointPull:
             keras_functional.functional_calls(functional)
         ):
             kind = type(call.operation)
-            if kind in _LAYERS:
+            layer = call.operation
+            if kind not in _LAYERS:
+                layer = ordinary.lookup_of(layer)
+            if layer is not None:
                 given = call.arguments[0]
                 if all(id(ids) in known for ids in keras.tree.flatten(given)):
-                    self._layers[number] = call.operation
+                    self._layers[number] = layer
                     arguments.append(given)
             elif kind is SampledSoftmax:
                 if [id(tensor) for tensor in call.outputs] == last:

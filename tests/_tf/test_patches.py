@@ -33,6 +33,7 @@ def test_a_scope_replaces_what_is_listed_for_it():
     in_scope = {patches.COMPILE}
     if ks.collectives.current().size > 1:
         in_scope |= {patches.LOSS_CALL, patches.METRIC_INIT}
+        in_scope.add(patches.EMBEDDING_WEIGHT)
     with ks.HybridStrategy().scope():
         found = {patch for patch in patches.ALL if patch.is_in_place}
     assert found == in_scope
