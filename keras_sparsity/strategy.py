@@ -93,7 +93,9 @@ class HybridStrategy(ProcessStrategy):
 
     Attributes:
         collectives: `ks.collectives.Collectives` of all processes.
-        rank, size: this process's number, and the number of processes.
+        rank: this process's number.
+        size: the number of processes that compute. Dedicated servers do not
+            (see `keras-sparsity run --servers`): their ranks begin at `size`.
 
     Raises:
         ValueError: if an argument is not valid, if another engine runs
@@ -154,15 +156,20 @@ class HybridStrategy(ProcessStrategy):
 
     @property
     def cluster_resolver(self):
-        """This process as a worker: `task_id` is its rank.
+        """This process as a worker, whose `task_id` is its rank, or a server.
 
         For scripts that find the chief by it. The addresses are names only.
         """
-        workers = [f"rank-{rank}" for rank in range(self.size)]
+        communicator = self.collectives
+        names = [f"rank-{rank}" for rank in range(communicator.size)]
+        jobs = {"worker": names[: self.size]}
+        if communicator.num_servers:
+            jobs["ps"] = names[self.size :]
+        is_server = communicator.is_server
         return tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({"worker": workers}),
-            task_type="worker",
-            task_id=self.rank,
+            tf.train.ClusterSpec(jobs),
+            task_type="ps" if is_server else "worker",
+            task_id=self.rank - self.size if is_server else self.rank,
         )
 
     @contextlib.contextmanager

@@ -304,7 +304,7 @@ def peak_memory(directory, num_rows, dim):
     with Peak() as restoring:
         storage.restore(model, path, index, communicator, ("model",))
     part = sum(
-        entry.layout.num_stored_rows()[communicator.rank] if entry.layout else 0
+        entry.layout.num_stored_rows(communicator.rank) if entry.layout else 0
         for entry in state.entries(model)
     )
     return part * dim * 4 / 2**20, saving.mebibytes, restoring.mebibytes

@@ -54,14 +54,18 @@ class Cluster:
     every rank raises leaves them.
 
     Args:
-        num_processes: How many.
+        num_processes: How many; without the servers.
         engine: `"local"`, `"native"` or `"horovod"`.
         machines: The number of machines that they believe to be on.
         env: Further environment variables.
+        num_servers: The number of dedicated servers, the last ranks.
     """
 
-    def __init__(self, num_processes, engine, machines=1, env=None):
-        self.num_processes = num_processes
+    def __init__(
+        self, num_processes, engine, machines=1, env=None, num_servers=0
+    ):
+        self.num_processes = num_processes + num_servers
+        self.num_servers = num_servers
         self.engine = engine
         self.machines = machines
         self._env = env
@@ -193,11 +197,12 @@ class Cluster:
             with forked.ranks():
                 self._job = Job(
                     serve,
-                    self.num_processes,
+                    self.num_processes - self.num_servers,
                     self.engine,
                     args=(listener.address, key),
                     machines=self.machines,
                     env=self._env,
+                    num_servers=self.num_servers,
                 )
             try:
                 self._connections = self._accept(listener)

@@ -68,12 +68,19 @@ class Clusters:
     def __init__(self):
         self._clusters = {}
 
-    def __call__(self, engine, num_processes, machines=1, has_groups=False):
+    def __call__(
+        self,
+        engine,
+        num_processes,
+        machines=1,
+        has_groups=False,
+        num_servers=0,
+    ):
         """The cluster of this kind, started at its first `run`.
 
         With `has_groups`, Horovod can be divided into any groups of ranks.
         """
-        key = (engine, num_processes, machines, has_groups)
+        key = (engine, num_processes, machines, has_groups, num_servers)
         for other, cluster in self._clusters.items():
             is_in_the_way = other[0] != engine or "horovod" == engine
             if other != key and is_in_the_way and cluster.is_running:
@@ -84,6 +91,7 @@ class Clusters:
                 engine,
                 machines,
                 _LESS_POLLING | (_GROUPS if has_groups else {}),
+                num_servers,
             )
         return self._clusters[key]
 

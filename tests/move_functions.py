@@ -122,7 +122,7 @@ def peak_memory(num_rows, dim):
             ks.moves.repartition(model, {layer.table: count})
         peaks.append(moving.mebibytes)
     communicator = ks.collectives.current()
-    part = layer.table.layout.num_stored_rows()[communicator.rank]
+    part = layer.table.layout.num_stored_rows(communicator.rank)
     return part * dim * 4 / 2**20, peaks
 
 

@@ -299,12 +299,13 @@ def epoch_iterators_are_made_in(scope):
     """While entered, `fit` and the like make their input inside of a scope.
 
     Args:
-        scope: function that gives a context manager.
+        scope: function that gives a context manager, of a function that gives
+            the number of an epoch's batches once Keras knows it, or None.
     """
 
     def make(stock):
         def initialize(self, *args, **kwargs):
-            with scope():
+            with scope(lambda: self.data_adapter.num_batches):
                 stock(self, *args, **kwargs)
 
         return initialize

@@ -134,7 +134,7 @@ def _look_at(model, dataset, cluster, placements):
 def _parts(batch, cluster, communicator):
     """This rank's part, of one for each worker there is to be."""
     if communicator.size > 1:
-        return [(communicator.rank, communicator.size)]
+        return [(communicator.rank, communicator.num_workers)]
     size, number = cluster.size, int(num_examples(batch))
     few = np.unique(np.linspace(0, size - 1, min(size, _MOST_PARTS), dtype=int))
     parts = [(int(part), size) for part in few]

@@ -29,6 +29,9 @@ class Collectives:
         local_rank, local_size: The same among those of its machine.
         cross_rank, cross_size: The same among those with its local rank.
         machines: The number of each rank's machine, a tuple.
+        num_workers, num_servers: Of the processes; dedicated servers, the last
+            ranks, own the rows of tables and compute on no examples.
+        is_server: Whether this process is a dedicated server.
         engine: "local", "native" or "horovod".
         pads: Whether a `Route` of this engine needs its `largest`.
 
@@ -40,6 +43,7 @@ class Collectives:
         journal: `Journal` that notes the calls, None for no notes.
         groups: dict from a group's name to its `Collectives`.
         machines: As the attribute; by default one machine for all.
+        num_servers: As the attribute.
 
     Raises:
         ValueError: By each operation, for arguments it cannot send.
@@ -66,6 +70,7 @@ class Collectives:
         journal=None,
         groups=None,
         machines=None,
+        num_servers=0,
     ):
         self._calls = Calls(engine, label, ranks, journal)
         self._parts = engine, journal
@@ -80,6 +85,11 @@ class Collectives:
         self.cross_rank = place.cross_rank
         self.cross_size = place.cross_size
         self.machines = machines or (0,) * place.size
+        self.num_servers, self.num_workers = (
+            num_servers,
+            self.size - num_servers,
+        )
+        self.is_server = place.rank >= self.num_workers
 
     def group(self, name):
         """The same operations among a part of the processes.

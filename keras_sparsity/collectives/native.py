@@ -71,7 +71,7 @@ def bring_up():
     )
     try:
         with guarded:
-            _start_runtime()
+            _start_runtime(addresses, rank)
     except (OSError, tf.errors.UnknownError) as error:
         is_in_use = getattr(error, "errno", None) == errno.EADDRINUSE
         if not is_in_use and "start gRPC server" not in str(error):
@@ -85,11 +85,20 @@ def bring_up():
     return NativeEngine(rank, len(hosts), "all", 0), machine
 
 
-def _start_runtime():
+def _start_runtime(addresses, rank):
+    resolver = None
+    if any(kind == "ps" for kind, *_ in settings.cluster()):
+        # TensorFlow's strategy takes no servers for members.
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec({"worker": addresses}),
+            task_type="worker",
+            task_id=rank,
+            rpc_layer="grpc",
+        )
     try:
         with tf_context.heartbeats_may_be_missed(_NEVER_SECONDS):
             # The public way to start the runtime, which outlives this object.
-            tf.distribute.MultiWorkerMirroredStrategy()
+            tf.distribute.MultiWorkerMirroredStrategy(resolver)
     except RuntimeError as error:
         if "program startup" not in str(error):
             raise

@@ -131,6 +131,8 @@ def _bring_up(module, timeout_seconds, seed):
     engine, machine = module.bring_up()
     notes = journal.current()
     errors.set_sources(notes)
+    tasks = settings.cluster() if engine.name == "native" else ()
+    servers = settings.num_servers(engine.size, tasks)
     first = Collectives(
         engine, Topology(engine.rank, engine.size), journal=notes
     )
@@ -145,6 +147,7 @@ def _bring_up(module, timeout_seconds, seed):
                 "keras_sparsity": __version__,
             },
             "timeout": timeout_seconds,
+            "servers": servers,
             "seed": seed,
         },
         "start/facts",
@@ -155,6 +158,9 @@ def _bring_up(module, timeout_seconds, seed):
         "Install the same ones for every rank.",
     )
     raise_if_different([each["timeout"] for each in facts], "The timeout")
+    raise_if_different(
+        [each["servers"] for each in facts], "The number of servers"
+    )
     machines = [each["machine"] for each in facts]
     collectives = Collectives(
         engine,
@@ -162,6 +168,7 @@ def _bring_up(module, timeout_seconds, seed):
         journal=notes,
         groups=_groups(engine, machines, notes),
         machines=topology.numbered(machines),
+        num_servers=servers,
     )
     if collectives.size > 1:
         watch.start(

@@ -10,7 +10,7 @@ def split_batch(batch, rank, size):
     Args:
         batch: structure of tensors or arrays with a common batch axis. None
             and `tf.experimental.Optional` (Keras's None) stay as they are.
-        rank: which part, from 0 to `size` - 1.
+        rank: which part, from 0 to `size` - 1; none from `size` on.
         size: the number of parts.
 
     Returns:
@@ -29,7 +29,12 @@ def split_batch(batch, rank, size):
 
 
 def bounds(number, rank, size):
-    """The first example of a rank's part, and the one behind its last."""
+    """The first example of a rank's part, and the one behind its last.
+
+    Ranks from `size` on, dedicated servers, have no part.
+    """
+    if rank >= size:
+        return number, number
     return rank * number // size, (rank + 1) * number // size
 
 

@@ -8,16 +8,19 @@ from time to time.
 """
 
 import contextlib
-import itertools
 
 import tensorflow as tf
 
-from keras_sparsity._tf import checks, keras_input, random_seeds
-from keras_sparsity.collectives import agreed_seed
+from keras_sparsity._tf import checks, keras_input
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.data.dataset_graph import CannotSplit, DatasetGraph
-from keras_sparsity.data.equal_steps import with_equal_steps
+from keras_sparsity.data.equal_steps import ending_together, with_equal_steps
 from keras_sparsity.data.fingerprints import Fingerprints, fingerprint
+from keras_sparsity.data.of_servers import (
+    agreed,
+    agreed_number,
+    parts_of_server,
+)
 from keras_sparsity.data.stand_ins import counted_part, with_stand_ins
 
 __all__ = ["shard"]
@@ -25,7 +28,6 @@ __all__ = ["shard"]
 _SHARDED = "_keras_sparsity_is_sharded"
 _IN_STEP = "_keras_sparsity_agrees_in_step"
 _ORIGINAL = "_keras_sparsity_original"
-_fits = itertools.count()
 _counts = []  # not empty while what `distribute` makes is `Counted`
 _SAME_DATASET = (
     "Give every rank the same dataset: each trains on its own part of every "
@@ -42,7 +44,8 @@ def distribute(dataset, collectives):
         collectives: the processes that share each batch.
 
     Returns:
-        `tf.data.Dataset` of this rank's parts.
+        `tf.data.Dataset` of this rank's parts. A dedicated server's is not
+        read: its parts are stand-ins, as many as the workers have parts.
 
     Raises:
         ValueError: if the ranks' datasets have different structures or
@@ -54,10 +57,20 @@ def distribute(dataset, collectives):
     if is_sharded(dataset):
         _check_nothing_reads_ahead(dataset)
         return with_stand_ins(dataset) if _counts else dataset
-    _check_is_alike(dataset, collectives)
-    return split_batches(
-        dataset, collectives.rank, collectives.size, Fingerprints(collectives)
+    number = agreed_number(
+        dataset, _SAME_DATASET, collectives, _counts and _counts[-1]()
     )
+    if collectives.is_server:
+        return parts_of_server(dataset, number, collectives, bool(_counts))
+    parts = split_batches(
+        dataset,
+        collectives.rank,
+        collectives.num_workers,
+        Fingerprints(collectives),
+    )
+    if collectives.num_servers and number == tf.data.UNKNOWN_CARDINALITY:
+        return ending_together(parts, collectives)
+    return parts
 
 
 def repeat_on_all(dataset, collectives):
@@ -82,45 +95,25 @@ def repeat_on_all(dataset, collectives):
             "first stage the inputs, the last one the labels. Received: a "
             "part of a dataset, from `shard`. Give the dataset itself."
         )
-    _check_is_alike(dataset, collectives)
+    agreed_number(dataset, _SAME_DATASET, collectives)
     return split_batches(dataset, 0, 1, Fingerprints(collectives))
 
 
-def _check_is_alike(dataset, collectives):
-    collectives.check_equal(
-        {
-            "element_spec": str(dataset.element_spec),
-            "number of batches": _cardinality_name(dataset),
-        },
-        "The input dataset",
-        _SAME_DATASET,
-    )
-
-
 @contextlib.contextmanager
-def for_steps():
+def for_steps(num_batches):
     """While entered, `distribute` gives `Counted` parts, as steps take them.
 
     A custom loop gets parts as they are, which may have no examples.
+
+    Args:
+        num_batches: function without arguments: the number of an epoch's
+            batches, where Keras knows it; else None.
     """
-    _counts.append(True)
+    _counts.append(num_batches)
     try:
         yield
     finally:
         _counts.pop()
-
-
-def next_order_seed():
-    """A seed for the orders of one `fit`'s arrays; None if the user set one.
-
-    For when the ranks share a seed that the user has not asked for: with one,
-    TensorFlow repeats the order of `fit(x, y)` in every epoch. It depends on
-    the ranks' seed and on how often this was called, so they agree on it.
-    """
-    seed = agreed_seed()
-    if seed is None or random_seeds.global_seed() != seed:
-        return None
-    return (seed + next(_fits) * 2**31) % 2**62
 
 
 def split_batches(dataset, rank, size, fingerprints=None):
@@ -234,6 +227,21 @@ def mark_as_part(dataset):
     return dataset
 
 
+def own_parts(dataset, collectives):
+    """Has a strategy take each worker's dataset for its parts, as it is."""
+    _check_is_dataset(dataset)
+    if not collectives.num_servers:
+        return mark_as_part(dataset)
+    (number,) = collectives.broadcast(
+        [dataset.cardinality()], name="input/own_number"
+    )
+    if collectives.is_server:
+        dataset = parts_of_server(dataset, int(number), collectives)
+    elif number == tf.data.UNKNOWN_CARDINALITY:
+        dataset = ending_together(dataset, collectives)
+    return mark_as_part(dataset)
+
+
 def shard(dataset, collectives, by=None):
     """This rank's part of a dataset of global batches, for large input.
 
@@ -274,7 +282,8 @@ def shard(dataset, collectives, by=None):
 
     Returns:
         `tf.data.Dataset` of this rank's parts, which a strategy recognises.
-        In one process the dataset itself.
+        In one process the dataset itself; on a dedicated server, which reads
+        none, as many stand-ins.
 
     Raises:
         ValueError: on every rank, if their datasets differ or cannot be
@@ -303,51 +312,45 @@ def shard(dataset, collectives, by=None):
     if collectives.size == 1:
         return dataset
     graph = place = reason = None
-    if by != "batches":
+    if by != "batches" and not collectives.is_server:
         try:
             graph = DatasetGraph(dataset)
-            place = graph.best_split(collectives.size, by)
+            place = graph.best_split(collectives.num_workers, by)
         except CannotSplit as error:
             reason = str(error)
     plan = {"split by": place.by if place else "batches"}
     if place:
         plan.update(pipeline=graph.steps, constants=graph.fingerprint)
-    collectives.check_equal(plan, "The dataset to shard", _SAME_DATASET)
-    if place is None and by in ("files", "elements"):
-        raise ValueError(
-            f"The dataset cannot be split as asked (by={by!r}): {reason}. "
-            "Change it, or leave `by` to be chosen."
-        )
-    if place is None:
+    if collectives.num_servers:
+        plan["reason"] = reason
+    plan = agreed(plan, "The dataset to shard", _SAME_DATASET, collectives)
+    if plan["split by"] == "batches":
+        if by in ("files", "elements"):
+            reason = plan.get("reason", reason)
+            raise ValueError(
+                f"The dataset cannot be split as asked (by={by!r}): {reason}. "
+                "Change it, or leave `by` to be chosen."
+            )
         return mark_as_part(distribute(dataset, collectives))
-    part = graph.split(place, collectives.rank, collectives.size)
-    part = part.with_options(dataset.options())
-    num_steps = _num_steps(
-        dataset if place.keeps_batches else part,
-        place.keeps_batches,
-        collectives,
-    )
-    part = mark_as_part(with_equal_steps(part, num_steps, collectives))
+    part = None
+    if place:
+        part = graph.split(place, collectives.rank, collectives.num_workers)
+        part = part.with_options(dataset.options())
+        counted = dataset if place.keeps_batches else part
+        number = int(counted.cardinality())
+    numbers = collectives.gather_objects(
+        number if place else None, name="input/num_steps"
+    )[: collectives.num_workers]
+    # As many as the worker with most has.
+    num_steps = min(numbers) if min(numbers) < 0 else max(numbers)
+    if part is None:
+        part = parts_of_server(dataset, num_steps, collectives)
+    else:
+        part = with_equal_steps(part, num_steps, collectives)
+    part = mark_as_part(part)
     setattr(part, _IN_STEP, num_steps == tf.data.UNKNOWN_CARDINALITY)
     setattr(part, _ORIGINAL, dataset)
     return part
-
-
-def _num_steps(dataset, is_global, collectives):
-    """The number of steps of the rank with most."""
-    number = int(dataset.cardinality())
-    if is_global:
-        return number
-    numbers = collectives.gather_objects(number, name="input/num_steps")
-    return min(numbers) if min(numbers) < 0 else max(numbers)
-
-
-def _cardinality_name(dataset):
-    number = int(dataset.cardinality())
-    return {
-        tf.data.INFINITE_CARDINALITY: "infinite",
-        tf.data.UNKNOWN_CARDINALITY: "unknown",
-    }.get(number, number)
 
 
 def _check_is_dataset(dataset):

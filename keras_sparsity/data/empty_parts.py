@@ -22,16 +22,18 @@ class Part:
     """This rank's number of a batch's examples.
 
     Args:
-        counts: int64 `(1,)` or `(2,)`: the number of this rank's examples,
+        counts: integers `(1,)` or `(2,)`: the number of this rank's examples,
             and the number of all ranks' examples, if it is known.
         collectives: the processes that share the batch.
+        is_of_run: whether it is of a `strategy.run`, which does not know what
+            others have: a model's own step in it replaces it.
 
     Attributes:
         has_examples: a scalar bool tensor, or a bool if it is known.
     """
 
-    def __init__(self, counts, collectives):
-        self._counts = counts
+    def __init__(self, counts, collectives, is_of_run=False):
+        self._counts, self.is_of_run = counts, is_of_run
         self._collectives = collectives
         self._share = None
         known = tf.get_static_value(counts)
@@ -55,6 +57,19 @@ class Part:
                 tf.cast(self.number, tf.float32), tf.cast(total, tf.float32)
             )
         return self._share
+
+
+def of_rank(counts, collectives):
+    """The `Part` of a step, by counts that its input has.
+
+    Args:
+        counts, collectives: as for `Part`. A dedicated server has no examples,
+            whatever its input counts: what is computed of a stand-in and not
+            sent is then no part of its graph.
+    """
+    if collectives.is_server:
+        counts = tf.zeros(counts.shape, counts.dtype)
+    return Part(counts, collectives)
 
 
 @contextlib.contextmanager
@@ -142,6 +157,18 @@ def cut(rows):
     is_ragged = isinstance(rows, tf.RaggedTensor)
     number = rows.nrows() if is_ragged else tf.shape(rows)[0]
     return rows[: tf.where(is_some, number, 0)]
+
+
+def cut_gradient(rows):
+    """As `cut`, of a gradient at the end of its way.
+
+    Where it is known that there are no examples, nothing depends on it: the
+    passes that compute it are no part of the graph that runs.
+    """
+    inner = rows.shape[1:]
+    if has_examples() is False and inner.is_fully_defined():
+        return tf.zeros([0, *inner], rows.dtype)
+    return cut(rows)
 
 
 def cut_slices(slices):

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity.data.batches import empty_like, inner_shape, without_rows
+from keras_sparsity.data.stand_ins import Counted
 
 
 def with_equal_steps(part, num_steps, collectives):
@@ -30,8 +31,39 @@ def with_equal_steps(part, num_steps, collectives):
         steps = steps.take(num_steps).map(_unmarked)
         return steps.prefetch(tf.data.AUTOTUNE)
 
-    # Nothing may read ahead of the messages: ranks that stop early would
-    # have sent different numbers of them.
+    return _while_any_is_left(steps, collectives)
+
+
+def ending_together(part, collectives):
+    """Has all ranks end with the last worker, where no number is known.
+
+    Args:
+        part: `tf.data.Dataset` of this rank's batches; a dedicated server's
+            has no end.
+        collectives: the processes.
+
+    Returns:
+        `tf.data.Dataset`.
+    """
+    if collectives.is_server:
+        return _while_any_is_left(_marked(part, 0), collectives)
+    spec = part.element_spec
+    nothing = tf.nest.map_structure(without_rows, spec)
+    if isinstance(spec, Counted):
+        counts = tf.zeros(spec.counts.shape, spec.counts.dtype)
+        nothing = Counted(nothing.batch, counts)
+    rest = tf.data.Dataset.from_tensors(nothing).repeat()
+    marked = _marked(part, 1).concatenate(_marked(rest, 0))
+    return _while_any_is_left(marked, collectives)
+
+
+def _while_any_is_left(marked, collectives):
+    """Marked batches, until no rank has one of its own left.
+
+    Nothing may read ahead of the messages: ranks that stop early would have
+    sent different numbers of them.
+    """
+
     @tf.autograph.experimental.do_not_convert
     def is_left_anywhere(batch, is_left):
         del batch
@@ -40,7 +72,10 @@ def with_equal_steps(part, num_steps, collectives):
         )
         return anywhere > 0
 
-    return steps.take_while(is_left_anywhere).map(_unmarked)
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    together = marked.take_while(is_left_anywhere).map(_unmarked)
+    return together.with_options(options)
 
 
 def _with_known_shapes(marked):

@@ -49,7 +49,7 @@ def with_following(dataset):
         return None
     nothing = tf.nest.map_structure(without_rows, spec)
     if isinstance(spec, Counted):
-        counts = tf.zeros(spec.counts.shape, tf.int64)
+        counts = tf.zeros(spec.counts.shape, spec.counts.dtype)
         nothing = Counted(nothing.batch, counts)
     end = tf.data.Dataset.from_tensors(nothing)
 

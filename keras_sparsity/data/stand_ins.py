@@ -26,8 +26,10 @@ class Counted(typing.NamedTuple):
 
     Attributes:
         batch: this rank's part of the batch; in place of none, one example.
-        counts: int64 `(1,)` or `(2,)`: the number of its examples that count,
-            and, where it is known, the number in the whole batch.
+        counts: int64 `(2,)`: the number of its examples that count, and the
+            number in the whole batch; int32 `(1,)` where that is not known. Of
+            two dtypes, a function is traced for each: of one dtype it would be
+            traced for any shape.
     """
 
     batch: typing.Any
@@ -45,7 +47,7 @@ def counted_part(batch, rank, size):
     """
     number = num_examples(batch)
     if number is None:
-        return Counted(batch, tf.constant([0], tf.int64))
+        return Counted(batch, tf.constant([0]))
     start, stop = bounds(number, rank, size)
     first = tf.where(stop > start, start, 0)  # of the batch, if it has none
     part = rows_between(batch, first, tf.maximum(stop, first + 1))
@@ -67,9 +69,10 @@ def counted(batch):
     leaves = [x for x in tf.nest.flatten(inputs) if x is not None]
     shape = tf.TensorShape(leaves[0].shape)
     if shape.rank and shape[0]:  # as a single batch has
-        return Counted(batch, tf.constant([shape[0]], tf.int64))
+        return Counted(batch, tf.constant([shape[0]]))
     number = num_examples(leaves[0])
-    return Counted(_filled(batch, number), tf.stack([number]))
+    counts = tf.cast(tf.stack([number]), tf.int32)
+    return Counted(_filled(batch, number), counts)
 
 
 def without_counts(batch):
@@ -104,7 +107,8 @@ def with_stand_ins(parts):
         number = num_examples(element)
         part = _either(number > 0, element, before)
         one = rows_between(part, tf.constant(0, tf.int64), 1)
-        return flat(one), Counted(part, tf.stack([number]))
+        counts = tf.cast(tf.stack([number]), tf.int32)
+        return flat(one), Counted(part, counts)
 
     return parts.scan(flat(start), step)
 

@@ -63,7 +63,8 @@ class Layout:
 
     Partition `p` belongs to `owners[p % len(owners)]`; `owners` lists the
     ranks machine by machine (the first process of every machine, then the
-    second, ...), so that few partitions still use all machines.
+    second, ...), so that few partitions still use all machines. Other ranks
+    own no rows.
 
     Args:
         num_rows: rows of the whole table.
@@ -73,7 +74,7 @@ class Layout:
         owners: ranks in the order in which they are given partitions.
 
     Raises:
-        ValueError: if there is no partition, or a rank is missing.
+        ValueError: if there is no partition, no owner, or one twice.
 
     Example:
 
@@ -99,9 +100,10 @@ class Layout:
                 "`num_partitions` must be at least 1. "
                 f"Received: num_partitions={self.num_partitions}."
             )
-        if sorted(self.owners) != list(range(len(self.owners))):
+        ranks = set(self.owners)
+        if not ranks or len(ranks) < len(self.owners) or min(ranks) < 0:
             raise ValueError(
-                "`owners` must list every rank once. "
+                "`owners` must list ranks, each once. "
                 f"Received: owners={self.owners}."
             )
 
@@ -113,6 +115,8 @@ class Layout:
 
     def owned_partitions(self, rank):
         """Partitions of `rank`, in the order in which it stores them."""
+        if rank not in self.owners:
+            return []
         position = self.owners.index(rank)
         return list(range(position, self.num_partitions, self.num_owners))
 
@@ -128,19 +132,16 @@ class Layout:
         owned = [self.rows_of(p) for p in self.owned_partitions(rank)]
         return np.concatenate([np.zeros(0, np.int64), *owned])
 
-    def num_stored_rows(self):
-        """Number of rows of each rank: a list."""
-        return [
-            sum(self.num_rows_of(p) for p in self.owned_partitions(rank))
-            for rank in range(self.num_owners)
-        ]
+    def num_stored_rows(self, rank):
+        """Number of rows of a rank."""
+        return sum(self.num_rows_of(p) for p in self.owned_partitions(rank))
 
     # Rows, as tensors of ids.
 
     def owner(self, ids):
         """Rank that owns each row: int32, of the shape of `ids`."""
         if self.num_owners == 1:
-            return tf.zeros_like(ids, dtype=tf.int32)
+            return tf.zeros_like(ids, dtype=tf.int32) + self.owners[0]
         position = partition_of(ids, self.num_partitions) % self.num_owners
         return tf.gather(tf.constant(self.owners, tf.int32), position)
 
@@ -157,7 +158,7 @@ class Layout:
         """Position of each row when all ranks' parts are concatenated."""
         starts = np.zeros(self.num_partitions, np.int64)
         start = 0
-        for rank in range(self.num_owners):
+        for rank in sorted(self.owners):
             for partition in self.owned_partitions(rank):
                 starts[partition] = start
                 start += self.num_rows_of(partition)
@@ -166,18 +167,23 @@ class Layout:
         return tf.gather(starts, partition) + self.local_row(ids)
 
 
-def default_owners(topology):
+def default_owners(topology, num_servers=0):
     """Ranks in the order in which they are given partitions.
 
     Args:
         topology: one `(local_rank, cross_rank)` for every rank.
+        num_servers: number of dedicated servers, the last ranks, which then
+            are the owners.
 
     Returns:
-        Tuple of ranks, first those with local rank 0, machine by machine.
+        Tuple of ranks, first those with the lowest local rank, machine by
+        machine.
 
     Example:
 
     >>> default_owners([(0, 0), (1, 0), (0, 1), (1, 1)])
     (0, 2, 1, 3)
     """
-    return tuple(sorted(range(len(topology)), key=lambda rank: topology[rank]))
+    size = len(topology)
+    ranks = range(size - num_servers if num_servers else 0, size)
+    return tuple(sorted(ranks, key=lambda rank: topology[rank]))

@@ -146,8 +146,12 @@ def expanded(request, route, owned, rows):
             # Summed per row here, then along the addresses' own route: each
             # owner already knows which rows these are.
             of_ids = [
-                padded(empty_parts.cut(gradient), length, exchange.width)
-                for gradient, length in zip(gradients, lengths, strict=True)
+                padded(each, length, exchange.width)
+                for each, length in zip(
+                    map(empty_parts.cut_gradient, gradients),
+                    lengths,
+                    strict=True,
+                )
             ]
             summed = tf.math.unsorted_segment_sum(
                 tf.concat(of_ids, axis=0), route.arrivals, route.num_sent

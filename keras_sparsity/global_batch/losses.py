@@ -237,7 +237,8 @@ def _of_parts(inner, communicator, batch, name):
     values, terms = loss_terms.local_terms(inner, *batch)
     if terms is None:  # not reduced
         values = empty_parts.cut(values)
-        return loss_scale.with_slope(values, values, communicator.size, 1.0)
+        workers = communicator.num_workers
+        return loss_scale.with_slope(values, values, workers, 1.0)
     terms = terms.of_examples()
     wide = tf.float64 if values.dtype == tf.float64 else tf.float32
 
@@ -259,7 +260,8 @@ def _of_parts(inner, communicator, batch, name):
         total, *counts = summed([terms.total, *terms.counts], name)
     factor = terms.factor(counts)
     value = tf.cast(total * tf.cast(factor, wide), values.dtype)
-    return loss_scale.with_slope(terms.total, value, communicator.size, factor)
+    workers = communicator.num_workers
+    return loss_scale.with_slope(terms.total, value, workers, factor)
 
 
 def _of_whole_batch(inner, communicator, batch, name):
@@ -284,7 +286,7 @@ def _of_whole_batch(inner, communicator, batch, name):
     loss, terms = loss_terms.local_terms(inner, y_true, y_pred, sample_weight)
     if terms is not None:
         loss = terms.total * tf.cast(terms.factor(terms.counts), loss.dtype)
-    return loss_scale.with_slope(loss, loss, communicator.size, 1.0)
+    return loss_scale.with_slope(loss, loss, communicator.num_workers, 1.0)
 
 
 def _whole(part, communicator, name):

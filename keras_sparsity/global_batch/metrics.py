@@ -195,15 +195,19 @@ def combined(variables, collectives):
     # counts below 2**53 exactly.
     dtypes = {value.dtype for value in values}
     wide = dtypes.pop() if dtypes <= {tf.float32} else tf.float64
+
+    def counts(variable):
+        # A server has seen stand-ins alone.
+        is_summed = aggregation(variable) in _SUMMED
+        return is_summed and not collectives.is_server or collectives.rank == 0
+
     sent = [
-        tf.cast(value, wide)
-        if collectives.rank == 0 or aggregation(variable) in _SUMMED
-        else tf.zeros(value.shape, wide)
+        tf.cast(value, wide) if counts(variable) else tf.zeros_like(value, wide)
         for variable, value in zip(variables, values, strict=True)
     ]
     sums = collectives.all_reduce(sent, op="sum", name="metrics")
     return [
-        _restored(variable, total, value.dtype, collectives.size)
+        _restored(variable, total, value.dtype, collectives.num_workers)
         for variable, total, value in zip(variables, sums, values, strict=True)
     ]
 

@@ -68,7 +68,7 @@ class _GlobalState:
             self._is_updating
             or not getattr(metric, "built", True)
             or keras_scopes.is_tracing_shapes()
-            or any(metric is other for other in self._of_losses())
+            or self._is_of_loss(metric)
         ):
             return stock(*args, **kwargs)
         self._is_updating = True
@@ -78,6 +78,11 @@ class _GlobalState:
             )
         finally:
             self._is_updating = False
+
+    def _is_of_loss(self, metric):
+        if self._collectives.is_server:
+            return False  # which counts nothing at all
+        return any(metric is other for other in self._of_losses())
 
     def result(self, metric, stock, *args, **kwargs):
         # In a scope of somebody else: Keras computes shapes only.

@@ -207,7 +207,8 @@ def _parsers():
             "files; if one fails, ends all, and names the rank and the reason."
         ),
         usage=(
-            "%(prog)s (-n N | --hosts a:2,b:2 | --hostfile F) [options] "
+            "%(prog)s (-n N [--servers S] | --hosts a:2,b:2 | --hostfile F) "
+            "[options] "
             "script.py [its arguments]"
         ),
         epilog=hosts.HOSTFILE_FORMAT,
@@ -239,11 +240,19 @@ def _add_run_options(parser):
         metavar="N",
         help="number of processes on this machine",
     )
+    parser.add_argument(
+        "--servers",
+        type=int,
+        metavar="S",
+        help="with -n: as many further processes on this machine, dedicated "
+        "servers, which own the rows of sharded tables and compute nothing; "
+        "on hosts: a:2+1",
+    )
     where.add_argument(
         "--hosts",
         metavar="a:2,b:2",
         help="number of processes on each of these machines, over ssh; "
-        "'localhost' is this one",
+        "'localhost' is this one; a:2+1 has a dedicated server, too",
     )
     where.add_argument(
         "--hostfile", metavar="F", help="a file of hosts, see below"
@@ -278,6 +287,7 @@ def _plan(options):
             # Python 3.10 to 3.12 parse it as that.
             raise ValueError("an option's value cannot be '--'.")
     where = _hosts(options)
+    hosts.places(where)  # raises where servers are alone
     environment.check_timeout(options.timeout)
     environment.check_memory(
         sum(host.num_processes for host in where if host.is_local)
@@ -342,11 +352,25 @@ def _check_log_dir(path):
 
 
 def _hosts(options):
+    if options.servers is not None:
+        if options.num_processes is None:
+            raise ValueError(
+                "--servers is for -n; on hosts, name the number of servers "
+                "behind that of workers: --hosts a:2+1,b:0+2. Received: "
+                f"--servers {options.servers}."
+            )
+        if options.servers < 0:
+            raise ValueError(
+                "--servers takes a number of processes, or 0. "
+                f"Received: {options.servers}."
+            )
     if options.hosts is not None:
         return hosts.parse_hosts(options.hosts)
     if options.hostfile is not None:
         return hosts.parse_hostfile(options.hostfile)
-    return hosts.local_hosts(options.num_processes)
+    return hosts.local_hosts(
+        options.num_processes, num_servers=options.servers or 0
+    )
 
 
 def _target(options):

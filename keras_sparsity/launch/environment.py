@@ -11,7 +11,7 @@ from collections import Counter
 
 from keras_sparsity._tf import checks
 from keras_sparsity.machines import firewall
-from keras_sparsity.machines.settings import ENGINES
+from keras_sparsity.machines.settings import ENGINES, SERVERS_VARIABLE
 from keras_sparsity.machines.topology import OVERRIDE, Topology
 
 # TensorFlow 2.21 and Keras take 500 MB, partly shared among processes: a
@@ -24,6 +24,7 @@ _PLACES = [field.name for field in dataclasses.fields(Topology)]
 _RANK_VARIABLES = (
     "TF_CONFIG",
     OVERRIDE,
+    SERVERS_VARIABLE,
     "HOROVOD_HOSTNAME",
     f"{_RENDEZVOUS}ADDR",
     f"{_RENDEZVOUS}PORT",
@@ -172,8 +173,12 @@ def of_ranks(engine, places, shared, network=None):
     """
     network = network or Network()
     cores = network.cores or [None] * len(places)
-    # Emulated machines are one host.
-    num_processes = Counter(place.host.name for place in places)
+    # Emulated machines are one host. Servers mostly wait while others compute.
+    busy, servers = (
+        Counter(p.host.name for p in places if p.is_server == is_server)
+        for is_server in (False, True)
+    )
+    num_processes = busy | servers
     with _VARIABLES[engine](places, network) as of_engine:
         yield [
             {
@@ -199,6 +204,11 @@ def _of_place(place, places, network):
         variables[firewall.VARIABLE] = allowed
     if place.host.gpus:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(place.host.gpus)
+    num_servers = sum(other.is_server for other in places)
+    if num_servers:
+        variables[SERVERS_VARIABLE] = str(num_servers)
+    if place.is_server:
+        variables["CUDA_VISIBLE_DEVICES"] = "-1"  # none
     return variables
 
 

@@ -38,6 +38,7 @@ def run(
     machines=1,
     timeout=None,
     env=None,
+    num_servers=0,
 ):
     """Calls a function in `num_processes` fresh processes of this machine.
 
@@ -48,7 +49,7 @@ def run(
     Args:
         function: A function at the top level of a module or script (each
             process imports it by name).
-        num_processes: Number of processes.
+        num_processes: Number of processes; without the servers.
         engine: `"native"`, `"horovod"` or `"local"`; by default `"native"`,
             for one process `"local"`.
         args: Its positional arguments, the same on every rank.
@@ -57,6 +58,8 @@ def run(
             (for tests and measurements).
         timeout: Seconds after which all processes are ended.
         env: Dictionary of further environment variables.
+        num_servers: Number of dedicated servers, which are further processes
+            and own the rows of sharded tables; their ranks are the last ones.
 
     Returns:
         List of the function's results, by rank.
@@ -78,7 +81,8 @@ def run(
     """
     environment.check_timeout(timeout)
     with Job(
-        function, num_processes, engine, args, kwargs, machines, env
+        *(function, num_processes, engine, args, kwargs, machines, env),
+        num_servers,
     ) as job:
         job.follow_main_rank()
         return job.wait(timeout)
@@ -100,8 +104,10 @@ class Job:
         kwargs=None,
         machines=1,
         env=None,
+        num_servers=0,
     ):
-        of_ranks = places(local_hosts(num_processes, machines))
+        of_ranks = places(local_hosts(num_processes, machines, num_servers))
+        num_processes = len(of_ranks)
         engine = environment.resolve_engine(engine, num_processes)
         environment.check_memory(num_processes)
         _check_env(env)

@@ -17,6 +17,8 @@ a hostfile has one host per line; a # begins a comment:
   node1            one process
   node1:4          four processes
   node1 slots=4    the same, as Open MPI and DeepSpeed write it
+  node1:4+2        four workers and two dedicated servers, which own the rows
+                   of sharded tables; "node1:0+2" for servers alone
   node1: 0,1       one process for each of the GPUs 0 and 1, as Parallax's
                    resource file has it (a lone GPU: "node1: 0,")
 """
@@ -31,11 +33,13 @@ class Host:
         num_processes: The number of its processes.
         gpus: Ids of the GPUs that its processes see; empty to keep the
             machine's own `CUDA_VISIBLE_DEVICES`.
+        num_servers: How many of the processes are dedicated servers.
     """
 
     name: str
     num_processes: int = 1
     gpus: tuple = ()
+    num_servers: int = 0
 
     @property
     def is_local(self):
@@ -51,11 +55,13 @@ class Place:
         machine: The host's index in the list of hosts. `topology.cross_rank`
             equals it only if all hosts have as many processes.
         topology: `Topology`.
+        is_server: Whether it is a dedicated server.
     """
 
     host: Host
     machine: int
     topology: topology.Topology
+    is_server: bool = False
 
     @property
     def rank(self):
@@ -63,7 +69,7 @@ class Place:
 
 
 def places(hosts):
-    """Numbers the processes of `hosts`, host by host.
+    """Numbers the processes of `hosts`, host by host; servers come last.
 
     Args:
         hosts: List of `Host`.
@@ -71,39 +77,60 @@ def places(hosts):
     Returns:
         List of `Place`, by rank.
 
+    Raises:
+        ValueError: If all processes are dedicated servers.
+
     Example:
 
     >>> [place.machine for place in places([Host("a", 2), Host("b")])]
     [0, 0, 1]
+    >>> hosts = [Host("a", 2, num_servers=1), Host("b", 2, num_servers=1)]
+    >>> [(place.machine, place.is_server) for place in places(hosts)]
+    [(0, False), (1, False), (0, True), (1, True)]
     """
-    machines = [
-        machine
-        for machine, host in enumerate(hosts)
-        for _ in range(host.num_processes)
-    ]
+    workers, servers = [], []
+    for machine, host in enumerate(hosts):
+        workers += [machine] * (host.num_processes - host.num_servers)
+        servers += [machine] * host.num_servers
+    if not workers:
+        raise ValueError(
+            "Dedicated servers need at least one worker beside them. "
+            f"Received: {len(servers)} servers and no worker."
+        )
+    machines = [*workers, *servers]
     return [
-        Place(hosts[machine], machine, place)
+        Place(hosts[machine], machine, place, place.rank >= len(workers))
         for machine, place in zip(
             machines, topology.topologies(machines), strict=True
         )
     ]
 
 
-def local_hosts(num_processes, machines=1):
-    """Hosts of `num_processes` here, as if on `machines` of equal size."""
-    checks.positive_integer("num_processes", num_processes)
+def local_hosts(num_workers, machines=1, num_servers=0):
+    """Hosts of processes here, as if on `machines` of equal size."""
+    checks.positive_integer("num_processes", num_workers)
     checks.positive_integer("machines", machines)
-    _within_limit(num_processes, num_processes)
-    if num_processes % machines:
+    checks.check(
+        type(num_servers) is int and num_servers >= 0,
+        "num_servers",
+        num_servers,
+        "a number of processes, or 0",
+    )
+    _within_limit(num_workers + num_servers, num_workers + num_servers)
+    if num_workers % machines or num_servers % machines:
+        servers = f", {num_servers} servers" if num_servers else ""
         raise ValueError(
             "`machines` must divide the number of processes. Received: "
-            f"{num_processes} processes and machines={machines}."
+            f"{num_workers} processes{servers} and machines={machines}."
         )
-    return [Host("localhost", num_processes // machines)] * machines
+    num_servers //= machines
+    num_processes = num_workers // machines + num_servers
+    host = Host("localhost", num_processes, num_servers=num_servers)
+    return [host] * machines
 
 
 def parse_hosts(text):
-    """Hosts from the command line's form, `a:2,b:2`.
+    """Hosts from the command line's form, `a:2,b:2` or `a:2+1,b:0+1`.
 
     >>> [(host.name, host.num_processes) for host in parse_hosts("a:2,b")]
     [('a', 2), ('b', 1)]
@@ -111,12 +138,8 @@ def parse_hosts(text):
     hosts = []
     for entry in text.split(","):
         name, colon, count = entry.strip().partition(":")
-        hosts.append(
-            Host(
-                _checked_name(name, f"--hosts {text!r}"),
-                _checked_count(count, entry) if colon else 1,
-            )
-        )
+        name = _checked_name(name, f"--hosts {text!r}")
+        hosts.append(_counted(name, count, entry) if colon else Host(name))
     return _without_repeats(hosts, f"--hosts {text!r}")
 
 
@@ -162,7 +185,7 @@ def _parse_line(line):
         return Host(name)
     # "node: 2" is a count; "node: 2," and "node: 0,2" are GPU ids.
     if "," not in rest:
-        return Host(name, _checked_count(rest, line))
+        return _counted(name, rest, line)
     gpus = tuple(gpu.strip() for gpu in rest.removesuffix(",").split(","))
     if not all(re.fullmatch(r"\d+|GPU-[\w-]+|MIG-[\w/-]+", g) for g in gpus):
         raise ValueError(
@@ -178,6 +201,19 @@ def _checked_name(name, where):
     if not _NAME.fullmatch(name) or name.startswith("-"):
         raise ValueError(f"Not a host name: {name!r}, in {where}.")
     return name
+
+
+def _counted(name, count, where):
+    """The host of `N` processes, or of `N+S`, S of which are servers."""
+    workers, plus, servers = count.partition("+")
+    if not plus:
+        return Host(name, _checked_count(count, where))
+    num_servers = _checked_count(servers, where)
+    num_workers = 0
+    if workers.strip() != "0":
+        num_workers = _checked_count(workers, where)
+    number = _within_limit(num_workers + num_servers, where)
+    return Host(name, number, num_servers=num_servers)
 
 
 def _checked_count(count, where):

@@ -111,6 +111,7 @@ class Program:
         """Runs all ranks once; returns their `_Watched`."""
         shared = {**shared, RESTARTS_VARIABLE: str(logs.restart)}
         remote = network = None
+        of_ranks = places(self.hosts)
         if not all(host.is_local for host in self.hosts):
             remote = Remote(self.ssh, self.python, names=self.variables)
             # This machine's GPUs say nothing about others'.
@@ -119,8 +120,9 @@ class Program:
             machines = remote.check(
                 self.hosts, self.engine, shared, script, signals.check
             )
-            network = _network(machines, firewall.given_networks(shared))
-        of_ranks = places(self.hosts)
+            network = _network(
+                machines, of_ranks, firewall.given_networks(shared)
+            )
         with (
             environment.of_ranks(
                 self.engine, of_ranks, shared, network
@@ -157,11 +159,12 @@ class Program:
         )
 
 
-def _network(machines, given):
+def _network(machines, of_ranks, given):
     """The `environment.Network` of checked hosts.
 
     Args:
         machines: List of `Machine`.
+        of_ranks: List of `Place`, by rank.
         given: The networks in the environment; None for any.
     """
     here = next(
@@ -177,11 +180,12 @@ def _network(machines, given):
         networks = given + own
     return environment.Network(
         addresses=[
-            machine.address or here
-            for machine in machines
-            for _ in range(machine.host.num_processes)
+            machines[place.machine].address or here for place in of_ranks
         ],
-        ports=[port for machine in machines for port in machine.ports],
+        ports=[
+            machines[place.machine].ports[place.topology.local_rank]
+            for place in of_ranks
+        ],
         here=here,
         networks=networks,
         cores=[machine.num_cores for machine in machines],

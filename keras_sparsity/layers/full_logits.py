@@ -53,7 +53,8 @@ def _from_owners(hidden, num_hidden, kernel, bias, name):
     """Each owner's logits of all ranks' hidden states, sent back to them."""
     communicator = kernel.collectives
     everyone = communicator.all_gather(hidden, name=f"{name}/hidden")
-    widths = kernel.layout.num_stored_rows()
+    ranks = range(communicator.size)
+    widths = [kernel.layout.num_stored_rows(rank) for rank in ranks]
     mine = widths[communicator.rank]
     # One of the two tables may have been moved by itself.
     is_beside = bias is not None and bias.layout == kernel.layout

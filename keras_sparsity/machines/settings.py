@@ -12,6 +12,10 @@ ENGINES = ("local", "native", "horovod")
 TIMEOUT_VARIABLE = "KERAS_SPARSITY_TIMEOUT"
 # Replaces the random seed that rank 0 draws for all ranks.
 SEED_VARIABLE = "KERAS_SPARSITY_SEED"
+# The number of processes that are dedicated servers: the last ranks.
+SERVERS_VARIABLE = "KERAS_SPARSITY_SERVERS"
+# Jobs of TF_CONFIG with a rank for each task, in the order of ranks.
+_JOBS = ("chief", "worker", "ps")
 # The ranks look at each other twice a second, and Python's lock may be held
 # for a second or two (imports).
 _SHORTEST_TIMEOUT_SECONDS = 5.0
@@ -57,6 +61,40 @@ def seed(variables=os.environ):
     return int(given)
 
 
+def num_servers(size, tasks=()):
+    """The number of dedicated servers, which are the last ranks.
+
+    Args:
+        size: The number of processes.
+        tasks: Those of `cluster`, if they are the processes.
+
+    Raises:
+        ValueError: If it is not a number that leaves a worker.
+    """
+    of_cluster = sum(kind == "ps" for kind, *_ in tasks)
+    given = os.environ.get(SERVERS_VARIABLE, "").strip()
+    if not given:
+        number, source = of_cluster, "TF_CONFIG"
+    elif re.fullmatch(r"\d{1,9}", given):
+        number, source = int(given), SERVERS_VARIABLE
+    else:
+        raise ValueError(
+            f"{SERVERS_VARIABLE} must be a whole number, of the processes "
+            f"that are dedicated servers. Received: {given!r}."
+        )
+    if of_cluster not in (0, number):
+        raise ValueError(
+            f'{SERVERS_VARIABLE} and the job "ps" of TF_CONFIG must give '
+            f"the same number of servers. Received: {number} and {of_cluster}."
+        )
+    if number and number >= size:
+        raise ValueError(
+            "Dedicated servers need at least one worker beside them. "
+            f"Received: {number} servers among {size} processes, by {source}."
+        )
+    return number
+
+
 def check_horovod():
     """Checks the ranks and sizes in Horovod's environment variables."""
     for kind in ("", "LOCAL_", "CROSS_"):
@@ -80,13 +118,14 @@ def cluster():
     """TF_CONFIG's training processes, in TensorFlow's order.
 
     Returns:
-        List of `(type, index, address)`, the chief first.
+        List of `(type, index, address)`: the chief, workers, then servers,
+        which are the tasks of the job "ps".
     """
     config = _tf_config()
     jobs = config.get("cluster") or {}
     _check_config(isinstance(jobs, dict), '"cluster" must be an object')
     tasks = []
-    for kind in ("chief", "worker"):
+    for kind in _JOBS:
         addresses = jobs.get(kind) or []
         _check_config(isinstance(addresses, list), f'"{kind}" must be a list')
         for index, address in enumerate(addresses):
@@ -95,6 +134,10 @@ def cluster():
                 f'each "{kind}" must be "host:port", not {address!r}',
             )
             tasks.append((kind, index, address))
+    _check_config(
+        not tasks or tasks[0][0] != "ps",
+        'servers, which are the tasks of "ps", need a "worker" beside them',
+    )
     addresses = [address for _, _, address in tasks]
     for address in addresses:
         _check_config(

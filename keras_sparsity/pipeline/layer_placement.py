@@ -7,7 +7,6 @@ import itertools
 import keras
 import tensorflow as tf
 
-from keras_sparsity import collectives
 from keras_sparsity._tf import checks, deferred_weights
 from keras_sparsity.board import measured_plan
 from keras_sparsity.board.split_plan import SplitPlan
@@ -15,7 +14,10 @@ from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives.base import divided
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline.fan import fan
-from keras_sparsity.pipeline.staged import StagedStrategy
+from keras_sparsity.pipeline.staged import (
+    StagedStrategy,
+    start_without_servers,
+)
 from keras_sparsity.stages import layer_placement, timing
 from keras_sparsity.stages.profile import Profile, gradient_sizes
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
@@ -123,7 +125,7 @@ class LayerPlacementStrategy(StagedStrategy):
         self.rule, self.threshold = rule, threshold
         self._wire_dtype = wire_dtype
         self._hybrid = None  # the strategy of models that gain nothing
-        communicator = collectives.start(engine, timeout)
+        communicator = start_without_servers(engine, timeout, self)
         size = communicator.size
         if size == 1:
             super().__init__(communicator, communicator, (None, None), stages)

@@ -3,11 +3,30 @@
 import abc
 import contextlib
 
+from keras_sparsity import collectives
 from keras_sparsity._tf import checks, patches
 from keras_sparsity._tf.deferred_weights import deferring
 from keras_sparsity.data import distribution
 from keras_sparsity.pipeline import adoption
 from keras_sparsity.training.extended import HybridExtended, ProcessStrategy
+
+
+def start_without_servers(engine, timeout, strategy):
+    """As `collectives.start`, for a strategy that spreads no tables.
+
+    Raises:
+        ValueError: if some processes are dedicated servers.
+    """
+    communicator = collectives.start(engine, timeout)
+    if communicator.num_servers:
+        name = type(strategy).__name__
+        raise ValueError(
+            f"{name} has no sharded tables that dedicated servers could own. "
+            f"Received: {communicator.num_servers} servers beside "
+            f"{communicator.num_workers} workers. Start it without servers, "
+            "or train with `ks.HybridStrategy`."
+        )
+    return communicator
 
 
 class StagedStrategy(ProcessStrategy, abc.ABC):

@@ -1,13 +1,15 @@
 """`PipelineStrategy`: each process trains one stage of a model."""
 
-from keras_sparsity import collectives
 from keras_sparsity._tf import checks
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline import cuts, versions
 from keras_sparsity.pipeline.links import links, peers
 from keras_sparsity.pipeline.memory import Limit
 from keras_sparsity.pipeline.planning import Planner
-from keras_sparsity.pipeline.staged import StagedStrategy
+from keras_sparsity.pipeline.staged import (
+    StagedStrategy,
+    start_without_servers,
+)
 from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages.simulation import simulate
 
@@ -137,7 +139,7 @@ class PipelineStrategy(StagedStrategy):
         self.schedule, self.num_micro_batches = schedule, num_micro_batches
         self.prediction, self.decay = prediction, decay
         self.memory_bytes = memory_bytes
-        communicator = collectives.start(engine, timeout)
+        communicator = start_without_servers(engine, timeout, self)
         self.num_stages = _num_stages(stages, replicas, communicator.size)
         self.replicas = replicas
         super().__init__(

@@ -53,6 +53,13 @@ ARCHITECTURES = {
 }
 
 
+def _on_servers(architecture):
+    """The same, where dedicated servers are to own all tables."""
+    if architecture.tables != "auto":
+        return architecture
+    return dataclasses.replace(architecture, tables="ps")
+
+
 # Placements by their names: of tables, made of a function that returns the
 # `Layout` of their rows over owners; and of other variables.
 OF_TABLES = {
@@ -127,6 +134,8 @@ class Placements:
         self.options = options
         self.strategy = strategy
         self._architecture = ARCHITECTURES[architecture]
+        if communicator.num_servers:
+            self._architecture = _on_servers(self._architecture)
         size = communicator.size
         self._of_others = {name: choose(name, size) for name in OF_OTHERS}
 

@@ -327,5 +327,5 @@ def _new(variable):
         machines = collectives.current().machines
         return Touches(num_rows, machines, num_rows)
     ranks = table.collectives
-    num_stored = table.layout.num_stored_rows()[ranks.rank]
+    num_stored = table.layout.num_stored_rows(ranks.rank)
     return Touches(table.num_rows, ranks.machines, num_stored)

@@ -32,7 +32,8 @@ def owners(table, placements):
         "The model's tables",
         "Build the same model on every rank.",
     )
-    return default_owners([tuple(place) for *place, _ in facts])
+    places = [tuple(place) for *place, _ in facts]
+    return default_owners(places, communicator.num_servers)
 
 
 def same_seed(initializer, communicator):

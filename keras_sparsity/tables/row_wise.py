@@ -34,7 +34,7 @@ class SpreadRegularizer(keras.regularizers.Regularizer):
             [mine], name=f"{table.role}/regularizer"
         )
         ids = table.layout.owned_rows(rank)
-        values = tf.concat(gradients, axis=0) * communicator.size
+        values = tf.concat(gradients, axis=0) * communicator.num_workers
 
         @tf.custom_gradient
         def attach(anchor, total, values):

@@ -42,7 +42,8 @@ class ShardedTable:
         num_rows: number of rows.
         dim: length of a row.
         num_partitions: number of partitions; by default the number of
-            processes. The result of training does not depend on it.
+            processes, or of dedicated servers. The result of training does
+            not depend on it.
         initializer: as for `keras.layers.Embedding`. The values do not depend
             on the number of processes or partitions.
         dtype: dtype of the rows; by default Keras's floatx.
@@ -267,9 +268,7 @@ class ShardedTable:
             num_partitions: by default, as many as the table was made with.
         """
         count = num_partitions or self.requested_partitions
-        return Layout(
-            self.num_rows, count or self.collectives.size, self._owners
-        )
+        return Layout(self.num_rows, count or len(self._owners), self._owners)
 
     def hold(self, placement, rows):
         """Stores these rows from now on.

@@ -63,7 +63,7 @@ def read_like(table, pieces):
         tf.constant(mine), name=f"{table.role}/read"
     ).numpy()
     whole = np.empty((table.num_rows, *gathered.shape[1:]), gathered.dtype)
-    owned = [layout.owned_rows(rank) for rank in range(layout.num_owners)]
+    owned = [layout.owned_rows(rank) for rank in sorted(layout.owners)]
     whole[np.concatenate(owned)] = gathered
     return whole
 

@@ -122,7 +122,7 @@ def adopt(model, strategy):
     """Binds a model's methods to versions that involve all ranks."""
     keras_models.set_distribute_strategy(model, strategy)
     moving.settle(model, strategy)
-    lookups.mark(keras_models.all_layers(model), strategy.size)
+    lookups.mark(keras_models.all_layers(model), strategy.collectives.size)
     if getattr(model, _ADOPTION, None) is None:
         joint_pull = JointPull(model)
         replicas = Replicas(model)
@@ -133,6 +133,6 @@ def adopt(model, strategy):
             Steps(model, joint_pull),
             Saves(model, replicas),
         ]
-        if strategy.size > 1:
+        if strategy.collectives.size > 1:
             bindings.append(StepLosses(model))
         object.__setattr__(model, _ADOPTION, bindings)

@@ -31,7 +31,13 @@ def _of_examples(value):
 
 
 class ProcessStrategy(tf.distribute.Strategy):
-    """A strategy of several processes, by its `collectives`."""
+    """A strategy of several processes, by its `collectives`.
+
+    Attributes:
+        rank: this process's number.
+        size: the number of processes that compute. Dedicated servers do not:
+            their ranks begin at `size`.
+    """
 
     @property
     def rank(self):
@@ -39,7 +45,7 @@ class ProcessStrategy(tf.distribute.Strategy):
 
     @property
     def size(self):
-        return self.collectives.size
+        return self.collectives.num_workers
 
 
 class HybridExtended(tf.distribute.StrategyExtended):
@@ -113,8 +119,17 @@ class HybridExtended(tf.distribute.StrategyExtended):
             context,
             losses.of_global_batch(self._collectives),
             patches.current_rows_are_taken(),
+            self._without_examples_on_servers(),
         ):
             return fn(*args, **kwargs)
+
+    def _without_examples_on_servers(self):
+        """Context of a step; nothing that a server computes counts."""
+        if not self._collectives.is_server or empty_parts.current():
+            return contextlib.nullcontext()
+        counts = tf.zeros([1], tf.int32)
+        part = empty_parts.Part(counts, self._collectives, is_of_run=True)
+        return empty_parts.computing_on(part)
 
     def _use_merge_call(self):
         # Else ReplicaContext.all_reduce would go round the collectives.
@@ -146,8 +161,19 @@ class HybridExtended(tf.distribute.StrategyExtended):
     def _reduce_all(self, reduce_op, value, name):
         flat = tf.nest.flatten(value)
         if self._collectives.size > 1:
+            flat = [self._counting(each) for each in flat]
             flat = self._reduce_flat(flat, _REDUCE[reduce_op], name)
         return tf.nest.pack_sequence_as(value, flat)
+
+    def _counting(self, value):
+        """A value to be reduced; a server adds nothing."""
+        if not self._collectives.is_server:
+            return value
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(
+                value.values[:0], value.indices[:0], value.dense_shape
+            )
+        return tf.zeros_like(value)
 
     def _reduce_flat(self, flat, op, name):
         reduced = [None] * len(flat)
@@ -158,18 +184,19 @@ class HybridExtended(tf.distribute.StrategyExtended):
             else:
                 dense.append(i)
         tensors = [tf.convert_to_tensor(flat[i]) for i in dense]
-        for i, value in zip(
-            dense,
-            self._collectives.all_reduce(tensors, op=op, name=name),
-            strict=True,
-        ):
-            reduced[i] = value
+        workers = self._collectives.num_workers
+        is_of_all = op == "sum" or workers == self._collectives.size
+        sums = self._collectives.all_reduce(
+            tensors, op=op if is_of_all else "sum", name=name
+        )
+        for i, value in zip(dense, sums, strict=True):
+            reduced[i] = value if is_of_all else value / workers
         return reduced
 
     def _reduce_slices(self, slices, op, name):
         values = slices.values
         if op == "mean":
-            values = values / self._collectives.size
+            values = values / self._collectives.num_workers
         gather = self._collectives.all_gather
         return tf.IndexedSlices(
             gather(values, name=f"{name}/values"),
@@ -182,6 +209,10 @@ class HybridExtended(tf.distribute.StrategyExtended):
         if self._collectives.size == 1:
             return value
         value = tf.convert_to_tensor(value)
+        if self._collectives.is_server:
+            shape = [*value.shape]
+            shape[axis] = 0
+            value = tf.zeros(shape, value.dtype)
         order = list(range(value.shape.rank))
         order[0], order[axis] = order[axis], order[0]
         gathered = self._collectives.all_gather(
@@ -201,17 +232,19 @@ class HybridExtended(tf.distribute.StrategyExtended):
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options
+        workers = self._collectives.num_workers
         context = tf.distribute.InputContext(
-            num_input_pipelines=self._collectives.size,
-            input_pipeline_id=self._collectives.rank,
-            num_replicas_in_sync=self._collectives.size,
+            num_input_pipelines=workers,
+            # A server's dataset tells shapes alone.
+            input_pipeline_id=self._collectives.rank % workers,
+            num_replicas_in_sync=workers,
         )
-        return distribution.mark_as_part(dataset_fn(context))
+        return distribution.own_parts(dataset_fn(context), self._collectives)
 
     def _experimental_distribute_values_from_function(self, value_fn):
         context = tf.distribute.experimental.ValueContext(
             replica_id_in_sync_group=self._collectives.rank,
-            num_replicas_in_sync=self._collectives.size,
+            num_replicas_in_sync=self._collectives.num_workers,
         )
         return value_fn(context)
 
@@ -219,7 +252,7 @@ class HybridExtended(tf.distribute.StrategyExtended):
 
     @property
     def _num_replicas_in_sync(self):
-        return self._collectives.size
+        return self._collectives.num_workers
 
     def _get_local_replica_id(self, replica_id_in_sync_group):
         del replica_id_in_sync_group

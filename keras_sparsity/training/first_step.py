@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import logging
 
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_input, keras_models
+from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.data import following
 from keras_sparsity.data.stand_ins import without_counts
 from keras_sparsity.global_batch import random_states
@@ -105,6 +107,7 @@ class FirstStep(Binding):
             for v in new.values()
             if not (isinstance(v, TableVariable) and v.table.is_sharded)
         ]
+        self._warn_of_idle_servers()
         communicator.check_equal(
             {
                 **agreement.of_model(self._model),
@@ -123,3 +126,19 @@ class FirstStep(Binding):
             variable.assign(value)
             if random_states.is_own(variable):
                 random_states.fold_rank(variable, communicator.rank)
+
+    def _warn_of_idle_servers(self):
+        """Warns, on rank 0 and once, where servers have nothing to own."""
+        communicator = self._collectives
+        if not communicator.num_servers or self._replicas.synchronised:
+            return
+        tables = tables_of(self._model)
+        if communicator.rank == 0 and not any(t.is_sharded for t in tables):
+            logging.getLogger(__name__).warning(
+                "%d dedicated servers have nothing to do: the model '%s' has "
+                "no sharded table. Use `ks.layers.ShardedEmbedding` or "
+                "`ks.shard_embeddings(model)`, with architecture 'ps' or "
+                "'auto'; or start without servers.",
+                communicator.num_servers,
+                self._model.name,
+            )

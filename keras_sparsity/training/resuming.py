@@ -1,10 +1,13 @@
 """A `fit` that goes on from a `ShardedCheckpoint`."""
 
 import contextlib
+import itertools
 
-from keras_sparsity._tf import keras_input, patches
+from keras_sparsity._tf import keras_input, patches, random_seeds
 from keras_sparsity.callbacks import sharded_checkpoint
-from keras_sparsity.data import distribution
+from keras_sparsity.collectives import agreed_seed
+
+_fits = itertools.count()
 
 
 def checkpoint_last(callbacks):
@@ -27,7 +30,7 @@ def resuming(model, callbacks, arguments):
     Yields:
         The `ShardedCheckpoint` among the callbacks, or None.
     """
-    order_seed = distribution.next_order_seed()
+    order_seed = _next_order_seed()
     checkpoint = sharded_checkpoint.among(callbacks)
     with contextlib.ExitStack() as stack:
         if checkpoint:
@@ -38,6 +41,19 @@ def resuming(model, callbacks, arguments):
             order_seed = checkpoint.order_seed(order_seed)
         stack.enter_context(patches.array_orders_change(order_seed))
         yield checkpoint
+
+
+def _next_order_seed():
+    """A seed for the orders of one `fit`'s arrays; None if the user set one.
+
+    For when the ranks share a seed that the user has not asked for: with one,
+    TensorFlow repeats the order of `fit(x, y)` in every epoch. It depends on
+    the ranks' seed and on how often this was called, so they agree on it.
+    """
+    seed = agreed_seed()
+    if seed is None or random_seeds.global_seed() != seed:
+        return None
+    return (seed + next(_fits) * 2**31) % 2**62
 
 
 class Input:

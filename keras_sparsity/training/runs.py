@@ -158,11 +158,11 @@ class Runs(Binding):
     def _on_batch(self, name, args, kwargs):
         self._check_optimizer()
         arguments = bound_arguments(self._stock[name], args, kwargs)
-        place = self._collectives.rank, self._collectives.size
+        place = self._collectives.rank, self._collectives.num_workers
         for key in ("x", "y", "sample_weight"):
             if arguments.get(key) is None:
                 continue
-            if place[1] == 1:
+            if self._collectives.size == 1:
                 arguments[key] = split_batch(arguments[key], *place)
                 continue
             part = counted_part(arguments[key], *place)

@@ -97,7 +97,7 @@ class StepLosses(Binding):
         if part is None or is_of_owners(loss):
             return loss  # divided by the number of replicas
         self._adds_losses = True
-        share = tf.cast(part.share * self._collectives.size, loss.dtype)
+        share = tf.cast(part.share * self._collectives.num_workers, loss.dtype)
         return _with_slope(loss, share)
 
 

@@ -93,9 +93,9 @@ class Steps(Binding):
         with contextlib.ExitStack() as stack:
             is_outermost = stack.enter_context(self._noting_the_step())
             part = empty_parts.current()
-            if part is None:
+            if part is None or part.is_of_run:
                 batch, counts = stand_ins.counted(batch)
-                part = empty_parts.Part(counts, self._collectives)
+                part = empty_parts.of_rank(counts, self._collectives)
                 stack.enter_context(empty_parts.computing_on(part))
             else:
                 batch = stand_ins.without_counts(batch)

@@ -86,11 +86,11 @@ class Aggregation:
             touches.end_step(of_rows)
         for kind, of_reducer in by_reducer.items():
             reducers[kind].finish(of_reducer)
-        self._scale(updates, placements.communicator.size)
+        self._scale(updates, placements.communicator.num_workers)
         return updates
 
     def _scale(self, updates, size):
-        """Multiplies by the number of ranks, where users want sums."""
+        """Multiplies by the number of workers, where users want sums."""
         for update in updates if size > 1 else ():
             if self._sums[update.is_of_rows]:
                 # Each rank's loss has its share of the global batch already.

@@ -13,6 +13,7 @@ LAYOUTS = [
     (5, 8, (1, 0)),
     (61, 5, (0, 2, 1, 3)),
     (24, 4, (0, 1, 2, 3, 4)),
+    (13, 3, (4, 2)),  # servers
 ]
 
 
@@ -24,7 +25,8 @@ def test_each_row_is_stored_once_and_found_there(num_rows, count, owners):
     index = layout.owned_index(ids).numpy()
     local, position = layout.local_row(ids), layout.stored_position(ids)
     found = []
-    for rank in range(len(owners)):
+    ranks = range(max(owners) + 1)
+    for rank in ranks:
         for place, partition in enumerate(layout.owned_partitions(rank)):
             count_of = layout.num_rows_of(partition)
             assert count_of == len(layout.rows_of(partition))
@@ -35,9 +37,10 @@ def test_each_row_is_stored_once_and_found_there(num_rows, count, owners):
                 assert position[row] == len(found)
                 found.append(row)
     assert sorted(found) == list(range(num_rows))
-    by_rank = [layout.owned_rows(rank) for rank in range(len(owners))]
+    by_rank = [layout.owned_rows(rank) for rank in ranks]
     np.testing.assert_array_equal(np.concatenate(by_rank), found)
-    assert [len(rows) for rows in by_rank] == layout.num_stored_rows()
+    stored = [layout.num_stored_rows(rank) for rank in ranks]
+    assert [len(rows) for rows in by_rank] == stored
 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 5, 16])
@@ -52,8 +55,13 @@ def test_common_rows_are_those_of_both(first, second):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((4, 0), "num_partitions=0"), ((4, 1, (1, 2)), r"owners=\(1, 2\)")],
+    [
+        ((4, 0), "num_partitions=0"),
+        ((4, 1, (1, 1)), r"owners=\(1, 1\)"),
+        ((4, 1, ()), r"owners=\(\)"),
+        ((4, 1, (-1,)), r"owners=\(-1,\)"),
+    ],
 )
-def test_a_layout_of_no_partition_or_with_a_missing_rank(arguments, message):
+def test_a_layout_of_no_partition_or_with_wrong_owners(arguments, message):
     with pytest.raises(ValueError, match=message):
         Layout(*arguments)

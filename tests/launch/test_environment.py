@@ -82,3 +82,22 @@ def test_variables_of_an_outer_launcher_are_left_out(monkeypatch):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_each_engine_has_variables(engine):
     assert engine in environment._VARIABLES
+
+
+def test_servers_are_counted_and_see_no_accelerator():
+    """They share their workers' cores, which mostly compute while they wait."""
+    network = environment.Network(
+        addresses=["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.0.1"],
+        ports=[1, 2, 3, 4],
+        cores=[8, 8],
+    )
+    hosts = [
+        Host("a", 3, ("4", "5"), num_servers=1),
+        Host("b", 1, num_servers=1),
+    ]
+    found = variables_of("native", hosts, network)
+    assert [v["KERAS_SPARSITY_SERVERS"] for v in found] == ["2"] * 4
+    devices = [v["CUDA_VISIBLE_DEVICES"] for v in found]
+    assert devices == ["4,5", "4,5", "-1", "-1"]
+    threads = [v["TF_NUM_INTRAOP_THREADS"] for v in found]
+    assert threads == ["4", "4", "4", "8"]

@@ -18,6 +18,10 @@ from keras_sparsity.launch.hosts import (
         ("a:2,b:3", [Host("a", 2), Host("b", 3)]),
         ("me@a.example.org:2", [Host("me@a.example.org", 2)]),
         ("localhost:2, 10.0.0.2:1", [Host("localhost", 2), Host("10.0.0.2")]),
+        (
+            "a:2+1,b:0+2",
+            [Host("a", 3, num_servers=1), Host("b", 2, num_servers=2)],
+        ),
     ],
 )
 def test_hosts_of_the_command_line(text, expected):
@@ -32,6 +36,11 @@ def test_hosts_of_the_command_line(text, expected):
         ("a:0", "at least 1. Received: '0'"),
         ("a:two", "must be a number"),
         ("a:", "must be a number"),
+        ("a:2+", "must be a number"),
+        ("a:+1", "must be a number"),
+        ("a:2+0", "at least 1. Received: '0', in 'a:2\\+0'"),
+        ("a:2+1+1", "must be a number"),
+        ("a:9999+2", "At most 10000 processes"),
         ("-oProxyCommand=x:1", "Not a host name"),
         ("a:1,a:2", "Host a is named more than once"),
     ],
@@ -47,6 +56,7 @@ def test_wrong_hosts(text, message):
         ("node1", Host("node1")),
         ("node1:4", Host("node1", 4)),
         ("node1: 4", Host("node1", 4)),
+        ("node1: 4+2", Host("node1", 6, num_servers=2)),
         ("node1 slots=4", Host("node1", 4)),
         ("node1  slots = 4  # fast", Host("node1", 4)),
         ("node1: 0,1", Host("node1", 2, ("0", "1"))),
@@ -102,3 +112,17 @@ def test_emulated_machines():
         "0,2,1,2",
         "1,2,1,2",
     ]
+
+
+def test_servers_are_the_last_ranks():
+    """And behind the workers of their machine."""
+    hosts = parse_hosts("a:2+1,b:1+1,c:0+1")
+    found = places(hosts)
+    assert [place.machine for place in found] == [0, 0, 1, 0, 1, 2]
+    assert [place.is_server for place in found] == [False] * 3 + [True] * 3
+    assert [place.topology.local_rank for place in found] == [0, 1, 0, 2, 1, 0]
+
+
+def test_servers_alone():
+    with pytest.raises(ValueError, match="3 servers and no worker"):
+        places(parse_hosts("a:0+2,b:0+1"))

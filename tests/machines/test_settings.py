@@ -30,7 +30,14 @@ def tf_config(monkeypatch):
         ("{}", [], None),
         ({"task": _TASK}, [], None),
         ({"cluster": {}}, [], None),
-        ({"cluster": {"ps": ["a:1"]}}, [], None),
+        (
+            {
+                "cluster": {"ps": ["s:1", "t:2"], "worker": _TWO},
+                "task": {"type": "ps", "index": 1},
+            },
+            [*_TWO, "s:1", "t:2"],
+            3,
+        ),
         ({"cluster": {"worker": _TWO}, "task": _TASK}, _TWO, 0),
         (
             {
@@ -61,6 +68,7 @@ def test_a_cluster(config, addresses, rank, tf_config):
         ("null", "must be a JSON object"),
         (["a:1"], "must be a JSON object"),
         ({"cluster": 3}, '"cluster" must be an object'),
+        ({"cluster": {"ps": _TWO}}, 'need a "worker" beside them'),
         ({"cluster": _TWO}, '"cluster" must be an object'),
         ({"cluster": {"worker": "a:1"}}, '"worker" must be a list'),
         ({"cluster": {"worker": {"0": "a:1"}}}, '"worker" must be a list'),
@@ -161,3 +169,36 @@ def test_what_is_no_seed(seed, monkeypatch):
     monkeypatch.setenv("KERAS_SPARSITY_SEED", seed)
     with pytest.raises(ValueError, match="KERAS_SPARSITY_SEED must be a whole"):
         settings.seed()
+
+
+@pytest.mark.parametrize(
+    ("given", "num_servers"), [(None, 2), ("", 2), (" 2", 2)]
+)
+def test_servers_of_a_cluster(given, num_servers, tf_config, monkeypatch):
+    tf_config({"cluster": {"worker": ["a:1"], "ps": ["b:1", "c:1"]}})
+    monkeypatch.delenv(settings.SERVERS_VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(settings.SERVERS_VARIABLE, given)
+    assert settings.num_servers(3, settings.cluster()) == num_servers
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("one", "must be a whole number, .* Received: 'one'"),
+        ("-1", "must be a whole number, .* Received: '-1'"),
+        ("1", "the same number of servers. Received: 1 and 2"),
+    ],
+)
+def test_wrong_numbers_of_servers(given, message, tf_config, monkeypatch):
+    tf_config({"cluster": {"worker": ["a:1"], "ps": ["b:1", "c:1"]}})
+    monkeypatch.setenv(settings.SERVERS_VARIABLE, given)
+    with pytest.raises(ValueError, match=message):
+        settings.num_servers(3, settings.cluster())
+
+
+def test_servers_need_a_worker(monkeypatch):
+    monkeypatch.setenv(settings.SERVERS_VARIABLE, "2")
+    assert settings.num_servers(3) == 2
+    with pytest.raises(ValueError, match="2 servers among 2 processes"):
+        settings.num_servers(2)

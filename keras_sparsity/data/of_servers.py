@@ -1,0 +1,93 @@
+"""The input of dedicated servers, which read none.
+
+A server takes part in the steps of the workers without examples. Of its
+dataset it needs the shapes alone. The number of batches is that of the
+workers, who tell where an epoch ends if nobody knows it before (see
+`equal_steps.ending_together`).
+"""
+
+import tensorflow as tf
+
+from keras_sparsity.collectives.base import raise_if_different
+from keras_sparsity.data.batches import rows_between, without_rows
+from keras_sparsity.data.equal_steps import ending_together
+from keras_sparsity.data.stand_ins import Counted, zeros
+
+
+def agreed(facts, what, fix, collectives):
+    """The facts of worker 0, which all workers must have.
+
+    Args:
+        facts: what the workers compare; a server's are not looked at.
+        what, fix: as for `Collectives.check_equal`.
+        collectives: all processes.
+
+    Raises:
+        ValueError: on every rank, if workers have different facts.
+    """
+    if not collectives.num_servers:
+        collectives.check_equal(facts, what, fix)
+        return facts
+    everyone = collectives.gather_objects(facts, name=f"workers/{what}")
+    of_workers = everyone[: collectives.num_workers]
+    raise_if_different(of_workers, what, fix)
+    return of_workers[0]
+
+
+def agreed_number(dataset, fix, collectives, known=None):
+    """The number of batches, once the ranks' datasets are seen to be alike.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches.
+        fix: as for `agreed`.
+        collectives: all processes.
+        known: the number, if it is known from elsewhere.
+    """
+    number = int(dataset.cardinality())
+    name = {
+        tf.data.INFINITE_CARDINALITY: "infinite",
+        tf.data.UNKNOWN_CARDINALITY: "unknown",
+    }.get(number, number)
+    what, spec = "The input dataset", str(dataset.element_spec)
+    facts = {"element_spec": spec, "number of batches": name}
+    agreed(facts, what, fix, collectives)
+    if collectives.num_servers:
+        # Of a server the shapes alone: it may have no files to count.
+        collectives.check_equal(spec, f"{what}'s element_spec", fix)
+        if number == tf.data.UNKNOWN_CARDINALITY and known:
+            number = known
+        (number,) = collectives.broadcast(
+            [tf.constant(number, tf.int64)], name="input/number"
+        )
+    return int(number)
+
+
+def parts_of_server(dataset, number, collectives, are_counted=False):
+    """As many batches as workers have, each of one example of zeros.
+
+    Args:
+        dataset: `tf.data.Dataset` of batches of these shapes, not read.
+        number: the workers' number of batches, or an unknown or infinite one.
+        collectives: all processes.
+        are_counted: whether they are `Counted`, as of no examples.
+
+    Returns:
+        `tf.data.Dataset` of batches whose number of rows is not static.
+    """
+    nothing = tf.nest.map_structure(without_rows, dataset.element_spec)
+    one = tf.data.Dataset.from_tensors(nothing)
+    # `map` hands over the entries of a tuple, of a tuple of one too.
+    is_tuple = type(one.element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert
+    def example(*element):
+        batch = zeros(element if is_tuple else element[0])
+        start, stop = tf.unstack(tf.constant([0, 1], tf.int64))
+        batch = rows_between(batch, start, stop)
+        counts = tf.zeros([2], tf.int64)
+        return Counted(batch, counts) if are_counted else batch
+
+    parts = one.map(example).repeat(number if number >= 0 else None)
+    if number == tf.data.UNKNOWN_CARDINALITY:
+        return ending_together(parts, collectives)
+    return parts

@@ -1,0 +1,292 @@
+"""What the ranks run in tests of dedicated servers."""
+
+import os
+import resource
+import signal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+from tests import checkpoint_functions
+
+ROWS, DIM, LENGTH, BATCH = 30, 3, 4, 8
+# The last batch is smaller, and of fewer examples than three workers.
+COUNT = 5 * BATCH + 2
+
+
+def arrays():
+    rng = np.random.default_rng(5)
+    x = rng.integers(0, ROWS, (COUNT, LENGTH)).astype("int32")
+    return x, rng.normal(size=(COUNT, 1)).astype("float32")
+
+
+def build(embedding):
+    keras.utils.set_random_seed(5)
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int32"),
+            embedding(ROWS, DIM),
+            keras.layers.Flatten(),
+            # Its loss is added by shares of the batch.
+            keras.layers.Dense(1, activity_regularizer="l2"),
+        ]
+    )
+
+
+def inputs(may_read=True, shard=lambda dataset: dataset):
+    """Datasets by name: of unknown length, without end, and read by parts."""
+    x, y = arrays()
+
+    def check():
+        if not may_read:
+            raise AssertionError("A server has read its input.")
+
+    def read():
+        check()
+        for start in range(0, COUNT, BATCH):
+            yield x[start : start + BATCH], y[start : start + BATCH]
+
+    def load(position):
+        check()
+        return position
+
+    def decode(position):
+        position = tf.numpy_function(load, [position], tf.int64)
+        position = tf.ensure_shape(position, [])
+        return tf.gather(x, position), tf.gather(y, position)
+
+    signature = (
+        tf.TensorSpec([None, LENGTH], tf.int32),
+        tf.TensorSpec([None, 1], tf.float32),
+    )
+    of_unknown_length = tf.data.Dataset.from_generator(
+        read, output_signature=signature
+    )
+    # Twelve is a multiple of two and three workers.
+    by_elements = tf.data.Dataset.range(36).map(decode).batch(12)
+    return {
+        "unknown": of_unknown_length,
+        "endless": of_unknown_length.repeat(),
+        "sharded": shard(by_elements),
+    }
+
+
+def use(model, data):
+    """Trains and evaluates a model in several ways; the logs and outputs."""
+    x, y = arrays()
+    logs = [
+        model.fit(
+            data["unknown"],
+            epochs=2,
+            validation_data=data["unknown"],
+            verbose=0,
+        ),
+        model.fit(data["endless"], epochs=2, steps_per_epoch=4, verbose=0),
+        model.fit(data["sharded"], verbose=0),
+        model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            shuffle=False,
+            validation_split=0.25,
+            verbose=0,
+        ),
+    ]
+    logs = {
+        f"{number}/{name}": values
+        for number, history in enumerate(logs)
+        for name, values in history.history.items()
+    }
+    return {
+        **logs,
+        "evaluate": model.evaluate(data["unknown"], verbose=0),
+        "predict": model.predict(x, batch_size=BATCH, verbose=0),
+        "predict unknown": model.predict(data["unknown"], verbose=0),
+        "weights": np.concatenate([w.ravel() for w in model.get_weights()]),
+    }
+
+
+def train():
+    """On every rank: what `use` gives, and the number of rows stored here."""
+    strategy = ks.HybridStrategy()
+    is_server = strategy.collectives.is_server
+    assert strategy.num_replicas_in_sync == strategy.size
+    assert is_server == (strategy.rank >= strategy.size)
+    model = build(ks.layers.ShardedEmbedding)
+    with strategy.scope():
+        model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    found = use(model, inputs(not is_server, strategy.shard))
+    (table,) = (v.table for v in model.weights if hasattr(v, "table"))
+    num_rows = sum(partition.num_rows for partition in table.partitions)
+    slots = model.optimizer.slots_of(table.variable)
+    num_slots = {
+        name: sum(
+            slot.shape[0]
+            for slot, partition in zip(of_table, table.partitions, strict=True)
+            if partition.num_rows
+        )
+        for name, of_table in slots.items()
+    }
+    return found, num_rows, num_slots
+
+
+def loop():
+    """On every rank: a loop of one's own, in words of `tf.distribute`."""
+    strategy = ks.HybridStrategy()
+    x, y = arrays()
+    with strategy.scope():
+        model = build(ks.layers.ShardedEmbedding)
+        loss_object = keras.losses.MeanSquaredError()
+        mean = keras.metrics.MeanAbsoluteError()
+    optimizer = ks.HybridOptimizer(keras.optimizers.Adam(0.01))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    dataset = strategy.experimental_distribute_dataset(dataset)
+
+    def train_step(batch):
+        inputs, labels = batch
+        with tf.GradientTape() as tape:
+            outputs = model(inputs, training=True)
+            loss = loss_object(labels, outputs)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        mean.update_state(labels, outputs)
+        return loss, tf.cast(tf.shape(labels)[:1], tf.float32), outputs
+
+    @tf.function
+    def step(batch):
+        loss, count, outputs = strategy.run(train_step, args=(batch,))
+        return (
+            strategy.reduce(tf.distribute.ReduceOp.MEAN, loss, axis=None),
+            strategy.reduce(tf.distribute.ReduceOp.SUM, count[0], axis=None),
+            strategy.gather(outputs, axis=0),
+        )
+
+    found = [[each.numpy() for each in step(batch)] for batch in dataset]
+    losses, counts, outputs = zip(*found, strict=True)
+    weights = [w.ravel() for w in model.get_weights()]
+    return {
+        "losses": np.array(losses),
+        "counts": np.array(counts),
+        "outputs": np.concatenate(outputs),
+        "mean": float(mean.result()),
+        "weights": np.concatenate(weights),
+    }
+
+
+def fit_without_tables():
+    """On every rank: the warnings of a model without tables, and its loss."""
+    import logging
+
+    said = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            said.append(record.getMessage())
+
+    logger = logging.getLogger("keras_sparsity")
+    handler = Keep()
+    logger.addHandler(handler)
+    try:
+        model = build(keras.layers.Embedding)
+        with ks.HybridStrategy(architecture="hybrid").scope():
+            model.compile("sgd", "mse")
+        x, y = arrays()
+        for _ in range(2):
+            history = model.fit(
+                x, y, batch_size=BATCH, shuffle=False, verbose=0
+            )
+    finally:
+        logger.removeHandler(handler)
+    return said, history.history["loss"]
+
+
+def refuse_pipelines():
+    """The errors of strategies whose models are cut into stages."""
+    told = []
+    for kind in (ks.PipelineStrategy, ks.LayerPlacementStrategy):
+        try:
+            kind()
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def end_server():
+    """Trains until a server is killed."""
+    strategy = ks.HybridStrategy()
+
+    class End(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3 and strategy.collectives.is_server:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    model = build(ks.layers.ShardedEmbedding)
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    x, y = arrays()
+    print("ready", flush=True)
+    model.fit(x, y, batch_size=2, epochs=100, verbose=0, callbacks=[End()])
+
+
+def train_large(num_rows, dim, spare_bytes):
+    """Trains a table for which a worker has no address space.
+
+    Args:
+        num_rows, dim: of the table.
+        spare_bytes: address space of a worker beyond what it has already.
+
+    Returns:
+        The table's bytes stored here, and a row before and after a step; on
+        workers whether as many bytes as the table has can be allocated.
+    """
+    strategy = ks.HybridStrategy()
+    inputs = keras.Input((2,), dtype="int32")
+    # Threads and arenas of the first step first.
+    _step(strategy, keras.Model(inputs, _output(inputs, 100, dim)))
+    could_hold = None
+    if not strategy.collectives.is_server:
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + spare_bytes, most))
+    try:
+        if not strategy.collectives.is_server:
+            try:
+                np.empty((num_rows, dim), "float32")
+                could_hold = True
+            except MemoryError:
+                could_hold = False
+        model = keras.Model(inputs, _output(inputs, num_rows, dim))
+        _step(strategy, model)
+        (table,) = (v.table for v in model.weights if hasattr(v, "table"))
+        stored = sum(partition.num_rows for partition in table.partitions)
+        rows = table.gather(np.array([1, num_rows - 1])).numpy()
+    finally:
+        resource.setrlimit(
+            resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        )
+    return stored, rows, could_hold
+
+
+def _output(inputs, num_rows, dim):
+    table = ks.layers.ShardedEmbedding(
+        num_rows, dim, embeddings_initializer="zeros"
+    )
+    return keras.layers.Flatten()(table(inputs))
+
+
+def _step(strategy, model):
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(1.0), "mse")
+    x = np.tile([[1, model.layers[1].input_dim - 1]], (8, 1)).astype("int32")
+    y = np.ones((8, model.output_shape[1]), "float32")
+    model.fit(x, y, batch_size=8, verbose=0)
+
+
+def train_from(directory, interrupt_after):
+    """`checkpoint_functions.train` of a model without random states."""
+    return checkpoint_functions.train(
+        directory, dropout=0.0, interrupt_after=interrupt_after, every_steps=1
+    )
