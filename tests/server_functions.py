@@ -1,8 +1,7 @@
 """What the ranks run in tests of dedicated servers."""
 
-import os
+import logging
 import resource
-import signal
 
 import keras
 import numpy as np
@@ -22,15 +21,14 @@ def arrays():
     return x, rng.normal(size=(COUNT, 1)).astype("float32")
 
 
-def build(embedding):
+def build(embedding, **of_head):
     keras.utils.set_random_seed(5)
     return keras.Sequential(
         [
             keras.Input((LENGTH,), dtype="int32"),
             embedding(ROWS, DIM),
             keras.layers.Flatten(),
-            # Its loss is added by shares of the batch.
-            keras.layers.Dense(1, activity_regularizer="l2"),
+            keras.layers.Dense(1, **of_head),
         ]
     )
 
@@ -114,7 +112,8 @@ def train():
     is_server = strategy.collectives.is_server
     assert strategy.num_replicas_in_sync == strategy.size
     assert is_server == (strategy.rank >= strategy.size)
-    model = build(ks.layers.ShardedEmbedding)
+    # Its loss is added by shares of the batch.
+    model = build(ks.layers.ShardedEmbedding, activity_regularizer="l2")
     with strategy.scope():
         model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     found = use(model, inputs(not is_server, strategy.shard))
@@ -177,8 +176,6 @@ def loop():
 
 def fit_without_tables():
     """On every rank: the warnings of a model without tables, and its loss."""
-    import logging
-
     said = []
 
     class Keep(logging.Handler):
@@ -213,76 +210,50 @@ def refuse_pipelines():
     return told
 
 
-def end_server():
-    """Trains until a server is killed."""
-    strategy = ks.HybridStrategy()
-
-    class End(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == 3 and strategy.collectives.is_server:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    model = build(ks.layers.ShardedEmbedding)
-    with strategy.scope():
-        model.compile("sgd", "mse")
-    x, y = arrays()
-    print("ready", flush=True)
-    model.fit(x, y, batch_size=2, epochs=100, verbose=0, callbacks=[End()])
-
-
 def train_large(num_rows, dim, spare_bytes):
     """Trains a table for which a worker has no address space.
 
     Args:
-        num_rows, dim: of the table.
+        num_rows, dim: of the table, float32.
         spare_bytes: address space of a worker beyond what it has already.
 
     Returns:
-        The table's bytes stored here, and a row before and after a step; on
-        workers whether as many bytes as the table has can be allocated.
+        The number of rows stored here; the first and the last one after a
+        step; and whether a worker can hold the whole table.
     """
     strategy = ks.HybridStrategy()
-    inputs = keras.Input((2,), dtype="int32")
-    # Threads and arenas of the first step first.
-    _step(strategy, keras.Model(inputs, _output(inputs, 100, dim)))
-    could_hold = None
-    if not strategy.collectives.is_server:
+    is_server = strategy.collectives.is_server
+    _step(strategy, 100, dim)  # the memory of a first step
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    if not is_server:
         with open("/proc/self/statm") as file:
             used = int(file.read().split()[0]) * resource.getpagesize()
-        _, most = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (used + spare_bytes, most))
+        resource.setrlimit(resource.RLIMIT_AS, (used + spare_bytes, limits[1]))
     try:
-        if not strategy.collectives.is_server:
-            try:
-                np.empty((num_rows, dim), "float32")
-                could_hold = True
-            except MemoryError:
-                could_hold = False
-        model = keras.Model(inputs, _output(inputs, num_rows, dim))
-        _step(strategy, model)
-        (table,) = (v.table for v in model.weights if hasattr(v, "table"))
+        table = _step(strategy, num_rows, dim)
         stored = sum(partition.num_rows for partition in table.partitions)
-        rows = table.gather(np.array([1, num_rows - 1])).numpy()
+        rows = table.gather(np.array([0, num_rows - 1])).numpy()
+        try:
+            can_hold = np.empty((num_rows, dim), "float32").size > 0
+        except MemoryError:
+            can_hold = False
     finally:
-        resource.setrlimit(
-            resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-        )
-    return stored, rows, could_hold
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return stored, rows, can_hold
 
 
-def _output(inputs, num_rows, dim):
-    table = ks.layers.ShardedEmbedding(
+def _step(strategy, num_rows, dim):
+    """Trains one step that touches the first and the last row; the table."""
+    layer = ks.layers.ShardedEmbedding(
         num_rows, dim, embeddings_initializer="zeros"
     )
-    return keras.layers.Flatten()(table(inputs))
-
-
-def _step(strategy, model):
+    inputs = keras.Input((2,), dtype="int32")
+    model = keras.Model(inputs, layer(inputs))
     with strategy.scope():
         model.compile(keras.optimizers.SGD(1.0), "mse")
-    x = np.tile([[1, model.layers[1].input_dim - 1]], (8, 1)).astype("int32")
-    y = np.ones((8, model.output_shape[1]), "float32")
-    model.fit(x, y, batch_size=8, verbose=0)
+    x = np.tile([[0, num_rows - 1]], (8, 1)).astype("int32")
+    model.fit(x, np.ones((8, 2, dim)), batch_size=8, verbose=0)
+    return layer.table
 
 
 def train_from(directory, interrupt_after):

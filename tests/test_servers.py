@@ -1,11 +1,18 @@
 """Dedicated servers: ranks that own the rows of tables and compute nothing."""
 
 import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import keras
 import numpy as np
 import pytest
 
+from keras_sparsity import launch
+from keras_sparsity.launch.environment import free_ports
 from tests import checkpoint_functions, matrix, oracles
 from tests import server_functions as functions
 from tests.conftest import engines
@@ -66,7 +73,7 @@ def test_equals_one_process(cluster, engine, num_workers, num_servers, cell):
 
 @functools.cache
 def _reference():
-    model = functions.build(keras.layers.Embedding)
+    model = functions.build(keras.layers.Embedding, activity_regularizer="l2")
     oracles.dense_reference(
         model, keras.optimizers.Adam(0.01), loss="mse", metrics=["mae"]
     )
@@ -141,3 +148,111 @@ def test_saved_and_resumed_with_another_split(cluster, tmp_path):
     assert resumed[2] == undisturbed[2]
     for name, values in undisturbed[3].items():
         np.testing.assert_allclose(resumed[3][name], values, rtol=1e-4)
+
+
+def test_a_table_larger_than_a_worker_can_hold(cluster):
+    """1 GiB, where a worker has half of that left."""
+    num_rows, dim = 2**20, 2**8
+    results = cluster("native", 3, num_servers=2).run(
+        functions.train_large, num_rows, dim, 2**29
+    )
+    stored = [num_stored for num_stored, _, _ in results]
+    assert stored == [0, 0, 0, num_rows // 2, num_rows // 2]
+    assert [can_hold for *_, can_hold in results[:3]] == [False] * 3
+    for _, rows, _ in results:
+        # 2 / (2 * dim) for each of the two places of an example.
+        np.testing.assert_allclose(rows, np.full((2, dim), 1 / dim), rtol=1e-6)
+
+
+def test_a_model_without_tables_says_so_once(cluster):
+    results = cluster("native", 3, num_servers=2).run(
+        functions.fit_without_tables
+    )
+    (said,), losses = results[0]
+    assert "2 dedicated servers have nothing to do" in said
+    model = functions.build(keras.layers.Embedding)
+    oracles.dense_reference(model, keras.optimizers.SGD(0.01), loss="mse")
+    x, y = functions.arrays()
+    for _ in range(2):
+        history = model.fit(
+            x, y, batch_size=functions.BATCH, shuffle=False, verbose=0
+        )
+    np.testing.assert_allclose(losses, history.history["loss"], rtol=1e-5)
+    for others, _ in results[1:]:
+        assert others == []
+
+
+def test_models_in_stages_take_no_servers(cluster):
+    for told in cluster("native", 3, num_servers=2).run(
+        functions.refuse_pipelines
+    ):
+        for name, message in zip(
+            ("PipelineStrategy", "LayerPlacementStrategy"), told, strict=True
+        ):
+            assert f"{name} has no sharded tables" in message
+            assert "2 servers beside 3 workers" in message
+
+
+# Launching.
+
+_SCRIPT = """\
+import keras, numpy as np, keras_sparsity as ks
+
+strategy = ks.HybridStrategy()
+table = ks.layers.ShardedEmbedding(9, 2)
+model = keras.Sequential([table])
+with strategy.scope():
+    model.compile("adam", "mse")
+x = np.arange(8)[:, None] % 9
+model.fit(x, np.ones((8, 1, 2)), batch_size=4, epochs=2, verbose=0)
+resolver = strategy.cluster_resolver
+rows = sum(p.num_rows for p in table.table.partitions)
+print("RANK", strategy.rank, strategy.size, resolver.task_type,
+      resolver.task_id, rows, flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(_SCRIPT)
+    return path
+
+
+def test_an_unchanged_script_serves(script, tmp_path, capfd):
+    """By the command line, which names the ranks' number for both kinds."""
+    arguments = ["-n", "1", "--servers", "1", "--log-dir", str(tmp_path)]
+    assert launch.main(["run", *arguments, str(script)]) == 0
+    assert "RANK 0 1 worker 0 0\n" in capfd.readouterr().out
+    log = (tmp_path / "rank-1.log").read_text()
+    assert "RANK 1 1 ps 0 9\n" in log
+
+
+def test_the_job_ps_of_tf_config(script):
+    """As Kubeflow's TFJob starts pods: no launcher."""
+    worker, server = (f"127.0.0.1:{port}" for port in free_ports(2))
+    root = str(pathlib.Path(__file__).parents[1])
+    running = []
+    for kind in ("worker", "ps"):
+        config = {
+            "cluster": {"ps": [server], "worker": [worker]},
+            "task": {"type": kind, "index": 0},
+        }
+        variables = {"TF_CONFIG": json.dumps(config), "PYTHONPATH": root}
+        running.append(
+            subprocess.Popen(
+                [sys.executable, str(script)],
+                env={**os.environ, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        said = [process.communicate(timeout=120)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], said
+    assert "RANK 0 1 worker 0 0\n" in said[0]
+    assert "RANK 1 1 ps 0 9\n" in said[1]

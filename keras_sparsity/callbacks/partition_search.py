@@ -199,6 +199,7 @@ class PartitionSearch(keras.callbacks.Callback):
         )
         self._conditions = {
             "processes": self._collectives.size,
+            "owners": self._tables[0].layout.num_owners,
             "machines": num_machines,
             "engine": self._collectives.engine,
             "optimizer": _describe(optimizer),

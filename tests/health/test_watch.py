@@ -33,6 +33,7 @@ class Case:
             traceback tells it.
         engines: Those it is run on: one where the engine has no part in it.
         is_rare: Whether only `make test-all` runs it.
+        num_servers: The number of dedicated servers beside two workers.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case:
     silent: tuple = ()
     engines: tuple = ("native", "horovod")
     is_rare: bool = False
+    num_servers: int = 0
 
     def __str__(self):
         return "-".join([self.name, *map(str, self.args)])
@@ -204,6 +206,14 @@ CASES = [
         engines=("horovod",),
     ),
     Case(
+        "fail_in_fit",
+        ("SIGKILL", 2),  # a server
+        message=("the process of rank 2 is gone: it was killed",),
+        codes=(1, 1, -9),
+        silent=(2,),
+        num_servers=1,
+    ),
+    Case(
         "fail_in_pipeline",
         ("SIGKILL", 1, "spectrain"),
         message=("the process of rank 1 is gone: it was killed",),
@@ -306,7 +316,8 @@ def run(engine, case):
     failed.
     """
     function = getattr(watch_functions, case.name)
-    with Job(function, 2, engine, args=case.args) as job:
+    arguments = {"args": case.args, "num_servers": case.num_servers}
+    with Job(function, 2, engine, **arguments) as job:
         waiting = {p.rank: p for p in job.processes.processes}
         ends = {}
         deadline = time.monotonic() + _START_SECONDS
