@@ -202,4 +202,6 @@ def shaped(rows, ids):
     dim = rows.shape[-1]
     rows = tf.reshape(rows, tf.concat([tf.shape(ids), [dim]], axis=0))
     rows.set_shape([*ids.shape, dim])
+    if not tf.executing_eagerly():  # for `global_batch.batch_axes`
+        rows, _ = tf.identity_n([rows, ids], name="rows_of_ids")
     return rows

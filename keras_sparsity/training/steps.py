@@ -21,6 +21,7 @@ from keras_sparsity.global_batch import (
     random_states,
     step_metrics,
 )
+from keras_sparsity.global_batch.mixing import Mixing
 from keras_sparsity.training import jit
 from keras_sparsity.training.binding import Binding
 
@@ -31,6 +32,7 @@ class Steps(Binding):
     def __init__(self, model, joint_pull):
         self._is_in_step = False
         self._joint_pull = joint_pull
+        self._mixing = Mixing(model, model.distribute_strategy.collectives)
         super().__init__(model, ["get_metrics_result"])
         if self._collectives.size > 1:
             self._bind("call", self.call)
@@ -60,7 +62,10 @@ class Steps(Binding):
             batch, *following = batch
         with self._on_own_part(batch) as (batch, part, is_outermost):
             _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            with self._joint_pull.training(labels, following):
+            with (
+                self._mixing.looked_for(batch),
+                self._joint_pull.training(labels, following),
+            ):
                 logs = self._logs_of("train_step", batch, part, is_outermost)
             empty_parts.combine_statistics(
                 self._model, part.number, self._collectives
