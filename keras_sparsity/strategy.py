@@ -63,7 +63,12 @@ class HybridStrategy(ProcessStrategy):
             gradients travel in 16 bits; owners sum them in float32. None: in
             their own dtype, and rows in the compute dtype of a layer, where it
             is narrower. `"float16"` rounds less, but values above 65,504
-            become infinite.
+            become infinite. `"int8"`: rows and their gradients travel in 8
+            bits, with a float32 scale for each row, and dense gradients in
+            bfloat16. Rows are rounded to the nearest of 255 levels of the
+            row's largest number; gradients to one of the two beside them, at
+            random, so that their mean is exact. Runs repeat each other to the
+            bit.
         local_aggregation: whether the processes of a machine pull rows of
             sharded tables together, each row once, and add up its gradients
             before they push. It needs several machines with equally many
@@ -149,6 +154,7 @@ class HybridStrategy(ProcessStrategy):
             bucket_bytes=bucket_bytes,
         )
         self.collectives = collectives.start(engine, timeout)
+        self.options.tell_of_uneven_machines(self.collectives)
         self.placements = choice.Placements(
             architecture, self.collectives, self.options, self
         )
@@ -210,7 +216,7 @@ class HybridStrategy(ProcessStrategy):
 
 
 def _check_options(wire_dtype, local_aggregation, bucket_bytes, prefetch):
-    check_wire_dtype(wire_dtype)
+    check_wire_dtype(wire_dtype, has_rows=True)
     checks.boolean("local_aggregation", local_aggregation)
     if bucket_bytes is not None:
         checks.positive_integer(

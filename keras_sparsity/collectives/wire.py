@@ -19,6 +19,10 @@ class Wire:
     dtype: tf.DType
     bitcast: bool = False
 
+    def num_bytes(self, elements):
+        """Bytes of so many elements."""
+        return elements * self.dtype.size
+
     def encode(self, tensor):
         if self.source == self.dtype:
             return tensor

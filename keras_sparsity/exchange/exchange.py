@@ -25,7 +25,7 @@ class Exchange:
         communicator: `Collectives` of all ranks.
         role: beginning of the names of the messages.
         addresses: `Addresses` of the groups.
-        pull_wire, push_wire: `Wire` of rows, and of their gradients.
+        pull_wire, push_wire: `Wire` or `RowWire` of rows, and of gradients.
         row_lengths: list of the length of each group's rows.
         width: length of all rows in memory: that of the longest.
         lengths: `Lengths` of the rows on their way; None if they have one.
@@ -41,8 +41,6 @@ class Exchange:
         self.role = _role_of(self.tables)
         self.addresses = Addresses([group[0] for group in groups])
         dtype = self.tables[0].variable.dtype
-        self.pull_wire = options.wire(dtype, cast_to)
-        self.push_wire = options.wire(dtype)
         start, stop = columns or (0, None)
         self.row_lengths = [
             len(range(sum(table.dim for table in group))[start:stop])
@@ -52,6 +50,11 @@ class Exchange:
         self.lengths = None
         if min(self.row_lengths) < self.width:
             self.lengths = Lengths(self.row_lengths, self.addresses)
+        sent = self.width if self.lengths is None else self.lengths.width
+        self.pull_wire = options.row_wire(dtype, sent, cast_to)
+        self.push_wire = options.gradient_wire(
+            dtype, sent, self.role, self.communicator.rank
+        )
 
 
 def exchange_of(requests, options, columns=None, cast_to=None):
@@ -73,7 +76,7 @@ def exchange_of(requests, options, columns=None, cast_to=None):
     for table in tables:  # for plans of the running model
         table.messages = exchange.role
         num_columns = len(range(table.dim)[start:stop])
-        table.pulled_bytes = num_columns * exchange.pull_wire.dtype.size
+        table.pulled_bytes = exchange.pull_wire.num_bytes(num_columns)
     return exchange
 
 

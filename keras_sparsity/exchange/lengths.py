@@ -85,19 +85,20 @@ class LengthCarrier:
             )
         self._route = Route(splits, added(received, parts.senders), largest)
 
-    def along(self, rows, name):
+    def along(self, rows, name, wire):
         send = self._communicator.all_to_all_along
-        return self._send(send, rows, self._sent, self._received, name)
+        return self._send(send, rows, self._sent, self._received, name, wire)
 
-    def back(self, rows, name):
+    def back(self, rows, name, wire):
         send = self._communicator.all_to_all_back
-        return self._send(send, rows, self._received, self._sent, name)
+        return self._send(send, rows, self._received, self._sent, name, wire)
 
-    def _send(self, send, rows, pieces, arriving, name):
+    def _send(self, send, rows, pieces, arriving, name, wire):
         most, width = self._lengths.most, self._lengths.width
         rows = tf.reshape(rows, [-1, most, width])
-        arrived = send(
+        arrived = wire.carry(
             tf.boolean_mask(rows, tf.sequence_mask(pieces, most)),
+            send,
             self._route,
             name=name,
         )

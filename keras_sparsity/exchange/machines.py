@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_sparsity.collectives.wire import Wire
 from keras_sparsity.exchange.addresses import is_marked, marked, narrowest
 from keras_sparsity.exchange.lengths import LengthCarrier
 from keras_sparsity.exchange.routes import (
@@ -146,21 +147,20 @@ class ThroughMachines(RowRoute):
             # Behind the check of the addresses, as the rows are.
             with tf.control_dependencies([rows]):
                 self._find_lengths()
-        return self._exchange.pull_wire.carry(rows, self._send_back)
-
-    def _send_back(self, rows):
-        role = self._exchange.role
-        rows = self._between.back(rows, f"{role}/pull/rows")
+        role, wire = self._exchange.role, self._exchange.pull_wire
+        rows = self._between.back(rows, f"{role}/pull/rows", wire)
         return self._inside.back(
-            tf.gather(rows, self._arrival), f"{role}/pull/machine/rows"
+            tf.gather(rows, self._arrival), f"{role}/pull/machine/rows", wire
         )
 
     def push(self, gradients):
-        role = self._exchange.role
-        gradients = self._inside.along(gradients, f"{role}/push/machine/rows")
+        role, dtype = self._exchange.role, gradients.dtype
+        gradients = self._inside.along(
+            gradients, f"{role}/push/machine/rows", Wire(dtype, dtype)
+        )
         summed = tf.math.unsorted_segment_sum(
             gradients, self._arrival, self._num_asked
         )
-        return self._exchange.push_wire.carry(
-            summed, self._between.along, name=f"{role}/push/rows"
+        return self._between.along(
+            summed, f"{role}/push/rows", self._exchange.push_wire
         )

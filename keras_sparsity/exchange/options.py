@@ -1,24 +1,30 @@
 """Options of the messages of a step, decided when a strategy is made."""
 
 import dataclasses
+import logging
 import math
 
 import tensorflow as tf
 
 from keras_sparsity._tf import checks
 from keras_sparsity.collectives.wire import Wire
+from keras_sparsity.exchange.row_wire import RowWire, row_bytes
 
 _WIRE_DTYPES = ("float32", "bfloat16", "float16")
+_OF_ROWS = "int8"
+# Of all else where rows travel in 8 bits.
+_BESIDE_ROWS = "bfloat16"
 
 
-def check_wire_dtype(wire_dtype):
-    """Checks a user's `wire_dtype`."""
+def check_wire_dtype(wire_dtype, has_rows=False):
+    """Checks a user's `wire_dtype`; "int8" is one of rows only."""
+    dtypes = (*_WIRE_DTYPES, *[_OF_ROWS] * has_rows)
     checks.check(
         wire_dtype is None
-        or (isinstance(wire_dtype, str) and wire_dtype in _WIRE_DTYPES),
+        or (isinstance(wire_dtype, str) and wire_dtype in dtypes),
         "wire_dtype",
         wire_dtype,
-        f"None or one of {', '.join(map(repr, _WIRE_DTYPES))}",
+        f"None or one of {', '.join(map(repr, dtypes))}",
     )
 
 
@@ -54,12 +60,29 @@ class Options:
         Args:
             communicator: `Collectives` of all ranks.
         """
-        machines = communicator.machines
-        counts = [machines.count(machine) for machine in machines]
+        counts = _counts(communicator)
         is_possible = min(counts) == max(counts) and (
-            1 < min(counts) < len(machines)
+            1 < min(counts) < len(communicator.machines)
         )
         return self.aggregates_locally and is_possible
+
+    def tell_of_uneven_machines(self, communicator):
+        """Logs, on rank 0, if machines that could aggregate do not.
+
+        Args:
+            communicator: `Collectives` of all ranks.
+        """
+        counts = _counts(communicator)
+        is_uneven = min(counts) < max(counts)
+        if communicator.rank == 0 and self.aggregates_locally and is_uneven:
+            logging.getLogger(__name__).warning(
+                "`local_aggregation` has no effect: it needs machines with "
+                "equally many processes, and they have %s.",
+                ", ".join(
+                    str(communicator.machines.count(machine))
+                    for machine in dict.fromkeys(communicator.machines)
+                ),
+            )
 
     def wire(self, dtype, cast_to=None):
         """The `Wire` of rows or gradients of a dtype.
@@ -69,10 +92,48 @@ class Options:
             cast_to: dtype that the receiver casts to, if known; the sender
                 casts to it where it is narrower.
         """
-        asked = [dtype, cast_to, self.wire_dtype]
+        of_all = self.wire_dtype
+        of_all = _BESIDE_ROWS if of_all == _OF_ROWS else of_all
+        asked = [dtype, cast_to, of_all]
         dtypes = [tf.as_dtype(each) for each in asked if each is not None]
         # `min` takes the first of equally narrow ones.
         return Wire(dtypes[0], min(dtypes, key=lambda each: each.size))
+
+    def row_wire(self, dtype, width, cast_to=None):
+        """The conversion of rows of tables.
+
+        Args:
+            dtype, cast_to: as for `wire`.
+            width: numbers of a row.
+
+        Returns:
+            `RowWire` where the user asked for 8 bits and rows are wide enough
+            for that and a scale; else `Wire`.
+        """
+        wire = self.wire(dtype, cast_to)
+        is_shorter = row_bytes(width) < wire.num_bytes(width)
+        if self.wire_dtype == _OF_ROWS and is_shorter:
+            return RowWire(tf.as_dtype(dtype))
+        return wire
+
+    def gradient_wire(self, dtype, width, role, rank):
+        """The conversion of the gradients of rows, see `row_wire`.
+
+        Args:
+            dtype, width: as for `row_wire`.
+            role, rank: where they are sent, see `RowWire`.
+        """
+        wire = self.row_wire(dtype, width)
+        if isinstance(wire, RowWire):
+            return dataclasses.replace(
+                wire, is_drawn=True, role=role, rank=rank
+            )
+        return wire
+
+    @property
+    def draws_gradients(self):
+        """Whether gradients of rows may be drawn by the step's number."""
+        return self.wire_dtype == _OF_ROWS
 
     def buckets(self, tensors):
         """Splits dense gradients into messages of one dtype.
@@ -99,6 +160,12 @@ class Options:
             for name, of_dtype in found.items()
             for number, bucket in enumerate(of_dtype)
         }
+
+
+def _counts(communicator):
+    """Of each rank, the number of processes on its machine."""
+    machines = communicator.machines
+    return [machines.count(machine) for machine in machines]
 
 
 def entered():

@@ -88,14 +88,14 @@ class Direct(RowRoute):
                     lengths.pieces(exchange.communicator.rank, self.received),
                     exchange.role,
                 )
-        return exchange.pull_wire.carry(
-            rows, self._carrier.back, name=f"{exchange.role}/pull/rows"
+        return self._carrier.back(
+            rows, f"{exchange.role}/pull/rows", exchange.pull_wire
         )
 
     def push(self, gradients):
         exchange = self._exchange
-        return exchange.push_wire.carry(
-            gradients, self._carrier.along, name=f"{exchange.role}/push/rows"
+        return self._carrier.along(
+            gradients, f"{exchange.role}/push/rows", exchange.push_wire
         )
 
     @property
@@ -107,7 +107,7 @@ class Direct(RowRoute):
 
 
 class Carrier:
-    """Takes rows of one length along a `Route`, and back.
+    """Takes rows of one length along a `Route`, and back, by a `Wire`.
 
     Args:
         communicator: `Collectives` of those who send to each other.
@@ -117,11 +117,13 @@ class Carrier:
     def __init__(self, communicator, parts):
         self._communicator, self._parts = communicator, parts
 
-    def along(self, rows, name):
-        return self._communicator.all_to_all_along(rows, self._parts, name=name)
+    def along(self, rows, name, wire):
+        send = self._communicator.all_to_all_along
+        return wire.carry(rows, send, self._parts, name=name)
 
-    def back(self, rows, name):
-        return self._communicator.all_to_all_back(rows, self._parts, name=name)
+    def back(self, rows, name, wire):
+        send = self._communicator.all_to_all_back
+        return wire.carry(rows, send, self._parts, name=name)
 
 
 def by_owner(request):

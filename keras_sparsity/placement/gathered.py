@@ -56,7 +56,13 @@ class AllGather(Reducer):
         name = f"{ROLE}{variable.path}"
         dtype = narrowest(variable.shape[0])
         mark = tf.constant([dtype.max], dtype)
-        values = self._options.wire(rows.values.dtype).carry(
+        wire = self._options.gradient_wire(
+            rows.values.dtype,
+            rows.values.shape[1:].num_elements(),
+            name,
+            self._communicator.rank,
+        )
+        values = wire.carry(
             rows.values, self._communicator.all_gather, name=f"{name}/values"
         )
         marked = self._communicator.all_gather(

@@ -15,6 +15,7 @@ from keras_sparsity._tf import (
 )
 from keras_sparsity.data import empty_parts, stand_ins
 from keras_sparsity.data.following import Followed
+from keras_sparsity.exchange import row_wire
 from keras_sparsity.global_batch import (
     loss_scale,
     metrics,
@@ -64,6 +65,7 @@ class Steps(Binding):
             _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with (
                 self._mixing.looked_for(batch),
+                row_wire.in_step(self._number()),
                 self._joint_pull.training(labels, following),
             ):
                 logs = self._logs_of("train_step", batch, part, is_outermost)
@@ -71,6 +73,14 @@ class Steps(Binding):
                 self._model, part.number, self._collectives
             )
         return logs
+
+    def _number(self):
+        """The step's number, where gradients are drawn by it; else None."""
+        optimizer = getattr(self._model, "optimizer", None)
+        options = self._model.distribute_strategy.options
+        if optimizer is None or not options.draws_gradients:
+            return None
+        return tf.convert_to_tensor(optimizer.iterations)
 
     def test_step(self, batch):
         with self._on_own_part(batch) as of_part:

@@ -46,7 +46,7 @@ BAD = [
             {"wire_dtype": wrong},
             f"None or one of 'float32', 'bfloat16'.*wire_dtype={wrong!r}",
         )
-        for wrong in ("int8", 16)
+        for wrong in ("int4", 16)
     ),
     *(
         (

@@ -1,5 +1,7 @@
 """Options of a step's messages."""
 
+import types
+
 import pytest
 import tensorflow as tf
 
@@ -56,6 +58,27 @@ def test_without_merging_machines_are_not_used(merges, local_aggregation):
     found = Options(merges=merges, local_aggregation=local_aggregation)
     assert not found.aggregates_locally
     assert Options().aggregates_locally
+
+
+@pytest.mark.parametrize(
+    ("machines", "rank", "is_told"),
+    [
+        ((0, 0, 1), 0, True),
+        ((0, 0, 1), 1, False),
+        ((0, 0, 1, 1), 0, False),
+        ((0, 1), 0, False),
+        ((0, 0), 0, False),
+    ],
+)
+def test_uneven_machines_are_told_of(caplog, machines, rank, is_told):
+    communicator = types.SimpleNamespace(machines=machines, rank=rank)
+    Options().tell_of_uneven_machines(communicator)
+    assert ("`local_aggregation` has no effect" in caplog.text) == is_told
+    assert ("they have 2, 1." in caplog.text) == is_told
+    caplog.clear()
+    Options(local_aggregation=False).tell_of_uneven_machines(communicator)
+    Options(merges=False).tell_of_uneven_machines(communicator)
+    assert not caplog.text
 
 
 def test_the_options_of_the_entered_strategy():
