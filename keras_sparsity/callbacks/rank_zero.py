@@ -1,5 +1,7 @@
 """The ranks that run Keras's own callbacks, and the messages of rank 0."""
 
+import contextlib
+
 import keras
 
 from keras_sparsity.callbacks import histograms
@@ -67,6 +69,16 @@ class Lines(keras.callbacks.Callback):
         if self._lines:
             print(flush=True)  # ends the bar
         self._print()
+
+    @contextlib.contextmanager
+    def among(self, listed):
+        """While entered, part of a `CallbackList`, before all others."""
+        self.set_params(listed.params)
+        listed.callbacks.insert(0, self)
+        try:
+            yield
+        finally:
+            listed.callbacks.remove(self)
 
     def add(self, text):
         self._lines.append(text)

@@ -8,6 +8,7 @@ from time to time.
 """
 
 import contextlib
+import logging
 
 import tensorflow as tf
 
@@ -262,7 +263,7 @@ def shard(dataset, collectives, by=None):
     of ranks, and nothing but maps and prefetching may follow the batches (a
     map there sees this rank's rows only). What the ranks cannot be sure to
     agree on is split by batches too: Python generators, orders that vary,
-    unseeded shuffles.
+    unseeded shuffles. Rank 0 logs the reason, unless `by` asks for batches.
 
     In each step every rank gets at most its share of the global batch, and
     each example is read once, by one rank. All ranks get the same number of
@@ -325,11 +326,19 @@ def shard(dataset, collectives, by=None):
         plan["reason"] = reason
     plan = agreed(plan, "The dataset to shard", _SAME_DATASET, collectives)
     if plan["split by"] == "batches":
+        reason = plan.get("reason", reason)
         if by in ("files", "elements"):
-            reason = plan.get("reason", reason)
             raise ValueError(
                 f"The dataset cannot be split as asked (by={by!r}): {reason}. "
                 "Change it, or leave `by` to be chosen."
+            )
+        if reason and collectives.rank == 0:
+            logging.getLogger(__name__).warning(
+                "`shard` splits this dataset late: every process reads and "
+                "maps all examples, and keeps its part of each batch, as "
+                "`fit` does without `shard`, because %s. (by='batches' asks "
+                "for that.)",
+                reason,
             )
         return mark_as_part(distribute(dataset, collectives))
     part = None

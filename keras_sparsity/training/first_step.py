@@ -15,7 +15,7 @@ from keras_sparsity.health import agreement
 from keras_sparsity.moves import moving
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.table_variable import TableVariable
-from keras_sparsity.training import embeddings
+from keras_sparsity.training import embeddings, prefetching
 from keras_sparsity.training.binding import Binding
 from keras_sparsity.training.resuming import Input
 from keras_sparsity.update import lookups
@@ -58,14 +58,14 @@ class FirstStep(Binding):
             self._stock[keras_models.SYMBOLIC_BUILD](
                 data_batch=without_counts(data_batch)
             )
-        if (
-            begins_fit
-            and self._collectives.size > 1
-            # Python is not asked for a batch before it is needed.
-            and not keras_input.is_read_by_python(iterator)
-            and self._joint_pull.can_look_ahead
-        ):
-            keras_input.change_input(iterator, following.with_following)
+        strategy = self._model.distribute_strategy
+        if begins_fit and self._collectives.size > 1 and strategy.prefetch:
+            reason = prefetching.why_not(
+                self._model, iterator, self._joint_pull.can_look_ahead
+            )
+            prefetching.tell(self._model, reason)
+            if reason is None:
+                keras_input.change_input(iterator, following.with_following)
 
     def _make_function(self, name, *args, **kwargs):
         self._synchronise()

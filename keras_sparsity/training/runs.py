@@ -81,7 +81,10 @@ class Runs(Binding):
             self._first_step.begins_fit = True
             if callbacks is arguments["callbacks"]:
                 arguments["callbacks"] = [lines, *callbacks]
-            return self._run("fit", arguments)
+                return self._run("fit", arguments)
+            # A `CallbackList` of the user's, with the bar that it may have.
+            with lines.among(arguments["callbacks"]):
+                return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):
         arguments = bound_arguments(self._stock["evaluate"], args, kwargs)

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import io
 import time
 from unittest import mock
 
@@ -181,6 +182,47 @@ def test_a_move_pays_for_its_trace(engine, cluster):
     lines, nothing = short[0][1], short[1][1]
     assert len(lines) == 2 and not nothing  # once, on rank 0
     assert "allreduce would not save" in lines[0]
+
+
+def shown(is_listed):
+    """What `fit` prints with a progress bar, by default's choice."""
+    keras.utils.set_random_seed(0)
+    model = new_model(None)
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    callbacks = None
+    if is_listed:
+        callbacks = keras.callbacks.CallbackList(
+            add_history=True,
+            add_progbar=True,
+            model=model,
+            verbose=1,
+            epochs=2,
+            steps=STEPS,
+        )
+    x, y = data()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        model.fit(
+            x, y, batch_size=BATCH, epochs=2, verbose=1, callbacks=callbacks
+        )
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_decisions_are_shown_between_bars(engine, cluster):
+    processes = cluster(engine, 2)
+    # A bar of the user's own is drawn on every rank.
+    printed = [processes.run(shown, False)[0], *processes.run(shown, True)]
+    for text in printed[:2]:
+        lines = text.splitlines()
+        said = [i for i, line in enumerate(lines) if "Architecture:" in line]
+        assert said and "Epoch 2/2" in lines
+        for i in said:
+            assert lines[i].startswith("Architecture:")
+        assert f"{STEPS}/{STEPS}" in lines[said[0] - 1]
+        assert lines[said[-1] + 1] == "Epoch 2/2"
+    assert "Architecture:" not in printed[2]
 
 
 def drift():

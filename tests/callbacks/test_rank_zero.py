@@ -411,12 +411,26 @@ class Sayer(keras.callbacks.Callback):
             raise RuntimeError("of the test")
 
 
-@pytest.mark.parametrize("is_failing", [False, True])
-def test_lines_do_not_tear_a_progress_bar(capsys, is_failing):
+@pytest.mark.parametrize(
+    ("is_failing", "is_listed"), [(False, False), (True, False), (False, True)]
+)
+def test_lines_do_not_tear_a_progress_bar(capsys, is_failing, is_listed):
+    """Also where the user makes the `CallbackList`, and its bar."""
     model = built()
     with ks.HybridStrategy().scope():
         model.compile("sgd", "mse")
     x, y = examples(16)
+    callbacks = [Sayer(is_failing)]
+    if is_listed:
+        callbacks = keras.callbacks.CallbackList(
+            callbacks,
+            add_history=True,
+            add_progbar=True,
+            model=model,
+            verbose=1,
+            epochs=2,
+            steps=4,
+        )
     expected = pytest.raises(RuntimeError, match="of the test")
     with expected if is_failing else contextlib.nullcontext():
         model.fit(
@@ -425,7 +439,7 @@ def test_lines_do_not_tear_a_progress_bar(capsys, is_failing):
             batch_size=BATCH,
             epochs=2,
             verbose=1,
-            callbacks=[Sayer(is_failing)],
+            callbacks=callbacks,
         )
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "said" in line] == [

@@ -1,0 +1,112 @@
+"""What `prefetch=True` and `shard` say where they do nothing."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from tests.conftest import engines
+
+
+class Lines(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def model_of(computed=False):
+    inputs = keras.Input((2,), dtype="int32")
+    # The ids of a lambda are not known before the model is called.
+    ids = keras.layers.Lambda(lambda x: x + 1)(inputs) if computed else inputs
+    rows = ks.layers.ShardedEmbedding(4_000, 16)(ids)
+    return keras.Model(inputs, keras.layers.Dense(1)(rows))
+
+
+def dense():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def said():
+    """The lines of each training, by name; one is trained twice."""
+    handler = Lines()
+    logger = logging.getLogger("keras_sparsity")
+    logger.addHandler(handler)
+    x = np.arange(16).reshape(8, 2)
+    y = np.ones((8, 1), "float32")
+
+    def generator():
+        for _ in range(2):
+            yield x, y
+
+    found = {}
+
+    def fit(name, model, data=(x, y), optimizer="adagrad", **options):
+        handler.lines = []
+        options = {"architecture": "hybrid", "prefetch": True} | options
+        strategy = ks.HybridStrategy(**options)
+        with strategy.scope():
+            model.compile(optimizer, "mse")
+        for _ in range(2 if name == "no table" else 1):
+            if callable(data):
+                model.fit(data(), steps_per_epoch=1, verbose=0)
+            else:
+                model.fit(*data, batch_size=8, verbose=0)
+        found[name] = handler.lines
+
+    fit("prefetched", model_of())
+    fit("not asked for", dense(), prefetch=False)
+    fit("generator", model_of(), generator)
+    fit("row by row", model_of(), architecture="naive_ps")
+    fit("no table", dense())
+    # Without a closed form of untouched rows.
+    adam = keras.optimizers.Adam(beta_1=0.9, beta_2=0.9)
+    fit("all rows", model_of(), optimizer=adam)
+    fit("computed", model_of(computed=True))
+
+    communicator = ks.collectives.current()
+    handler.lines = []
+    batches = tf.data.Dataset.range(8).batch(4)
+    ks.data.shard(batches.shuffle(2), communicator)
+    found["shard"] = handler.lines
+    handler.lines = []
+    ks.data.shard(batches.shuffle(2), communicator, by="batches")
+    mapped = tf.data.Dataset.range(8).map(lambda x: x + 1).batch(4)
+    ks.data.shard(mapped, communicator)
+    found["shard early"] = handler.lines
+    logger.removeHandler(handler)
+    return found
+
+
+_REASONS = {
+    "generator": "made by Python",
+    "row by row": 'architecture="naive_ps" pulls row by row',
+    "no table": "no table that is spread",
+    "all rows": "updates all rows",
+    "computed": "no table's ids are inputs",
+}
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_what_does_nothing_says_why_once(cluster, engine):
+    first, second = cluster(engine, 2).run(said)
+    assert not any(second.values())
+    for name in ("prefetched", "not asked for", "shard early"):
+        assert first.pop(name) == [], name
+    (late,) = first.pop("shard")
+    assert "splits this dataset late" in late
+    assert "after batching it does more" in late
+    # Another line is that of an optimizer without a closed form.
+    lines = {
+        name: [line for line in found if "prefetch" in line]
+        for name, found in first.items()
+    }
+    assert lines.keys() == _REASONS.keys()
+    for name, reason in _REASONS.items():
+        (line,) = lines[name]
+        assert "`prefetch=True` has no effect" in line and reason in line
