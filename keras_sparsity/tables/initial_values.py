@@ -8,11 +8,24 @@ import tensorflow as tf
 
 from keras_sparsity._tf import checks
 
-# Values are drawn in blocks of this many elements (16 MiB of float32), each
-# with a seed of its own, so that no process ever holds more than a block of
-# rows that are not its own. A table of one block gets exactly the
-# values that `keras.layers.Embedding` draws from the same initializer.
+# Values are drawn in blocks of this many elements (16 MiB of float32), so that
+# no process ever holds more than a block of rows that are not its own. A table
+# of one block, and any of float32, gets exactly the values that
+# `keras.layers.Embedding` draws from the same initializer. In other dtypes each
+# block has a seed of its own.
 BLOCK_ELEMENTS = 1 << 22
+
+# TensorFlow draws this many elements at a time, each time from another count
+# (random/philox_random.h: `kResultElementCount`).
+_TOGETHER = 4
+# Its operations, and the distance of those counts: a truncated normal draws
+# anew what is outside (stateless_random_ops: `kReservedSamplesPerOutput`).
+_OPERATIONS = {
+    "RandomUniform": (tf.raw_ops.StatelessRandomUniformV2, 1),
+    "RandomNormal": (tf.raw_ops.StatelessRandomNormalV2, 1),
+    "TruncatedNormal": (tf.raw_ops.StatelessTruncatedNormalV2, 256),
+}
+_PHILOX = 1
 
 
 def draw(initializer, shape, dtype, rows):
@@ -31,11 +44,11 @@ def draw(initializer, shape, dtype, rows):
         List of arrays `(len(rows[i]), dim)`.
     """
     num_rows, dim = shape
-    block_rows = max(1, BLOCK_ELEMENTS // max(dim, 1))
+    block_rows = max(1, BLOCK_ELEMENTS // max(dim, 1) // _TOGETHER) * _TOGETHER
     if num_rows <= block_rows:
         whole = _evaluate(initializer, shape, dtype)
         return [whole[r] for r in rows]
-    draw_block = _by_blocks(initializer, shape)
+    draw_block = _by_blocks(initializer, shape, block_rows, dtype)
     if draw_block is None:
         whole = _evaluate(initializer, shape, dtype)
         return [whole[r] for r in rows]
@@ -77,7 +90,7 @@ def _evaluate(initializer, shape, dtype):
     return values
 
 
-def _by_blocks(initializer, shape):
+def _by_blocks(initializer, shape, block_rows, dtype):
     """Function block -> initializer of that block, or None if impossible."""
     if _draws_as(initializer, ("Zeros", "Ones")):
         return lambda block: initializer
@@ -88,14 +101,18 @@ def _by_blocks(initializer, shape):
     elementwise = initializer
     if _draws_as(initializer, ("VarianceScaling",)):
         elementwise = _with_fan_of(initializer, shape)
-    if not _draws_as(
-        elementwise, ("RandomNormal", "RandomUniform", "TruncatedNormal")
-    ):
+    kind = next((k for k in _OPERATIONS if _draws_as(elementwise, (k,))), None)
+    if kind is None:
         return None
-    config = elementwise.get_config()
-    seed = [initializer.seed]
+    seed = [initializer.seed, 0]
     if isinstance(initializer.seed, keras.random.SeedGenerator):
         seed = keras.ops.convert_to_numpy(initializer.seed.next()).tolist()
+    if dtype == "float32":
+        elements = block_rows * shape[1]
+        return lambda block: _part_of_stock(
+            kind, elementwise, seed, block * elements // _TOGETHER
+        )
+    config = elementwise.get_config()
 
     def block_initializer(block):
         # A 64-bit mix keeps the seeds of neighbouring blocks apart.
@@ -104,6 +121,43 @@ def _by_blocks(initializer, shape):
         return type(elementwise).from_config(config)
 
     return block_initializer
+
+
+def _part_of_stock(kind, initializer, seed, start):
+    """Initializer of a part of what stock Keras draws at once.
+
+    Args:
+        kind: a key of `_OPERATIONS`.
+        initializer: an initializer of that kind.
+        seed: list of two integers.
+        start: the number of the part's first element, by `_TOGETHER`.
+    """
+    operation, distance = _OPERATIONS[kind]
+    if kind == "RandomUniform":
+        low = tf.constant(initializer.minval, tf.float32)
+        scale = tf.constant(initializer.maxval, tf.float32) - low
+    else:
+        low = tf.constant(initializer.mean, tf.float32)
+        scale = tf.constant(initializer.stddev, tf.float32)
+
+    def draw(shape, dtype):
+        del dtype  # float32
+        # As Keras's backend makes a seed for TensorFlow.
+        folded = [value % (2**31 - 2) for value in seed]
+        key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(
+            seed=tf.constant(folded, tf.int32)
+        )
+        counter += tf.constant([start * distance, 0], tf.uint64)
+        drawn = operation(
+            shape=shape,
+            key=key,
+            counter=counter,
+            alg=_PHILOX,
+            dtype=tf.float32,
+        )
+        return drawn * scale + low
+
+    return draw
 
 
 def _draws_as(initializer, names):

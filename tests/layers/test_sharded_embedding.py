@@ -113,6 +113,31 @@ def test_small_table_starts_as_the_stock_layer(name):
     )
 
 
+@pytest.mark.parametrize("name", INITIALIZERS)
+@pytest.mark.parametrize("dim", [3, 8, 3000])
+def test_large_table_starts_as_the_stock_layer(name, dim, monkeypatch):
+    """To the bit, of rows that are drawn in blocks."""
+    shape = (401, dim)
+    initializer = INITIALIZERS[name]
+    stock = keras.ops.convert_to_numpy(copy_of(initializer)(shape))
+    monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", 30 * 8)
+    wanted = [np.arange(0, 401, 2), np.arange(1, 401, 2)]
+    values = initial_values.draw(copy_of(initializer), shape, "float32", wanted)
+    for part, rows in zip(values, wanted, strict=True):
+        np.testing.assert_array_equal(part, stock[rows])
+
+
+@pytest.mark.parametrize("seed", [0, 2**31 - 2, 2**31 - 1, 2**32 - 1])
+def test_large_table_takes_the_seeds_of_the_stock_layer(seed, monkeypatch):
+    initializer = keras.initializers.RandomUniform(seed=seed)
+    stock = keras.ops.convert_to_numpy(initializer((40, 4)))
+    monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", 32)
+    (values,) = initial_values.draw(
+        initializer, (40, 4), "float32", [np.arange(40)]
+    )
+    np.testing.assert_array_equal(values, stock)
+
+
 @pytest.mark.parametrize(
     "name", ["uniform", "glorot_uniform", "he_normal", "variance_scaling"]
 )
@@ -121,8 +146,9 @@ def test_large_table_has_the_scale_of_the_whole(name, monkeypatch):
     initializer = INITIALIZERS[name]
     stock = keras.ops.convert_to_numpy(copy_of(initializer)(shape))
     monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", 300 * 8)
+    # In float32 they are those of the stock layer.
     (values,) = initial_values.draw(
-        copy_of(initializer), shape, "float32", [np.arange(shape[0])]
+        copy_of(initializer), shape, "float64", [np.arange(shape[0])]
     )
     assert values.std() == pytest.approx(stock.std(), rel=0.03)
     assert np.abs(values).max() == pytest.approx(np.abs(stock).max(), rel=0.2)
