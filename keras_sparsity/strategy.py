@@ -45,8 +45,9 @@ class HybridStrategy(ProcessStrategy):
             each ordinary `Embedding` gets the architecture with the lowest
             time on a network of 1,000 Mbit/s, by its size and by alpha, which
             the first steps of `fit` count; again when alpha drifts. Until
-            then, and in a custom loop, as `"hybrid"`. Nothing is timed, so
-            that runs repeat each other to the bit.
+            then, and in a custom loop, as `"hybrid"`, but the rows of an
+            `Embedding` of more than 16 MiB are on parameter servers. Nothing
+            is timed, so that runs repeat each other to the bit.
             `"measured"`: as `"auto"`, by the measured speeds of this cluster;
             a move that makes steps slower is taken back. Runs may differ by
             rounding.
@@ -56,9 +57,10 @@ class HybridStrategy(ProcessStrategy):
             For comparison: `"allreduce"`, all gradients made dense and
             all-reduced; `"allgather"`, whole tables on each rank, which
             gathers the rows of all ranks; `"ps"`, dense gradients too go
-            through servers, in one message; `"naive_ps"`, as `"ps"` without
-            merging: a message for each variable, all of it on one server, and
-            duplicate rows sent one by one.
+            through servers, in one message, and ordinary `Embedding`s are on
+            them; `"naive_ps"`, servers without merging: a message for each
+            variable, all of it on one server, duplicate rows sent one by one,
+            and the rows of an ordinary `Embedding` gathered.
         wire_dtype: `"bfloat16"` or `"float16"`: rows, their gradients and dense
             gradients travel in 16 bits; owners sum them in float32. None: in
             their own dtype, and rows in the compute dtype of a layer, where it

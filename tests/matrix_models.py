@@ -153,6 +153,37 @@ def tied(cell, table, size, kind=Tied):
 
 
 @keras.saving.register_keras_serializable(package="tests")
+class LooksUp(keras.Model):
+    """Looks up ids that it computes, some of them from rows."""
+
+    def __init__(self, first, second, adds_loss):
+        super().__init__()
+        self.first, self.second = first, second
+        self.inner = keras.Sequential([second] + [AddsLoss()] * adds_loss)
+        self.hidden = keras.layers.Dense(5, activation="tanh")
+        self.out = keras.layers.Dense(CLASSES, "softmax", dtype="float32")
+
+    def call(self, ids):
+        rows = self.first(ids)
+        chosen = keras.ops.cast(rows[..., 0] > 0, "int32")
+        found = [
+            rows,
+            self.inner(ids[:, ::-1]),
+            self.first(ids),  # the same once more
+            self.second(chosen),
+            self.first(keras.ops.maximum(ids - 1, 0)),
+        ]
+        found = keras.ops.mean(keras.ops.concatenate(found, axis=2), axis=1)
+        return self.out(self.hidden(found))
+
+
+def looks_up(cell, table, size):
+    tables = [table(f"table_{i}", n) for i, n in enumerate(cell.partitions)]
+    # TensorFlow's guide to loops does without.
+    return _called(LooksUp(*tables, cell.loop != "own loop"), cell)
+
+
+@keras.saving.register_keras_serializable(package="tests")
 class OwnStep(keras.Model):
     """A model with a `train_step` of its own, as in Keras's guide."""
 
@@ -242,6 +273,7 @@ MODELS = {
     "sequence": sequence,
     "two inputs": two_inputs,
     "closure": closure,
+    "looks up": looks_up,
     "tied": tied,
     "read whole": functools.partial(tied, kind=ReadsWhole),
     "stateful": stateful,

@@ -475,6 +475,27 @@ CELLS = {
         ),
         broken="rows_of_one_rank",
     ),
+    "subclassed, adam": Case(
+        Cell(
+            model="looks up",
+            optimizer="Adam",
+            arguments=CLIP,
+            partitions=(3, 2),
+            left_over=3,
+        ),
+        broken="rows_of_one_rank",
+    ),
+    "stock, subclassed, own loop": Case(
+        Cell(
+            architecture="ps",
+            stock=True,
+            model="looks up",
+            loop="own loop",
+            optimizer="Adagrad",
+            partitions=(1, 1),
+        ),
+        broken="rows_of_one_rank",
+    ),
     "stock, by a closure": Case(
         Cell(
             architecture="ps",

@@ -1,5 +1,7 @@
 """Keras's scopes without values. Checked on Keras 3.5 to 3.15."""
 
+import contextlib
+
 
 def is_tracing_shapes():
     """Whether Keras calls a layer only for its output's shape.
@@ -9,6 +11,18 @@ def is_tracing_shapes():
     from keras.src.backend.common import stateless_scope
 
     return stateless_scope.in_stateless_scope()
+
+
+@contextlib.contextmanager
+def tracing_shapes():
+    """While entered, layers are called without effects on their state.
+
+    As Keras calls them for the shapes of their outputs.
+    """
+    from keras.src.backend.common import stateless_scope, symbolic_scope
+
+    with stateless_scope.StatelessScope(), symbolic_scope.SymbolicScope():
+        yield
 
 
 def in_symbolic_scope():

@@ -34,7 +34,7 @@ def change_kind(variable, kind):
 def plain_like(variable, value):
     """A variable of stock Keras with the properties of one of a subclass.
 
-    `Variable._path`.
+    `Variable._path`; in Keras 3.5 `Variable.path`.
     """
     made = keras.Variable(
         value,
@@ -42,7 +42,8 @@ def plain_like(variable, value):
         trainable=variable.trainable,
         name=variable.name,
     )
-    made._path = variable.path
+    name = "_path" if hasattr(made, "_path") else "path"
+    setattr(made, name, variable.path)
     made.regularizer = variable.regularizer
     made.constraint = variable.constraint
     return made

@@ -85,6 +85,12 @@ ADD_WEIGHT = Patch(
     during="`strategy.scope()` of strategies that cut models into stages",
     reason="Weights of other stages are to get no values in between.",
 )
+MODEL_CALL = Patch(
+    "keras:Model",
+    "__call__",
+    during="`strategy.run`, which is the tracing of a step",
+    reason="A step of the user's own calls models by themselves.",
+)
 METRIC_INIT = Patch(
     "keras:Metric",
     "__init__",
@@ -158,7 +164,15 @@ MODEL_METHODS = {
     )
 }
 ALL = (
-    *(COMPILE, LOSS_CALL, METRIC_INIT, METRIC_ATTRIBUTES, ASSIGN, SCALE_LOSS),
+    *(
+        COMPILE,
+        LOSS_CALL,
+        MODEL_CALL,
+        METRIC_INIT,
+        METRIC_ATTRIBUTES,
+        ASSIGN,
+        SCALE_LOSS,
+    ),
     *(
         ADD_WEIGHT,
         SQRT,

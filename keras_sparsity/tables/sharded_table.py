@@ -14,6 +14,7 @@ from keras_sparsity.tables import (
     agreement,
     arguments,
     control_flow,
+    foreseen,
     initial_values,
     row_wise,
 )
@@ -374,6 +375,9 @@ class ShardedTable:
         arguments.check_is_float(dtype)
         dtype = tf.as_dtype(dtype or self.variable.dtype)
         ids = arguments.ids(ids, self.owner_name)
+        rows = foreseen.rows(self, ids, columns, dtype)
+        if rows is not None:
+            return rows
         if not self.variable.is_built or keras_scopes.in_symbolic_scope():
             shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
             rows = shaped(tf.zeros(shape, dtype), ids)

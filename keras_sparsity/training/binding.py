@@ -7,6 +7,9 @@ from keras_sparsity.health import agreement
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.training import jit
 
+# Set on an adopted model; holds its bindings.
+ADOPTION = "_keras_sparsity_adoption"
+
 _EVERY_RANK = (
     "Every rank must make the same calls; `ks.export(model)` gives a model "
     "that one rank can use by itself."

@@ -8,7 +8,7 @@ from keras_sparsity.global_batch import losses, metrics
 from keras_sparsity.moves import moving
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.training import embeddings, jit
-from keras_sparsity.training.binding import bound_arguments
+from keras_sparsity.training.binding import ADOPTION, bound_arguments
 from keras_sparsity.training.first_step import FirstStep
 from keras_sparsity.training.joint_pull import JointPull
 from keras_sparsity.training.replicas import Replicas
@@ -18,9 +18,6 @@ from keras_sparsity.training.step_losses import StepLosses
 from keras_sparsity.training.steps import Steps
 from keras_sparsity.update import lookups
 from keras_sparsity.update.optimizer_arguments import get
-
-# Set on an adopted model; holds its bindings.
-_ADOPTION = "_keras_sparsity_adoption"
 
 
 def compile_adopts(strategy):
@@ -123,7 +120,7 @@ def adopt(model, strategy):
     keras_models.set_distribute_strategy(model, strategy)
     moving.settle(model, strategy)
     lookups.mark(keras_models.all_layers(model), strategy.collectives.size)
-    if getattr(model, _ADOPTION, None) is None:
+    if getattr(model, ADOPTION, None) is None:
         joint_pull = JointPull(model)
         replicas = Replicas(model)
         first_step = FirstStep(model, joint_pull, replicas)
@@ -135,4 +132,4 @@ def adopt(model, strategy):
         ]
         if strategy.collectives.size > 1:
             bindings.append(StepLosses(model))
-        object.__setattr__(model, _ADOPTION, bindings)
+        object.__setattr__(model, ADOPTION, bindings)

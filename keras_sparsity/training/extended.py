@@ -9,6 +9,7 @@ from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.data import distribution, empty_parts
 from keras_sparsity.global_batch import losses
 from keras_sparsity.tables import control_flow
+from keras_sparsity.training import foresight
 
 _REDUCE = {
     tf.distribute.ReduceOp.SUM: "sum",
@@ -120,6 +121,7 @@ class HybridExtended(tf.distribute.StrategyExtended):
             losses.of_global_batch(self._collectives),
             patches.current_rows_are_taken(),
             self._without_examples_on_servers(),
+            foresight.calls_pull_together(self._collectives),
         ):
             return fn(*args, **kwargs)
 

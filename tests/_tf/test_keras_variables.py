@@ -31,3 +31,31 @@ def test_copies_of_variables():
     np.testing.assert_array_equal(variable, np.arange(3.0))
     assert state["_value"].name == variable.value.name
     assert not state["_value"].trainable
+
+
+def test_a_variable_becomes_one_of_a_subclass():
+    class Doubled(keras.Variable):
+        def numpy(self):
+            return 2 * super().numpy()
+
+    layer = keras.layers.Embedding(3, 1, dtype="mixed_float16")
+    layer.build()
+    variable, (value,) = layer.embeddings, layer.get_weights()
+    keras_variables.change_kind(variable, Doubled)
+    assert layer.weights == [variable]
+    np.testing.assert_array_equal(layer.get_weights()[0], 2 * value)
+    with keras.src.backend.AutocastScope("float16"):
+        assert variable.value.dtype == "float32"
+
+
+def test_a_plain_variable_like_one():
+    layer = keras.layers.Embedding(
+        3, 2, embeddings_regularizer="l2", embeddings_constraint="non_neg"
+    )
+    layer.build()
+    value = np.ones((3, 2))
+    made = keras_variables.plain_like(layer.embeddings, value)
+    assert type(made) is keras.Variable
+    np.testing.assert_array_equal(made, value)
+    for name in ("path", "name", "regularizer", "constraint", "trainable"):
+        assert getattr(made, name) == getattr(layer.embeddings, name), name

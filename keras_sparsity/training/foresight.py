@@ -1,0 +1,217 @@
+"""One exchange for the tables of any model that is called in a step.
+
+Layer by layer, each table would wait for messages of its own. So a model's
+call is traced once before, and thrown away: it shows which ids it asks for. Of
+those that depend on neither rows nor state, the rows are pulled together when
+the call begins. In the call itself a lookup has them if its ids are the same
+computation of the same tensors; any other pulls its rows by itself. So the
+result is right whatever the first trace has shown.
+"""
+
+import contextlib
+import logging
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import (
+    checks,
+    current_variable,
+    keras_functional,
+    keras_scopes,
+    patches,
+    tf_subgraphs,
+)
+from keras_sparsity.conversion.saving import tables_of
+from keras_sparsity.exchange import options
+from keras_sparsity.exchange.pull import shaped
+from keras_sparsity.exchange.together import gather_together
+from keras_sparsity.tables import control_flow, foreseen
+from keras_sparsity.training.binding import ADOPTION
+
+# Set on a model of which has been told that tables pull by themselves.
+_TOLD = "_keras_sparsity_told"
+_logger = logging.getLogger(__name__)
+
+
+def calls_pull_together(communicator):
+    """While entered, a model that a step calls pulls its rows together.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+    """
+    if communicator.size == 1:
+        return contextlib.nullcontext()
+    under_way = []
+
+    def make(stock):
+        def call(layer, *args, **kwargs):
+            if under_way or not _may_foresee(layer):
+                return stock(layer, *args, **kwargs)
+            under_way.append(layer)
+            try:
+                return _called(
+                    stock, layer, args, kwargs, communicator.rank == 0
+                )
+            finally:
+                under_way.pop()
+
+        return call
+
+    return patches.MODEL_CALL.by(make)
+
+
+def _may_foresee(model):
+    """Whether the tables of what is called might pull together."""
+    if (
+        not isinstance(model, keras.Model)
+        or not model.built
+        or tf.executing_eagerly()
+        or keras_scopes.is_tracing_shapes()
+        or keras_scopes.in_symbolic_scope()
+        or control_flow.is_entered()
+    ):
+        return False
+    is_adopted = hasattr(model, ADOPTION)
+    if is_adopted and keras_functional.functional_of(model) is not None:
+        return False  # its calls tell, see `JointPull`
+    return any(table.sends_messages for table in tables_of(model))
+
+
+def _called(stock, model, args, kwargs, tells):
+    """The call of a model, of which the rows are pulled when it begins.
+
+    Args:
+        stock: `keras.Model.__call__`.
+        model, args, kwargs: its arguments.
+        tells: whether this rank says where that is impossible.
+    """
+    pulled = None
+    try:
+        scouted = _Scouted(stock, model, args, kwargs)
+    except Exception as error:  # of the user's code, or of a graph unknown
+        # The call itself raises it again, if it is the user's.
+        why = f"{type(error).__name__}: {checks.shortened(error)}"
+        _tell(tells, model, f"its call cannot be traced twice, {why}")
+    else:
+        pulled = scouted.pulled()
+    if pulled is None:
+        return stock(model, *args, **kwargs)
+    with foreseen.by(pulled):
+        outputs = stock(model, *args, **kwargs)
+    if pulled.unused:
+        _tell(
+            tells,
+            model,
+            f"{len(pulled.unused)} of its lookups are others each time that "
+            "it is traced",
+        )
+    return outputs
+
+
+class _Scouted:
+    """What a call of a model asks for, from a trace that is thrown away.
+
+    Args:
+        stock: `keras.Model.__call__`.
+        model: the model.
+        args, kwargs: its arguments.
+    """
+
+    def __init__(self, stock, model, args, kwargs):
+        self._asked, self._computations = [], tf_subgraphs.Computations()
+        flat = tf.nest.flatten((args, kwargs), expand_composites=True)
+        places = [i for i, x in enumerate(flat) if tf.is_symbolic_tensor(x)]
+
+        def forward(*tensors):
+            given = list(flat)
+            for place, tensor in zip(places, tensors, strict=True):
+                given[place] = tensor
+            args_, kwargs_ = tf.nest.pack_sequence_as(
+                (args, kwargs), given, expand_composites=True
+            )
+            with (
+                keras_scopes.tracing_shapes(),
+                current_variable.read_as_stored([]),
+                foreseen.by(self),
+            ):
+                stock(model, *args_, **kwargs_)
+
+        self._tensors = [flat[place] for place in places]
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in self._tensors]
+        traced = tf.function(forward, autograph=False)
+        self._traced = traced.get_concrete_function(*specs)
+        self._placeholders = self._traced.inputs[: len(specs)]
+        for number, pair in enumerate(
+            zip(self._placeholders, self._tensors, strict=True)
+        ):
+            for tensor in pair:
+                self._computations.stands_for(tensor, number)
+
+    def rows(self, table, ids, columns, dtype):
+        """Notes a lookup; zeros in place of its rows, which it must not use."""
+        shape = tf.concat([tf.shape(ids), [table.dim]], axis=0)
+        rows = tf.identity(shaped(tf.zeros(shape, dtype), ids))
+        self._computations.stands_for(rows, None)
+        if columns is None and table.is_sharded:
+            self._asked.append((table, ids, dtype))
+        return rows if columns is None else rows[..., slice(*columns)]
+
+    def pulled(self):
+        """Pulls the rows of the lookups whose ids are known; None if of one."""
+        known = {}
+        for table, ids, dtype in self._asked:
+            number = self._computations.number_of(ids)
+            if number is not None:
+                known[id(table), number, dtype] = table, ids, dtype
+        if len(known) < 2:
+            return None
+        again = tf_subgraphs.made_again(
+            [ids for _, ids, _ in known.values()],
+            list(zip(self._placeholders, self._tensors, strict=True)),
+        )
+        rows, _ = gather_together(
+            [
+                (table, ids, dtype)
+                for (table, _, dtype), ids in zip(
+                    known.values(), again, strict=True
+                )
+            ],
+            options.entered(),
+        )
+        by_key = dict(zip(known, rows, strict=True))
+        return _Pulled(self._computations, by_key)
+
+
+class _Pulled:
+    """The rows of a call, which were pulled when it began.
+
+    Attributes:
+        unused: keys of the rows that no lookup has asked for.
+    """
+
+    def __init__(self, computations, rows):
+        self._computations, self._rows = computations, rows
+        self.unused = set(rows)
+
+    def rows(self, table, ids, columns, dtype):
+        if columns is not None or not table.sends_messages:
+            return None
+        number = self._computations.number_of(ids)
+        key = id(table), number, dtype
+        if number is None or key not in self._rows:
+            return None
+        self.unused.discard(key)
+        return shaped(self._rows[key], ids)
+
+
+def _tell(tells, model, why):
+    """Says once that a model makes more messages than it could."""
+    if getattr(model, _TOLD, False) or not tells:
+        return
+    object.__setattr__(model, _TOLD, True)
+    _logger.warning(
+        "The tables of '%s' pull their rows one after the other: %s.",
+        model.name,
+        why,
+    )

@@ -1,0 +1,142 @@
+"""Tables of any model pull together; what they give is in the matrix."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity._tf import keras_scopes
+from tests.conftest import engines
+from tests.layers.test_sharded_embedding_collection import (
+    MANY,
+    ROWS,
+    OwnStep,
+    Tables,
+    custom_loop,
+    fitted,
+    messages_of,
+    table,
+)
+
+
+def stock(name):
+    return keras.layers.Embedding(ROWS, 4, name=name)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class FunctionalOwnStep(keras.Model):
+    train_step = OwnStep.train_step
+
+
+def functional(number, make, kind=FunctionalOwnStep):
+    ids = keras.Input((MANY,), dtype="int32")
+    rows = [make(f"t{i}")(ids[:, i]) for i in range(number)]
+    rows = keras.ops.sum(keras.ops.stack(rows + rows[:1]), axis=0)
+    return kind(ids, keras.layers.Dense(1)(rows))
+
+
+class Ids(Tables):
+    """Makes the ids by layers of Keras, in a model of the model."""
+
+    def __init__(self, number, make, is_collection):
+        super().__init__(number, make, is_collection)
+        self.inner = Tables(number, make, is_collection)
+        self.known = keras.layers.IntegerLookup(
+            vocabulary=list(range(ROWS - 1))
+        )
+
+    def call(self, inputs):
+        return self.inner(self.known(tf.maximum(inputs, 2)[:, ::-1]))
+
+
+ONE = {
+    "fit": (Tables, fitted, 1, stock, False),
+    "own step": (OwnStep, fitted, 1, stock, False),
+    "custom loop": (Tables, custom_loop, 1, stock, False),
+}
+MORE = [
+    ("fit", Tables, fitted, MANY, stock, False),
+    ("fit", Ids, fitted, 5, stock, False),
+    ("fit", functional, fitted, 5, stock, keras.Model),
+    ("own step", OwnStep, fitted, 5, table, False),
+    ("own step", functional, fitted, 5, stock),
+    ("custom loop", Tables, custom_loop, MANY, stock, False),
+]
+
+
+def messages():
+    """Messages of one table, by how it is used, and of more."""
+    one = {name: messages_of(*case) for name, case in ONE.items()}
+    return one, [messages_of(*case) for _, *case in MORE]
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_many_tables_make_as_many_messages_as_one(engine, cluster):
+    for one, more in cluster(engine, 2).run(messages, timeout=200):
+        assert min(one.values()) > 3  # a pull and a push
+        assert more == [one[name] for name, *_ in MORE]
+
+
+# Calls that are not the same each time.
+
+
+class Changing(Tables):
+    """Gives each id to another table each time that it is called."""
+
+    calls = 0
+
+    def look_up_apart(self, ids):
+        self.calls += 1
+        first = self.calls % len(ids)
+        return super().look_up_apart(ids[first:] + ids[:first])
+
+
+class Once(Tables):
+    """Cannot be called without values."""
+
+    def look_up_apart(self, ids):
+        if self.built and keras_scopes.in_symbolic_scope():
+            raise OSError("the file has ended")
+        return super().look_up_apart(ids)
+
+
+def fall_back():
+    """What is said of models, and how far their predictions are off."""
+    told, off = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger = logging.getLogger("keras_sparsity.training.foresight")
+    logger.addHandler(handler)
+    x = np.arange(6 * MANY).reshape(6, MANY) % ROWS
+    for kind in (Changing, Once, Tables):
+        model = kind(3, table, False)
+        model(x)
+        with ks.HybridStrategy(architecture="ps").scope():
+            model.compile("sgd", "mse")
+        for _ in range(2):  # which is said once
+            model.predict_function = None
+            found = model.predict(x, batch_size=6, verbose=0)
+        model.calls = getattr(model, "calls", 1) - 1
+        off.append(abs(found - model(x).numpy()).max())
+    logger.removeHandler(handler)
+    return told, off
+
+
+def test_lookups_that_are_not_foreseen(cluster):
+    ranks = cluster("native", 2).run(fall_back)
+    for reasons, told in zip(
+        [
+            ["'changing' ", "3 of its lookups are others each time"],
+            ["'once' ", "traced twice, OSError: ", "the file has ended"],
+        ],
+        ranks[0][0],
+        strict=True,
+    ):
+        for reason in ("pull their rows one after the other", *reasons):
+            assert reason in told
+    assert ranks[1][0] == []
+    for _, off in ranks:
+        np.testing.assert_allclose(off, 0.0, atol=1e-6)
