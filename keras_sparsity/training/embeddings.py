@@ -25,7 +25,7 @@ def settle(model, strategy):
         strategy: the `HybridStrategy`.
     """
     placements = strategy.placements
-    if strategy.size == 1:
+    if strategy.collectives.size == 1:
         return
     whole_rule = _rule_of_whole_tables(model)
     if whole_rule:
