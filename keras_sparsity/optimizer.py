@@ -142,6 +142,7 @@ class HybridOptimizer(OptimizerWrapper):
         self._told = set()
         # Set where a model is compiled.
         self.is_compiled_by_xla = False
+        self.delay = None  # a `Delay`
         self._forward_attributes()
 
     def options(self):
@@ -248,6 +249,8 @@ class HybridOptimizer(OptimizerWrapper):
         """
         pieces_of = {id(v): pieces for v, pieces in self._aggregation.places}
         moved = [move for move in moved if id(move[0]) in pieces_of]
+        if self.delay is not None:
+            self.delay = self.delay.emptied()
         replaced = [(pieces_of[id(v)], new, slots) for v, new, slots in moved]
         row_update.replace_variables(self._rule, replaced)
         inner = self.inner_optimizer
@@ -306,6 +309,21 @@ class HybridOptimizer(OptimizerWrapper):
             updates = self._by_piece(updates)
         else:  # which is to see each variable as one
             updates = merged(updates)
+        if self.delay is None:
+            self._apply_aggregated(updates, placements)
+        else:
+            self.delay.step(
+                updates, lambda due: self._apply_aggregated(due, placements)
+            )
+
+    def apply_next(self):
+        """Applies the oldest gradients that a `Delay` has kept."""
+        placements = choice.entered()
+        self.delay.apply_next(
+            lambda due: self._apply_aggregated(due, placements)
+        )
+
+    def _apply_aggregated(self, updates, placements):
         inner = self.inner_optimizer
         if inner is self._rule:
             self._update(updates, placements)

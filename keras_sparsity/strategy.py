@@ -6,12 +6,13 @@ import tensorflow as tf
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks
+from keras_sparsity.asynchronous import modes
+from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.data import distribution
 from keras_sparsity.exchange.options import Options, check_wire_dtype
 from keras_sparsity.global_batch import losses, metrics
 from keras_sparsity.layers import ordinary
 from keras_sparsity.placement import choice
-from keras_sparsity.training.compiling import compile_adopts
 from keras_sparsity.training.extended import HybridExtended, ProcessStrategy
 from keras_sparsity.update.optimizer_arguments import checked_options
 
@@ -98,12 +99,32 @@ class HybridStrategy(ProcessStrategy):
             `keras-sparsity run --rank-timeout` sets, else 600. A rank that
             dies, raises or makes another call than the others ends them within
             seconds.
+        synchronous: False: gradients are of weights to which some updates are
+            still missing, see `max_staleness` and `delay`.
+        max_staleness: the number s of steps by which weights may be old; None
+            for any number. 0 is synchronous training.
+        delay: how old weights are.
+            `"bounded"`: each worker takes the batches that no other has taken,
+            pulls the weights that are there, and pushes its gradient, which
+            servers apply at once: one update for each batch. No worker is
+            more than s steps ahead of the slowest. The servers are
+            TensorFlow's own, one in each process; each holds whole variables
+            with their slots. `sparse_updates="exact"` takes rules that leave
+            untouched rows of an `Embedding` alone.
+            `"fixed"`: exactly s steps old. All ranks train on their parts of
+            each batch, as in synchronous training, and the mean gradient of
+            step t, of the weights after the update of step t - s - 1, is
+            applied s steps later, the last ones at the end of each epoch.
+            Runs repeat each other to the bit.
 
     Attributes:
         collectives: `ks.collectives.Collectives` of all processes.
         rank: this process's number.
         size: the number of processes that compute. Dedicated servers do not
             (see `keras-sparsity run --servers`): their ranks begin at `size`.
+        staleness: of the last epoch of `delay="bounded"`: dict from the number
+            of updates between a pull and its push to the number of all
+            workers' pushes.
 
     Raises:
         ValueError: if an argument is not valid, if another engine runs
@@ -121,7 +142,8 @@ class HybridStrategy(ProcessStrategy):
 
     References:
         EuroSys 3.1 (hybrid architecture), 4.3 (placement), Table 4 (the
-        architectures for comparison).
+        architectures for comparison), 2.1 (asynchronous training); Ho et al.,
+        NIPS 2013 (the bound).
     """
 
     def __init__(
@@ -137,9 +159,19 @@ class HybridStrategy(ProcessStrategy):
         bucket_bytes=8 * 2**20,
         prefetch=False,
         timeout=None,
+        synchronous=True,
+        max_staleness=None,
+        delay="bounded",
     ):
         choice.check("architecture", architecture)
         _check_options(wire_dtype, local_aggregation, bucket_bytes, prefetch)
+        modes.checked(synchronous, max_staleness, delay)
+        if not synchronous:
+            modes.check_supports(architecture, prefetch)
+            # Variables stay where they are while gradients wait.
+            architecture = "hybrid" if architecture == "auto" else architecture
+        self.synchronous, self.max_staleness = synchronous, max_staleness
+        self.delay, self.staleness = delay, {}
         self.architecture, self.wire_dtype = architecture, wire_dtype
         self.local_aggregation = bool(local_aggregation)
         self.bucket_bytes = bucket_bytes
@@ -158,10 +190,14 @@ class HybridStrategy(ProcessStrategy):
         )
         self.collectives = collectives.start(engine, timeout)
         self.options.tell_of_uneven_machines(self.collectives)
+        # In its steps, a worker of servers is alone.
+        self._of_steps = self.collectives
+        if modes.is_by_servers(self):
+            self._of_steps = single_process()
         self.placements = choice.Placements(
-            architecture, self.collectives, self.options, self
+            architecture, self._of_steps, self.options, self
         )
-        super().__init__(HybridExtended(self, self.collectives))
+        super().__init__(HybridExtended(self, self._of_steps))
 
     @property
     def cluster_resolver(self):
@@ -193,10 +229,10 @@ class HybridStrategy(ProcessStrategy):
         """
         with (
             super().scope(),
-            compile_adopts(self),
+            modes.compile_adopts(self),
             ordinary.made_as_tables(self.placements),
-            metrics.new_ones_are_global(self.collectives),
-            losses.of_global_batch(self.collectives),
+            metrics.new_ones_are_global(self._of_steps),
+            losses.of_global_batch(self._of_steps),
         ):
             yield self
 

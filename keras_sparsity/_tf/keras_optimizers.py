@@ -75,6 +75,11 @@ def iterations(optimizer):
     return optimizer._iterations
 
 
+def set_iterations(optimizer, value):
+    """Sets the same of a copy, to a tensor (`_iterations`)."""
+    optimizer.__dict__["_iterations"] = value
+
+
 def momentum_product(optimizer):
     """The variable of Nadam's product of momentums (`_u_product`)."""
     return optimizer._u_product

@@ -96,8 +96,13 @@ def repeat_on_all(dataset, collectives):
             "first stage the inputs, the last one the labels. Received: a "
             "part of a dataset, from `shard`. Give the dataset itself."
         )
-    agreed_number(dataset, _SAME_DATASET, collectives)
+    check_is_alike(dataset, collectives)
     return split_batches(dataset, 0, 1, Fingerprints(collectives))
+
+
+def check_is_alike(dataset, collectives):
+    """Raises ValueError unless the ranks' datasets have one structure."""
+    agreed_number(dataset, _SAME_DATASET, collectives)
 
 
 @contextlib.contextmanager

@@ -48,6 +48,14 @@ class RowStandIn:
         return self._tensor
 
     @property
+    def variable(self):
+        return self._variable
+
+    @property
+    def is_changed(self):
+        return self._is_changed or self._subtracted is not None
+
+    @property
     def value(self):
         return self
 
@@ -265,3 +273,12 @@ def write_back(copy):
     """Scatters all changed rows into the variables."""
     for stand_in in copy.__dict__["_row_stand_ins"]:
         stand_in.write_back()
+
+
+def changed(copy):
+    """List of `(variable, rows)` of all changed rows, which are not written."""
+    return [
+        (stand_in.variable, stand_in.tensor)
+        for stand_in in copy.__dict__["_row_stand_ins"]
+        if stand_in.is_changed
+    ]

@@ -25,6 +25,23 @@ BAD = [
     ),
     ("HybridStrategy", {"prefetch": 2}, "True or False.*prefetch=2"),
     *(
+        ("HybridStrategy", {"synchronous": False, **arguments}, message)
+        for arguments, message in [
+            ({"synchronous": 0}, "True or False.*synchronous=0"),
+            ({"max_staleness": -1}, "from 0, or None.*max_staleness=-1"),
+            ({"max_staleness": 1.0}, "from 0, or None.*max_staleness=1.0"),
+            ({"max_staleness": True}, "from 0, or None.*staleness=True"),
+            ({"delay": "none"}, "'bounded' or 'fixed'.*delay='none'"),
+            ({"delay": "fixed"}, "exactly.*max_staleness=None.*'bounded'"),
+            (
+                {"synchronous": True, "max_staleness": 2},
+                "Received: synchronous=True, max_staleness=2.*Add",
+            ),
+            ({"architecture": "measured"}, "'measured' with synchronous=False"),
+            ({"prefetch": True}, "prefetch=True with synchronous=False"),
+        ]
+    ),
+    *(
         (name, {"local_aggregation": 2}, "True or False.*aggregation=2")
         for name in (
             "HybridStrategy",

@@ -1,0 +1,1 @@
+"""Training with weights that are some updates old."""

@@ -1,0 +1,135 @@
+"""Training with gradients of weights that are exactly some steps old."""
+
+import contextlib
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_scopes
+from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
+from keras_sparsity.training.binding import Binding, bound_arguments
+from keras_sparsity.training.compiling import compile_adopted
+from keras_sparsity.update.delay import Delay
+
+# Set on an adopted model; holds its binding.
+_DELAYED = "_keras_sparsity_delayed"
+
+
+def compile_delayed(stock, model, args, kwargs, strategy):
+    """Compiles a model whose gradients are applied some steps later.
+
+    Args:
+        stock: Keras's own `compile`.
+        model: the model.
+        args, kwargs: its arguments.
+        strategy: the `HybridStrategy`, with a `max_staleness` of at least 1.
+
+    Raises:
+        ValueError: if the optimizer scales losses.
+    """
+    compile_adopted(stock, model, args, kwargs, strategy)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        check_scales_no_loss(optimizer.inner_optimizer)
+        optimizer.delay = Delay(strategy.max_staleness)
+    if getattr(model, _DELAYED, None) is None:
+        object.__setattr__(model, _DELAYED, DelayedRuns(model))
+
+
+def check_scales_no_loss(optimizer):
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise ValueError(
+            "Under `synchronous=False` a gradient is applied when the scale "
+            "of the loss may be another one. Received: a LossScaleOptimizer, "
+            'which Keras also adds under the policy "mixed_float16". Use '
+            '"mixed_bfloat16" or "float32".'
+        )
+
+
+class DelayedRuns(Binding):
+    """`fit` that applies all gradients by the end of each epoch.
+
+    Args:
+        model: an adopted model.
+    """
+
+    def __init__(self, model):
+        self._is_in_step = self._is_in_fit = False
+        super().__init__(
+            model, ["fit", "train_on_batch", "train_step", "get_metrics_result"]
+        )
+
+    @property
+    def _delay(self):
+        return self._model.optimizer.delay
+
+    def fit(self, *args, **kwargs):
+        arguments = bound_arguments(self._stock["fit"], args, kwargs)
+        _check_callbacks(arguments.get("callbacks"))
+        self._check_optimizer()
+        self._delay.clear()  # what a `fit` that failed has left
+        with self._set("_is_in_fit"):
+            return self._stock["fit"](*args, **kwargs)
+
+    def train_on_batch(self, *args, **kwargs):
+        raise ValueError(
+            "`train_on_batch` has no epoch, at whose end the gradients that "
+            "wait are applied. Received: `train_on_batch` under a strategy "
+            f"with max_staleness={self._delay.num_steps}. Use `fit`, or "
+            "`max_staleness=0`."
+        )
+
+    def train_step(self, *args, **kwargs):
+        with self._set("_is_in_step"):
+            return self._stock["train_step"](*args, **kwargs)
+
+    def get_metrics_result(self):
+        # Between the last step of an epoch and its validation.
+        if (
+            self._is_in_fit
+            and not self._is_in_step
+            and not keras_scopes.in_symbolic_scope()
+        ):
+            self._apply_all()
+        return self._stock["get_metrics_result"]()
+
+    def _apply_all(self):
+        if not self._delay.is_waiting():
+            return
+        strategy, optimizer = self._model.distribute_strategy, self._optimizer
+
+        def apply_next():
+            strategy.run(optimizer.apply_next)
+
+        if not self._model.run_eagerly:
+            apply_next = tf.function(apply_next, autograph=False)
+        for _ in range(self._delay.num_steps):
+            apply_next()
+
+    @property
+    def _optimizer(self):
+        return self._model.optimizer
+
+    @contextlib.contextmanager
+    def _set(self, name):
+        before = getattr(self, name)
+        setattr(self, name, True)
+        try:
+            yield
+        finally:
+            setattr(self, name, before)
+
+
+def _check_callbacks(callbacks):
+    for callback in getattr(callbacks, "callbacks", None) or keras.tree.flatten(
+        callbacks or []
+    ):
+        is_checkpoint = isinstance(callback, ShardedCheckpoint)
+        if is_checkpoint and callback.every_steps is not None:
+            raise ValueError(
+                "A checkpoint within an epoch would lose the gradients that "
+                "wait to be applied. Received: "
+                f"ShardedCheckpoint(every_steps={callback.every_steps}) under "
+                "`synchronous=False`. Leave it out: epochs end with all "
+                "gradients applied."
+            )

@@ -1,0 +1,92 @@
+"""The training that `synchronous`, `max_staleness` and `delay` name."""
+
+from keras_sparsity._tf import checks, patches
+from keras_sparsity.asynchronous.compiling import compile_served
+from keras_sparsity.asynchronous.delayed import compile_delayed
+from keras_sparsity.training.compiling import compile_adopted
+
+DELAYS = ("bounded", "fixed")
+
+
+def checked(synchronous, max_staleness, delay):
+    """Checks the arguments of `HybridStrategy` of these names.
+
+    Raises:
+        ValueError: if one of them is not valid, or the others leave it no
+            effect.
+    """
+    checks.boolean("synchronous", synchronous)
+    checks.one_of("delay", delay, DELAYS)
+    is_number = isinstance(max_staleness, int) and not isinstance(
+        max_staleness, bool
+    )
+    checks.check(
+        max_staleness is None or (is_number and max_staleness >= 0),
+        "max_staleness",
+        max_staleness,
+        "a number of steps from 0, or None for any",
+    )
+    if synchronous and (max_staleness is not None or delay != DELAYS[0]):
+        raise ValueError(
+            "`max_staleness` and `delay` are of asynchronous training. "
+            f"Received: synchronous=True, max_staleness={max_staleness}, "
+            f"delay={delay!r}. Add `synchronous=False`, or leave them out."
+        )
+    if delay == "fixed" and max_staleness is None:
+        raise ValueError(
+            'With `delay="fixed"` weights are exactly `max_staleness` steps '
+            "old. Received: max_staleness=None. Give a number of steps, or "
+            "use `delay='bounded'`."
+        )
+
+
+def check_supports(architecture, prefetch):
+    """Checks other arguments of an asynchronous `HybridStrategy`.
+
+    Raises:
+        ValueError: if one of them is not supported.
+    """
+    if architecture == "measured":
+        raise ValueError(
+            'With `architecture="measured"` variables move while gradients '
+            "of theirs wait to be applied. Received: architecture="
+            f"{architecture!r} with synchronous=False. Leave it out, or use "
+            '`"hybrid"`, `"ps"`, `"allreduce"` or `"allgather"`.'
+        )
+    if prefetch:
+        raise ValueError(
+            "`prefetch` pulls rows before the updates of this step, and with "
+            "synchronous=False other rows are updated than this step has "
+            "pulled. Received: prefetch=True with synchronous=False. Leave it "
+            "out."
+        )
+
+
+def is_by_servers(strategy):
+    """Whether workers pull and push by themselves, and servers update."""
+    return (
+        not strategy.synchronous
+        and strategy.delay == "bounded"
+        and strategy.max_staleness != 0
+    )
+
+
+def compile_adopts(strategy):
+    """While entered, `Model.compile` adopts the model that it compiles.
+
+    Args:
+        strategy: the `HybridStrategy`.
+    """
+    compile_ = compile_adopted
+    if is_by_servers(strategy):
+        compile_ = compile_served
+    elif strategy.max_staleness:
+        compile_ = compile_delayed
+
+    def make(stock):
+        def compile(model, *args, **kwargs):
+            compile_(stock, model, args, kwargs, strategy)
+
+        return compile
+
+    return patches.COMPILE.by(make)

@@ -1,0 +1,81 @@
+"""A Keras rule, as operations on variables at a server."""
+
+import keras
+
+from keras_sparsity._tf import keras_optimizers
+from keras_sparsity.update import rules
+from keras_sparsity.update.rows import changed, stand_in_for
+
+_RULES = (
+    *("SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "Adamax", "Ftrl"),
+    "Lion",
+)
+
+
+def check(optimizer, sparse_updates, of_rows):
+    """Raises ValueError if a server cannot apply an optimizer's rule.
+
+    Args:
+        optimizer: a Keras optimizer.
+        sparse_updates: the strategy's.
+        of_rows: names of the layers of which rows are updated.
+    """
+    received = f"Received: a {type(optimizer).__name__}"
+    name = type(optimizer).__name__
+    if name not in _RULES or type(optimizer) is not getattr(
+        keras.optimizers, name
+    ):
+        raise ValueError(
+            "Servers apply the rules whose state belongs to one variable "
+            f"each. {received}. Expected: one of {', '.join(_RULES)}, of "
+            "`keras.optimizers`."
+        )
+    for option in (
+        *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm"),
+        *("use_ema", "gradient_accumulation_steps", "loss_scale_factor"),
+    ):
+        value = getattr(optimizer, option, None)
+        if value:
+            raise ValueError(
+                f"Servers apply a rule without `{option}`. {received} with "
+                f'{option}={value}. Leave it out, or use `delay="fixed"`.'
+            )
+    is_exact = rules.leaves_untouched_rows(optimizer)
+    if of_rows and sparse_updates == "exact" and not is_exact:
+        raise ValueError(
+            "Servers update touched rows alone, and this rule moves others "
+            f'too. {received}, sparse_updates="exact" and the layers '
+            f'{of_rows}. Use `sparse_updates="lazy"`, SGD without momentum or '
+            'Adagrad, or `delay="fixed"`.'
+        )
+
+
+def updated(optimizer, gradients, rate, iterations):
+    """Operations that update variables and their slots.
+
+    Args:
+        optimizer: a built Keras optimizer.
+        gradients: list of `(Stored, ids or None, gradient)`.
+        rate: the learning rate.
+        iterations: the number of earlier updates.
+    """
+    cell_of, ids_of, row_updates = {}, {}, []
+    for stored, ids, _ in gradients:
+        cell_of.update(stored.cells)
+        ids_of.update(dict.fromkeys(stored.cells, ids))
+
+        def read(variable, ids=ids):
+            cell = cell_of[id(variable)]
+            return cell.read() if ids is None else cell.rows(ids)
+
+        row_updates.append((stored.variable, ids, read))
+    step, stand_ins = stand_in_for(optimizer, row_updates)
+    keras_optimizers.set_iterations(step, iterations)
+    for stored, _, gradient in gradients:
+        step.update_step(gradient, stand_ins[id(stored.variable)], rate)
+    return [
+        cell_of[id(variable)].assign(value)
+        if ids_of[id(variable)] is None
+        else cell_of[id(variable)].assign_rows(ids_of[id(variable)], value)
+        for variable, value in changed(step)
+    ]

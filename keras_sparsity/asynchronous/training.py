@@ -1,0 +1,203 @@
+"""One `fit`: pulls before each step, pushes instead of updates."""
+
+import collections
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_models, keras_optimizers, keras_variables
+from keras_sparsity._tf.current_variable import make_current
+from keras_sparsity.asynchronous import rule, servers
+from keras_sparsity.asynchronous.pulled_rows import PulledRows
+from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.global_batch import random_states
+from keras_sparsity.placement import slices
+
+
+class Training:
+    """A model's training by this worker, from its weights on rank 0.
+
+    All ranks make it, and call `end_epoch` and `end`, together.
+
+    Args:
+        model: a built model.
+        number: which `Training` of this process it is.
+
+    Attributes:
+        store: `Store`.
+    """
+
+    def __init__(self, model, number):
+        self._model, self._optimizer = model, model.optimizer
+        strategy = model.distribute_strategy
+        self._collectives = strategy.collectives
+        self._layers = _looked_up(model)
+        rule.check(
+            self._optimizer,
+            strategy.optimizer_options["sparse_updates"],
+            [layer.name for layer in self._layers],
+        )
+        variables = model.trainable_variables
+        if not self._optimizer.built:
+            self._optimizer.build(variables)
+        self.store = Store(
+            servers.started(self._collectives),
+            self._collectives.rank,
+            self._optimizer,
+            variables,
+            [layer.embeddings for layer in self._layers],
+            strategy.max_staleness,
+            f"training/{number}",
+        )
+        self._keepers = [
+            (layer.embeddings, self._keeper(layer)) for layer in self._layers
+        ]
+        self._version = None  # of the last pull
+        self._staleness = collections.Counter()
+        self._begin()
+
+    def _begin(self):
+        if self._collectives.rank == 0:
+            self.store.upload()
+        own = self._own_values()
+        values = self._collectives.broadcast(
+            [tf.convert_to_tensor(v.value) for v in own],
+            name="asynchronous/begin",
+        )
+        for variable, value in zip(own, values, strict=True):
+            variable.assign(value)
+        # In place of the optimizer's own, until `release`.
+        self._optimizer.__dict__["apply"] = self._push
+
+    def _own_values(self):
+        """Variables that no rule updates, such as moving averages."""
+        return [
+            v
+            for v in self._model.non_trainable_variables
+            if not random_states.is_own(v) and tf.as_dtype(v.dtype).is_floating
+        ]
+
+    def _keeper(self, layer):
+        variable = layer.embeddings
+
+        def pull(ids):
+            return self.store.rows(variable, ids)
+
+        return PulledRows(variable.value, pull, layer.name)
+
+    # A step.
+
+    @contextlib.contextmanager
+    def step(self):
+        """Pulls; while entered, lookups read rows at their servers."""
+        self._pull()
+        for variable, keeper in self._keepers:
+            variable.value.keeper = keeper
+        try:
+            yield
+        finally:
+            for variable, _ in self._keepers:
+                variable.value.keeper = None
+
+    def _pull(self):
+        dense = self.store.dense
+        version, *values = tf.numpy_function(
+            self._pulled,
+            [],
+            [tf.int64, *(v.dtype for v in dense)],
+            stateful=True,
+        )
+        for variable, value in zip(dense, values, strict=True):
+            variable.assign(tf.ensure_shape(value, variable.shape))
+        # Of which schedules make the learning rate.
+        keras_optimizers.iterations(self._optimizer).assign(
+            tf.ensure_shape(version, [])
+        )
+
+    def _pulled(self):
+        _, self._version, *values = self.store.pull()
+        return [self._version, *values]
+
+    def _push(self, grads, trainable_variables=None):
+        """In place of `optimizer.apply`."""
+        grads, variables = keras_optimizers.without_missing_gradients(
+            self._optimizer, list(grads), list(trainable_variables)
+        )
+        push = self.store.pusher(variables)
+        of_rows = {id(variable) for variable, _ in self._keepers}
+        sent = [tf.cast(self._optimizer.learning_rate, tf.float32)]
+        for gradient, variable in zip(grads, variables, strict=True):
+            if id(variable) in of_rows:
+                gradient = slices.merged(gradient)
+                sent.append(tf.cast(gradient.indices, tf.int64))
+                gradient = gradient.values
+            sent.append(tf.convert_to_tensor(gradient))
+
+        def pushed(*values):
+            before, _ = push(*values)
+            self._staleness[int(before - self._version)] += 1
+            return np.int64(before)
+
+        tf.numpy_function(pushed, sent, tf.int64, stateful=True)
+
+    # All ranks together.
+
+    def end_epoch(self):
+        """Takes the weights after all updates, and means of own values.
+
+        Returns:
+            dict from a number of updates between a pull and its push to the
+            number of all workers' pushes.
+        """
+        self.store.finish()
+        of_ranks = self._collectives.gather_objects(
+            (dict(self._staleness), bool(self._model.stop_training)),
+            "asynchronous/epoch",
+        )
+        self._staleness.clear()
+        if any(stops for _, stops in of_ranks):
+            self._model.stop_training = True
+        self.store.download()
+        own = self._own_values()
+        means = self._collectives.all_reduce(
+            [tf.convert_to_tensor(v.value) for v in own],
+            "mean",
+            "asynchronous/own",
+        )
+        for variable, value in zip(own, means, strict=True):
+            variable.assign(value)
+        total = sum((collections.Counter(h) for h, _ in of_ranks), _nothing())
+        return dict(sorted(total.items()))
+
+    def end(self):
+        """Frees the servers' variables."""
+        self._collectives.barrier("asynchronous/end")
+        if self._collectives.rank == 0:
+            self.store.destroy()
+        self.release()
+
+    def release(self):
+        """Gives the optimizer its own updates back."""
+        self._optimizer.__dict__.pop("apply", None)
+
+
+def _nothing():
+    return collections.Counter()
+
+
+def _looked_up(model):
+    """The `Embedding`s that read rows of a trained variable of their own."""
+    stock = keras.layers.Embedding
+    found = []
+    for layer in keras_models.all_layers(model):
+        if not isinstance(layer, stock) or type(layer).call is not stock.call:
+            continue
+        variable = layer.embeddings
+        # A tensor, if the layer has LoRA or was quantized.
+        if keras_variables.is_variable(variable) and variable.trainable:
+            # It may have been made outside of the scope.
+            make_current(variable.value)
+            found.append(layer)
+    return found

@@ -1,0 +1,151 @@
+"""`delay="fixed"` trains as a loop with old weights in stock Keras does."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+import keras_sparsity as ks
+from tests import asynchronous_functions as functions
+from tests import delayed_loop
+from tests.conftest import engines
+
+# A rule, s, the kind of a table, and its number of rows. Of a long table, rows
+# that no batch touches are brought up to date when they are read.
+_LONG = 12_000
+_CELLS = [
+    ("adagrad", 4, "ShardedEmbedding", functions.WORDS),
+    ("momentum", 1, "Embedding", functions.WORDS),
+    ("adam", 2, "ShardedEmbedding", _LONG),
+]
+_ALL = [
+    (rule, staleness, kind, words)
+    for rule in delayed_loop.RULES
+    for staleness in (0, 1, 2, 4)
+    for kind in ("Embedding", "ShardedEmbedding")
+    for words in (functions.WORDS, _LONG)
+]
+
+
+@functools.cache
+def _expected(rule, staleness, words):
+    model = functions.network(words=words)
+    first = model.get_weights()
+    optimizer = delayed_loop.RULES[rule]()
+    passes = [delayed_loop.batches(*functions.data(), functions.BATCH)]
+    losses = delayed_loop.train(
+        model,
+        optimizer,
+        keras.losses.MeanSquaredError(),
+        passes * functions.EPOCHS,
+        staleness,
+    )
+    state = [v.numpy() for v in optimizer.variables]
+    return first, model.get_weights(), state, losses
+
+
+def _check(result, cell):
+    rule, staleness, _, words = cell
+    first, weights, state, losses = _expected(rule, staleness, words)
+    found_weights, found_state, history = result
+    for start, value, expected in zip(
+        first, found_weights, weights, strict=True
+    ):
+        moved = np.abs(expected - start).max()
+        np.testing.assert_allclose(
+            value, expected, rtol=0, atol=1e-4 * moved, err_msg=str(cell)
+        )
+    for value, expected in zip(found_state, state, strict=True):
+        largest = np.abs(expected).max()
+        np.testing.assert_allclose(
+            value, expected, rtol=0, atol=1e-4 * largest, err_msg=str(cell)
+        )
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+
+
+def test_the_oracle_tells_delays_apart():
+    _, *fresh = _expected("sgd", 0, functions.WORDS)
+    _, *old = _expected("sgd", 1, functions.WORDS)
+    assert np.abs(fresh[0][0] - old[0][0]).max() > 1e-3
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_weights_are_exactly_so_old(cluster, engine):
+    cells = [*_CELLS, _CELLS[0]]
+    for results in cluster(engine, 2).run(functions.train_several, cells):
+        for result, cell in zip(results, cells, strict=True):
+            _check(result, cell)
+        # A second run, to the bit.
+        for one, other in zip(results[0][0], results[-1][0], strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert results[0][2] == results[-1][2]
+
+
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("cell", _ALL)
+def test_all_rules_and_delays(cluster, engine, num_processes, cell):
+    run = cluster(engine, num_processes).run
+    for first, second in run(functions.train_several, [cell, cell]):
+        _check(first, cell)
+        for one, other in zip(first[0], second[0], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def _compiled(optimizer="sgd", **options):
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=1, delay="fixed", **options
+    )
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+    return model
+
+
+def test_one_process_waits_as_well():
+    model = _compiled(keras.optimizers.SGD(0.5))
+    start = model.get_weights()
+    x = np.ones((3, 2), "float32")
+    model.fit(x, x[:, :1], 1, shuffle=False, verbose=0)
+    expected = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    expected.set_weights(start)
+    batches = delayed_loop.batches(x, x[:, :1], 1)
+    delayed_loop.train(
+        expected,
+        keras.optimizers.SGD(0.5),
+        keras.losses.MeanSquaredError(),
+        [batches],
+        1,
+    )
+    for one, other in zip(
+        model.get_weights(), expected.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(one, other, 1e-6)
+
+
+def test_eager_steps_are_those_of_a_graph():
+    x = np.arange(6, dtype="float32").reshape(3, 2) / 5
+    found = []
+    for is_eager in (False, True):
+        keras.utils.set_random_seed(0)
+        model = _compiled(keras.optimizers.SGD(0.5))
+        model.run_eagerly = is_eager
+        model.fit(x, x[:, :1], 1, shuffle=False, verbose=0, epochs=2)
+        found.append(model.get_weights())
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, 1e-6)
+
+
+def test_what_would_lose_gradients_is_refused():
+    scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    with pytest.raises(ValueError, match="LossScaleOptimizer.*bfloat16"):
+        _compiled(scaling)
+    model = _compiled()
+    x = np.ones((2, 2), "float32")
+    with pytest.raises(ValueError, match="train_on_batch.*max_staleness=1"):
+        model.train_on_batch(x, x[:, :1])
+    checkpoint = ks.callbacks.ShardedCheckpoint("unused", every_steps=1)
+    with pytest.raises(ValueError, match="every_steps=1"):
+        model.fit(x, x[:, :1], callbacks=[checkpoint], verbose=0)

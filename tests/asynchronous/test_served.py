@@ -1,0 +1,107 @@
+"""Workers that pull and push by themselves, at servers."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_sparsity as ks
+from tests import asynchronous_functions as functions
+from tests import delayed_loop
+from tests.conftest import engines
+
+
+def _served(model, optimizer, loss="mse", **options):
+    strategy = ks.HybridStrategy(synchronous=False, **options)
+    with strategy.scope():
+        model.compile(optimizer, loss)
+    return strategy
+
+
+@pytest.mark.parametrize("rule", list(delayed_loop.RULES))
+def test_one_worker_trains_as_stock_keras(rule):
+    x, y = functions.data()
+    results = []
+    for is_served in (True, False):
+        model = functions.dense()
+        optimizer = delayed_loop.RULES[rule]()
+        if is_served:
+            strategy = _served(model, optimizer, max_staleness=2)
+        else:
+            model.compile(optimizer, "mse")
+        history = model.fit(
+            x.astype("float32"), y, functions.BATCH, 3, shuffle=False, verbose=0
+        )
+        state = [v.numpy() for v in optimizer.variables]
+        results.append((model.get_weights(), state, history.history["loss"]))
+    for found, expected in zip(*results, strict=True):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+    # Of an epoch's 5 batches.
+    assert strategy.staleness == {0: 5}
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_no_pull_is_older_than_the_bound(cluster, engine):
+    bound, count = 2, 150
+    ranks = cluster(engine, 3).run(functions.watched_pulls, bound, count)
+    _check_bound(ranks, bound, count)
+
+
+@pytest.mark.all_cells
+@pytest.mark.parametrize("bound", [1, 2, 4])
+def test_no_pull_of_ten_thousand_is_older(cluster, bound):
+    ranks = cluster("native", 3).run(
+        functions.watched_pulls, bound, 10_000, timeout=600
+    )
+    _check_bound(ranks, bound, 10_000)
+
+
+def _check_bound(ranks, bound, count):
+    numbers = [len(seen) for seen, *_ in ranks]
+    # Each batch was one step of one worker, and each step was applied.
+    assert sum(numbers) == count
+    largest = 0
+    for rank, (seen, weights, staleness) in enumerate(ranks):
+        np.testing.assert_array_equal(weights, numbers)
+        assert sum(staleness.values()) == count
+        for step, pulled in enumerate(seen):
+            assert pulled[rank] == step
+            # A worker that has ended its part has no more steps to show.
+            oldest = np.minimum(step - bound, numbers)
+            assert (pulled >= oldest).all(), (rank, step, pulled)
+            largest = max(largest, step - pulled.min())
+    assert largest >= bound  # Delays have made workers wait.
+
+
+def test_without_a_bound_nobody_waits(cluster, tmp_path):
+    # Rank 1 begins its first step when rank 0 has ended its twentieth.
+    ranks = cluster("native", 2).run(
+        functions.one_waits, None, str(tmp_path / "go")
+    )
+    (first, *_), (second, *_) = ranks
+    assert first >= 20 and second >= 1 and first + second == 40
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_an_epoch_is_one_pass_of_all(cluster, engine, tmp_path):
+    # The loss is linear: weights are the sum of all gradients, in any order.
+    ranks = cluster(engine, 2).run(functions.linear, 2, str(tmp_path))
+    x, _ = functions.data(5 * functions.BATCH)
+    batches = [b for b, _ in delayed_loop.batches(x, x, functions.BATCH)]
+    moved = -functions.EPOCHS * sum(
+        b.astype("float64").mean(0) for b in batches
+    )
+    counts = np.zeros(functions.WORDS)
+    for batch in batches:
+        np.add.at(counts, batch.reshape(-1), functions.EPOCHS / len(batch))
+    for weights, table, epochs in ranks:
+        np.testing.assert_allclose(weights, moved, 1e-5)
+        np.testing.assert_allclose(table, -np.tile(counts, (2, 1)).T, 1e-5)
+        assert epochs == ranks[0][2]
+        assert epochs["val_loss"][-1] == pytest.approx(
+            float(np.mean(x @ moved)) - 2 * counts[x].sum(1).mean(), rel=1e-4
+        )
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert int(loaded.optimizer.iterations) == 5 * functions.EPOCHS
+    table = loaded.get_layer("rows").get_weights()[0]
+    np.testing.assert_array_equal(table, ranks[0][1])

@@ -1,0 +1,165 @@
+"""Trainings under `synchronous=False` that ranks run."""
+
+import os
+import pathlib
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+from tests import delayed_loop
+
+BATCH, COUNT, WORDS, EPOCHS = 12, 55, 40, 2
+
+
+def data(count=COUNT):
+    draws = np.random.default_rng(3)
+    ids = (draws.zipf(1.3, (count, 4)) - 1) % WORDS
+    return ids.astype("int32"), draws.normal(size=(count, 2)).astype("float32")
+
+
+def network(embedding=keras.layers.Embedding, words=WORDS):
+    """Two embeddings of the same ids, and dense layers."""
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((4,), dtype="int32")
+    rows = [
+        kind(words, 3, name=name)(inputs)
+        for kind, name in (
+            (keras.layers.Embedding, "stock"),
+            (embedding, "own"),
+        )
+    ]
+    features = keras.layers.Flatten()(keras.layers.Concatenate()(rows))
+    hidden = keras.layers.Dense(5, activation="tanh")(features)
+    return keras.Model(inputs, keras.layers.Dense(2)(hidden))
+
+
+def train_delayed(rule, staleness, embedding, words):
+    """`(weights, optimizer's state, history)` of `delay="fixed"`."""
+    layer = getattr(ks.layers, embedding, None) or keras.layers.Embedding
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=staleness, delay="fixed"
+    )
+    with strategy.scope():
+        model = network(layer, words)
+        model.compile(delayed_loop.RULES[rule](), "mse")
+    history = model.fit(
+        *data(), BATCH, epochs=EPOCHS, shuffle=False, verbose=0
+    ).history
+    return model.get_weights(), model.optimizer.state(), history
+
+
+def train_several(cells):
+    return [train_delayed(*cell) for cell in cells]
+
+
+def dense():
+    keras.utils.set_random_seed(5)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Rescaling(1 / WORDS),
+            keras.layers.Dense(5, activation="tanh"),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+class OwnElement(keras.layers.Layer):
+    """Its output's gradient is 1 for the element of this rank.
+
+    With a learning rate of -1, weights are the numbers of the ranks' updates.
+
+    Args:
+        rank, size: the element, of how many.
+        begin: function of the weights, called when a step has pulled them.
+    """
+
+    def __init__(self, rank, size, begin):
+        super().__init__()
+        self._own = np.eye(size, dtype="float32")[rank]
+        self._begin = begin
+        self.kernel = self.add_weight(shape=(size,), initializer="zeros")
+
+    def call(self, x, training=False):
+        kernel = tf.convert_to_tensor(self.kernel.value)
+        if training:
+            kernel = kernel + tf.numpy_function(
+                self._begin, [kernel], tf.float32
+            )
+        return 0 * x + tf.reduce_sum(kernel * self._own)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+def first_output(y, outputs):
+    return tf.reduce_mean(outputs)
+
+
+def _count_updates(bound, begin, count):
+    """Trains `OwnElement` on batches of one; the weights and `staleness`."""
+    strategy = ks.HybridStrategy(synchronous=False, max_staleness=bound)
+    rank, size = strategy.rank, strategy.size
+    seen = []
+
+    def pulled(weights):
+        seen.append(-weights)
+        begin(rank, len(seen))
+        return np.float32(0)
+
+    with strategy.scope():
+        layer = OwnElement(rank, size, pulled)
+        model = keras.Sequential([keras.Input((1,)), layer])
+        model.compile(keras.optimizers.SGD(1.0), first_output)
+    x = np.zeros((count, 1), "float32")
+    model.fit(x, x, 1, verbose=0)
+    return seen, -model.get_weights()[0], strategy.staleness
+
+
+def watched_pulls(bound, count):
+    """Weights at each pull, with random delays; see `_count_updates`."""
+    draws = np.random.default_rng(ks.HybridStrategy().rank)
+
+    def begin(rank, step):
+        if draws.random() < 0.1:
+            time.sleep(draws.exponential(0.01) * (1 + rank))
+
+    return _count_updates(bound, begin, count)
+
+
+def one_waits(bound, path):
+    """Rank 1 waits in its first step for rank 0's twentieth to have ended."""
+
+    def begin(rank, step):
+        if rank == 0 and step == 21:
+            pathlib.Path(path).touch()
+        while rank == 1 and not os.path.exists(path):
+            time.sleep(0.01)
+
+    seen, weights, _ = _count_updates(bound, begin, 40)
+    return len(seen), weights
+
+
+def linear(bound, folder):
+    """A loss whose gradient does not depend on the weights."""
+    strategy = ks.HybridStrategy(synchronous=False, max_staleness=bound)
+    inputs = keras.Input((4,), dtype="int32")
+    embedding = keras.layers.Embedding(
+        WORDS, 2, embeddings_initializer="zeros", name="rows"
+    )
+    rows = keras.ops.sum(embedding(inputs), (1, 2), keepdims=False)
+    product = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    outputs = product(keras.ops.cast(inputs, "float32"))[:, 0] + rows
+    model = keras.Model(inputs, outputs)
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(1.0), first_output)
+    x, y = data(5 * BATCH)  # full batches, whatever their order
+    history = model.fit(
+        *(x, y[:, 0], BATCH, EPOCHS),
+        validation_data=(x, y[:, 0]),
+        verbose=0,
+    )
+    model.save(f"{folder}/model.keras")
+    (kernel,), (table,) = product.get_weights(), embedding.get_weights()
+    return kernel[:, 0], table, history.history
