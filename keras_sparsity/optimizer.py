@@ -284,6 +284,8 @@ class HybridOptimizer(OptimizerWrapper):
             return
         placements = choice.entered()
         _check_under_strategy(placements)
+        if self.delay is None:
+            _check_is_synchronous(placements.strategy)
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         trainable_variables = arguments.checked_variables(
@@ -514,6 +516,20 @@ def _tell_of_whole_updates(variable, num_slots, why):
         num_bytes * (1 + num_slots) / 1e6,
         why,
     )
+
+
+def _check_is_synchronous(strategy):
+    """Raises where a custom loop's gradients are expected to wait."""
+    if not getattr(strategy, "synchronous", True) and (
+        strategy.max_staleness != 0
+    ):
+        raise ValueError(
+            "Only `fit` trains with old weights. Received: a HybridOptimizer "
+            "that `compile` has not made, under a HybridStrategy with "
+            f"synchronous=False, max_staleness={strategy.max_staleness}. "
+            "Compile the model inside of `strategy.scope()` and call `fit`, or "
+            "use a synchronous strategy."
+        )
 
 
 def _check_under_strategy(placements):

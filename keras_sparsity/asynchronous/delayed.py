@@ -61,7 +61,15 @@ class DelayedRuns(Binding):
 
     @property
     def _delay(self):
-        return self._model.optimizer.delay
+        delay = self._model.optimizer.delay
+        if delay is None:
+            raise ValueError(
+                f"The model '{self._model.name}' got another optimizer since "
+                "it was compiled. Received: a HybridOptimizer under "
+                "`synchronous=False`. Give the Keras optimizer to "
+                "`model.compile` inside of `strategy.scope()`."
+            )
+        return delay
 
     def fit(self, *args, **kwargs):
         arguments = bound_arguments(self._stock["fit"], args, kwargs)
@@ -96,7 +104,7 @@ class DelayedRuns(Binding):
     def _apply_all(self):
         if not self._delay.is_waiting():
             return
-        strategy, optimizer = self._model.distribute_strategy, self._optimizer
+        strategy, optimizer = self._strategy, self._model.optimizer
 
         def apply_next():
             strategy.run(optimizer.apply_next)
@@ -107,8 +115,8 @@ class DelayedRuns(Binding):
             apply_next()
 
     @property
-    def _optimizer(self):
-        return self._model.optimizer
+    def _strategy(self):
+        return self._model.distribute_strategy
 
     @contextlib.contextmanager
     def _set(self, name):

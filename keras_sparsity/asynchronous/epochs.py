@@ -33,6 +33,12 @@ class Epochs(keras.callbacks.Callback):
             )
 
         def check(dataset):
+            if distribution.is_sharded(dataset):
+                raise ValueError(
+                    'Under `delay="bounded"` each rank reads the whole dataset '
+                    "and leaves batches out. Received: a part of a dataset, "
+                    "from `shard`. Give `fit` the dataset itself."
+                )
             distribution.check_is_alike(dataset, self._collectives)
 
         keras_input.change_input(iterator, check)

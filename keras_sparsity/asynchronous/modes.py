@@ -36,7 +36,7 @@ def checked(synchronous, max_staleness, delay):
         raise ValueError(
             'With `delay="fixed"` weights are exactly `max_staleness` steps '
             "old. Received: max_staleness=None. Give a number of steps, or "
-            "use `delay='bounded'`."
+            'use `delay="bounded"`.'
         )
 
 

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_sparsity._tf import keras_losses, keras_models, patches
+from keras_sparsity._tf import keras_losses, keras_models
 from keras_sparsity.conversion import exporting
 from keras_sparsity.global_batch import losses, metrics
 from keras_sparsity.moves import moving
@@ -18,18 +18,6 @@ from keras_sparsity.training.step_losses import StepLosses
 from keras_sparsity.training.steps import Steps
 from keras_sparsity.update import lookups
 from keras_sparsity.update.optimizer_arguments import get
-
-
-def compile_adopts(strategy):
-    """While entered, `Model.compile` adopts the model that it compiles."""
-
-    def make(stock):
-        def compile(model, *args, **kwargs):
-            compile_adopted(stock, model, args, kwargs, strategy)
-
-        return compile
-
-    return patches.COMPILE.by(make)
 
 
 def compile_adopted(stock, model, args, kwargs, strategy):

@@ -1,0 +1,135 @@
+"""What servers cannot do is refused, with what to do."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+
+X = np.ones((4, 2), "int32")
+
+
+def _strategy(**options):
+    return ks.HybridStrategy(synchronous=False, max_staleness=1, **options)
+
+
+def _model(layer=None):
+    layer = layer or keras.layers.Embedding(3, 2)
+    return keras.Sequential([keras.Input((2,), dtype="int32"), layer])
+
+
+def _compiled(optimizer="sgd", layer=None, **options):
+    model = _model(layer)
+    with _strategy().scope():
+        model.compile(optimizer, "mse", **options)
+    return model
+
+
+def _fit(model, x=X, **options):
+    return model.fit(x, np.ones((4, 2, 2)), verbose=0, **options)
+
+
+def _whole():
+    return keras.layers.Embedding(3, 2, embeddings_regularizer="l2")
+
+
+CASES = {
+    "sharded layer": (
+        lambda: _compiled(layer=ks.layers.ShardedEmbedding(3, 2)),
+        'ShardedEmbedding.*keras.layers.Embedding.*delay="fixed"',
+    ),
+    "wrapped optimizer": (
+        lambda: _compiled(ks.HybridOptimizer("sgd")),
+        "HybridOptimizer.*that it wraps",
+    ),
+    "loss scaling": (
+        lambda: _compiled(
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+        ),
+        "LossScaleOptimizer.*mixed_bfloat16",
+    ),
+    "steps per execution": (
+        lambda: _compiled(steps_per_execution=2),
+        "steps_per_execution=2.*Use 1",
+    ),
+    "rule": (lambda: _fit(_compiled("nadam")), "a Nadam.*one of SGD"),
+    "option": (
+        lambda: _fit(_compiled(keras.optimizers.SGD(clipnorm=1.0))),
+        "clipnorm=1.0.*Leave it out",
+    ),
+    "untouched rows": (
+        lambda: _fit(_compiled("adam")),
+        'Adam, sparse_updates="exact".*sparse_updates="lazy"',
+    ),
+    "whole table": (
+        lambda: _fit(_compiled(layer=_whole())),
+        "whole table of 'embedding.*regularizer",
+    ),
+    "steps": (
+        lambda: _fit(_compiled(), steps_per_epoch=1),
+        "steps_per_epoch=1.*take",
+    ),
+    "single batch": (
+        lambda: _compiled().train_on_batch(X, np.ones((4, 2, 2))),
+        "train_on_batch.*Use `fit`",
+    ),
+    "own callback": (
+        lambda: _fit(
+            _compiled(), callbacks=[ks.callbacks.ShardedCheckpoint("unused")]
+        ),
+        "a ShardedCheckpoint.*ModelCheckpoint",
+    ),
+    "within an epoch": (
+        lambda: _fit(
+            _compiled(),
+            callbacks=[
+                keras.callbacks.ModelCheckpoint("unused.keras", save_freq=2)
+            ],
+        ),
+        "ModelCheckpoint with save_freq=2",
+    ),
+    "generator": (
+        lambda: _compiled().fit(
+            (each for each in [(X, X)]), shuffle=False, verbose=0
+        ),
+        "a generator or a PyDataset.*arrays",
+    ),
+    "own loop": (lambda: _own_loop(), "HybridOptimizer.*call `fit`"),
+}
+
+
+def _own_loop():
+    strategy = _strategy()
+    with strategy.scope():
+        variable = keras.Variable(1.0)
+        optimizer = ks.HybridOptimizer("sgd")
+    gradients = [(tf.constant(1.0), variable)]
+    strategy.run(lambda: optimizer.apply_gradients(gradients))
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_it_is_refused(case):
+    function, message = CASES[case]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        function()
+
+
+def test_a_model_of_another_strategy_is_refused():
+    model = _model()
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    with _strategy().scope(), pytest.raises(ValueError, match="by another"):
+        model.compile("sgd", "mse")
+
+
+def test_compiled_and_fitted_again_it_trains_on():
+    model = _compiled(keras.optimizers.SGD(0.5))
+    first = _fit(model, epochs=2).history["loss"]
+    start = model.get_weights()
+    second = _fit(model).history["loss"]
+    assert second[0] < first[-1] < first[0]
+    model.set_weights(start)
+    with model.distribute_strategy.scope():
+        model.compile(keras.optimizers.SGD(0.5), "mse")
+    assert _fit(model).history["loss"] == pytest.approx(second)
