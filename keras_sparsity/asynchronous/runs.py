@@ -80,9 +80,11 @@ class Runs(Binding):
 
     def build(self, iterator=None, data_batch=None):
         """Builds the model; `fit` then gives the variables to the servers."""
-        self._stock[keras_models.SYMBOLIC_BUILD](iterator, data_batch)
-        if self._epochs is not None and self._training is None:
+        begins = self._epochs is not None and self._training is None
+        if begins:
             self._epochs.use(iterator)
+        self._stock[keras_models.SYMBOLIC_BUILD](iterator, data_batch)
+        if begins:
             self._training = Training(self._model, next(_numbers))
             self._epochs.begin(self._training)
 
