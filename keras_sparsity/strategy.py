@@ -189,6 +189,7 @@ class HybridStrategy(ProcessStrategy):
             bucket_bytes=bucket_bytes,
         )
         self.collectives = collectives.start(engine, timeout)
+        modes.check_has_no_servers(self)
         self.options.tell_of_uneven_machines(self.collectives)
         # In its steps, a worker of servers is alone.
         self._of_steps = self.collectives

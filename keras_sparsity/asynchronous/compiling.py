@@ -5,7 +5,7 @@ from keras_sparsity.asynchronous.delayed import check_scales_no_loss
 from keras_sparsity.asynchronous.runs import Runs
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.training.binding import check_is_not_jit_compiled
+from keras_sparsity.training import jit
 
 # Set on an adopted model; holds its binding.
 _ADOPTION = "_keras_sparsity_asynchronous"
@@ -36,7 +36,7 @@ def compile_served(stock, model, args, kwargs, strategy):
     _check_layers(model)
     keras_models.set_distribute_strategy(model, strategy)
     stock(model, *args, **kwargs)
-    check_is_not_jit_compiled(model, strategy.size)
+    jit.refuse(model, strategy.size, "XLA cannot compile pulls and pushes")
     if getattr(model, "optimizer", None) is not None:
         _check_optimizer(model.optimizer)
         # It may have been made outside of the scope.

@@ -62,6 +62,17 @@ def check_supports(architecture, prefetch):
         )
 
 
+def check_has_no_servers(strategy):
+    """Raises ValueError for dedicated servers beside asynchronous training."""
+    number = strategy.collectives.num_servers
+    if number and not strategy.synchronous and strategy.max_staleness != 0:
+        raise ValueError(
+            "Asynchronous training has its servers in the workers' processes. "
+            f"Received: synchronous=False and {number} dedicated servers. "
+            "Start it without `--servers`, or train synchronously."
+        )
+
+
 def is_by_servers(strategy):
     """Whether workers pull and push by themselves, and servers update."""
     return (

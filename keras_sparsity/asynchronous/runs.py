@@ -10,8 +10,8 @@ from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.conversion import saving
-from keras_sparsity.data import distribution
 from keras_sparsity.global_batch import metrics, random_states
+from keras_sparsity.training import resuming
 from keras_sparsity.training.binding import Binding, bound_arguments
 
 # The same on all ranks, which train the same models.
@@ -49,7 +49,7 @@ class Runs(Binding):
         arguments["callbacks"] = [self._epochs, *self._callbacks(arguments)]
         if self._collectives.rank != 0:
             arguments["verbose"] = 0
-        seed = distribution.next_order_seed()
+        seed = resuming.next_order_seed()
         try:
             with (
                 patches.array_orders_change(seed),

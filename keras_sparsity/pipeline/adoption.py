@@ -17,6 +17,7 @@ from keras_sparsity.pipeline.stage import Stage
 from keras_sparsity.pipeline.steps import Steps
 from keras_sparsity.pipeline.weights import Weights
 from keras_sparsity.stages.cutting import Cutter
+from keras_sparsity.training import jit
 
 # Set on an adopted model; holds the objects that its methods belong to.
 _ADOPTION = "_keras_sparsity_pipeline"
@@ -109,7 +110,7 @@ def _check_is_free(model, strategy):
 
 def _check(model, strategy):
     size = strategy.collectives.size
-    _check_is_not_jit_compiled(model, size)
+    jit.refuse(model, size, "XLA cannot compile the messages between stages")
     for layer in keras_models.all_layers(model):
         if isinstance(layer, (ShardedEmbedding, SampledSoftmax)):
             raise ValueError(
@@ -120,17 +121,6 @@ def _check(model, strategy):
                 "copy with it), or train under `ks.HybridStrategy`."
             )
     _check_optimizer(model.optimizer, strategy)
-
-
-def _check_is_not_jit_compiled(model, size):
-    if size > 1 and model.jit_compile and not model.run_eagerly:
-        raise ValueError(
-            f"The model '{model.name}' is compiled with `jit_compile=True`, "
-            "but XLA cannot compile the messages between stages. Received: "
-            f"jit_compile=True on {size} processes. Compile it with "
-            '`jit_compile=False` (or "auto"), train in one process, or under '
-            "`ks.HybridStrategy`."
-        )
 
 
 def _check_optimizer(optimizer, strategy):

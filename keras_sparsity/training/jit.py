@@ -39,3 +39,20 @@ def settle(model, communicator, is_compiled_anew=False):
 def is_asked_for(model):
     """Whether steps of an adopted model are compiled between messages."""
     return getattr(model, _IS_COMPILED, False)
+
+
+def refuse(model, size, why):
+    """Raises where XLA would compile messages of a strategy's own steps.
+
+    Args:
+        model: a compiled model.
+        size: number of processes.
+        why: the part of the message that says why XLA cannot.
+    """
+    if size > 1 and model.jit_compile and not model.run_eagerly:
+        raise ValueError(
+            f"The model '{model.name}' is compiled with `jit_compile=True`, "
+            f"but {why}. Received: jit_compile=True on {size} processes. "
+            'Compile it with `jit_compile=False` (or "auto"), train in one '
+            "process, or under a synchronous `ks.HybridStrategy`."
+        )

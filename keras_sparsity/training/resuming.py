@@ -30,7 +30,7 @@ def resuming(model, callbacks, arguments):
     Yields:
         The `ShardedCheckpoint` among the callbacks, or None.
     """
-    order_seed = _next_order_seed()
+    order_seed = next_order_seed()
     checkpoint = sharded_checkpoint.among(callbacks)
     with contextlib.ExitStack() as stack:
         if checkpoint:
@@ -43,7 +43,7 @@ def resuming(model, callbacks, arguments):
         yield checkpoint
 
 
-def _next_order_seed():
+def next_order_seed():
     """A seed for the orders of one `fit`'s arrays; None if the user set one.
 
     For when the ranks share a seed that the user has not asked for: with one,
