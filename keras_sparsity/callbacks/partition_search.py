@@ -199,10 +199,10 @@ class PartitionSearch(keras.callbacks.Callback):
         )
         self._conditions = {
             "processes": self._collectives.size,
-            "owners": self._tables[0].layout.num_owners,
             "machines": num_machines,
             "engine": self._collectives.engine,
             "optimizer": _describe(optimizer),
+            **self._number_of_servers(),
             **{
                 f"table '{table.owner_name}'": (
                     f"{table.num_rows} x {table.dim} "
@@ -351,6 +351,10 @@ class PartitionSearch(keras.callbacks.Callback):
             count = max(1, min(count, in_epoch - self._steps_of_epoch))
         self._steps_of_epoch += count
         return count
+
+    def _number_of_servers(self):
+        number = self._collectives.num_servers
+        return {"servers": number} if number else {}
 
     def _why_nothing(self):
         if self._collectives is None:
