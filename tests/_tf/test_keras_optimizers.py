@@ -98,3 +98,9 @@ def test_without_missing_gradients():
         )
     assert len(grads) == len(kept) == 1
     assert kept[0] is variables[1]
+
+
+def test_a_copy_gets_its_number_of_updates_from_a_tensor():
+    optimizer = keras.optimizers.Adam()
+    keras_optimizers.set_iterations(optimizer, tf.constant(7, tf.int64))
+    assert int(optimizer.iterations + 1) == 8
