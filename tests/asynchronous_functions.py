@@ -163,3 +163,46 @@ def linear(bound, folder):
     model.save(f"{folder}/model.keras")
     (kernel,), (table,) = product.get_weights(), embedding.get_weights()
     return kernel[:, 0], table, history.history
+
+
+class StopOn(keras.callbacks.Callback):
+    """One rank alone stops, in its first step of the second epoch."""
+
+    def __init__(self, is_stopping):
+        super().__init__()
+        self._is_stopping = is_stopping
+        self._epoch = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._is_stopping and self._epoch == 1:
+            self.model.stop_training = True
+
+
+def unknown_length(num_batches):
+    """A dataset of unknown length, moving averages, and a rank that stops."""
+    strategy = ks.HybridStrategy(synchronous=False, max_staleness=1)
+    keras.utils.set_random_seed(strategy.rank)  # Rank 0's weights count.
+    norm = keras.layers.BatchNormalization(momentum=0.5)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((4,)), norm, keras.layers.Dense(2)]
+        )
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+    x, y = data(num_batches * BATCH)
+    dataset = tf.data.Dataset.from_tensor_slices((x.astype("float32"), y))
+    dataset = dataset.batch(BATCH).filter(lambda x, y: True)
+    totals = []
+    count = keras.callbacks.LambdaCallback(
+        on_epoch_end=lambda *_: totals.append(sum(strategy.staleness.values()))
+    )
+    history = model.fit(
+        dataset,
+        epochs=5,
+        callbacks=[StopOn(strategy.rank == 1), count],
+        shuffle=False,
+        verbose=0,
+    )
+    return totals, history.history["loss"], model.get_weights()

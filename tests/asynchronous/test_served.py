@@ -105,3 +105,35 @@ def test_an_epoch_is_one_pass_of_all(cluster, engine, tmp_path):
     assert int(loaded.optimizer.iterations) == 5 * functions.EPOCHS
     table = loaded.get_layer("rows").get_weights()[0]
     np.testing.assert_array_equal(table, ranks[0][1])
+
+
+def test_the_end_of_an_epoch_is_that_of_all(cluster):
+    ranks = cluster("native", 2).run(functions.unknown_length, 7)
+    for totals, losses, weights in ranks:
+        # Rank 1 stopped alone, in the second of five epochs: all end with it,
+        # and rank 0 has trained on the rest of the data.
+        assert totals == [7, 7]
+        assert losses == ranks[0][1]
+        for one, other in zip(weights, ranks[0][2], strict=True):
+            np.testing.assert_array_equal(one, other)
+    moving_mean = ranks[0][2][2]
+    assert (moving_mean > 0.5).all()
+
+
+def test_a_schedule_counts_updates_at_the_server():
+    def rule():
+        decay = keras.optimizers.schedules.ExponentialDecay(0.5, 2, 0.5)
+        return keras.optimizers.SGD(decay)
+
+    x, y = functions.data()
+    results = []
+    for is_served in (True, False):
+        model, optimizer = functions.dense(), rule()
+        if is_served:
+            _served(model, optimizer)
+        else:
+            model.compile(optimizer, "mse")
+        model.fit(x.astype("float32"), y, shuffle=False, verbose=0, epochs=2)
+        results.append(model.get_weights())
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
