@@ -26,6 +26,14 @@ def resolve_loss(identifier, y_true=None, y_pred=None):
     return compile_utils.get_loss(identifier, y_true, y_pred)
 
 
+def function_arguments(loss):
+    """The arguments of the function that a Keras loss calls.
+
+    `LossFunctionWrapper._fn_kwargs`: `get_config` leaves some out.
+    """
+    return dict(getattr(loss, "_fn_kwargs", {}))
+
+
 def match_ranks(values, weights):
     """Both with the same number of dimensions, as Keras's losses do it.
 

@@ -14,9 +14,11 @@ from keras_sparsity.data import empty_parts
 from keras_sparsity.global_batch import loss_scale
 from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 
-# Losses of Keras that are no sums over examples: Dice and Tversky are
-# quotients of sums over the whole batch, Circle compares examples in pairs.
+# Losses of Keras that may be no sums over examples: Dice and Tversky are
+# quotients of sums over some axes, by default all, cosine similarity one of
+# sums over an axis; Circle compares examples in pairs.
 _QUOTIENTS = ("dice", "tversky")
+_OF_AN_AXIS = ("cosine_similarity",)
 _PAIRWISE = ("circle",)
 
 
@@ -51,9 +53,12 @@ class Terms(typing.NamedTuple):
 def needs_whole_batch(loss):
     """Whether a Keras loss is no sum over examples."""
     name = _name_in_keras(loss)
-    return name in _PAIRWISE or (
-        name in _QUOTIENTS and loss.get_config().get("axis") is None
-    )
+    if name not in (*_QUOTIENTS, *_OF_AN_AXIS):
+        return name in _PAIRWISE
+    axis = keras_losses.function_arguments(loss).get("axis")
+    if axis is None:
+        return name in _QUOTIENTS
+    return 0 in keras.tree.flatten(axis)
 
 
 def local_terms(loss, y_true, y_pred, sample_weight):
@@ -111,7 +116,9 @@ def _count_before(loss, values, y_true):
     of_example = values.shape[1:]
     name = _name_in_keras(loss)
     has_one_of_each_example = type(loss) is SampledSoftmaxLoss or (
-        name is not None and name not in (*_QUOTIENTS, *_PAIRWISE)
+        name is not None
+        and name not in (*_QUOTIENTS, *_PAIRWISE)
+        and not needs_whole_batch(loss)
     )
     if not (has_one_of_each_example and of_example.is_fully_defined()):
         return None

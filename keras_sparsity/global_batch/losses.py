@@ -128,7 +128,7 @@ class GlobalMean(keras.losses.Loss):
             not sums over examples (contrastive ones, Dice). Each step then
             gathers the outputs of all ranks, `(batch, ...)` bytes. None: only
             for those of Keras that need it (Circle; Dice and Tversky without
-            `axis`).
+            `axis`, and with cosine similarity for one that has axis 0).
         collectives: the processes that share each batch; the current ones
             when None.
         name: by default the name Keras would give.

@@ -81,3 +81,12 @@ def test_what_is_added_to_the_loss():
         assert len(added) == 1
     else:
         assert int(keras.__version__.split(".")[1]) < 8
+
+
+def test_the_arguments_of_a_losss_function():
+    arguments = keras_losses.function_arguments
+    assert arguments(keras.losses.CosineSimilarity(axis=0))["axis"] == 0
+    assert arguments(keras.losses.CosineSimilarity())["axis"] == -1
+    assert arguments(keras.losses.Dice(axis=(0, 2)))["axis"] == (0, 2)
+    assert arguments(keras.losses.Dice()).get("axis") is None
+    assert arguments(keras.losses.Loss()) == {}

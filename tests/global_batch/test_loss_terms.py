@@ -67,11 +67,17 @@ LOSSES = {
     "own_call": (lambda r: OwnCall(reduction=r), "dense"),
     "dice": (lambda r: keras.losses.Dice(reduction=r), "dense"),
     "dice_axis": (lambda r: keras.losses.Dice(r, axis=(1, 2)), "dense"),
+    "dice_places": (lambda r: keras.losses.Dice(r, axis=(0, 2)), "dense"),
+    "cosine_axis": (
+        lambda r: keras.losses.CosineSimilarity(reduction=r, axis=0),
+        "dense",
+    ),
     "crossentropy": (lambda r: "crossentropy", "classes"),
 }
 
 
 def _cases():
+    of_batch = ("dice", "cosine")
     for name in LOSSES:
         reductions = REDUCTIONS
         if name in ("function", "name", "scalar", "crossentropy"):
@@ -80,10 +86,10 @@ def _cases():
             if reduction == "mean" and name != "mse":
                 continue  # another name for "sum_over_batch_size"
             for mask in ("no mask", "mask", "nothing valid"):
-                if mask != "no mask" and "dice" in name:
+                if mask != "no mask" and name.startswith(of_batch):
                     continue
                 for weights in ("no weights", "weights", "place weights"):
-                    if weights != "no weights" and "dice" in name:
+                    if weights != "no weights" and name.startswith(of_batch):
                         continue
                     yield name, reduction, mask, weights
 
