@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.callbacks import auto_architecture
 from keras_sparsity.conversion import saving
 from keras_sparsity.layers import ordinary
 from keras_sparsity.placement import choice
@@ -313,6 +314,56 @@ def test_what_is_spread(engine, cluster):
         "Adafactor needs the whole of it.",
     ]
     assert ranks[0][1] == [f"The table of {reason}" for reason in reasons]
+
+
+def find(architecture):
+    """Weights after 24 steps, and where the items are, before and after."""
+    strategy = ks.HybridStrategy(architecture=architecture)
+    model = seeded(Recommender)
+    with strategy.scope():
+        model.compile(keras.optimizers.Adam(0.01, epsilon=1e-4), "mse")
+    costs, found = [], []
+
+    def best(of_each, now):
+        costs.append(of_each)
+        return "ps"
+
+    def note(epoch, logs):
+        table = getattr(model.items.embeddings, "table", None)
+        found.append(table and table.architecture)
+
+    ids, y = examples()
+    with (
+        mock.patch.object(auto_architecture, "_best", best),
+        mock.patch.object(
+            auto_architecture.AutoArchitecture, "_pays", lambda *_: True
+        ),
+    ):
+        model.fit(
+            ids,
+            y,
+            batch_size=8,
+            epochs=8,
+            shuffle=False,
+            verbose=0,
+            callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=note)],
+        )
+    slots = [v.shape for v in model.optimizer.inner_optimizer.variables]
+    return model.get_weights(), found, [sorted(c) for c in costs], slots
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_counted_bytes_may_spread_a_small_one(engine, cluster):
+    processes = cluster(engine, 2)
+    expected = processes.run(find, "hybrid")[0][0]
+    for weights, found, costs, slots in processes.run(find, "auto"):
+        assert found == [None] * 5 + ["ps"] * 3  # after 16 steps
+        assert ["allgather", "allreduce", "ps"] in costs
+        # Its slots have moved along: each rank has half of the rows.
+        assert slots.count((ROWS, DIM)) == 2  # of the users
+        assert {(7, DIM), (6, DIM)} & set(slots)
+        for value, of_hybrid in zip(weights, expected, strict=True):
+            np.testing.assert_allclose(value, of_hybrid, atol=1e-6)
 
 
 def tied():
