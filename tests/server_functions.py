@@ -46,6 +46,10 @@ def inputs(may_read=True, shard=lambda dataset: dataset):
         for start in range(0, COUNT, BATCH):
             yield x[start : start + BATCH], y[start : start + BATCH]
 
+    def read_on():
+        while True:
+            yield from read()
+
     def load(position):
         check()
         return position
@@ -67,6 +71,10 @@ def inputs(may_read=True, shard=lambda dataset: dataset):
     return {
         "unknown": of_unknown_length,
         "endless": of_unknown_length.repeat(),
+        # Not known to be without end: all ranks stop in the middle.
+        "stopped": tf.data.Dataset.from_generator(
+            read_on, output_signature=signature
+        ),
         "sharded": shard(by_elements),
     }
 
@@ -82,6 +90,7 @@ def use(model, data):
             verbose=0,
         ),
         model.fit(data["endless"], epochs=2, steps_per_epoch=4, verbose=0),
+        model.fit(data["stopped"], epochs=2, steps_per_epoch=3, verbose=0),
         model.fit(data["sharded"], verbose=0),
         model.fit(
             x,

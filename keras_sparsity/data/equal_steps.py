@@ -61,7 +61,7 @@ def _while_any_is_left(marked, collectives):
     """Marked batches, until no rank has one of its own left.
 
     Nothing may read ahead of the messages: ranks that stop early would have
-    sent different numbers of them.
+    sent different numbers of them, and wait for the last one for ever.
     """
 
     @tf.autograph.experimental.do_not_convert
@@ -72,9 +72,14 @@ def _while_any_is_left(marked, collectives):
         )
         return anywhere > 0
 
+    @tf.autograph.experimental.do_not_convert
+    def unmarked(state, element):
+        return state, element[0]
+
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
-    together = marked.take_while(is_left_anywhere).map(_unmarked)
+    # A map would be made parallel, which reads ahead; a scan never is.
+    together = marked.take_while(is_left_anywhere).scan(0, unmarked)
     return together.with_options(options)
 
 

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import pathlib
+import time
 
 import keras
 import numpy as np
@@ -13,7 +14,7 @@ from keras_sparsity import collectives
 from keras_sparsity.data import distribution, fingerprints
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.data.dataset_graph import CannotSplit, DatasetGraph
-from keras_sparsity.data.equal_steps import with_equal_steps
+from keras_sparsity.data.equal_steps import ending_together, with_equal_steps
 from tests.conftest import engines, engines_and_sizes
 
 # Cutting batches, in one process.
@@ -390,6 +391,42 @@ def test_ranks_that_have_ended_get_batches_without_rows(kind):
             if hasattr(leaf, "shape"):
                 assert empty.shape[0] == 0
                 assert empty.shape[1:] == leaf.shape[1:]
+
+
+class _Counted:
+    """Counts the messages of a rank whose `fit` stops before its input ends."""
+
+    is_server = False
+
+    def __init__(self):
+        self.num_sent = 0
+
+    def all_reduce(self, tensors, op, name):
+        def note(is_left):
+            self.num_sent += 1
+            return is_left
+
+        sent = tf.numpy_function(note, tensors, tf.int32)
+        return [tf.ensure_shape(sent, [])]
+
+
+def test_nothing_is_read_ahead_of_messages():
+    """Not by steps that TensorFlow adds or makes parallel, either."""
+    part = tf.data.Dataset.range(100).batch(2)
+    for end in (
+        lambda ranks: with_equal_steps(
+            part, tf.data.UNKNOWN_CARDINALITY, ranks
+        ),
+        lambda ranks: ending_together(part, ranks),
+    ):
+        ranks = _Counted()
+        iterator = iter(end(ranks))
+        assert [next(iterator).numpy().tolist() for _ in range(2)] == [
+            [0, 1],
+            [2, 3],
+        ]
+        time.sleep(0.3)  # what reads ahead would have sent more by now
+        assert ranks.num_sent == 2
 
 
 def test_shapes_unknown_beforehand_are_kept():
