@@ -195,6 +195,26 @@ def test_trains_stages_by_three_schedules(run):
     assert "both predict the same" in output
 
 
+def test_trains_with_old_weights(run):
+    output = run(TUTORIALS / "08_asynchronous.py")
+    page = (PAGES / "08_asynchronous.txt").read_text()
+    found, recorded = [
+        re.findall(r"^(\w+): loss of unseen text ([\d.]+)$", each, re.M)
+        for each in (output, page)
+    ]
+    names = ["synchronous", "bounded", "fixed"]
+    assert [name for name, _ in found] == names
+    np.testing.assert_allclose(
+        [float(loss) for _, loss in found],
+        [float(loss) for _, loss in recorded],
+        rtol=0.05,
+    )
+    steps = re.findall(r"^(\w+): steps of each worker \[(.*)\]$", output, re.M)
+    numbers = {name: [int(n) for n in of.split(", ")] for name, of in steps}
+    assert numbers["fixed"] == numbers["synchronous"] == [80, 80]
+    assert sum(numbers["bounded"]) == 80
+
+
 def test_places_layers_as_one_process_trains(run, monkeypatch):
     script = TUTORIALS / "06_layer_placement.py"
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
