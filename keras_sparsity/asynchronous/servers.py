@@ -25,13 +25,14 @@ class Servers:
     """
 
     def __init__(self, collectives):
-        host = _own_host(collectives)
-        # Free until the server takes it, and not reserved: it is bound next.
-        with socket.create_server((host, 0)) as probe:
+        # Free, and taken next: TensorFlow's server is to be told a number.
+        with socket.create_server(("", 0)) as probe:
             port = probe.getsockname()[1]
-        given = collectives.gather_objects((host, port), "servers/addresses")
+        given = collectives.gather_objects(
+            (own_host(collectives.machines), port), "servers/addresses"
+        )
         cluster = tf.train.ClusterSpec({_JOB: [f"{h}:{p}" for h, p in given]})
-        hosts = [host for host, _ in given]
+        hosts = [host.strip("[]") for host, _ in given]
         with firewall.guarded_port(port, hosts, lambda message: None):
             self._server = tf.distribute.Server(
                 cluster, job_name=_JOB, task_index=collectives.rank
@@ -59,13 +60,17 @@ def started(collectives):
     return Servers(collectives)
 
 
-def _own_host(collectives):
-    """The address at which other ranks reach this one."""
-    if len(set(collectives.machines)) == 1:
+def own_host(machines):
+    """The name or address at which other ranks reach this process.
+
+    Args:
+        machines: the number of each rank's machine.
+    """
+    if len(set(machines)) == 1:
         return "127.0.0.1"
     tasks = settings.cluster()
     if tasks:
         *_, address = tasks[settings.cluster_rank(tasks)]
-        return address.rpartition(":")[0].strip("[]")
+        return address.rpartition(":")[0]
     root = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
     return addresses.towards(root) or "127.0.0.1"

@@ -137,3 +137,21 @@ def test_a_schedule_counts_updates_at_the_server():
         results.append(model.get_weights())
     for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("delay", ["bounded", "fixed"])
+def test_without_staleness_training_is_synchronous(delay):
+    x, y = functions.data()
+    results = []
+    for options in (
+        {"synchronous": False, "max_staleness": 0, "delay": delay},
+        {"architecture": "hybrid"},
+    ):
+        strategy, model = ks.HybridStrategy(**options), functions.network()
+        with strategy.scope():
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.fit(x, y, functions.BATCH, shuffle=False, verbose=0)
+        assert isinstance(model.optimizer, ks.HybridOptimizer)
+        results.append(model.get_weights())
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
