@@ -117,8 +117,7 @@ class Cell:
         value = tf.raw_ops.ReadVariableOp(
             resource=self.handle, dtype=self.dtype
         )
-        # Later writes must not show in what was read.
-        return tf.ensure_shape(tf.identity(value), self.shape)
+        return tf.ensure_shape(value, self.shape)
 
     def assign(self, value):
         return tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)

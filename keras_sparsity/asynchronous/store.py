@@ -122,6 +122,10 @@ class Store:
         """Frees the servers' memory; by one worker, when all are done."""
         self._call(("destroy",), self._made_destroy)()
 
+    def close(self):
+        """Ends this worker's session."""
+        self._session.close()
+
     def reset_clocks(self):
         """Begins an epoch; by one worker, while all wait."""
         self._call(("reset",), lambda: ([], [], self._clocks.reset))()

@@ -176,7 +176,7 @@ class Training:
         self._collectives.barrier("asynchronous/end")
         if self._collectives.rank == 0:
             self.store.destroy()
-        self.release()
+        self.store.close()
 
     def release(self):
         """Gives the optimizer its own updates back."""
