@@ -114,6 +114,27 @@ def _captured_by(placeholder):
     return None
 
 
+def _needed_for(tensors, graph_def):
+    """The part of a graph that tensors are made of; no node waits for others.
+
+    `tf.compat.v1.graph_util.extract_sub_graph` does it with a warning.
+    """
+    of_name = {node.name: node for node in graph_def.node}
+    stack = [tensor.op.name for tensor in tensors]
+    needed = {}
+    while stack:
+        node = of_name[stack.pop()]
+        if node.name in needed:
+            continue
+        needed[node.name] = node
+        node.input[:] = [i for i in node.input if not i.startswith("^")]
+        stack += [name.partition(":")[0] for name in node.input]
+    return tf.compat.v1.GraphDef(
+        node=[node for node in graph_def.node if node.name in needed],
+        versions=graph_def.versions,
+    )
+
+
 def made_again(tensors, given):
     """Tensors of another graph, computed in the graph that is being traced.
 
@@ -123,13 +144,7 @@ def made_again(tensors, given):
             its place. Captured tensors are captured again.
     """
     graph = tensors[0].graph
-    nodes = graph.as_graph_def()
-    for node in nodes.node:  # of which none waits for another
-        inputs = [name for name in node.input if not name.startswith("^")]
-        node.input[:] = inputs
-    nodes = tf.compat.v1.graph_util.extract_sub_graph(
-        nodes, [tensor.op.name for tensor in tensors]
-    )
+    nodes = _needed_for(tensors, graph.as_graph_def())
     names = {node.name for node in nodes.node}
     places = {
         inner.name: tf_graphs.captured(outer)
