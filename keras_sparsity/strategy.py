@@ -188,6 +188,7 @@ class HybridStrategy(ProcessStrategy):
             local_aggregation=self.local_aggregation,
             bucket_bytes=bucket_bytes,
         )
+        modes.check_of_servers(self)
         self.collectives = collectives.start(engine, timeout)
         modes.check_has_no_servers(self)
         self.options.tell_of_uneven_machines(self.collectives)

@@ -62,6 +62,32 @@ def check_supports(architecture, prefetch):
         )
 
 
+def check_of_servers(strategy):
+    """Checks other arguments of a strategy whose workers pull and push.
+
+    Raises:
+        ValueError: if one of them would have no effect.
+    """
+    if not is_by_servers(strategy):
+        return
+    given = {
+        "wire_dtype": strategy.wire_dtype,
+        "transform_gradients": strategy.optimizer_options[
+            "transform_gradients"
+        ],
+    }
+    if strategy.architecture not in ("hybrid", "ps"):
+        given["architecture"] = strategy.architecture
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                "Workers that pull and push by themselves have all variables "
+                f"at servers, and `{name}` has no effect. Received: "
+                f'{name}={value!r} with synchronous=False and delay="bounded". '
+                'Leave it out, or use `delay="fixed"`.'
+            )
+
+
 def check_has_no_servers(strategy):
     """Raises ValueError for dedicated servers beside asynchronous training."""
     number = strategy.collectives.num_servers

@@ -40,6 +40,7 @@ class Training:
             [layer.name for layer in self._layers],
         )
         variables = model.trainable_variables
+        _check_constraints(variables)
         if not self._optimizer.built:
             self._optimizer.build(variables)
         self.store = Store(
@@ -185,6 +186,17 @@ class Training:
 
 def _nothing():
     return collections.Counter()
+
+
+def _check_constraints(variables):
+    for variable in variables:
+        if variable.constraint is not None:
+            raise ValueError(
+                "Servers apply a rule without constraints. Received: the "
+                f"variable '{variable.path}' with a "
+                f"{type(variable.constraint).__name__}. Leave it out, or use "
+                '`delay="fixed"`.'
+            )
 
 
 def _looked_up(model):

@@ -53,6 +53,16 @@ CASES = {
         lambda: _compiled(steps_per_execution=2),
         "steps_per_execution=2.*Use 1",
     ),
+    "constraint": (
+        lambda: _fit(
+            _compiled(
+                layer=keras.layers.Embedding(
+                    3, 2, embeddings_constraint="non_neg"
+                )
+            )
+        ),
+        "embeddings' with a NonNeg.*Leave it out",
+    ),
     "rule": (lambda: _fit(_compiled("nadam")), "a Nadam.*one of SGD"),
     "option": (
         lambda: _fit(_compiled(keras.optimizers.SGD(clipnorm=1.0))),

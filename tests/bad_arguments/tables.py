@@ -32,13 +32,18 @@ BAD = [
             ({"max_staleness": 1.0}, "from 0, or None.*max_staleness=1.0"),
             ({"max_staleness": True}, "from 0, or None.*staleness=True"),
             ({"delay": "none"}, "'bounded' or 'fixed'.*delay='none'"),
-            ({"delay": "fixed"}, "exactly.*max_staleness=None.*'bounded'"),
+            ({"delay": "fixed"}, "exactly.*max_staleness=None.*bounded"),
             (
                 {"synchronous": True, "max_staleness": 2},
                 "Received: synchronous=True, max_staleness=2.*Add",
             ),
             ({"architecture": "measured"}, "'measured' with synchronous=False"),
             ({"prefetch": True}, "prefetch=True with synchronous=False"),
+            (
+                {"wire_dtype": "bfloat16"},
+                "no effect. Received: wire_dtype='bfloat16' with",
+            ),
+            ({"architecture": "allreduce"}, "architecture='allreduce' with"),
         ]
     ),
     *(
