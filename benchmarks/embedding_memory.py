@@ -15,7 +15,7 @@ import numpy as np
 
 import keras_sparsity as ks
 
-LIMIT, DIM, NUM_TABLES, BATCH = 0.3, 64, 4, 256
+LIMIT, DIM, NUM_TABLES, BATCH = 0.3, 64, 26, 256
 
 
 def main():
