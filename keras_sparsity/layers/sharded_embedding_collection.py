@@ -12,6 +12,7 @@ from keras_sparsity.exchange.together import gather_together
 from keras_sparsity.layers import bags
 from keras_sparsity.layers.features import features_of, items
 from keras_sparsity.layers.sharded_embedding import ids_of
+from keras_sparsity.tables import foreseen
 
 
 @keras.saving.register_keras_serializable(package="keras_sparsity")
@@ -115,8 +116,10 @@ class ShardedEmbeddingCollection(keras.layers.Layer):
         if self.ahead:
             rows = self.ahead.popleft()
         else:
-            requests = self._requests_of(inputs)
-            rows, _ = gather_together(requests, options.entered())
+            rows = foreseen.completed(
+                self._requests_of(inputs),
+                lambda others: gather_together(others, options.entered())[0],
+            )
         found = map(self._output, self.features, inputs, weights, rows)
         return self.packed(list(found))
 

@@ -2,6 +2,8 @@
 
 import contextlib
 
+import tensorflow as tf
+
 _sources = []
 
 
@@ -25,3 +27,24 @@ def rows(table, ids, columns, dtype):
     if not _sources:
         return None
     return _sources[-1].rows(table, ids, columns, dtype)
+
+
+def completed(requests, gather):
+    """The rows of several requests, of which some may be foreseen.
+
+    Args:
+        requests: list of `(table, ids, dtype)`.
+        gather: function of a list of them that returns a list of rows, called
+            with those that are not.
+    """
+    found = [
+        rows(table, ids, None, tf.as_dtype(dtype))
+        for table, ids, dtype in requests
+    ]
+    missing = [
+        request
+        for request, of_request in zip(requests, found, strict=True)
+        if of_request is None
+    ]
+    others = iter(gather(missing) if missing else [])
+    return [next(others) if each is None else each for each in found]
