@@ -120,10 +120,12 @@ class _Scouted:
 
     def __init__(self, stock, model, args, kwargs):
         self._asked, self._computations = [], tf_subgraphs.Computations()
+        self._graph = None  # of the trace
         flat = tf.nest.flatten((args, kwargs), expand_composites=True)
         places = [i for i, x in enumerate(flat) if tf.is_symbolic_tensor(x)]
 
         def forward(*tensors):
+            self._graph = tf.compat.v1.get_default_graph()
             given = list(flat)
             for place, tensor in zip(places, tensors, strict=True):
                 given[place] = tensor
@@ -153,7 +155,9 @@ class _Scouted:
         shape = tf.concat([tf.shape(ids), [table.dim]], axis=0)
         rows = tf.identity(shaped(tf.zeros(shape, dtype), ids))
         self._computations.stands_for(rows, None)
-        if columns is None and table.is_sharded:
+        # Those of a loop's body are others in each of its runs.
+        is_of_call = tf.is_symbolic_tensor(ids) and ids.graph is self._graph
+        if columns is None and table.is_sharded and is_of_call:
             self._asked.append((table, ids, dtype))
         return rows if columns is None else rows[..., slice(*columns)]
 
