@@ -278,15 +278,18 @@ def _slice(op, known):
     if known[0] is None or begin is None or rank is None:
         return False, None
     masks = {
-        name: op.get_attr(f"{name}_mask")
-        for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+        name: op.get_attr(name)
+        for name in (
+            *("begin_mask", "end_mask", "ellipsis_mask"),
+            *("new_axis_mask", "shrink_axis_mask"),
+        )
     }
     strides = tf.get_static_value(op.inputs[3])
-    is_new = [bool(masks["new_axis"] >> i & 1) for i in range(begin)]
+    is_new = [bool(masks["new_axis_mask"] >> i & 1) for i in range(begin)]
     source = target = 0
     for i in range(begin):
         bit = 1 << i
-        if masks["ellipsis"] & bit:
+        if masks["ellipsis_mask"] & bit:
             after = sum(not new for new in is_new[i + 1 :])
             length = rank - source - after
             if source <= known[0] < source + length:
@@ -295,13 +298,13 @@ def _slice(op, known):
         elif is_new[i]:
             target += 1
         elif source == known[0]:
-            is_whole = masks["begin"] & bit and masks["end"] & bit
-            is_whole = is_whole and not masks["shrink_axis"] & bit
+            is_whole = masks["begin_mask"] & bit and masks["end_mask"] & bit
+            is_whole = is_whole and not masks["shrink_axis_mask"] & bit
             is_whole = is_whole and strides is not None and strides[i] == 1
             return False, target if is_whole else None
         else:
             source += 1
-            target += not masks["shrink_axis"] & bit
+            target += not masks["shrink_axis_mask"] & bit
     return False, target + known[0] - source
 
 

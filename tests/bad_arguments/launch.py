@@ -27,6 +27,8 @@ BAD = [
                 {"engine": "local", "num_processes": 2},
                 "for one process.*2 processes. Use engine='native'",
             ),
+            ({"num_servers": -1}, "processes, or 0.*num_servers=-1"),
+            ({"num_servers": True}, "processes, or 0.*num_servers=True"),
             ({"machines": 0}, f"{INTEGER}machines=0"),
             ({"machines": "a"}, f"{INTEGER}machines='a'"),
             (
