@@ -1,6 +1,5 @@
 """What the ranks run in tests of dedicated servers."""
 
-import logging
 import resource
 
 import keras
@@ -9,6 +8,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from tests import checkpoint_functions
+from tests.logged import with_messages_of
 
 ROWS, DIM, LENGTH, BATCH = 30, 3, 4, 8
 # The last batch is smaller, and of fewer examples than three workers.
@@ -183,28 +183,15 @@ def loop():
     }
 
 
-def fit_without_tables():
+@with_messages_of("keras_sparsity")
+def fit_without_tables(said):
     """On every rank: the warnings of a model without tables, and its loss."""
-    said = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            said.append(record.getMessage())
-
-    logger = logging.getLogger("keras_sparsity")
-    handler = Keep()
-    logger.addHandler(handler)
-    try:
-        model = build(keras.layers.Embedding)
-        with ks.HybridStrategy(architecture="hybrid").scope():
-            model.compile("sgd", "mse")
-        x, y = arrays()
-        for _ in range(2):
-            history = model.fit(
-                x, y, batch_size=BATCH, shuffle=False, verbose=0
-            )
-    finally:
-        logger.removeHandler(handler)
+    model = build(keras.layers.Embedding)
+    with ks.HybridStrategy(architecture="hybrid").scope():
+        model.compile("sgd", "mse")
+    x, y = arrays()
+    for _ in range(2):
+        history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
     return said, history.history["loss"]
 
 

@@ -6,6 +6,7 @@ from keras_sparsity.asynchronous.runs import Runs
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.training import jit
+from keras_sparsity.training.binding import raise_of_another_strategy
 
 # Set on an adopted model; holds its binding.
 _ADOPTION = "_keras_sparsity_asynchronous"
@@ -28,11 +29,7 @@ def compile_served(stock, model, args, kwargs, strategy):
     if getattr(model, _ADOPTION, None) is None and (
         hasattr(of_model, "collectives") and of_model is not strategy
     ):
-        raise ValueError(
-            f"The model '{model.name}' is trained by another strategy already. "
-            f"Received: a model of a {type(of_model).__name__}. Make the model "
-            "anew, or load it inside of this strategy's scope."
-        )
+        raise_of_another_strategy(model, of_model)
     _check_layers(model)
     keras_models.set_distribute_strategy(model, strategy)
     stock(model, *args, **kwargs)

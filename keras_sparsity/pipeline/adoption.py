@@ -18,6 +18,7 @@ from keras_sparsity.pipeline.steps import Steps
 from keras_sparsity.pipeline.weights import Weights
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.training import jit
+from keras_sparsity.training.binding import raise_of_another_strategy
 
 # Set on an adopted model; holds the objects that its methods belong to.
 _ADOPTION = "_keras_sparsity_pipeline"
@@ -101,11 +102,7 @@ def adopt(stock, model, args, kwargs, strategy):
 
 def _check_is_free(model, strategy):
     if getattr(model, _ADOPTION, None) or hasattr(strategy, "placements"):
-        raise ValueError(
-            f"The model '{model.name}' is trained by another strategy already. "
-            f"Received: a model of a {type(strategy).__name__}. Make the model "
-            "anew, or load it inside of this strategy's scope."
-        )
+        raise_of_another_strategy(model, strategy)
 
 
 def _check(model, strategy):

@@ -77,6 +77,15 @@ class Binding:
             )
 
 
+def raise_of_another_strategy(model, strategy):
+    """Raises ValueError of a model that another strategy trains."""
+    raise ValueError(
+        f"The model '{model.name}' is trained by another strategy already. "
+        f"Received: a model of a {type(strategy).__name__}. Make the model "
+        "anew, or load it inside of this strategy's scope."
+    )
+
+
 def bound_arguments(function, args, kwargs):
     """The given arguments of a call, by name."""
     bound = inspect.signature(function).bind(*args, **kwargs)

@@ -1,7 +1,5 @@
 """Warnings of models and losses that mix the examples of a batch."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -9,6 +7,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from tests.conftest import engines
+from tests.logged import with_messages_of
 
 DIM = 4
 
@@ -95,33 +94,21 @@ def models():
     }
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
-def warned():
+@with_messages_of("keras_sparsity.global_batch.mixing")
+def warned(lines):
     """The warnings of each model."""
-    handler = Lines()
-    logger = logging.getLogger("keras_sparsity.global_batch.mixing")
-    logger.addHandler(handler)
     strategy = ks.HybridStrategy(architecture="hybrid")
     x = np.random.default_rng(0).integers(0, 10, (12, 4))
     y = np.random.default_rng(1).random((12, DIM), dtype="float32")
     found = {}
     for name, (model, loss, metrics) in models().items():
-        handler.lines = []
+        lines.clear()
         targets = None if isinstance(model, Retrieval) else y
         for _ in range(2 if name == "loss" else 1):
             with strategy.scope():
                 model.compile("sgd", loss, metrics=metrics)
             model.fit(x, targets, batch_size=8, verbose=0)
-        found[name] = handler.lines
-    logger.removeHandler(handler)
+        found[name] = list(lines)
     return found
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import os
 import zipfile
 from unittest import mock
@@ -18,6 +17,7 @@ from keras_sparsity.conversion import saving
 from keras_sparsity.layers import ordinary
 from keras_sparsity.placement import choice
 from tests.conftest import engines
+from tests.logged import with_messages_of
 
 ROWS, DIM = 13, 3
 
@@ -237,13 +237,9 @@ def sequential(layer):
     )
 
 
-def architectures():
+@with_messages_of("keras_sparsity.training.embeddings")
+def architectures(told):
     """Architectures of models that are made in several ways, and warnings."""
-    told = []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("keras_sparsity.training.embeddings")
-    logger.addHandler(handler)
     found, optimizers = {}, [keras.optimizers.Adam]
 
     def placed(name, layer, make=functional, architecture="ps", in_scope=False):
@@ -282,7 +278,6 @@ def architectures():
     optimizers.append(keras.optimizers.Adafactor)
     placed("whole rule", lambda: plain(name="whole"))
     placed("whole rule, late", plain, in_scope=True)
-    logger.removeHandler(handler)
     return found, told
 
 

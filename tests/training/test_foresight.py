@@ -1,7 +1,5 @@
 """Tables of any model pull together; what they give is in the matrix."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -20,6 +18,7 @@ from tests.layers.test_sharded_embedding_collection import (
     messages_of,
     table,
 )
+from tests.logged import with_messages_of
 
 
 def stock(name):
@@ -113,13 +112,10 @@ class Fixed(Tables):
         return [first + self.tables[0](fixed), *others]
 
 
-def fall_back():
+@with_messages_of("keras_sparsity.training.foresight")
+def fall_back(told):
     """What is said of models, and how far their predictions are off."""
-    told, off = [], []
-    handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("keras_sparsity.training.foresight")
-    logger.addHandler(handler)
+    off = []
     x = np.arange(6 * MANY).reshape(6, MANY) % ROWS
     for kind in (Changing, Once, Fixed, Tables):
         model = kind(3, table, False)
@@ -131,7 +127,6 @@ def fall_back():
             found = model.predict(x, batch_size=6, verbose=0)
         model.calls = getattr(model, "calls", 1) - 1
         off.append(abs(found - model(x).numpy()).max())
-    logger.removeHandler(handler)
     return told, off
 
 

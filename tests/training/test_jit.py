@@ -1,7 +1,5 @@
 """`jit_compile=True` on several processes, against stock Keras's."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -9,6 +7,7 @@ import pytest
 import keras_sparsity as ks
 from keras_sparsity._tf import xla
 from tests.conftest import engines
+from tests.logged import with_messages_of
 
 pytestmark = pytest.mark.smoke
 
@@ -35,20 +34,10 @@ def results(model):
     return [*logs.history.values(), evaluated, predicted]
 
 
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
-def compiled():
+@with_messages_of("keras_sparsity.training.jit")
+def compiled(lines):
     strategy = ks.HybridStrategy(architecture="hybrid")
-    lines, asked = Lines(), []
-    logger = logging.getLogger("keras_sparsity.training.jit")
-    logger.addHandler(lines)
+    asked = []
     marked = xla.compiled_between_messages
 
     def noting(is_asked_for):
@@ -69,8 +58,7 @@ def compiled():
         model.evaluate(x, x[:, :1], verbose=0)
     finally:
         xla.compiled_between_messages = marked
-        logger.removeHandler(lines)
-    return found, asked, lines.lines
+    return found, asked, lines
 
 
 @pytest.mark.parametrize("engine", engines())

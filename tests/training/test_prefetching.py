@@ -1,7 +1,5 @@
 """What `prefetch=True` and `shard` say where they do nothing."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest
@@ -9,15 +7,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from tests.conftest import engines
-
-
-class Lines(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
+from tests.logged import with_messages_of
 
 
 def model_of(computed=False):
@@ -32,11 +22,9 @@ def dense():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 
 
-def said():
+@with_messages_of("keras_sparsity")
+def said(lines):
     """The lines of each training, by name; one is trained twice."""
-    handler = Lines()
-    logger = logging.getLogger("keras_sparsity")
-    logger.addHandler(handler)
     x = np.arange(16).reshape(8, 2)
     y = np.ones((8, 1), "float32")
 
@@ -47,7 +35,7 @@ def said():
     found = {}
 
     def fit(name, model, data=(x, y), optimizer="adagrad", **options):
-        handler.lines = []
+        lines.clear()
         options = {"architecture": "hybrid", "prefetch": True} | options
         strategy = ks.HybridStrategy(**options)
         with strategy.scope():
@@ -57,7 +45,7 @@ def said():
                 model.fit(data(), steps_per_epoch=1, verbose=0)
             else:
                 model.fit(*data, batch_size=8, verbose=0)
-        found[name] = handler.lines
+        found[name] = list(lines)
 
     fit("prefetched", model_of())
     fit("not asked for", dense(), prefetch=False)
@@ -70,16 +58,15 @@ def said():
     fit("computed", model_of(computed=True))
 
     communicator = ks.collectives.current()
-    handler.lines = []
+    lines.clear()
     batches = tf.data.Dataset.range(8).batch(4)
     ks.data.shard(batches.shuffle(2), communicator)
-    found["shard"] = handler.lines
-    handler.lines = []
+    found["shard"] = list(lines)
+    lines.clear()
     ks.data.shard(batches.shuffle(2), communicator, by="batches")
     mapped = tf.data.Dataset.range(8).map(lambda x: x + 1).batch(4)
     ks.data.shard(mapped, communicator)
-    found["shard early"] = handler.lines
-    logger.removeHandler(handler)
+    found["shard early"] = list(lines)
     return found
 
 
