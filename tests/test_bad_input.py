@@ -88,6 +88,13 @@ NOT_CALLED = {
     ),
     **dict.fromkeys(
         (
+            f"layers.SampledSoftmax.{name}"
+            for name in ("asked", "following", "may_come_with_others", "sample")
+        ),
+        "called where rows are pulled together",
+    ),
+    **dict.fromkeys(
+        (
             f"layers.ShardedEmbeddingCollection.{name}"
             for name in ("flat", "packed")
         ),

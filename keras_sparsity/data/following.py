@@ -18,11 +18,13 @@ class Followed(typing.NamedTuple):
         batch: the batch that `fit` trains on.
         following: its `x` of the next step; after the last one, of no rows.
         number: how many of those examples count.
+        labels: their `y`; () if there is none.
     """
 
     batch: typing.Any
     following: typing.Any
     number: typing.Any
+    labels: typing.Any
 
 
 def with_following(dataset):
@@ -41,7 +43,7 @@ def with_following(dataset):
 
     >>> batches = tf.data.Dataset.range(5).batch(2)
     >>> [(x.numpy().tolist(), following.numpy().tolist())
-    ...  for x, following, _ in with_following(batches)]
+    ...  for x, following, *_ in with_following(batches)]
     [([0, 1], [2, 3]), ([2, 3], [4]), ([4], [])]
     """
     spec = dataset.element_spec
@@ -58,10 +60,11 @@ def with_following(dataset):
         batch, number = element, None
         if isinstance(element, Counted):
             batch, number = element.batch, element.counts[0]
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        inputs, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
         if number is None:
             number = num_examples(inputs)
         before = tf.nest.pack_sequence_as(element, before, True)
-        return flat(element), Followed(before, inputs, number)
+        labels = () if labels is None else labels
+        return flat(element), Followed(before, inputs, number, labels)
 
     return dataset.concatenate(end).scan(flat(nothing), step).skip(1)

@@ -13,7 +13,14 @@ from keras_sparsity._tf import keras_models
 
 # Each process numbers names by itself, ranks may differ in seeds, and the rest
 # is where a class was found.
-_NOT_COMPARED = ("build_config", "module", "name", "registered_name", "seed")
+_NOT_COMPARED = (
+    "build_config",
+    "module",
+    "name",
+    "registered_name",
+    "seed",
+    "shared_as",
+)
 # Arguments in which ranks may differ.
 _A_RANKS_OWN = ("callbacks", "verbose")
 _MOST_CHARACTERS = 200

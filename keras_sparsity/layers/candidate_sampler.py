@@ -1,9 +1,13 @@
 """Random classes that a step's softmax is computed over."""
 
 import math
+import typing
 
 import keras
+import numpy as np
 import tensorflow as tf
+
+from keras_sparsity._tf import checks
 
 
 class LogUniformSampler(keras.random.SeedGenerator):
@@ -47,7 +51,14 @@ class LogUniformSampler(keras.random.SeedGenerator):
             ids: int64 `(num_sampled,)`, all different.
             num_tries: int64 scalar, how many draws it took.
         """
-        seed = tf.cast(self.next(), tf.int64)
+        return self._sample(self.next())
+
+    def following(self):
+        """What the next call of `sample` is going to return."""
+        return self._sample(tf.identity(self.state.value))
+
+    def _sample(self, seed):
+        seed = tf.cast(seed, tf.int64)
 
         def is_short(block, draws):
             del block
@@ -97,3 +108,43 @@ class LogUniformSampler(keras.random.SeedGenerator):
         )
         ids = tf.cast(tf.exp(uniform * self._log_range), tf.int64) - 1
         return tf.clip_by_value(ids, 0, self.num_classes - 1)
+
+
+class Sample(typing.NamedTuple):
+    """The classes of a step's softmax.
+
+    Attributes:
+        classes, num_tries: result of `LogUniformSampler.sample`.
+        ids: of the rows that it takes: of the labels, and of these classes.
+    """
+
+    classes: tf.Tensor
+    num_tries: tf.Tensor
+    ids: tf.Tensor
+
+    @classmethod
+    def of(cls, labels, classes, num_tries):
+        """One of labels int64 `(n,)`."""
+        # One pull brings both.
+        ids = tf.concat([labels, classes], axis=0)
+        return cls(classes, num_tries, ids)
+
+
+def class_ids(labels):
+    """Labels of any shape as the loss takes them: int64 `(n,)`."""
+    return tf.cast(tf.reshape(labels, [-1]), tf.int64)
+
+
+def checked_seed(seed):
+    """A seed as `LogUniformSampler` takes it."""
+    if seed is None:
+        return None
+    is_integer = isinstance(seed, (int, np.integer))
+    is_seed = is_integer and not isinstance(seed, bool)
+    checks.check(
+        is_seed and -(2**31) <= seed < 2**32,
+        "seed",
+        seed,
+        "an integer of 32 bits, or None for a random one",
+    )
+    return int(seed)

@@ -1,23 +1,31 @@
 """Softmax over a large number of classes, of which training samples a few."""
 
 import collections
-import typing
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks
 from keras_sparsity.exchange import options
-from keras_sparsity.exchange.together import gather_side_by_side
-from keras_sparsity.layers.candidate_sampler import LogUniformSampler
+from keras_sparsity.exchange.together import (
+    gather_side_by_side,
+    gather_together,
+    travel_side_by_side,
+)
+from keras_sparsity.layers import shared_layers, tied
+from keras_sparsity.layers.candidate_sampler import (
+    LogUniformSampler,
+    Sample,
+    checked_seed,
+)
 from keras_sparsity.layers.full_logits import full_logits
 from keras_sparsity.layers.sampled_softmax_loss import (
     ORIGIN,
     SampledSoftmaxLoss,
+    losses_of_sample,
 )
-from keras_sparsity.tables import initial_values
+from keras_sparsity.tables import foreseen, initial_values
 from keras_sparsity.tables.arguments import check_spreading
 from keras_sparsity.tables.inside import check_inside
 from keras_sparsity.tables.sharded_table import ShardedTable
@@ -62,6 +70,13 @@ class SampledSoftmax(keras.layers.Layer):
         partition_group: of both tables, see `ShardedEmbedding`.
         architecture: `"ps"`, `"allgather"`, `"allreduce"` or `"auto"`, see
             `ks.ShardedTable`; by default the strategy's.
+        table: a `ShardedEmbedding` with `num_classes` rows of length `dim`:
+            its table is the kernel, too (tied weights), a single variable.
+            Where a step knows the labels before it calls the model (`fit`,
+            with the `train_step` of Keras), a row that both layers need
+            travels once, and the sum of its gradients. The bias is spread as
+            the table is: the initializer, partitions and architecture are
+            those of `table`.
         **kwargs: `name`, `dtype`, `trainable`, as for every layer.
 
     Input shape:
@@ -74,14 +89,17 @@ class SampledSoftmax(keras.layers.Layer):
     Raises:
         ValueError: if an argument has another type or value, if `num_sampled`
             is more than `num_classes`, if `num_classes` is more than 2**24
-            (Keras hands labels to losses as float32), or if the last dimension
-            of the input is unknown.
+            (Keras hands labels to losses as float32), if `table` is no
+            `ShardedEmbedding` of `num_classes` rows, or if the last dimension
+            of the input is unknown, or not that of `table`.
         tf.errors.InvalidArgumentError: in a step, on every rank, if a label
             of any rank is no class.
 
     Example:
 
+    >>> import keras
     >>> import numpy as np
+    >>> from keras_sparsity.layers import ShardedEmbedding
     >>> softmax = SampledSoftmax(num_classes=1000, num_sampled=20)
     >>> hidden, labels = np.ones((2, 5, 8)), np.zeros((2, 5))
     >>> softmax(hidden).shape
@@ -90,9 +108,23 @@ class SampledSoftmax(keras.layers.Layer):
     >>> loss(labels, softmax(hidden, training=True)).shape
     TensorShape([])
 
+    A language model whose output layer has the weights of its embedding:
+
+    >>> words = ShardedEmbedding(1000, 8)
+    >>> model = keras.Sequential([
+    ...     keras.Input((5,), dtype="int32"),
+    ...     words,
+    ...     keras.layers.LSTM(8, return_sequences=True),
+    ...     SampledSoftmax(1000, num_sampled=20, table=words),
+    ... ])
+    >>> [tuple(v.shape) for v in model.trainable_variables]
+    [(1000, 8), (8, 32), (8, 32), (32,), (1000, 1)]
+
     References:
-        Jean et al., On Using Very Large Target Vocabulary for Neural Machine
-        Translation, ACL 2015, section 3. EuroSys 6.1 (the language model).
+        Press and Wolf, Using the Output Embedding to Improve Language Models,
+        EACL 2017 (tied weights). Jean et al., On Using Very Large Target
+        Vocabulary for Neural Machine Translation, ACL 2015, section 3.
+        EuroSys 6.1 (the language model).
     """
 
     def __init__(
@@ -105,6 +137,7 @@ class SampledSoftmax(keras.layers.Layer):
         num_partitions=None,
         partition_group=None,
         architecture=None,
+        table=None,
         **kwargs,
     ):
         # Hidden states of 32 bits stay so under mixed precision.
@@ -128,16 +161,16 @@ class SampledSoftmax(keras.layers.Layer):
                 "hands labels to losses as float32, which is exact up to "
                 f"there. Received: num_classes={num_classes}."
             )
-        if seed is not None:
-            is_integer = isinstance(seed, (int, np.integer))
-            is_seed = is_integer and not isinstance(seed, bool)
-            checks.check(
-                is_seed and -(2**31) <= seed < 2**32,
-                "seed",
-                seed,
-                "an integer of 32 bits, or None for a random one",
+        if table is not None:
+            tied.check_table(table, num_classes)
+            tied.check_is_all(
+                kernel_initializer=kernel_initializer != "glorot_uniform",
+                num_partitions=num_partitions is not None,
+                partition_group=partition_group is not None,
+                architecture=architecture is not None,
             )
-            seed = int(seed)
+            table.share()
+        seed = checked_seed(seed)
         self.num_classes = num_classes
         self.num_sampled = num_sampled
         self.use_bias = use_bias
@@ -150,6 +183,8 @@ class SampledSoftmax(keras.layers.Layer):
         self.architecture = architecture
         self.supports_masking = True
         self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
+        # The `ShardedEmbedding`; the tables' names end in `_table`.
+        self.table = table
         self.kernel_table = None
         self.bias_table = None
         # Of the call that is under way: a `Sample` and its rows, where these
@@ -164,30 +199,40 @@ class SampledSoftmax(keras.layers.Layer):
                 f"with a known last dimension. Received: {input_shape}."
             )
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: dim})
-        self.kernel_table = self._table(
-            "kernel", dim, self.kernel_initializer, tf.transpose
-        )
-        self.kernel = self.kernel_table.variable
+        if self.table is None:
+            self.kernel_table = self._own_table(
+                "kernel", dim, self.kernel_initializer, self, tf.transpose
+            )
+            self._kernel = self.kernel_table.variable
+        else:
+            tied.check_dim(self.table, dim, self.name)
+            self.table.build()
+            self.kernel_table = self.table.table
         if self.use_bias:
-            self.bias_table = self._table(
-                "bias", 1, "zeros", lambda bias: bias[:, 0]
+            is_tied = self.table is not None
+            self.bias_table = self._own_table(
+                "bias",
+                1,
+                "zeros",
+                self.table if is_tied else self,
+                None if is_tied else lambda bias: bias[:, 0],
             )
             self.bias = self.bias_table.variable
         self._agree_on_samples()
 
-    def _table(self, name, dim, initializer, to_stock):
+    def _own_table(self, name, dim, initializer, spread_as, to_stock):
         return ShardedTable(
             self.num_classes,
             dim,
-            num_partitions=self.num_partitions,
-            architecture=self.architecture,
+            num_partitions=spread_as.num_partitions,
+            architecture=spread_as.architecture,
             initializer=initializer,
             dtype=self.variable_dtype,
             trainable=self.trainable,
             name=name,
             owner_name=self.name if name == "kernel" else f"{self.name}/{name}",
             to_stock=to_stock,
-            partition_group=self.partition_group,
+            partition_group=spread_as.partition_group,
         )
 
     def _agree_on_samples(self):
@@ -202,9 +247,19 @@ class SampledSoftmax(keras.layers.Layer):
             state.assign(tf.cast(agreed, state.dtype))
 
     @property
+    def kernel(self):
+        """The `keras.Variable` of shape `(num_classes, dim)`."""
+        return self.kernel_table.variable
+
+    @property
     def tables(self):
         """The tables of the weights, in their order."""
         return [t for t in (self.kernel_table, self.bias_table) if t]
+
+    @property
+    def _own_tables(self):
+        """Those that no other layer has."""
+        return self.tables if self.table is None else self.tables[1:]
 
     @property
     def output_dtype(self):
@@ -257,44 +312,49 @@ class SampledSoftmax(keras.layers.Layer):
             `(n,)` losses.
         """
         if ahead:
-            (sampled, num_tries, ids), of_tables = ahead.pop()
+            sample, (rows, *biases) = ahead.pop()
         else:
-            sampled, num_tries, ids = self._sample(labels)
-            of_tables = gather_side_by_side(
-                self.tables, ids, hidden.dtype, options.entered()
-            )
-        rows, *biases = of_tables
-        sizes = [tf.size(labels), self.num_sampled]
-        correction = -tf.math.log(self.sampler.expected_count(ids, num_tries))
-        offsets = tf.cast(correction, hidden.dtype)
+            sample = self.sample(labels)
+            rows, *biases = self._gather(sample.ids)
+        counts = self.sampler.expected_count(sample.ids, sample.num_tries)
+        offsets = tf.cast(-tf.math.log(counts), hidden.dtype)
         for bias in biases:
             offsets += bias[:, 0]
-        label_rows, sampled_rows = tf.split(rows, sizes)
-        label_offsets, sampled_offsets = tf.split(offsets, sizes)
+        return losses_of_sample(labels, sample.classes, hidden, rows, offsets)
 
-        label_logits = tf.reduce_sum(hidden * label_rows, -1) + label_offsets
-        logits = tf.matmul(hidden, sampled_rows, transpose_b=True)
-        logits += sampled_offsets
-        # An example's own class may be in the sample: it counts once.
-        is_hit = tf.equal(
-            tf.cast(labels, tf.int32)[:, tf.newaxis],
-            tf.cast(sampled, tf.int32),
-        )
-        logits = tf.where(is_hit, logits.dtype.min, logits)
-        # The crossentropy's own operation takes twice as long on a CPU, and
-        # needs a copy of all logits with the labels' among them.
-        largest = tf.maximum(tf.reduce_max(logits, axis=-1), label_logits)
-        largest = tf.stop_gradient(largest)
-        total = tf.reduce_sum(tf.exp(logits - largest[:, tf.newaxis]), axis=-1)
-        total += tf.exp(label_logits - largest)
-        return tf.math.log(total) + largest - label_logits
-
-    def _sample(self, labels):
+    def sample(self, labels):
         """The next `Sample`, for labels int64 `(n,)`."""
-        sampled, num_tries = self.sampler.sample()
-        # One pull brings both, of both tables.
-        ids = tf.concat([labels, sampled], axis=0)
-        return Sample(sampled, num_tries, ids)
+        return Sample.of(labels, *self.sampler.sample())
+
+    def following(self, labels):
+        """The `Sample` after that, of the next step's labels."""
+        return Sample.of(labels, *self.sampler.following())
+
+    def may_come_with_others(self):
+        """Whether its rows may come when those of other layers do."""
+        return self.table is not None or travel_side_by_side(self.tables)
+
+    def asked(self, ids):
+        """How the rows of `ids` come with those of other layers.
+
+        Returns:
+            List of requests, and `then`, as `gather_together` takes them.
+        """
+        if self.table is None:
+            return [], (self.tables, ids, self.output_dtype)
+        # With rows of the same table that others ask for.
+        dtype = self.output_dtype
+        return [(table, ids, dtype) for table in self.tables], None
+
+    def _gather(self, ids):
+        """Rows of all tables, in as few messages as one table's."""
+        requests, then = self.asked(ids)
+        if then:
+            return gather_side_by_side(*then, options.entered())
+        return foreseen.completed(
+            requests,
+            lambda others: gather_together(others, options.entered())[0],
+        )
 
     def full_losses(self, labels, logits):
         """Crossentropy `(n,)` of labels `(n,)`, logits `(n, num_classes)`."""
@@ -306,49 +366,52 @@ class SampledSoftmax(keras.layers.Layer):
             )
 
     def save_own_variables(self, store):
-        for index, table in enumerate(self.tables):
+        for index, table in enumerate(self._own_tables):
             store[str(index)] = table.read()
         # Keras does not save its seed generators' states.
         store[_SAMPLER] = self.sampler.state.numpy()
 
     def load_own_variables(self, store):
         num_saved = len(set(store.keys()) - {_SAMPLER})
-        if num_saved != len(self.tables):
+        if num_saved != len(self._own_tables):
             raise ValueError(
                 f"The layer '{self.name}' cannot take the saved weights. "
                 f"Received: {num_saved} arrays. Expected: "
-                f"{len(self.tables)}. Build the layer, with the `use_bias` "
-                "that it was saved with, before loading."
+                f"{len(self._own_tables)}. Build the layer, with the "
+                "`use_bias` and `table` that it was saved with, before loading."
             )
-        for index, table in enumerate(self.tables):
+        for index, table in enumerate(self._own_tables):
             table.assign(store[str(index)][...])
         if _SAMPLER in store.keys():
             self.sampler.state.assign(store[_SAMPLER][...])
 
     def get_config(self):
-        return {
+        config = {
             **super().get_config(),
             "num_classes": self.num_classes,
             "num_sampled": self.num_sampled,
             "use_bias": self.use_bias,
+            "seed": self.seed,
+        }
+        if self.table is not None:
+            table = keras.saving.serialize_keras_object(self.table)
+            return {**config, "table": table}
+        return {
+            **config,
             "kernel_initializer": keras.initializers.serialize(
                 self.kernel_initializer
             ),
-            "seed": self.seed,
             "num_partitions": self.num_partitions,
             "partition_group": self.partition_group,
             "architecture": self.architecture,
         }
 
-
-class Sample(typing.NamedTuple):
-    """The classes of a step's softmax.
-
-    Attributes:
-        classes, num_tries: result of `LogUniformSampler.sample`.
-        ids: of the rows that it takes: of the labels, and of these classes.
-    """
-
-    classes: tf.Tensor
-    num_tries: tf.Tensor
-    ids: tf.Tensor
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        if "table" in config:
+            with shared_layers.made_for(config["name"]):
+                config["table"] = keras.saving.deserialize_keras_object(
+                    config["table"]
+                )
+        return super().from_config(config)

@@ -76,3 +76,35 @@ def _labels(y_true, y_pred, layer):
             f"Expected: {y_pred.shape[:-1]}."
         )
     return labels
+
+
+def losses_of_sample(labels, classes, hidden, rows, offsets):
+    """Losses `(n,)` over a sample.
+
+    Args:
+        labels: int64 `(n,)`.
+        classes: int64 `(num_sampled,)`, the sample.
+        hidden: `(n, dim)`.
+        rows: `(n + num_sampled, dim)`, weights of the labels and the sample.
+        offsets: `(n + num_sampled,)`, what is added to their logits.
+    """
+    sizes = [tf.size(labels), tf.size(classes)]
+    label_rows, sampled_rows = tf.split(rows, sizes)
+    label_offsets, sampled_offsets = tf.split(offsets, sizes)
+
+    label_logits = tf.reduce_sum(hidden * label_rows, -1) + label_offsets
+    logits = tf.matmul(hidden, sampled_rows, transpose_b=True)
+    logits += sampled_offsets
+    # An example's own class may be in the sample: it counts once.
+    is_hit = tf.equal(
+        tf.cast(labels, tf.int32)[:, tf.newaxis],
+        tf.cast(classes, tf.int32),
+    )
+    logits = tf.where(is_hit, logits.dtype.min, logits)
+    # The crossentropy's own operation takes twice as long on a CPU, and
+    # needs a copy of all logits with the labels' among them.
+    largest = tf.maximum(tf.reduce_max(logits, axis=-1), label_logits)
+    largest = tf.stop_gradient(largest)
+    total = tf.reduce_sum(tf.exp(logits - largest[:, tf.newaxis]), axis=-1)
+    total += tf.exp(label_logits - largest)
+    return tf.math.log(total) + largest - label_logits

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import checks
 from keras_sparsity.exchange.pull import shaped
+from keras_sparsity.layers import shared_layers
 from keras_sparsity.tables import initial_values
 from keras_sparsity.tables.arguments import check_spreading
 from keras_sparsity.tables.sharded_table import ShardedTable
@@ -120,6 +121,8 @@ class ShardedEmbedding(keras.layers.Embedding):
         # Rows of the call that is under way, a list of one tensor, where they
         # were gathered with other tables'.
         self.ahead = collections.deque()
+        # In configurations; None if no other layer uses the table.
+        self._shared_as = None
         if weights is not None:
             self.build()
             if isinstance(weights, list) and len(weights) == 1:
@@ -166,6 +169,10 @@ class ShardedEmbedding(keras.layers.Embedding):
         """List of the `(table, ids, dtype)` that a call gathers."""
         return [(self.table, ids_of(inputs), self.compute_dtype)]
 
+    def share(self):
+        """Has the copies of this layer and of its users share a table too."""
+        self._shared_as = self._shared_as or shared_layers.name_for(self)
+
     def _rows(self, ids):
         ids = ids_of(ids)
         if self.ahead:
@@ -202,7 +209,20 @@ class ShardedEmbedding(keras.layers.Embedding):
         config["num_partitions"] = self.num_partitions
         config["partition_group"] = self.partition_group
         config["architecture"] = self.architecture
+        if self._shared_as is not None:
+            config[shared_layers.KEY] = self._shared_as
         return config
+
+    @classmethod
+    def from_config(cls, config):
+        config = dict(config)
+        name = config.pop(shared_layers.KEY, None)
+        if name is None:
+            return super().from_config(config)
+        make = super().from_config
+        layer = shared_layers.made(name, lambda: make(config))
+        layer._shared_as = name
+        return layer
 
 
 def ids_of(inputs):

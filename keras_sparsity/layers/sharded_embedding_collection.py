@@ -9,7 +9,7 @@ from keras_sparsity._tf import checks
 from keras_sparsity.exchange import options
 from keras_sparsity.exchange.pull import shaped
 from keras_sparsity.exchange.together import gather_together
-from keras_sparsity.layers import bags
+from keras_sparsity.layers import bags, shared_layers
 from keras_sparsity.layers.features import features_of, items
 from keras_sparsity.layers.sharded_embedding import ids_of
 from keras_sparsity.tables import foreseen
@@ -250,10 +250,11 @@ class ShardedEmbeddingCollection(keras.layers.Layer):
     @classmethod
     def from_config(cls, config):
         config = dict(config)
-        layers = [
-            keras.saving.deserialize_keras_object(layer)
-            for layer in config.pop("embeddings")
-        ]
+        with shared_layers.made_for(config["name"]):
+            layers = [
+                keras.saving.deserialize_keras_object(layer)
+                for layer in config.pop("embeddings")
+            ]
         found, is_dict = config.pop("features"), config.pop("is_dict")
         features = {key: layers[index] for key, index, _ in found}
         combiners = {key: combiner for key, _, combiner in found}

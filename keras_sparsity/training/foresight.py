@@ -26,12 +26,43 @@ from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.exchange import options
 from keras_sparsity.exchange.pull import shaped
 from keras_sparsity.exchange.together import gather_together
+from keras_sparsity.global_batch import losses
+from keras_sparsity.layers.candidate_sampler import class_ids
+from keras_sparsity.layers.sampled_softmax_loss import (
+    ORIGIN,
+    SampledSoftmaxLoss,
+)
 from keras_sparsity.tables import control_flow, foreseen
 from keras_sparsity.training.binding import ADOPTION
 
 # Set on a model of which has been told that tables pull by themselves.
 _TOLD = "_keras_sparsity_told"
 _logger = logging.getLogger(__name__)
+
+
+# Of the training steps that are being traced: `(model, labels)`.
+_steps = []
+
+
+@contextlib.contextmanager
+def in_step(model, labels):
+    """While entered, a step trains a model on labels of any structure."""
+    _steps.append((model, labels))
+    try:
+        yield
+    finally:
+        _steps.pop()
+
+
+def is_of_loss(model, labels):
+    """Whether labels tell which rows a sampled loss of a model needs."""
+    return (
+        tf.is_tensor(labels)
+        and type(model).train_step is keras.Model.train_step
+        and type(model).compute_loss is keras.Model.compute_loss
+        and type(losses.unwrap(model.loss)) is SampledSoftmaxLoss
+        and model.distribute_strategy.options.merges
+    )
 
 
 def calls_pull_together(communicator):
@@ -99,6 +130,7 @@ def _called(stock, model, args, kwargs, tells):
         return stock(model, *args, **kwargs)
     with foreseen.by(pulled):
         outputs = stock(model, *args, **kwargs)
+    pulled.hand_over(outputs)
     if pulled.unused:
         _tell(
             tells,
@@ -120,6 +152,7 @@ class _Scouted:
 
     def __init__(self, stock, model, args, kwargs):
         self._asked, self._computations = [], tf_subgraphs.Computations()
+        self._softmax, self._labels = None, _labels_of(model)
         self._graph = None  # of the trace
         flat = tf.nest.flatten((args, kwargs), expand_composites=True)
         places = [i for i, x in enumerate(flat) if tf.is_symbolic_tensor(x)]
@@ -137,7 +170,10 @@ class _Scouted:
                 current_variable.read_as_stored([]),
                 foreseen.by(self),
             ):
-                stock(model, *args_, **kwargs_)
+                outputs = stock(model, *args_, **kwargs_)
+            layer, is_training, _ = getattr(outputs, ORIGIN, [None] * 3)
+            if is_training and layer.may_come_with_others():
+                self._softmax = layer
 
         self._tensors = [flat[place] for place in places]
         specs = [tf.TensorSpec(x.shape, x.dtype) for x in self._tensors]
@@ -168,23 +204,34 @@ class _Scouted:
             number = self._computations.number_of(ids)
             if number is not None:
                 known[id(table), number, dtype] = table, ids, dtype
-        if len(known) < 2:
+        softmax = self._softmax if self._labels is not None else None
+        if not known or len(known) + (softmax is not None) < 2:
             return None
         again = tf_subgraphs.made_again(
             [ids for _, ids, _ in known.values()],
             list(zip(self._placeholders, self._tensors, strict=True)),
         )
-        rows, _ = gather_together(
+        of_loss, then = [], None
+        if softmax is not None:
+            sample = softmax.sample(class_ids(self._labels))
+            of_loss, then = softmax.asked(sample.ids)
+        rows, last = gather_together(
             [
                 (table, ids, dtype)
                 for (table, _, dtype), ids in zip(
                     known.values(), again, strict=True
                 )
-            ],
+            ]
+            + of_loss,
             options.entered(),
+            then=then,
         )
-        by_key = dict(zip(known, rows, strict=True))
-        return _Pulled(self._computations, by_key)
+        of_sample = None
+        if softmax is not None:
+            last = rows[len(known) :] if then is None else last
+            of_sample = softmax, (sample, last)
+        by_key = dict(zip(known, rows, strict=False))
+        return _Pulled(self._computations, by_key, of_sample)
 
 
 class _Pulled:
@@ -194,8 +241,9 @@ class _Pulled:
         unused: keys of the rows that no lookup has asked for.
     """
 
-    def __init__(self, computations, rows):
+    def __init__(self, computations, rows, of_sample):
         self._computations, self._rows = computations, rows
+        self._of_sample = of_sample
         self.unused = set(rows)
 
     def rows(self, table, ids, columns, dtype):
@@ -207,6 +255,23 @@ class _Pulled:
             return None
         self.unused.discard(key)
         return shaped(self._rows[key], ids)
+
+    def hand_over(self, outputs):
+        """Gives the rows of the loss to the outputs that it is called on."""
+        if self._of_sample is None:
+            return
+        layer, rows = self._of_sample
+        of_layer, is_training, _ = getattr(outputs, ORIGIN, [None] * 3)
+        if of_layer is layer and is_training:
+            setattr(outputs, ORIGIN, (layer, True, [rows]))
+
+
+def _labels_of(model):
+    """Labels that tell the rows of the loss of a call of a model, or None."""
+    for stepping, labels in reversed(_steps):
+        if stepping is model and is_of_loss(model, labels):
+            return labels
+    return None
 
 
 def _tell(tells, model, why):

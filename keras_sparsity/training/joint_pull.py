@@ -12,19 +12,16 @@ from keras_sparsity.data.stand_ins import counted
 from keras_sparsity.exchange.ahead import Ahead
 from keras_sparsity.exchange.exchange import exchange_of
 from keras_sparsity.exchange.prefetch import PrefetchedPull
-from keras_sparsity.exchange.together import (
-    gather_together,
-    travel_side_by_side,
-)
-from keras_sparsity.global_batch import losses
+from keras_sparsity.exchange.together import gather_together
 from keras_sparsity.layers import ordinary
+from keras_sparsity.layers.candidate_sampler import class_ids
 from keras_sparsity.layers.sampled_softmax import SampledSoftmax
-from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 from keras_sparsity.layers.sharded_embedding_bag import ShardedEmbeddingBag
 from keras_sparsity.layers.sharded_embedding_collection import (
     ShardedEmbeddingCollection,
 )
+from keras_sparsity.training import foresight
 
 _LAYERS = (ShardedEmbedding, ShardedEmbeddingBag, ShardedEmbeddingCollection)
 # Layers that give the same output for the same input, as operations do.
@@ -70,12 +67,13 @@ class JointPull:
 
         Args:
             labels: the loss's labels, of any structure.
-            following: inputs of the next step, and how many of their examples
-                count; None if they are not known.
+            following: inputs of the next step, how many of their examples
+                count, and their labels; None if they are not known.
         """
         self._labels, self._following = labels, following
         try:
-            yield
+            with foresight.in_step(self._model, labels):
+                yield
         finally:
             self._labels = self._following = None
 
@@ -124,20 +122,20 @@ class JointPull:
         A layer has these rows in that call alone which they were pulled for:
         others, which a closure makes of it, are given other ids.
         """
-        softmax = self._softmax_of_step()
+        softmax, of_loss, then = self._softmax_of_step(), [], None
+        if softmax is not None:
+            sample = softmax.sample(class_ids(self._labels))
+            of_loss, then = softmax.asked(sample.ids)
         prefetched = None
         if self._following is not None:
-            following = self._asked_next(self._following)
+            following = self._asked_next(*self._following, len(of_loss))
             prefetched = functools.partial(self._prefetched, following)
-        then = None
-        if softmax is not None:
-            labels = tf.cast(tf.reshape(self._labels, [-1]), tf.int64)
-            sample = softmax._sample(labels)
-            then = softmax.tables, sample.ids, softmax.output_dtype
         self._following = self._labels = None  # a step's first run alone
         asked = self._asked(inputs)
         options = self._model.distribute_strategy.options
-        rows, last = gather_together(_joined(asked), options, prefetched, then)
+        rows, last = gather_together(
+            [*_joined(asked), *of_loss], options, prefetched, then
+        )
         rows = iter(rows)
         pulled = {
             number: (layer.ahead, list(itertools.islice(rows, len(of_call))))
@@ -146,7 +144,8 @@ class JointPull:
             )
         }
         if softmax is not None:
-            pulled[self._softmax_call] = softmax.ahead, (sample, last)
+            of_sample = sample, list(rows) if then is None else last
+            pulled[self._softmax_call] = softmax.ahead, of_sample
 
         def call(number, operation, *args, **kwargs):
             if number not in pulled:
@@ -171,26 +170,29 @@ class JointPull:
             for layer, of_call in zip(self._layers.values(), ids, strict=True)
         ]
 
-    def _asked_next(self, following):
-        """The same of the next step; nothing if it has no examples."""
-        inputs, number = following
-        (inputs,), _ = counted((inputs,))
-        return [
-            tf.reshape(ids, [-1])[: tf.where(number > 0, tf.size(ids), 0)]
-            for _, ids, _ in _joined(self._asked(inputs))
+    def _asked_next(self, inputs, number, labels, num_of_loss):
+        """The ids of all requests of the next step; none without examples.
+
+        Args:
+            inputs, number, labels: as `training` takes them.
+            num_of_loss: number of the requests of its loss.
+        """
+        (inputs, labels), _ = counted((inputs, labels))
+        asked = [
+            tf.reshape(i, [-1]) for _, i, _ in _joined(self._asked(inputs))
         ]
+        if num_of_loss:
+            ids = self._softmax.following(class_ids(labels)).ids
+            asked += [ids] * num_of_loss
+        return [ids[: tf.where(number > 0, tf.size(ids), 0)] for ids in asked]
 
     def _softmax_of_step(self):
         """The layer whose rows this step's loss needs, if it is known."""
-        model, layer = self._model, self._softmax
+        layer = self._softmax
         is_known = (
             layer is not None
-            and tf.is_tensor(self._labels)
-            and type(model).train_step is keras.Model.train_step
-            and type(model).compute_loss is keras.Model.compute_loss
-            and type(losses.unwrap(model.loss)) is SampledSoftmaxLoss
-            and model.distribute_strategy.options.merges
-            and travel_side_by_side(layer.tables)
+            and foresight.is_of_loss(self._model, self._labels)
+            and layer.may_come_with_others()
         )
         return layer if is_known else None
 

@@ -269,6 +269,30 @@ BAD = [
             ({"kernel_initializer": "no"}, "a Keras initializer.*='no'"),
             ({"seed": "x"}, "`seed` must be an integer.*Received: seed='x'"),
             ({"other": 2}, "Unrecognized keyword arguments.*other"),
+            (
+                {"table": "a"},
+                "must be a `ks.layers.ShardedE.*='a' .of type str",
+            ),
+            (
+                {"table": keras.layers.Embedding(9, 4)},
+                "type Embedding.*Use a `ShardedEmbedding` in place",
+            ),
+            (
+                {"table": ks.layers.ShardedEmbedding(8, 4, name="few")},
+                "row for each class.*num_classes=9.*'few' with input_dim=8",
+            ),
+            *(
+                (
+                    {"table": ks.layers.ShardedEmbedding(9, 4), name: value},
+                    f"that layer's table, so `{name}` cannot be given",
+                )
+                for name, value in [
+                    ("kernel_initializer", "ones"),
+                    ("num_partitions", 2),
+                    ("partition_group", "a"),
+                    ("architecture", "ps"),
+                ]
+            ),
         ]
     ),
     (

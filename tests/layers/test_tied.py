@@ -1,0 +1,286 @@
+"""A softmax whose kernel is an embedding, against TensorFlow's loss."""
+
+import pickle
+from unittest import mock
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity.health import journal
+from keras_sparsity.layers.candidate_sampler import LogUniformSampler
+from keras_sparsity.update import rules
+from tests import oracles
+from tests.conftest import engines
+from tests.layers.test_sampled_softmax import (
+    DIM,
+    NUM_CLASSES,
+    NUM_SAMPLED,
+    SEED,
+    as_dataset,
+    data,
+    global_batches,
+    reference_losses,
+)
+
+RULES = {
+    "adagrad": lambda: keras.optimizers.Adagrad(0.1),
+    # It moves untouched rows, which are brought up to date when read.
+    "adam": lambda: keras.optimizers.Adam(0.05, epsilon=1e-3),
+    "momentum": lambda: keras.optimizers.SGD(0.2, momentum=0.9),
+    "clipped": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1),
+    "accumulated": lambda: keras.optimizers.SGD(
+        0.5, gradient_accumulation_steps=2
+    ),
+}
+
+
+def layers(dtype=None, **options):
+    """An embedding, the layers behind it, and a softmax that is tied to it."""
+    keras.utils.set_random_seed(4)
+    start = keras.initializers.RandomUniform(-0.5, 0.5, seed=1)
+    words = ks.layers.ShardedEmbedding(
+        NUM_CLASSES, DIM, start, name="words", dtype=dtype, **options
+    )
+    hidden = keras.layers.Dense(
+        DIM, "tanh", kernel_initializer=keras.initializers.RandomNormal(seed=2)
+    )
+    softmax = ks.layers.SampledSoftmax(
+        NUM_CLASSES, NUM_SAMPLED, seed=SEED, table=words, name="softmax"
+    )
+    return words, hidden, softmax
+
+
+def functional(**options):
+    words, hidden, softmax = layers(**options)
+    ids = keras.Input((None,), dtype="int32")
+    return keras.Model(ids, softmax(hidden(words(ids)))), softmax
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Subclassed(keras.Model):
+    def __init__(self, **options):
+        super().__init__()
+        self.words, self.hidden, self.softmax = layers(**options)
+
+    def call(self, inputs, training=None):
+        hidden = self.hidden(self.words(inputs))
+        return self.softmax(hidden, training=training)
+
+
+def subclassed(**options):
+    model = Subclassed(**options)
+    model(np.zeros((1, 2), "int32"))
+    return model, model.softmax
+
+
+class Collected(Subclassed):
+    """Looks its rows up in a collection."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.look_up = ks.layers.ShardedEmbeddingCollection([self.words])
+
+    def call(self, inputs, training=None):
+        (rows,) = self.look_up([inputs])
+        return self.softmax(self.hidden(rows), training=training)
+
+
+def collected(**options):
+    model = Collected(**options)
+    model(np.zeros((1, 2), "int32"))
+    return model, model.softmax
+
+
+KINDS = {"functional": functional, "subclassed": subclassed}
+KINDS["collected"] = collected
+
+
+def reference(rule):
+    """Weights before and after, by dense gradients of TensorFlow's loss."""
+    model, _ = functional()
+    trained = [keras.Variable(w) for w in model.get_weights()]
+    start = [v.numpy() for v in trained]
+    sampler = LogUniformSampler(NUM_CLASSES, NUM_SAMPLED, seed=SEED)
+    optimizer = RULES[rule]()
+    for words, labels in global_batches():
+        with tf.GradientTape() as tape:
+            table, kernel, bias, of_classes = (v.value for v in trained)
+            hidden = tf.tanh(tf.gather(table, words) @ kernel + bias)
+            loss = tf.reduce_mean(
+                reference_losses(
+                    tf.convert_to_tensor(table),
+                    tf.reshape(of_classes, [-1]),
+                    hidden,
+                    labels,
+                    sampler,
+                )
+            )
+        gradients = tape.gradient(loss, [v.value for v in trained])
+        optimizer.apply([tf.convert_to_tensor(g) for g in gradients], trained)
+    return start, [v.numpy() for v in trained]
+
+
+def logits_of(weights, words):
+    table, kernel, bias, of_classes = weights
+    hidden = np.tanh(table[words] @ kernel + bias)
+    return hidden @ table.T + of_classes[:, 0]
+
+
+def train(kind, rule, strategy_options=None, **options):
+    """On every rank: what training, evaluation and prediction give."""
+    strategy = ks.HybridStrategy(**(strategy_options or {}))
+    model, softmax = KINDS[kind](**options)
+    with strategy.scope():
+        model.compile(RULES[rule](), loss=softmax.loss())
+    dataset = as_dataset(global_batches())
+    before = set(journal.current().sites())
+    smallest = 0 if rule == "adam" else rules._SMALL_ELEMENTS
+    with mock.patch.object(rules, "_SMALL_ELEMENTS", smallest):
+        history = model.fit(dataset, shuffle=False, verbose=0).history
+        sites = [s for s in journal.current().sites() if s not in before]
+        return {
+            "roles": [
+                s.call.name.partition("#")[0]
+                for s in sites
+                if s.scope is not None
+            ],
+            "weights": model.get_weights(),
+            "loss": history["loss"],
+            "evaluated": model.evaluate(dataset, verbose=0),
+            "predicted": model.predict(dataset, verbose=0),
+        }
+
+
+def check(result, rule):
+    start, end = reference(rule)
+    difference = oracles.relative_difference(start, end, result["weights"])
+    assert max(difference) < 1e-5 * 2, difference
+    words, labels = (
+        np.concatenate(x) for x in zip(*global_batches(), strict=True)
+    )
+    logits = logits_of(end, words)
+    stock = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    np.testing.assert_allclose(
+        result["evaluated"], stock(labels, logits), rtol=1e-4
+    )
+    np.testing.assert_allclose(result["predicted"], logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_training_in_one_process_is_that_of_a_dense_matrix(rule):
+    check(train("functional", rule), rule)
+
+
+CASES = {
+    "native": [
+        ("functional", "adam", {}, {}),
+        ("subclassed", "adagrad", {}, {"num_partitions": 3}),
+        ("functional", "adagrad", {"prefetch": True}, {}),
+        ("functional", "momentum", {"architecture": "allgather"}, {}),
+    ],
+    "horovod": [
+        ("functional", "clipped", {}, {"num_partitions": 1}),
+        ("subclassed", "adam", {}, {}),
+        ("collected", "accumulated", {}, {}),
+    ],
+}
+
+
+def train_all(engine):
+    return [
+        train(kind, rule, of_strategy, **options)
+        for kind, rule, of_strategy, options in CASES[engine]
+    ]
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_two_processes_give_what_a_dense_matrix_gives(cluster, engine):
+    ranks = cluster(engine, 2).run(train_all, engine, timeout=300)
+    for case, *results in zip(CASES[engine], *ranks, strict=True):
+        kind, rule, of_strategy, _ = case
+        assert results[0]["loss"] == results[1]["loss"]
+        for result in results:
+            check(result, rule)
+            if of_strategy:
+                continue
+            # The rows of both layers, of the table and of the bias.
+            for message in ("pull/ids", "pull/rows", "push/rows"):
+                of_kind = [
+                    role for role in result["roles"] if role.endswith(message)
+                ]
+                assert len(of_kind) == 1, (case, result["roles"])
+
+
+# Arguments, and copies.
+
+
+def test_inputs_of_another_length_are_an_error():
+    words = ks.layers.ShardedEmbedding(NUM_CLASSES, DIM, name="words")
+    softmax = ks.layers.SampledSoftmax(NUM_CLASSES, 3, table=words, name="out")
+    with pytest.raises(
+        ValueError, match="inputs of 'out'.*, 5.*'words' with output_dim=6"
+    ):
+        softmax(np.zeros((2, 5)))
+
+
+def saved(model, path):
+    model.save(path / "model.keras")
+    return keras.models.load_model(path / "model.keras")
+
+
+COPIES = {
+    "saved": saved,
+    "pickled": lambda model, path: pickle.loads(pickle.dumps(model)),
+    "cloned": lambda model, path: keras.models.clone_model(model),
+    "configured": lambda model, path: type(model).from_config(
+        model.get_config()
+    ),
+    "sharded": lambda model, path: ks.shard_embeddings(model),
+}
+
+
+def sequential():
+    words, hidden, softmax = layers()
+    made = keras.Sequential([words, hidden, softmax])
+    made.build((None, 3))
+    return made, softmax
+
+
+@pytest.mark.parametrize("make", [functional, sequential])
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_tied(how, make, tmp_path):
+    model, softmax = make()
+    softmax.bias.assign(np.linspace(-1, 1, NUM_CLASSES)[:, None])
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", softmax.loss())
+    model.fit(*data(), batch_size=7, verbose=0)
+    for _ in range(2):  # of which each has layers of its own
+        copied = COPIES[how](model, tmp_path)
+        words, softmax = copied.layers[-3], copied.layers[-1]
+        assert softmax.table is words
+        assert softmax.kernel is words.embeddings
+        assert words not in model.layers
+        assert len(copied.weights) == 4
+        copied.set_weights(model.get_weights())
+        np.testing.assert_allclose(
+            copied.predict(data()[0], verbose=0),
+            logits_of(model.get_weights(), data()[0]),
+            rtol=1e-4,
+            atol=1e-5,
+        )
+        assert copied.layers[-1].get_config() == model.layers[-1].get_config()
+
+
+def test_copies_of_a_collection_are_tied():
+    words, hidden, softmax = layers()
+    ids = keras.Input((3,), dtype="int32")
+    look_up = ks.layers.ShardedEmbeddingCollection([words, words], name="both")
+    first, second = look_up([ids, ids])
+    model = keras.Model(ids, softmax(hidden(first + second)))
+    copied = keras.models.clone_model(model)
+    assert len(copied.weights) == len(model.weights) == 4
+    assert copied.get_layer("both").embeddings == [copied.layers[-1].table]
+    assert copied.layers[-1].table is not words
