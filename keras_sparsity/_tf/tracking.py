@@ -13,8 +13,8 @@ def is_tracker(value):
     return isinstance(value, tracking.Tracker)
 
 
-def replace_sublayer(layer, old, new):
-    """Has a layer hold another sublayer in place of one of its own.
+def replace_held(layer, old, new):
+    """Has a layer hold another sublayer or weight in place of its own.
 
     `Layer._tracker`, `Tracker.config`.
     """

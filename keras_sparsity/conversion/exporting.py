@@ -49,6 +49,12 @@ def export(model):
     processes every rank must call it, and every rank gets the whole model,
     which it may then use by itself.
 
+    A `SampledSoftmax` with a `table` becomes a `keras.layers.EinsumDense` whose
+    kernel is the variable of the `Embedding`: the copy is tied, too. Files of
+    Keras keep no such tie, but the matrix twice: what is loaded (with
+    `compile=False`, as the optimizer has slots of one) has the same weights
+    and, if it is trained, two matrices.
+
     Args:
         model: a built model with layers of this package.
 
@@ -108,6 +114,8 @@ class _ToStock:
             return copier.reference(value.loss)
         if isinstance(value, SampledSoftmaxLoss):
             return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        if type(value) is SampledSoftmax and value.table is not None:
+            return _tied(copier, value)
         make = _STOCK.get(type(value))
         if make is not None:
             return in_place(copier, value, make(value), _whole)
@@ -145,6 +153,17 @@ class _ToStock:
                 ):
                     value = table.to_stock(value)
                 variable.assign(value)
+
+
+def _tied(copier, softmax):
+    copier.reference(softmax.table)  # with its variable
+    made = stock_layers.tied_dense(softmax, copier.reference(softmax.kernel))
+    copier.put_in_place(made, softmax)
+    if softmax.use_bias:
+        copier.remember(softmax.bias, made.bias)
+        made.bias.assign(_whole(softmax.bias))
+        made.bias.trainable = softmax.bias.trainable
+    return made
 
 
 def _no_counterpart(value):

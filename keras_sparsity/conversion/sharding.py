@@ -120,7 +120,7 @@ class _ToSharded:
                         if type(made) is keras.layers.Embedding:
                             sharded = _sharded(made)
                             carried_over(made, sharded, self._of_rank_zero)
-                            tracking.replace_sublayer(holder, made, sharded)
+                            tracking.replace_held(holder, made, sharded)
 
         vars(layer)["build"] = build
 

@@ -2,7 +2,7 @@
 
 import keras
 
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import keras_models, tracking
 from keras_sparsity.conversion.replacing import embedding_options
 
 
@@ -65,6 +65,28 @@ def dense(layer):
         name=layer.name,
         trainable=layer.trainable,
     )
+
+
+def tied_dense(layer, kernel):
+    """A layer as `dense`, with a kernel `(num_classes, dim)` of another layer.
+
+    Args:
+        layer: a built `SampledSoftmax` with a `table`.
+        kernel: the variable.
+    """
+    made = keras.layers.EinsumDense(
+        "...d,vd->...v",
+        output_shape=layer.num_classes,
+        bias_axes="v" if layer.use_bias else None,
+        activity_regularizer=layer.activity_regularizer,
+        dtype=layer.output_dtype,
+        name=layer.name,
+        trainable=layer.trainable,
+    )
+    made.build(**keras_models.built_with(layer))
+    tracking.replace_held(made, made.kernel, kernel)
+    made.supports_masking = True
+    return made
 
 
 def _combined(ids, rows, combiner, mask_zero):

@@ -209,13 +209,12 @@ class SampledSoftmax(keras.layers.Layer):
             self.table.build()
             self.kernel_table = self.table.table
         if self.use_bias:
-            is_tied = self.table is not None
             self.bias_table = self._own_table(
                 "bias",
                 1,
                 "zeros",
-                self.table if is_tied else self,
-                None if is_tied else lambda bias: bias[:, 0],
+                self if self.table is None else self.table,
+                lambda bias: bias[:, 0],
             )
             self.bias = self.bias_table.variable
         self._agree_on_samples()

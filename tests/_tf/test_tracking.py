@@ -15,7 +15,7 @@ def test_trackers_and_ids():
     old, new = layer.layers[0], keras.layers.Dense(2)
     holder = keras.layers.Layer()
     holder.attribute, holder.several = old, [{"a": old}]
-    tracking.replace_sublayer(holder, old, new)
+    tracking.replace_held(holder, old, new)
     assert holder.attribute is new and holder.several[0]["a"] is new
     assert holder._layers == keras_models.sublayers(holder) == [new]
     assert holder._tracker.is_in_store("layers", new)

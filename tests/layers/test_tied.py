@@ -284,3 +284,40 @@ def test_copies_of_a_collection_are_tied():
     assert len(copied.weights) == len(model.weights) == 4
     assert copied.get_layer("both").embeddings == [copied.layers[-1].table]
     assert copied.layers[-1].table is not words
+
+
+@pytest.mark.parametrize("make", [functional, subclassed])
+def test_exported_models_are_tied(make, tmp_path):
+    model, softmax = make()
+    with ks.HybridStrategy().scope():
+        model.compile(RULES["adam"](), softmax.loss())
+    model.fit(*data(), batch_size=7, shuffle=False, verbose=0)
+    plain = ks.export(model)
+    assert len(plain.weights) == 4
+    for ours, theirs in zip(
+        model.optimizer.variables, plain.optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(
+            ours.numpy().reshape(theirs.shape), theirs.numpy()
+        )
+    words = data()[0]
+    logits = model.predict(words, verbose=0)
+    np.testing.assert_allclose(
+        plain.predict(words, verbose=0), logits, rtol=1e-4, atol=1e-5
+    )
+    kernels = [w for w in plain.weights if w.shape == (NUM_CLASSES, DIM)]
+    assert len(kernels) == 1
+    before = kernels[0].numpy()
+    plain.fit(*data(), batch_size=7, verbose=0)
+    assert abs(kernels[0].numpy() - before).max() > 0.01
+    if make is not functional:
+        return
+    plain.save(tmp_path / "plain.keras")
+    loaded = keras.models.load_model(tmp_path / "plain.keras", compile=False)
+    assert len(loaded.weights) == 5  # no longer tied
+    np.testing.assert_allclose(
+        loaded.predict(words, verbose=0),
+        plain.predict(words, verbose=0),
+        rtol=1e-5,
+        atol=1e-6,
+    )
