@@ -17,6 +17,7 @@ from keras_sparsity.tables import (
     foreseen,
     initial_values,
     row_wise,
+    whole_lookups,
 )
 from keras_sparsity.tables import whole as whole_tables
 from keras_sparsity.tables.inside import gather_whole
@@ -159,6 +160,7 @@ class ShardedTable:
         self.initializer, self.owner_name = initializer, owner_name
         # Whether it is of an ordinary `keras.layers.Embedding`.
         self.is_of_stock_layer = False
+        self.is_whole_lookup_told = False
         # None until the table is distributed, and in one process.
         self.collectives = None
         self.placement = None
@@ -375,6 +377,8 @@ class ShardedTable:
         arguments.check_is_float(dtype)
         dtype = tf.as_dtype(dtype or self.variable.dtype)
         ids = arguments.ids(ids, self.owner_name)
+        if self.is_sharded:
+            whole_lookups.tell(self, ids)
         rows = foreseen.rows(self, ids, columns, dtype)
         if rows is not None:
             return rows

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.exchange.request import Request
 from keras_sparsity.health import journal
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.update import rules
@@ -22,8 +23,10 @@ from tests.layers.test_sampled_softmax import (
     as_dataset,
     data,
     global_batches,
+    next_sample,
     reference_losses,
 )
+from tests.logged import with_messages_of
 
 RULES = {
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
@@ -189,6 +192,86 @@ CASES = {
 }
 
 
+def count_rows(kind):
+    """Numbers of rows that this rank asks for in the steps of `fit`."""
+    found = []
+
+    def merge(request):
+        stock(request)
+        tf.numpy_function(
+            lambda size: found.append(int(size)), [tf.size(request.rows)], []
+        )
+
+    stock = Request.merge
+    model, softmax = KINDS[kind](num_partitions=3)
+    with mock.patch.object(Request, "merge", merge):
+        with ks.HybridStrategy().scope():
+            model.compile("sgd", softmax.loss())
+        model.fit(*data(), batch_size=7, shuffle=False, verbose=0)
+    return found
+
+
+def expected_rows(rank):
+    """Rows of the table, each once, and of the bias, in each step."""
+    sampler = LogUniformSampler(NUM_CLASSES, NUM_SAMPLED, seed=SEED)
+    words, labels = data()
+    for start in range(0, len(words), 7):
+        middle = start + 3
+        part = slice(start, middle) if rank == 0 else slice(middle, start + 7)
+        of_loss = set(labels[part].flat) | set(next_sample(sampler)[0])
+        yield len(of_loss | set(words[part].flat)) + len(of_loss)
+
+
+def save(path):
+    """Trains, saves and goes on; the epochs of then, and the weights."""
+    trained_with_checkpoint(path, 2)
+    return trained_with_checkpoint(path, 3)
+
+
+def trained_with_checkpoint(path, epochs):
+    """The epochs that are run from a checkpoint on, and the weights."""
+    model, softmax = functional()
+    with ks.HybridStrategy().scope():
+        model.compile(RULES["momentum"](), softmax.loss())
+    checkpoint, run = ks.callbacks.ShardedCheckpoint(path), []
+    noting = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: run.append(epoch)
+    )
+    model.fit(
+        *data(),
+        batch_size=7,
+        epochs=epochs,
+        shuffle=False,
+        verbose=0,
+        callbacks=[checkpoint, noting],
+    )
+    return run, model.get_weights()
+
+
+def others(path):
+    """All else that two processes do."""
+    rows = [count_rows(kind) for kind in ("functional", "subclassed")]
+    return rows, look_up_all(), save(path)
+
+
+def test_rows_travel_once_and_are_saved_once(cluster, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    ranks = cluster("native", 2).run(others, path, timeout=200)
+    for rank, (rows, told, _) in enumerate(ranks):
+        for found in rows:
+            assert found == list(expected_rows(rank))
+        assert len(told) == (rank == 0)
+    (told,) = ranks[0][1]
+    assert "All 40 rows of 'words'" in told and "table=embedding" in told
+    resumed = ranks[1][2], trained_with_checkpoint(path, 4)
+    for number, (run, weights) in enumerate(resumed, 3):
+        assert run == [number - 1]
+        other = str(tmp_path / f"other {number}")
+        _, once = trained_with_checkpoint(other, number)
+        for first, second in zip(weights, once, strict=True):
+            np.testing.assert_allclose(first, second, rtol=1e-4, atol=1e-6)
+
+
 def train_all(engine):
     return [
         train(kind, rule, of_strategy, **options)
@@ -321,3 +404,30 @@ def test_exported_models_are_tied(make, tmp_path):
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+# Lookups of every row.
+
+
+class Whole(keras.Model):
+    """Ties its output without a layer for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = ks.layers.ShardedEmbedding(NUM_CLASSES, DIM, name="words")
+
+    def call(self, inputs):
+        rows = self.words(keras.ops.arange(NUM_CLASSES))
+        return keras.ops.matmul(self.words(inputs), keras.ops.transpose(rows))
+
+
+@with_messages_of("keras_sparsity.tables.whole_lookups")
+def look_up_all(told):
+    """What is said of it, and the loss."""
+    model = Whole()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with ks.HybridStrategy(architecture="ps").scope():
+        model.compile("sgd", loss)
+    model.fit(*data(), batch_size=7, epochs=2, verbose=0)
+    model.evaluate(*data(), batch_size=7, verbose=0)
+    return told
