@@ -62,14 +62,21 @@ def one():
     return keras.Sequential(layers), lambda words, users: words
 
 
-def classes():
+def classes(is_tied=False):
     """One table, and a loss that pulls rows behind the table's."""
     words = keras.Input((3,), dtype="int32")
     layer = ks.layers.ShardedEmbedding(NUM_ROWS, DIM, name="words_table")
     hidden = keras.layers.Flatten()(layer(words))
-    softmax = ks.layers.SampledSoftmax(NUM_ROWS, num_sampled=9, seed=1)
+    softmax = ks.layers.SampledSoftmax(
+        NUM_ROWS, num_sampled=9, seed=1, table=layer if is_tied else None
+    )
     model = keras.Model(words, softmax(keras.layers.Dense(DIM)(hidden)))
     return model, lambda words, users: words
+
+
+def tied():
+    """One table, of which the loss needs rows, too."""
+    return classes(is_tied=True)
 
 
 def compiled(make, prefetch, optimizer, strategy_options=None, **options):
@@ -78,7 +85,7 @@ def compiled(make, prefetch, optimizer, strategy_options=None, **options):
         architecture="hybrid", prefetch=prefetch, **(strategy_options or {})
     )
     model, inputs = make()
-    loss = model.layers[-1].loss() if make is classes else "mse"
+    loss = model.layers[-1].loss() if make in (classes, tied) else "mse"
     with strategy.scope():
         model.compile(optimizer, loss, **options)
     return model, inputs, strategy
@@ -137,7 +144,7 @@ class Case:
         words = random.integers(NUM_ROWS, size=(self.num_examples, 3))
         users = random.integers(NUM_USERS, size=(self.num_examples, 1))
         labels = words.mean(axis=1, keepdims=True) / NUM_ROWS
-        if self.make is classes:
+        if self.make in (classes, tied):
             labels = words[:, 0]
         data = tf.data.Dataset.from_tensor_slices(
             (inputs(words, users), labels)
@@ -172,6 +179,7 @@ CASES = {
     # Calls of eager steps are not measured.
     "eager": Case(0, run_eagerly=True),
     "classes": Case(1 + 6, make=classes, validates=True),
+    "tied": Case(1, make=tied, num_examples=5 * BATCH + 1),
 }
 ON_HOROVOD = ("kept", "exact", "narrow", "moved", "assigned", "classes")
 NOT_IN_MAKE_TEST = ("one", "narrow", "eager", "elsewhere")

@@ -431,3 +431,88 @@ def look_up_all(told):
     model.fit(*data(), batch_size=7, epochs=2, verbose=0)
     model.evaluate(*data(), batch_size=7, verbose=0)
     return told
+
+
+# Two layers, and two calls of one, on one table.
+
+
+def twice(make):
+    """Looks users' words up twice, by one layer."""
+    start = keras.initializers.RandomUniform(-0.5, 0.5, seed=1)
+    words = make(NUM_CLASSES, DIM, start, name="words")
+    first = keras.Input((3,), dtype="int32")
+    second = keras.Input((2,), dtype="int32")
+    rows = [words(first), words(second)]
+    hidden = keras.layers.Flatten()(keras.layers.Concatenate(axis=1)(rows))
+    last = keras.layers.Dense(
+        1, kernel_initializer=keras.initializers.RandomNormal(seed=2)
+    )
+    return keras.Model([first, second], last(hidden))
+
+
+def fit_twice(make, strategy=None):
+    model = twice(make)
+    before = model.get_weights()
+    optimizer = keras.optimizers.Adagrad(0.1)
+    if strategy is None:
+        model.compile(oracles.DenseGradients(optimizer), "mse")
+    else:
+        with strategy.scope():
+            model.compile(optimizer, "mse")
+    words, _ = data()
+    x = [words, words[:, :2][::-1]]
+    model.fit(x, words[:, :1], batch_size=7, shuffle=False, verbose=0)
+    return before, model.get_weights()
+
+
+def fit_twice_together():
+    found = []
+
+    def merge(request):
+        stock(request)
+        found.append(request.counts)
+
+    stock = Request.merge
+    with mock.patch.object(Request, "merge", merge):
+        _, weights = fit_twice(ks.layers.ShardedEmbedding, ks.HybridStrategy())
+    return {len(counts) for counts in found}, weights
+
+
+def test_a_layer_that_is_called_twice_pulls_once(cluster):
+    start, end = fit_twice(keras.layers.Embedding)
+    for num_requests, weights in cluster("native", 2).run(fit_twice_together):
+        assert num_requests == {2}  # in one pull
+        assert max(oracles.relative_difference(start, end, weights)) < 1e-5
+
+
+# Mixed precision, narrow rows, and strategies of stages.
+
+
+def train_narrow():
+    """Losses in float32, in mixed precision, and of narrow rows."""
+    losses = []
+    for dtype, wire in ((None, None), ("mixed_bfloat16", None), (None, "int8")):
+        found = train(
+            "functional", "adagrad", {"wire_dtype": wire}, dtype=dtype
+        )
+        losses.append(found["loss"][-1])
+    return losses
+
+
+def test_narrow_numbers_come_near(cluster):
+    for exact, mixed, narrow in cluster("native", 2).run(train_narrow):
+        assert mixed == pytest.approx(exact, rel=0.02) and mixed != exact
+        assert narrow == pytest.approx(exact, rel=0.02) and narrow != exact
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ks.PipelineStrategy(),
+        lambda: ks.HybridStrategy(synchronous=False, delay="bounded"),
+    ],
+)
+def test_other_strategies_name_the_layer(make):
+    model, softmax = functional()
+    with make().scope(), pytest.raises(ValueError, match="layer 'words'"):
+        model.compile("sgd", softmax.loss())
