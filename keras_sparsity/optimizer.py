@@ -152,7 +152,13 @@ class HybridOptimizer(OptimizerWrapper):
 
     # Building.
 
-    def build(self, var_list):
+    def build(self, var_list, are_zero=False):
+        """Builds the inner optimizer, if it is not built, on all pieces.
+
+        Args:
+            var_list: list of variables, as in Keras.
+            are_zero: whether the slots of a built one are zero.
+        """
         if self.built:
             return
         var_list = arguments.checked_variables(var_list, "var_list")
@@ -182,7 +188,7 @@ class HybridOptimizer(OptimizerWrapper):
             keras_optimizers.set_optimizer_strategy(
                 optimizer, placements.strategy
             )
-        is_new = not inner.built and values is None
+        are_zero |= not inner.built and values is None
         if not inner.built:
             for variable, of_variable in zip(var_list, pieces, strict=True):
                 keras_optimizers.exclude_from_weight_decay_too(
@@ -194,7 +200,7 @@ class HybridOptimizer(OptimizerWrapper):
         self.built = True
         if values is not None:
             state.assign(self.places(), values)
-        self._keep_rows(var_list, is_new)
+        self._keep_rows(var_list, are_zero)
 
     def _keep_rows(self, variables, are_zero=False):
         """Has rows of tables kept, where all would be updated else.

@@ -1,5 +1,6 @@
 """Functions that the processes of pipeline tests run."""
 
+import contextlib
 from unittest import mock
 
 import keras
@@ -14,6 +15,8 @@ from tests import pipeline_oracle
 
 NUM_MICRO_BATCHES = 4
 BATCH_SIZE = 8
+# Of a table that is not small, see `update.rules`.
+NUM_ROWS = 8209
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -116,6 +119,22 @@ def masks():
     )
 
 
+def tables():
+    """Two inputs and outputs, and a table on both sides of `rows`."""
+    ids = keras.Input((None,), dtype="int32", name="ids")
+    numbers = keras.Input((6,), name="numbers")
+    mean = keras.layers.GlobalAveragePooling1D()
+    rows = keras.layers.Embedding(NUM_ROWS, 4, mask_zero=True, name="rows")(ids)
+    states = keras.layers.Dense(4, name="states")(rows)
+    tokens = keras.layers.Dense(3, name="tokens")(states)
+    more = keras.layers.Embedding(NUM_ROWS, 4, name="more")(ids)
+    x = keras.layers.Dense(4, activation="tanh", name="dense")(numbers)
+    both = keras.layers.Add(name="both")([mean(states), mean(more), x])
+    return keras.Model(
+        [ids, numbers], [tokens, keras.layers.Dense(2, name="two")(both)]
+    )
+
+
 def line(dtype="float64", num_states=2):
     """What has states: weights, random generators, statistics."""
     x = inputs = keras.Input((6,), dtype=dtype)
@@ -152,16 +171,20 @@ MODELS = {
     "branches": branches,
     "nested": nested,
     "masks": masks,
+    "tables": tables,
     "plain line": lambda: line(num_states=0),
     "line": line,
     "line32": lambda: line("float32"),
     "rounded": lambda: dense(rounded_after=1),
 }
-_OF_TWO_INPUTS = ("branches", "masks")
+_OF_TWO_INPUTS = ("branches", "masks", "tables")
+# Where the rows of an `Embedding` may be kept.
+_MADE_INSIDE = ("tables",)
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.01),
+    "decayed": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     # Of a norm that all gradients together exceed, and few stages' alone.
     "clipped": lambda: keras.optimizers.SGD(
         0.1, momentum=0.9, global_clipnorm=0.5
@@ -308,7 +331,9 @@ def _adopted(
         wire_dtype=wire_dtype,
         replicas=replicas,
     )
-    network = made(model)
+    is_inside = model in _MADE_INSIDE
+    with strategy.scope() if is_inside else contextlib.nullcontext():
+        network = made(model)
     with strategy.scope():
         network.compile(**compile_options(model, optimizer))
     return network
@@ -345,12 +370,17 @@ def train(
     num_examples,
     wire_dtype=None,
     replicas=1,
+    check=lambda network: None,
 ):
-    """The weights of this rank's stage, and what `fit` and the like give."""
+    """The weights of this rank's stage, and what `fit` and the like give.
+
+    After a function has checked the network.
+    """
     network = _adopted(model, optimizer, stages, schedule, wire_dtype, replicas)
     x, y = data(model, num_examples)
     options = {"batch_size": BATCH_SIZE, "verbose": 0}
     history = network.fit(x, y, epochs=2, shuffle=False, **options).history
+    check(network)
     strategy = network.distribute_strategy
     stage = strategy.stages_of_ranks[strategy.rank]
     part = network._keras_sparsity_pipeline.parts[stage].model

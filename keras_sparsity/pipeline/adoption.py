@@ -15,6 +15,7 @@ from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.saved_state import SavedState
 from keras_sparsity.pipeline.stage import Stage
 from keras_sparsity.pipeline.steps import Steps
+from keras_sparsity.pipeline.updates import Updates
 from keras_sparsity.pipeline.weights import Weights
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.training import jit
@@ -47,15 +48,16 @@ class Adoption:
     def _bind(self, model, strategy):
         number = strategy.stages_of_ranks[strategy.rank]
         deferred_weights.initialize(self.parts[number].model.weights)
-        stage = Stage(number, self.parts[number], *strategy.links)
         optimizer = model.optimizer
         # It may have been made outside of the scope.
         inner = getattr(optimizer, "inner_optimizer", None)
         for each in (optimizer, inner):
             if each is not None:
                 keras_optimizers.set_optimizer_strategy(each, strategy)
-        if optimizer is not None:
-            optimizer.build(stage.variables)
+        self._updates = Updates(model, self.parts[number], strategy)
+        stage = Stage(
+            number, self.parts[number], *strategy.links, self._updates
+        )
         passes = strategy.passes(stage, optimizer)
         limit = strategy.limit(model, self.parts, stage, passes)
         steps = Steps(model, stage, *passes, limit)
@@ -71,6 +73,7 @@ class Adoption:
         _check_scaling(model.optimizer, self.parts)
         for binding in self._bindings:
             binding.unbind()
+        self._updates.release()
         self._bind(model, strategy)
 
 

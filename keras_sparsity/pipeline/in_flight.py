@@ -231,7 +231,7 @@ class InFlight:
         gradients = self._together.summed(gradients)
         strategy = self._model.distribute_strategy
         with self._versions.updating(), strategy.gradients_summed():
-            self._stage.update(self._model.optimizer, gradients)
+            self._stage.updates.apply(gradients)
         if not self._stage.is_first:
             self._results.put([*of_received, row])
 

@@ -6,6 +6,7 @@ import keras
 
 from keras_sparsity.checkpoint import state
 from keras_sparsity.pipeline.weights import places_among_all
+from keras_sparsity.update import lookups
 
 
 class SavedState:
@@ -51,6 +52,9 @@ class SavedState:
         All mini-batches under way come back first.
         """
         self._steps.settle()
+        for keeper in lookups.keepers_of(self._own):
+            # A run that goes on from files has all rows up to date, too.
+            keeper.settle()
         found = self._of_model()
         if self._optimizer is not None:
             found += self._of_optimizer() + self._of_metrics()

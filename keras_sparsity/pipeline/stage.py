@@ -16,13 +16,14 @@ class Stage:
         number: its number, from 0.
         part: its `Part`.
         before, behind: `Link`s to the neighbours, None at an end.
+        updates: `Updates` of its weights.
 
     Attributes:
         received, sent: `Crossing`s.
     """
 
-    def __init__(self, number, part, before, behind):
-        self.number, self.part = number, part
+    def __init__(self, number, part, before, behind, updates):
+        self.number, self.part, self.updates = number, part, updates
         self.before, self.behind = before, behind
         self.received = Crossing(part.received)
         self.sent = Crossing(part.sent)
@@ -90,16 +91,6 @@ class Stage:
             ]
         }
         return [values[id(symbolic)] for symbolic in part.sent]
-
-    def update(self, optimizer, gradients):
-        """Updates the variables with gradients in their order.
-
-        Args:
-            optimizer: the rank's optimizer.
-            gradients: list, as `merged` returns it.
-        """
-        if self.variables:
-            optimizer.apply(gradients, self.variables)
 
 
 def merged(gradients):

@@ -86,7 +86,7 @@ class Steps(Binding):
             gradients = self._together.summed(run.gradients)
             gradients = self._together.agreed(gradients)
             with self._model.distribute_strategy.gradients_summed():
-                self._stage.update(self._model.optimizer, gradients)
+                self._stage.updates.apply(gradients)
             self._together.combine_statistics(
                 self._stage.part.model, run.num_examples
             )

@@ -1,5 +1,6 @@
 """Chooses where each variable lives: nothing else tells placements apart."""
 
+import contextlib
 import dataclasses
 
 import tensorflow as tf
@@ -23,6 +24,8 @@ _FIRST = {"tables": "ps", "others": "allgather"}  # of "auto"
 # process may not have the memory for all of it. Up to here, 2**22 elements of
 # float32, its first values are drawn at once, see `tables.initial_values`.
 _WHOLE_BYTES = 16 * 2**20
+# By `entering`.
+_given = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,12 +242,24 @@ def of_model(model):
     return getattr(strategy, "placements", None) or entered()
 
 
+@contextlib.contextmanager
+def entering(placements):
+    """While entered, `entered` gives these `Placements`."""
+    _given.append(placements)
+    try:
+        yield
+    finally:
+        _given.pop()
+
+
 def entered():
     """`Placements` of the entered strategy; outside of any, of "hybrid".
 
     The one look-up of a step's optimizer and of a table that is built: all
     else is handed what it needs.
     """
+    if _given:
+        return _given[-1]
     strategy = tf.distribute.get_strategy()
     known = getattr(strategy, "placements", None)
     if known is not None:

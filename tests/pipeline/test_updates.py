@@ -1,0 +1,117 @@
+"""Embeddings in a stage are updated by rows, as in one process."""
+
+import keras
+import numpy as np
+import pytest
+
+import keras_sparsity as ks
+from tests import pipeline_functions
+from tests.conftest import engines
+from tests.oracles import DenseGradients
+from tests.pipeline import row_functions, test_steps
+
+_NUM_EXAMPLES = 22
+_CUTS = ["rows"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "optimizer", "schedule", "replicas"),
+    [
+        ("native", "decayed", "1f1b", 1),
+        *(
+            pytest.param("native", *each, marks=pytest.mark.all_cells)
+            for each in [
+                ("momentum", "gpipe", 1),
+                ("clipped", "1f1b", 1),
+                ("scaled", "1f1b", 1),
+                ("adam", "1f1b", 2),
+            ]
+        ),
+        *(
+            pytest.param("horovod", *each, marks=engines("horovod")[0].marks)
+            for each in [("adam", "1f1b", 1)]
+        ),
+    ],
+)
+def test_as_one_process(cluster, engine, optimizer, schedule, replicas):
+    cluster = cluster(engine, 2 * replicas, has_groups=replicas > 1)
+    ranks = cluster.run(
+        *(row_functions.train, optimizer, _CUTS, schedule),
+        *(_NUM_EXAMPLES, replicas),
+    )
+    test_steps.check(ranks, "tables", optimizer, _NUM_EXAMPLES, replicas)
+
+
+# Of one stage, in this process.
+
+
+def _fit(network, **options):
+    x, y = pipeline_functions.data("tables", _NUM_EXAMPLES)
+    network.fit(
+        *(x, y, row_functions.BATCH_SIZE),
+        **{"epochs": 3, "shuffle": False, "verbose": 0, **options},
+    )
+
+
+def _in_stages(optimizer, network=None):
+    if network is None:
+        strategy = ks.PipelineStrategy("gpipe", num_micro_batches=1)
+    else:
+        strategy = network.distribute_strategy
+    with strategy.scope():
+        network = network or pipeline_functions.made("tables")
+        network.compile(optimizer, ["mse", "mae"])
+    return network
+
+
+def _rules():
+    yield keras.optimizers.Adam(0.01)
+    yield keras.optimizers.SGD(0.1, momentum=0.9)
+
+
+def test_compiled_again_with_another_optimizer():
+    network, stock = None, pipeline_functions.made("tables")
+    for own, other in zip(_rules(), _rules(), strict=True):
+        network = _in_stages(own, network)
+        _fit(network)
+        row_functions.check_rows(network)
+        stock.compile(DenseGradients(other), ["mse", "mae"], run_eagerly=True)
+        _fit(stock)
+    for value, expected in zip(
+        network.get_weights(), stock.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_resumed_to_the_bit(tmp_path):
+    """From a checkpoint, whose rows are up to date, and from a saved model."""
+
+    def options(name):
+        return {
+            "callbacks": [
+                ks.callbacks.ShardedCheckpoint(str(tmp_path / name), 4)
+            ]
+        }
+
+    whole = _in_stages(next(_rules()))
+    _fit(whole, **options("whole"))
+    part = _in_stages(next(_rules()))
+    _fit(part, **options("part"), epochs=2)
+    part.save(tmp_path / "model.keras")
+    again = _in_stages(next(_rules()))
+    _fit(again, **options("part"))
+    with again.distribute_strategy.scope():
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    _fit(loaded, epochs=1)
+    row_functions.check_rows(loaded)
+    for resumed, atol in ((again, 0), (loaded, 1e-7)):
+        for value, expected in zip(
+            [*resumed.get_weights(), *_slots(resumed)],
+            [*whole.get_weights(), *_slots(whole)],
+            strict=True,
+        ):
+            np.testing.assert_allclose(value, expected, rtol=0, atol=atol)
+
+
+def _slots(network):
+    return [variable.numpy() for variable in network.optimizer.variables]
