@@ -53,7 +53,7 @@ def compare(args, limits, on_cluster, spelled, missed):
     _program.finish(figures, misses)
 
 
-def measured(program, args, name, way, machines, *options):
+def measured(program, args, name, way, machines, *options, engine="native"):
     """A list of figures, one for each rate, of a training on a cluster.
 
     Args:
@@ -62,6 +62,7 @@ def measured(program, args, name, way, machines, *options):
         name, way: those of the model, and of its training.
         machines: their number.
         options: more arguments of the program.
+        engine: see `cluster.measure`.
     """
     return cluster.measure(
         program,
@@ -69,7 +70,7 @@ def measured(program, args, name, way, machines, *options):
             *("--inside", name, "--way", way, "--steps", str(args.steps)),
             *options,
         ],
-        "native",
+        engine,
         machines=machines,
         rate=args.rates,
     )
@@ -90,21 +91,25 @@ def trained(args, window, strategy, model, batch, num_classes, warm_up):
     Returns:
         `tf.data.Dataset` of the mini-batches.
     """
+    workload = made(model, batch, num_classes)
     with strategy.scope():
-        model.compile(
-            keras.optimizers.SGD(0.001, momentum=0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
+        model.compile(workload.optimizer, workload.loss)
     args.warm_up, args.steps = warm_up, [args.steps] * len(window.rates)
     num_steps = _common.num_steps(args)
-    draws = np.random.default_rng(0)
-    x = draws.normal(size=(4 * batch, *model.input_shape[1:]))
-    batches = _common.dataset(
-        x.astype("float32"),
-        draws.integers(num_classes, size=4 * batch),
-        batch,
-        num_steps,
-    )
+    batches = _common.dataset(workload.x, workload.y, batch, num_steps)
     timed = _common.Timed(window, args, strategy.collectives.barrier)
     model.fit(batches, callbacks=[timed], shuffle=False, verbose=0)
     return batches
+
+
+def made(model, batch, num_classes):
+    """A `_common.Workload` of data drawn at random."""
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(4 * batch, *model.input_shape[1:]))
+    return _common.Workload(
+        model,
+        x.astype("float32"),
+        draws.integers(num_classes, size=4 * batch),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        keras.optimizers.SGD(0.001, momentum=0.9),
+    )

@@ -2,8 +2,9 @@
 
 SpecTrain's figure 9 (samples/s) and figure 3 (bytes of a mini-batch): models of
 six shapes, each trained by some schedules of `ks.PipelineStrategy`, by
-`ks.HybridStrategy`, whose gradients go by AllReduce, and by one process. All
-have the same global mini-batch. The bytes that the interfaces count, without
+`ks.HybridStrategy`, whose gradients go by AllReduce, by Horovod's own data
+parallelism, where it is installed, and by one process. All have the same global
+mini-batch. The bytes that the interfaces count, without
 headers and idle traffic, must be within 3 % of those that `ks.plan` counts;
 samples/s of "spectrain" at 50 Mbit/s at least 8.91 times those of data
 parallelism, for the fully connected and the recurrent model. With two machines,
@@ -13,18 +14,22 @@ it in the same run, or the bytes that a machine sends over the rate. Needs root,
 as `cluster.py` does.
 """
 
+import importlib.util
+
 import _network
 import _ways
 import keras
 import numpy as np
+from workloads import _common
 
 import keras_sparsity as ks
 
 # The paper's largest ratio to data parallelism.
 LIMIT, BYTES_LIMIT, BOUND_LIMIT = 8.91, 0.03, 1.18
 WARM_UP = 6
-_DATA_PARALLEL, _ALONE = "data parallel", "one process"
-WAYS = ("spectrain", "stash", "1f1b", _DATA_PARALLEL, _ALONE)
+NUM_CLASSES = 10
+_DATA_PARALLEL, _ALONE, _HOROVOD = "data parallel", "one process", "Horovod"
+WAYS = ("spectrain", "stash", "1f1b", _DATA_PARALLEL, _HOROVOD, _ALONE)
 
 
 def fully_connected():
@@ -139,7 +144,8 @@ def main():
 def on_cluster(args, name, way):
     """Samples/s by rate, and the bytes of a mini-batch."""
     machines = 1 if way == _ALONE else args.machines
-    found = _ways.measured(__file__, args, name, way, machines)
+    engine = "horovod" if way == _HOROVOD else "native"
+    found = _ways.measured(__file__, args, name, way, machines, engine=engine)
     sent = [
         sum(m["sent_payload_bytes_per_step"] for m in each["per_machine"])
         for each in found
@@ -203,6 +209,9 @@ def _words(found):
 
 def inside(args):
     """Trains on all machines and reports, on rank 0."""
+    if args.way == _HOROVOD:
+        by_horovod(args)
+        return
     is_pipeline = args.way not in (_DATA_PARALLEL, _ALONE)
     if is_pipeline:
         strategy = ks.PipelineStrategy(args.way)
@@ -211,7 +220,9 @@ def inside(args):
     window = _network.Window(is_first=strategy.rank == 0)
     window.open()
     model, batch = MODELS[args.inside]()
-    batches = _ways.trained(args, window, strategy, model, batch, 10, WARM_UP)
+    batches = _ways.trained(
+        args, window, strategy, model, batch, NUM_CLASSES, WARM_UP
+    )
     plan = ks.plan(model, batches) if is_pipeline else None
     stages = plan.stages if plan else ()
     sent = [stage.sent_bytes + stage.returned_bytes for stage in stages]
@@ -225,8 +236,27 @@ def inside(args):
     )
 
 
+def by_horovod(args):
+    """The same by a tape of Horovod, without this library."""
+    import horovod.tensorflow as hvd
+    from peers import horovod_tape
+
+    hvd.init()
+    window = _network.Window(is_first=hvd.rank() == 0)
+    window.open()
+    model, batch = MODELS[args.inside]()
+    workload = _ways.made(model, batch, NUM_CLASSES)
+    trainer = horovod_tape.Trainer(workload, batch // hvd.size())
+    args.warm_up, args.steps = WARM_UP, [args.steps] * len(window.rates)
+    for num_steps in _common.measured(window, args, horovod_tape.meet):
+        trainer.train(num_steps)
+    window.report(batch, batch=batch, planned_bytes=0, stages=[])
+
+
 def parse_arguments():
     parser = _ways.parser(__doc__, MODELS, WAYS, machines=4, steps=8)
+    if not importlib.util.find_spec("horovod"):
+        parser.set_defaults(ways=[way for way in WAYS if way != _HOROVOD])
     return parser.parse_args()
 
 

@@ -116,7 +116,8 @@ class Trainer:
         return tf.reduce_mean(self._loss_of(y, outputs))
 
 
-def _meet(name="meet"):
+def meet(name="meet"):
+    """Returns when all processes call it."""
     hvd.allreduce(tf.zeros([]), name=name)
 
 
@@ -126,10 +127,10 @@ def _train_to_target(trainer, workload, held_out, args, window):
     window.limit(window.rates[0])
     num_timed = args.every - 1
     for _ in range(args.most_steps // args.every):
-        _meet()
+        meet()
         window.begin()
         trainer.train(num_timed)
-        _meet()
+        meet()
         window.end(num_timed)
         loss = trainer.held_out_loss(*held_out)
         if curve.add(window.seconds, num_timed, loss):
@@ -151,14 +152,14 @@ def main():
     workload, held_out = _common.made(module, _stock.KIT, args, hvd.size())
     trainer = Trainer(workload, args.batch, args.dense, args.fp16)
     if held_out is None:
-        for num_steps in _common.measured(window, args, _meet):
+        for num_steps in _common.measured(window, args, meet):
             trainer.train(num_steps)
         figures = {"loss": trainer.mean_loss()}
     else:
         curve = _train_to_target(trainer, workload, held_out, args, window)
         figures = curve.figures()
         window.idle()
-    _meet()
+    meet()
     window.report(
         workload.words * args.batch * hvd.size(),
         engine="horovod's own way",
