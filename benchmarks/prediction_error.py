@@ -19,6 +19,7 @@ import numpy as np
 from keras_sparsity.stages.prediction import predictor_of
 
 DISTANCES = (1, 2, 3)
+_PER_POINT = 10  # steps
 _TIME, _BATCH, _CHARACTERS = 32, 32, 128
 
 
@@ -138,12 +139,20 @@ def _rms(difference):
 
 
 def _draw(plots, name, rule, errors):
-    lines = {}
-    for s, (predicted, stale) in errors.items():
-        lines[f"predicted, s = {s}"] = list(enumerate(predicted))
-        lines[f"stale, s = {s}"] = list(enumerate(stale))
-    file = f"prediction_{rule.lower()}"
-    plots.lines(file, name, ("step", "root of the mean square"), lines)
+    """A plot for each distance; a point is the mean of some steps."""
+    for s, of_kinds in errors.items():
+        lines = {
+            label: [
+                (step, float(np.mean(each[step : step + _PER_POINT])))
+                for step in range(0, len(each), _PER_POINT)
+            ]
+            for label, each in zip(
+                ("predicted", "stale"), of_kinds, strict=True
+            )
+        }
+        title = f"{name}, {rule}, s = {s}"
+        file = f"prediction_{rule.lower()}"
+        plots.lines(file, title, ("step", "root of the mean square"), lines)
 
 
 def parse_arguments():
