@@ -86,6 +86,8 @@ def _check_callbacks(callbacks, strategy):
                 "Of the callbacks of this library all but `ShardedCheckpoint` "
                 "look at the tables of `ks.HybridStrategy`. Received: a "
                 f"{type(callback).__name__} under "
-                f"`ks.{type(strategy).__name__}`. Use `ShardedCheckpoint`, or "
-                "Keras's own, such as `keras.callbacks.ModelCheckpoint`."
+                f"`ks.{type(strategy).__name__}`. Use "
+                "`ks.plan(model, dataset).write(log_dir)`, which writes the "
+                "plan of the stages for TensorBoard, `ShardedCheckpoint`, or "
+                "Keras's own callbacks, such as `keras.callbacks.TensorBoard`."
             )

@@ -26,7 +26,7 @@ _REFUSALS = {
     "shuffled": "different batches|same global batches",
     "plan": "that of the running processes.*num_machines=2",
     "no batch": "dataset.*a dataset with a batch",
-    "callback": "a PartitionSearch under `ks.PipelineStrategy`",
+    "callback": "a PartitionSearch under `ks.PipelineStrategy`.*`ks.plan",
 }
 
 
