@@ -108,9 +108,11 @@ class HybridStrategy(ProcessStrategy):
             pulls the weights that are there, and pushes its gradient, which
             servers apply at once: one update for each batch. No worker is
             more than s steps ahead of the slowest. The servers are
-            TensorFlow's own, one in each process; each holds whole variables
-            with their slots. `sparse_updates="exact"` takes rules that leave
-            untouched rows of an `Embedding` alone.
+            TensorFlow's own: the dedicated ones, or else one in each process;
+            each holds whole variables with their slots. With dedicated servers
+            training goes on without a worker that dies.
+            `sparse_updates="exact"` takes rules that leave untouched rows of an
+            `Embedding` alone.
             `"fixed"`: exactly s steps old. All ranks train on their parts of
             each batch, as in synchronous training, and the mean gradient of
             step t, of the weights after the update of step t - s - 1, is
@@ -189,8 +191,9 @@ class HybridStrategy(ProcessStrategy):
             bucket_bytes=bucket_bytes,
         )
         modes.check_of_servers(self)
-        self.collectives = collectives.start(engine, timeout)
-        modes.check_has_no_servers(self)
+        self.collectives = modes.collectives_of(
+            self, collectives.start(engine, timeout)
+        )
         self.options.tell_of_uneven_machines(self.collectives)
         # In its steps, a worker of servers is alone.
         self._of_steps = self.collectives

@@ -67,6 +67,23 @@ def dense():
     )
 
 
+def train_dense(rule, is_served):
+    """`((weights, optimizer's state, losses), staleness)` of `dense`."""
+    model, optimizer = dense(), delayed_loop.RULES[rule]()
+    strategy = tf.distribute.get_strategy()
+    if is_served:
+        strategy = ks.HybridStrategy(synchronous=False, max_staleness=2)
+    with strategy.scope():
+        model.compile(optimizer, "mse")
+    x, y = data()
+    history = model.fit(
+        x.astype("float32"), y, BATCH, 3, shuffle=False, verbose=0
+    )
+    state = [v.numpy() for v in optimizer.variables]
+    found = model.get_weights(), state, history.history["loss"]
+    return found, getattr(strategy, "staleness", None)
+
+
 class OwnElement(keras.layers.Layer):
     """Its output's gradient is 1 for the element of this rank.
 

@@ -59,6 +59,22 @@ def on_next_epoch(epoch_iterator, enumerate_epoch):
     setattr(epoch_iterator, name, once)
 
 
+def iterator_of(batch, epoch_iterator):
+    """An iterator of one batch, of the type of an epoch iterator's.
+
+    A function that was traced with one takes the other.
+
+    Args:
+        batch: a batch that was read from the epoch iterator's.
+        epoch_iterator: the iterator from which `fit` draws its batches.
+    """
+    spec = epoch_iterator._distributed_dataset.element_spec
+    variant = tf.data.experimental.to_variant(
+        tf.data.Dataset.from_tensors(batch)
+    )
+    return iter(tf.data.experimental.from_variant(variant, spec))
+
+
 def repeats_an_order_at_once(epoch_iterator):
     """Whether an epoch's order is drawn whole with the epoch's first batch.
 

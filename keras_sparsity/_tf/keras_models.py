@@ -5,6 +5,9 @@ import tensorflow as tf
 # `fit`, `evaluate` and `predict` call this before their first step.
 SYMBOLIC_BUILD = "_maybe_symbolic_build"
 
+# `fit` and `evaluate` call this with the logs of their last step.
+RESULTS_OR_LOGS = "_get_metrics_result_or_logs"
+
 # `fit` passes this argument to `evaluate`.
 IN_FIT = "_use_cached_eval_dataset"
 

@@ -1,9 +1,17 @@
 """Epochs that all workers pass through together, batch by batch."""
 
+import collections
+import time
+
 import keras
 
 from keras_sparsity._tf import keras_input
+from keras_sparsity.asynchronous.batches import LOST, NONE
+from keras_sparsity.asynchronous.meeting import raise_of_lost
 from keras_sparsity.data import distribution
+
+# Between two looks at the batches of others, at the end of an epoch.
+_LOOK_SECONDS = 0.02
 
 
 class Epochs(keras.callbacks.Callback):
@@ -49,29 +57,104 @@ class Epochs(keras.callbacks.Callback):
         self._training = training
 
     def on_epoch_begin(self, epoch, logs=None):
-        if self._collectives.rank == 0:
-            self._training.store.reset_clocks()
-        self._collectives.barrier("asynchronous/epoch/begin")
+        self._training.begin_epoch()
         keras_input.on_next_epoch(self._iterator, self._taken)
         self._is_running = True
 
     def _taken(self, stock):
         """The steps of an epoch that this worker takes."""
-        claim = self._training.store.claim
-        number = claim()
-        for position, step in enumerate(stock()):
-            if number >= (self._iterator.num_batches or number + 1):
-                return
-            if position == number:
+        if self._collectives.is_server:
+            return
+        reader = _Reader(stock(), self._iterator)
+        while (number := self._next(reader)) is not None:
+            step = reader.step(number)
+            if step is None:
+                self._training.store.end_data(reader.position)
+            else:
                 yield step
-                number = claim()
-            elif next(step[-1], None) is None:  # of an unknown length
-                return
+
+    def _next(self, reader):
+        """The number of a batch, None if all workers' batches are done.
+
+        At the end it waits for the others', one of which may be lost.
+        """
+        training = self._training
+        while True:
+            number, held = training.store.take(training.record())
+            if number == LOST:
+                raise_of_lost(self._collectives.rank)
+            reader.keep(held)
+            training.batch = number
+            if number != NONE:
+                return number
+            if training.is_bounded:
+                # Others wait for it no more.
+                training.is_bounded = False
+                training.store.finish()
+            if not held:
+                return None
+            time.sleep(_LOOK_SECONDS)
 
     def ends(self):
-        """Whether an epoch's steps have ended; then ends it on all ranks."""
+        """Ends an epoch whose steps have ended, on all ranks.
+
+        Returns:
+            The workers' records of it; None if it is not such an epoch.
+        """
         if not self._is_running:
-            return False
+            return None
         self._is_running = False
-        self._strategy.staleness = self._training.end_epoch()
-        return True
+        records = self._training.end_epoch()
+        staleness = sum(
+            (collections.Counter(each["staleness"]) for each in records),
+            collections.Counter(),
+        )
+        self._strategy.staleness = dict(sorted(staleness.items()))
+        return records
+
+
+class _Reader:
+    """Reads an epoch's batches in order, and finds those of given numbers.
+
+    Batches that others hold are kept: they may be handed out again.
+
+    Args:
+        steps: Keras's steps of the epoch, `(first, last, iterator)`.
+        epoch_iterator: Keras's epoch iterator.
+
+    Attributes:
+        position: the number of batches that were read.
+    """
+
+    def __init__(self, steps, epoch_iterator):
+        self._steps, self._iterator = steps, epoch_iterator
+        self._held, self._kept = (), {}
+        self.position = 0
+
+    def keep(self, held):
+        """Takes the numbers of the batches that workers hold."""
+        self._held = held
+        self._kept = {n: b for n, b in self._kept.items() if n in held}
+
+    def step(self, number):
+        """The step of a batch, None behind the last one."""
+        if number in self._kept:
+            return self._of(number, self._kept.pop(number))
+        has_end = self._iterator.num_batches is not None
+        while self.position <= number:
+            step = next(self._steps, None)
+            if step is None:
+                return None
+            if has_end and self.position == number:
+                self.position += 1
+                return step
+            batch = next(step[-1], None)
+            if batch is None:
+                return None
+            if self.position in self._held:
+                self._kept[self.position] = batch
+            self.position += 1
+        return self._of(number, self._kept.pop(number))
+
+    def _of(self, number, batch):
+        return number, number, keras_input.iterator_of(batch, self._iterator)

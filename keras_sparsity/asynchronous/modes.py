@@ -3,6 +3,7 @@
 from keras_sparsity._tf import checks, patches
 from keras_sparsity.asynchronous.compiling import compile_served
 from keras_sparsity.asynchronous.delayed import compile_delayed
+from keras_sparsity.asynchronous.meeting import lasting
 from keras_sparsity.training.compiling import compile_adopted
 
 DELAYS = ("bounded", "fixed")
@@ -88,15 +89,19 @@ def check_of_servers(strategy):
             )
 
 
-def check_has_no_servers(strategy):
-    """Raises ValueError for dedicated servers beside asynchronous training."""
-    number = strategy.collectives.num_servers
-    if number and not strategy.synchronous and strategy.max_staleness != 0:
-        raise ValueError(
-            "Asynchronous training has its servers in the workers' processes. "
-            f"Received: synchronous=False and {number} dedicated servers. "
-            "Start it without `--servers`, or train synchronously."
-        )
+def collectives_of(strategy, collectives):
+    """The `Collectives` of a strategy's ranks.
+
+    With dedicated servers, workers that pull and push by themselves may be
+    lost.
+
+    Args:
+        strategy: the `HybridStrategy`.
+        collectives: `Collectives` of all processes.
+    """
+    if is_by_servers(strategy) and collectives.num_servers:
+        return lasting(collectives)
+    return collectives
 
 
 def is_by_servers(strategy):

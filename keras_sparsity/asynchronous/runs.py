@@ -3,13 +3,13 @@
 import itertools
 
 import keras
+import numpy as np
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import keras_models, keras_scopes, patches
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
 from keras_sparsity.callbacks import rank_zero
-from keras_sparsity.conversion import saving
 from keras_sparsity.global_batch import metrics, random_states
 from keras_sparsity.training import resuming
 from keras_sparsity.training.binding import Binding, bound_arguments
@@ -28,11 +28,15 @@ class Runs(Binding):
     def __init__(self, model):
         self._training = self._epochs = None  # while `fit` runs
         self._is_in_step = False
+        self._results = None  # of the last epoch
         names = ["fit", "train_on_batch", "train_step", "get_metrics_result"]
         super().__init__(
             model,
-            [*names, "save", "save_weights"],
-            {keras_models.SYMBOLIC_BUILD: "build"},
+            [*names, "evaluate", "save", "save_weights"],
+            {
+                keras_models.SYMBOLIC_BUILD: "build",
+                keras_models.RESULTS_OR_LOGS: "results_or_logs",
+            },
         )
 
     def fit(self, *args, **kwargs):
@@ -108,14 +112,30 @@ class Runs(Binding):
             self._is_in_step
             or keras_scopes.in_symbolic_scope()
             or self._epochs is None
-            or not self._epochs.ends()
+            or (records := self._epochs.ends()) is None
         ):
             return self._stock["get_metrics_result"]()
-        return metrics.global_results(
+        self._results = metrics.global_results(
             self._model,
-            self._collectives,
+            _Recorded([each["metrics"] for each in records], self._collectives),
             self._stock["get_metrics_result"],
         )
+        return self._results
+
+    def results_or_logs(self, logs):
+        found = self._stock[keras_models.RESULTS_OR_LOGS](logs)
+        # In a `fit` without a step here, as on a server.
+        return found or self._results or found
+
+    def evaluate(self, *args, **kwargs):
+        if self._epochs is None or not self._collectives.num_servers:
+            return self._stock["evaluate"](*args, **kwargs)
+        # Within `fit`; a server has no input.
+        results = None
+        if not self._collectives.is_server:
+            results = self._stock["evaluate"](*args, **kwargs)
+        name = "asynchronous/evaluate"
+        return self._collectives.gather_objects(results, name)[0]
 
     # Files.
 
@@ -127,12 +147,50 @@ class Runs(Binding):
 
     def _save(self, name, args, kwargs):
         self._check_same_call(name, {})
-        with saving.on_rank_zero(self._model) as is_writer:
-            if is_writer:
-                self._stock[name](*args, **kwargs)
+        rank, error, first = self._collectives.rank, None, None
+
+        def told():
+            value = rank, error is not None
+            gather = self._collectives.gather_objects
+            return dict(gather(value, "asynchronous/save"))
+
+        # Again, if the rank that wrote it is lost.
+        while first not in (failed := told()):
+            first = min(failed)
+            if rank == first:
+                try:
+                    self._stock[name](*args, **kwargs)
+                except Exception as failure:
+                    error = failure
+        if error is not None:
+            raise error
+        if failed[first]:
+            raise RuntimeError(
+                f"Rank {first} failed while it saved the model; its own error "
+                "says why."
+            )
 
     def _check_optimizer(self):
         """The model's optimizer is Keras's own."""
+
+
+class _Recorded:
+    """In place of `Collectives` of metrics: sums of the workers' records.
+
+    Args:
+        records: for each worker, its part of the sums.
+        collectives: `Collectives` of all ranks.
+    """
+
+    def __init__(self, records, collectives):
+        self._records = records
+        self.rank, self.size = collectives.rank, collectives.size
+        self.is_server = collectives.is_server
+        self.num_workers = collectives.num_workers
+
+    def all_reduce(self, tensors, op, name):
+        parts = zip(*self._records, strict=True)
+        return [np.sum(of_each, 0) for of_each in parts] or tensors
 
 
 def _check_callback(callback):

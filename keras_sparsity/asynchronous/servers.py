@@ -4,9 +4,9 @@ They are apart from the engine: its collectives wait for all ranks, while a
 session reads and writes the servers' variables whenever its rank is ready.
 """
 
-import functools
 import os
 import socket
+import threading
 
 import tensorflow as tf
 
@@ -22,6 +22,12 @@ class Servers:
 
     Args:
         collectives: `Collectives` of all ranks.
+
+    Attributes:
+        size, num_workers: the number of ranks, and of those that train.
+        owners: the ranks whose servers hold variables: the dedicated servers,
+            or all ranks.
+        is_first: whether this process has the first of them.
     """
 
     def __init__(self, collectives):
@@ -37,7 +43,16 @@ class Servers:
             self._server = tf.distribute.Server(
                 cluster, job_name=_JOB, task_index=collectives.rank
             )
-        self.size = collectives.size
+        self.size, self.num_workers = collectives.size, collectives.num_workers
+        has_own = bool(collectives.num_servers)
+        first = collectives.num_workers if has_own else 0
+        self.owners = list(range(first, self.size))
+        # A session waits for all servers that it may use, also for dead ones.
+        used = sorted({collectives.rank, *self.owners})
+        self._filters = [f"/job:{_JOB}/task:{number}" for number in used]
+        self.is_first = collectives.rank == first
+        self._shared, self._lost = [], []
+        self._lock = threading.Lock()
         collectives.barrier("servers/started")
 
     def device(self, number):
@@ -50,14 +65,53 @@ class Servers:
         return tf.compat.v1.Session(
             self._server.target,
             graph=graph,
-            config=tf.compat.v1.ConfigProto(),
+            config=tf.compat.v1.ConfigProto(device_filters=self._filters),
         )
 
+    # Lost workers. The first owner's process tells the servers.
 
-@functools.cache
+    def add(self, shared):
+        """Has `shared.leave_out(rank)` called for each rank that is lost."""
+        with self._lock:
+            self._shared.append(shared)
+            if self.is_first:
+                for rank in self._lost:
+                    shared.leave_out(rank)
+
+    def remove(self, shared):
+        with self._lock:
+            self._shared.remove(shared)
+
+    def begin_epoch(self, store):
+        """Has a `Store` begin an epoch; by all ranks, while they wait."""
+        with self._lock:
+            if self.is_first:
+                store.reset()
+                for rank in self._lost:
+                    store.leave_out(rank)
+
+    def lose(self, rank):
+        """From now on a rank changes nothing at the servers."""
+        with self._lock:
+            self._lost.append(rank)
+            if self.is_first:
+                for shared in self._shared:
+                    shared.leave_out(rank)
+
+
+_started = {}  # from `Collectives` to `Servers`
+
+
 def started(collectives):
     """The `Servers` of the ranks, started once."""
-    return Servers(collectives)
+    if collectives not in _started:
+        _started[collectives] = Servers(collectives)
+    return _started[collectives]
+
+
+def share(collectives, servers):
+    """Has `started` return these `Servers` for other `Collectives`, too."""
+    _started[collectives] = servers
 
 
 def own_host(machines):

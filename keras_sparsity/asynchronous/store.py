@@ -7,7 +7,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.asynchronous.clocks import Cell, Clocks, locked
+from keras_sparsity.asynchronous.batches import Batches
+from keras_sparsity.asynchronous.cells import Cell, function_of, locked
+from keras_sparsity.asynchronous.clocks import Clocks
 from keras_sparsity.asynchronous.rule import updated
 from keras_sparsity.update.rows import slots_of
 
@@ -54,29 +56,39 @@ class Store:
     def __init__(
         self, servers, rank, optimizer, variables, of_rows, bound, name
     ):
-        self._optimizer = optimizer
-        self._stored = _placed(optimizer, variables, of_rows, servers.size)
+        self._optimizer, self._rank = optimizer, rank
+        self._stored = _placed(optimizer, variables, of_rows, servers.owners)
         self._of = {id(each.variable): each for each in self._stored}
-        # Of server 0 too, whose count names the version of the model.
-        self._numbers = sorted({0, *(s.server for s in self._stored)})
-        self._device = servers.device
+        # Of the first server too, whose count is the version of the model.
+        self._first = servers.owners[0]
+        self._numbers = sorted({self._first, *(s.server for s in self._stored)})
+        self._device, self._size = servers.device, servers.num_workers
         self._graph = tf.Graph()
         self._session = servers.session(self._graph)
         self._calls = {}
         with self._graph.as_default():
             self._make_cells(name)
-            self._clocks = Clocks(
-                servers.device(0), servers.size, rank, bound, f"{name}/clocks"
-            )
+            place = servers.device(self._first), self._size, rank
+            self._clocks = Clocks(*place, bound, f"{name}/clocks")
+            self._batches = Batches(*place, f"{name}/batches")
+        # Called from another thread, when no other operation is made.
+        self._call(("leave_out",), self._made_leave_out)
 
     def _make_cells(self, name):
         self._mutexes, self._counts = {}, {}
+        self._lost, self._applied_last = {}, {}
         for number in self._numbers:
             with tf.device(self._device(number)):
                 self._mutexes[number] = tf.raw_ops.MutexV2(
                     shared_name=f"{name}/mutex"
                 )
                 self._counts[number] = Cell(f"{name}/count", tf.int64, [])
+                # Whose pushes are not applied any more, and of which batch
+                # each worker's last one was.
+                self._lost[number] = Cell(f"{name}/lost", tf.bool, [self._size])
+                self._applied_last[number] = Cell(
+                    f"{name}/last", tf.int64, [self._size]
+                )
         for index, stored in enumerate(self._stored):
             with tf.device(self._device(stored.server)):
                 for part, variable in enumerate(
@@ -103,6 +115,11 @@ class Store:
         iterations = int(self._optimizer.iterations)
         self._call(("count",), self._made_count)(np.int64(iterations))
 
+    def create(self):
+        """Begins the facts about workers; by one process, before all others."""
+        self._call(("create",), self._made_create)()
+        self.reset()
+
     def download(self):
         """Takes all values; no worker pushes meanwhile.
 
@@ -126,27 +143,55 @@ class Store:
         """Ends this worker's session."""
         self._session.close()
 
-    def reset_clocks(self):
-        """Begins an epoch; by one worker, while all wait."""
-        self._call(("reset",), lambda: ([], [], self._clocks.reset))()
+    def reset(self):
+        """Begins an epoch; by one process, while all wait."""
+        self._call(("reset",), self._made_reset)()
 
-    def claim(self):
-        """The number of the next batch of the epoch that nobody has taken."""
-        return int(
-            self._call(("claim",), lambda: ([], [self._clocks.claim]))()[0]
+    def leave_out(self, rank):
+        """From now on, nothing that a worker pushes is applied.
+
+        Then its batch is handed out again. From any thread.
+        """
+        self._calls[("leave_out",)](rank)
+
+    def take(self, record):
+        """Takes a batch, see `Batches.take`; the one before is done."""
+        number, held = self._call(("take",), self._batches.take)(record)
+        return int(number), {int(h) for h in held if h >= 0}
+
+    def end_data(self, number):
+        """Tells that the data has so many batches."""
+        self._call(("end",), self._batches.end)(number)
+
+    def leave(self, record):
+        """The batch before is done, and this worker takes no other."""
+        self._call(("leave",), self._batches.leave)(record)
+
+    def records(self):
+        """The last record of each worker of the epoch, empty for none."""
+        of_workers = self._call(
+            ("records",), lambda: ([], [self._batches.records])
         )
+        return list(of_workers()[0])
 
     def finish(self):
-        """This worker takes no further step in this epoch."""
-        self._call(("finish",), lambda: ([], [self._clocks.finish]))()
+        """Others do not wait for this worker any more in this epoch."""
+        self._call(
+            ("finish",), lambda: ([], [self._clocks.finish(self._rank)])
+        )()
 
-    def pull(self):
+    def is_over(self):
+        """Whether all workers have finished, or are lost."""
+        done = self._call(("is_over",), lambda: ([], [self._clocks.are_done]))
+        return bool(done()[0])
+
+    def pull(self, is_bounded=True):
         """Waits for the bound, then reads `dense`.
 
         Returns:
             `[clocks of all workers, version, *values]`.
         """
-        return self._call(("pull",), self._made_pull)()
+        return self._call(("pull", is_bounded), self._made_pull)()
 
     def rows(self, variable, ids):
         """Rows of a variable, by their numbers."""
@@ -156,8 +201,9 @@ class Store:
     def pusher(self, variables):
         """A function that applies gradients of some variables.
 
-        It takes the learning rate and, for each variable, the gradient, or
-        the row numbers (no row twice) and the rows' gradients; and returns
+        It takes the batch's number, the learning rate and, for each variable,
+        the gradient, or the row numbers (no row twice) and the rows'
+        gradients; and returns
         `[version before, clocks after]`.
         """
         self._call(("push", *map(id, variables)), self._made_push)
@@ -170,7 +216,7 @@ class Store:
         if key not in self._calls:
             with self._graph.as_default():
                 feeds, fetches, *targets = make(*key[1:])
-                self._calls[key] = _callable(
+                self._calls[key] = function_of(
                     self._session, feeds, fetches, targets
                 )
         return self._calls[key]
@@ -204,9 +250,42 @@ class Store:
                 assigned.append(count.assign(value))
         return [value], [], *assigned
 
+    def _made_create(self):
+        created = [self._batches.create]
+        for number in self._numbers:
+            with tf.device(self._device(number)):
+                created.append(self._lost[number].fill(False))
+        return [], [], *created
+
+    def _made_reset(self):
+        begun = [self._clocks.reset, self._batches.reset]
+        for number in self._numbers:
+            with tf.device(self._device(number)):
+                begun.append(self._applied_last[number].fill(-1))
+        return [], [], *begun
+
+    def _made_leave_out(self):
+        rank = tf.compat.v1.placeholder(tf.int64, [])
+        told = []
+        for number in self._numbers:
+            with tf.device(self._device(number)):
+                here = tf.identity(rank)
+
+                def leave(here=here, lost=self._lost[number]):
+                    with tf.control_dependencies([lost.set(here, True)]):
+                        return tf.identity(here)
+
+                with tf.control_dependencies([here]):
+                    told.append(locked(self._mutexes[number], leave))
+        with tf.control_dependencies(told):
+            return [rank], [
+                self._batches.leave_out(rank),
+                self._clocks.finish(rank),
+            ]
+
     def _made_version(self):
-        with tf.device(self._device(0)):
-            return [], [self._counts[0].read()]
+        with tf.device(self._device(self._first)):
+            return [], [self._counts[self._first].read()]
 
     def _made_destroy(self):
         destroyed = []
@@ -215,8 +294,8 @@ class Store:
                 destroyed += [cell.destroy() for cell in stored.cells.values()]
         return [], [], *destroyed
 
-    def _made_pull(self):
-        clocks = self._clocks.begin()
+    def _made_pull(self, is_bounded):
+        clocks = self._clocks.begin(is_bounded)
         dense, values, version = self._in_order(of_rows=False), {}, None
         with tf.control_dependencies([clocks]):
             for number in self._numbers:
@@ -230,7 +309,7 @@ class Store:
 
                 with tf.device(self._device(number)):
                     count, *read_here = locked(self._mutexes[number], read)
-                version = count if number == 0 else version
+                version = count if number == self._first else version
                 values.update(zip(map(id, here), read_here, strict=True))
         return [], [clocks, version, *(values[id(s)] for s in dense)]
 
@@ -242,8 +321,9 @@ class Store:
             return [ids], [rows]
 
     def _made_push(self, *names):
+        batch = tf.compat.v1.placeholder(tf.int64, [])
         rate = tf.compat.v1.placeholder(tf.float32, [])
-        feeds, gradients = [rate], {}
+        feeds, gradients = [batch, rate], {}
         for stored in (self._of[name] for name in names):
             shape, dtype = stored.variable.shape, stored.variable.dtype
             with tf.device(self._device(stored.server)):
@@ -258,15 +338,36 @@ class Store:
         counts = []
         for number in self._numbers:
             here = gradients.get(number, [])
-
-            def apply(here=here, number=number):
-                return self._applied(here, number, rate)
-
             with tf.device(self._device(number)):
-                counts.append(locked(self._mutexes[number], apply))
+                sent = tf.identity(batch), tf.identity(rate)
+
+                def apply(here=here, number=number, sent=sent):
+                    return self._applied_once(here, number, *sent)
+
+                with tf.control_dependencies(sent):
+                    counts.append(locked(self._mutexes[number], apply))
         with tf.control_dependencies(counts):
             clocks = self._clocks.end()
         return feeds, [counts[0], clocks]
+
+    def _applied_once(self, gradients, number, batch, rate):
+        """Updates variables of a server; returns its count before.
+
+        Not if this worker is lost, or another one has pushed the same batch
+        and was lost then.
+        """
+        last = self._applied_last[number]
+        is_lost, before = self._lost[number].read()[self._rank], last.read()
+        is_due = ~is_lost & tf.reduce_all(tf.not_equal(before, batch))
+        noted = last.set(
+            self._rank, tf.where(is_lost, before[self._rank], batch)
+        )
+        with tf.control_dependencies([noted]):
+            return tf.cond(
+                is_due,
+                lambda: self._applied(gradients, number, rate),
+                self._counts[number].read,
+            )
 
     def _applied(self, gradients, number, rate):
         """Updates variables of a server; returns its count before."""
@@ -278,17 +379,11 @@ class Store:
             return tf.identity(count)
 
 
-def _callable(session, feeds, fetches, targets):
-    """A function of the feeds' values; returns a list of the fetches'."""
-    handle = session.make_callable([*fetches, *targets], feed_list=feeds)
-    return lambda *values: handle(*values)[: len(fetches)]
-
-
-def _placed(optimizer, variables, of_rows, num_servers):
+def _placed(optimizer, variables, of_rows, owners):
     """`Stored` of all variables: each at the server with the fewest bytes."""
     is_of_rows = {id(v) for v in of_rows}
     slots = list(slots_of(optimizer, variables).values())
-    num_bytes = [0] * num_servers
+    num_bytes = [0] * len(owners)
     placed = {}
     for variable in sorted(variables, key=lambda v: -math.prod(v.shape)):
         server = num_bytes.index(min(num_bytes))
@@ -297,7 +392,7 @@ def _placed(optimizer, variables, of_rows, num_servers):
         placed[id(variable)] = Stored(
             variable,
             id(variable) in is_of_rows,
-            server,
+            owners[server],
             [of_kind[index] for of_kind in slots],
         )
     return [placed[id(v)] for v in variables]

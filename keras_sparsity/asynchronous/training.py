@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import pickle
+import time
 
 import keras
 import numpy as np
@@ -12,8 +14,12 @@ from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.asynchronous import rule, servers
 from keras_sparsity.asynchronous.pulled_rows import PulledRows
 from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.global_batch import metrics as global_metrics
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.placement import slices
+
+# Between two looks of a dedicated server at the workers' epoch.
+_LOOK_SECONDS = 0.1
 
 
 class Training:
@@ -43,8 +49,9 @@ class Training:
         _check_constraints(variables)
         if not self._optimizer.built:
             self._optimizer.build(variables)
+        self._servers = servers.started(self._collectives)
         self.store = Store(
-            servers.started(self._collectives),
+            self._servers,
             self._collectives.rank,
             self._optimizer,
             variables,
@@ -55,13 +62,18 @@ class Training:
         self._keepers = [
             (layer.embeddings, self._keeper(layer)) for layer in self._layers
         ]
+        self.batch = None  # the number of the one in training
+        # Whether this worker waits for slower ones before a step.
+        self.is_bounded = True
         self._version = None  # of the last pull
         self._staleness = collections.Counter()
         self._begin()
 
     def _begin(self):
-        if self._collectives.rank == 0:
-            self.store.upload()
+        if self._servers.is_first:
+            self.store.create()
+        self._servers.add(self.store)
+        self._upload()
         own = self._own_values()
         values = self._collectives.broadcast(
             [tf.convert_to_tensor(v.value) for v in own],
@@ -71,6 +83,16 @@ class Training:
             variable.assign(value)
         # In place of the optimizer's own, until `release`.
         self._optimizer.__dict__["apply"] = self._push
+
+    def _upload(self):
+        """Gives the servers the values of the first worker that is left."""
+        rank, name = self._collectives.rank, "asynchronous/upload"
+        first, ranks = None, self._collectives.gather_objects(rank, name)
+        while first not in ranks:
+            first = ranks[0]
+            if rank == first:
+                self.store.upload()
+            ranks = self._collectives.gather_objects(rank, name)
 
     def _own_values(self):
         """Variables that no rule updates, such as moving averages."""
@@ -118,7 +140,7 @@ class Training:
         )
 
     def _pulled(self):
-        _, self._version, *values = self.store.pull()
+        _, self._version, *values = self.store.pull(self.is_bounded)
         return [self._version, *values]
 
     def _push(self, grads, trainable_variables=None):
@@ -137,55 +159,72 @@ class Training:
             sent.append(tf.convert_to_tensor(gradient))
 
         def pushed(*values):
-            before, _ = push(*values)
+            before, _ = push(self.batch, *values)
             self._staleness[int(before - self._version)] += 1
             return np.int64(before)
 
         tf.numpy_function(pushed, sent, tf.int64, stateful=True)
 
+    def record(self):
+        """This worker's part of the epoch so far, as bytes."""
+        metrics = global_metrics.sent(self._model.metrics, self._collectives)
+        return pickle.dumps(
+            {
+                "metrics": [value.numpy() for value in metrics],
+                "staleness": dict(self._staleness),
+            }
+        )
+
     # All ranks together.
+
+    def begin_epoch(self):
+        self._servers.begin_epoch(self.store)
+        self._collectives.barrier("asynchronous/epoch/begin")
+        self.is_bounded = True
 
     def end_epoch(self):
         """Takes the weights after all updates, and means of own values.
 
         Returns:
-            dict from a number of updates between a pull and its push to the
-            number of all workers' pushes.
+            The records of all workers that took a batch.
         """
-        self.store.finish()
+        is_server = self._collectives.is_server
+        if is_server:
+            while not self.store.is_over():
+                time.sleep(_LOOK_SECONDS)
+        else:
+            self.store.leave(self.record())
+            self.store.finish()
+        own = [] if is_server else self._own_values()
         of_ranks = self._collectives.gather_objects(
-            (dict(self._staleness), bool(self._model.stop_training)),
+            (
+                [keras.ops.convert_to_numpy(v) for v in own],
+                bool(self._model.stop_training),
+            ),
             "asynchronous/epoch",
         )
         self._staleness.clear()
         if any(stops for _, stops in of_ranks):
             self._model.stop_training = True
         self.store.download()
-        own = self._own_values()
-        means = self._collectives.all_reduce(
-            [tf.convert_to_tensor(v.value) for v in own],
-            "mean",
-            "asynchronous/own",
-        )
-        for variable, value in zip(own, means, strict=True):
-            variable.assign(value)
-        total = sum((collections.Counter(h) for h, _ in of_ranks), _nothing())
-        return dict(sorted(total.items()))
+        values = [values for values, _ in of_ranks if values]
+        for variable, *of_each in zip(self._own_values(), *values, strict=True):
+            variable.assign(np.mean(of_each, 0, of_each[0].dtype))
+        records = [pickle.loads(each) for each in self.store.records() if each]
+        # Before its first batch a worker's metrics may have no variables.
+        return [each for each in records if each["staleness"]]
 
     def end(self):
         """Frees the servers' variables."""
         self._collectives.barrier("asynchronous/end")
-        if self._collectives.rank == 0:
+        self._servers.remove(self.store)
+        if self._servers.is_first:
             self.store.destroy()
         self.store.close()
 
     def release(self):
         """Gives the optimizer its own updates back."""
         self._optimizer.__dict__.pop("apply", None)
-
-
-def _nothing():
-    return collections.Counter()
 
 
 def _check_constraints(variables):

@@ -73,13 +73,17 @@ def _global_state(metrics, collectives):
 
     Assignments within it are forgotten.
     """
-    variables = list(
-        {id(v): v for metric in metrics for v in metric.variables}.values()
-    )
+    variables = _variables(metrics)
     if collectives.size == 1 or not variables:
         return contextlib.nullcontext()
     return keras.StatelessScope(
         list(zip(variables, combined(variables, collectives), strict=True))
+    )
+
+
+def _variables(metrics):
+    return list(
+        {id(v): v for metric in metrics for v in metric.variables}.values()
     )
 
 
@@ -190,6 +194,21 @@ def combined(variables, collectives):
     Returns:
         List of tensors.
     """
+    sums = collectives.all_reduce(
+        _sent(variables, collectives), op="sum", name="metrics"
+    )
+    return [
+        _restored(variable, total, collectives.num_workers)
+        for variable, total in zip(variables, sums, strict=True)
+    ]
+
+
+def sent(metrics, collectives):
+    """This process's part of the sums of `combined`, of all metrics."""
+    return _sent(_variables(metrics), collectives)
+
+
+def _sent(variables, collectives):
     values = [tf.convert_to_tensor(variable.value) for variable in variables]
     # One dtype, so that they travel together: float64 holds float32 and all
     # counts below 2**53 exactly.
@@ -201,18 +220,14 @@ def combined(variables, collectives):
         is_summed = aggregation(variable) in _SUMMED
         return is_summed and not collectives.is_server or collectives.rank == 0
 
-    sent = [
+    return [
         tf.cast(value, wide) if counts(variable) else tf.zeros_like(value, wide)
         for variable, value in zip(variables, values, strict=True)
     ]
-    sums = collectives.all_reduce(sent, op="sum", name="metrics")
-    return [
-        _restored(variable, total, value.dtype, collectives.num_workers)
-        for variable, total, value in zip(variables, sums, values, strict=True)
-    ]
 
 
-def _restored(variable, total, dtype, size):
+def _restored(variable, total, size):
+    dtype = tf.as_dtype(variable.value.dtype)
     if aggregation(variable) == "mean":
         total /= size
     if dtype == tf.bool:

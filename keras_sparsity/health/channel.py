@@ -1,4 +1,4 @@
-"""Connections from every rank to rank 0, independent of the engine.
+"""Connections from every rank to one of them, independent of the engine.
 
 Messages are JSON, not pickles, from processes that prove to know a secret,
 which the engine has distributed. The port closes when all ranks have
@@ -78,29 +78,30 @@ class Channel:
         self._raw.close()
 
 
-def connect(rank, size, gather_objects):
-    """Connects every rank with rank 0. A collective call.
+def connect(rank, size, gather_objects, root=0):
+    """Connects every rank with one of them. A collective call.
 
     Args:
         rank, size: This process among all.
         gather_objects: `Collectives.gather_objects`.
+        root: The rank with which all are connected.
 
     Returns:
-        This rank's `Channel` to rank 0, and on rank 0 a dict of the `Channel`
-        to each rank, else None.
+        This rank's `Channel` to the root, and on the root a dict of the
+        `Channel` to each rank, else None.
     """
     one_machine = len(set(gather_objects(_place(), "watch/place"))) == 1
     server = offer = None
-    if rank == 0:
+    if rank == root:
         server, hosts = _listen(one_machine, size)
         offer = hosts, server.getsockname()[1], secrets.token_bytes(32)
-    hosts, port, secret = gather_objects(offer, "watch/address")[0]
-    if rank != 0:
-        return _call(hosts, port, secret, rank), None
+    hosts, port, secret = gather_objects(offer, "watch/address")[root]
+    if rank != root:
+        return _call(hosts, port, secret, rank, root), None
     own, far = connection.Pipe()
     with server:
-        others = _accept_all(server, size, secret)
-    return Channel(own), {0: Channel(far), **others}
+        others = _accept_all(server, size, secret, root)
+    return Channel(own), {root: Channel(far), **others}
 
 
 def _listen(one_machine, size):
@@ -151,7 +152,7 @@ def _own_addresses():
     return list(dict.fromkeys(hosts))
 
 
-def _call(hosts, port, secret, rank):
+def _call(hosts, port, secret, rank, root):
     end = time.monotonic() + _CONNECT_SECONDS
     errors = {}
     while time.monotonic() < end:
@@ -168,14 +169,14 @@ def _call(hosts, port, secret, rank):
                 errors[host] = error
         time.sleep(0.2)
     raise RuntimeError(
-        f"Rank 0 could not be reached at port {port} of any of its addresses: "
+        f"Rank {root} could not be reached at port {port} of its addresses: "
         f"{errors}. The ranks connect to it to learn of each other's failures. "
         "Give the machines names that resolve on all of them, and allow TCP "
         "connections between them."
     )
 
 
-def _accept_all(server, size, secret):
+def _accept_all(server, size, secret, root):
     channels = {}
     end = time.monotonic() + _CONNECT_SECONDS + 10
     with _Handshakes(server, secret) as handshakes:
@@ -184,9 +185,9 @@ def _accept_all(server, size, secret):
                 left = max(0, end - time.monotonic())
                 rank, channel = handshakes.agreed.get(timeout=left)
             except queue.Empty:
-                missing = sorted(set(range(1, size)) - set(channels))
+                missing = sorted({*range(size)} - {root, *channels})
                 raise RuntimeError(
-                    f"Ranks {missing} did not connect to rank 0."
+                    f"Ranks {missing} did not connect to rank {root}."
                 ) from None
             if rank in channels:  # The rank has tried again.
                 channels[rank].close()

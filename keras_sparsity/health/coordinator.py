@@ -1,4 +1,4 @@
-"""Rank 0's thread, which collects all ranks' reports and declares failures."""
+"""A rank's thread, which collects all ranks' reports and declares failures."""
 
 import dataclasses
 import threading
@@ -22,8 +22,9 @@ class Coordinator:
 
     Messages from a rank: `report` (a `Report`), `raised` (the exception that
     ends its program), `trouble` (a collective failed), `timeout` (a new one),
-    `alive`. Messages to all ranks: `ask` (report now), `timeout` (a new one),
-    `failure`, `farewell`, `alive`.
+    `alive`, `spare` (ranks without which the others go on). Messages to all
+    ranks: `ask` (report now), `timeout` (a new one), `failure`, `farewell`,
+    `alive`, `without` (a rank that is lost).
 
     Args:
         channels: dict from rank to `Channel`.
@@ -42,6 +43,7 @@ class Coordinator:
         self._deadline = None
         self._is_cause = False
         self._done = False
+        self._spare, self._lost = set(), set()
         self._thread = threading.Thread(
             target=self._run, name="keras_sparsity coordinator", daemon=True
         )
@@ -58,9 +60,12 @@ class Coordinator:
         while ranks and not self._done:
             for channel in connection.wait(list(ranks), _TICK_SECONDS):
                 rank, message = ranks[channel], channel.receive()
-                self._heard[rank] = time.monotonic()
                 if message is None:
                     del ranks[channel]
+                if rank in self._lost:
+                    continue
+                self._heard[rank] = time.monotonic()
+                if message is None:
                     self._hear_end(rank)
                 else:
                     getattr(self, f"_hear_{message.pop('kind')}")(
@@ -86,18 +91,28 @@ class Coordinator:
         note = self._reports[rank].note
         self._reports[rank] = Report.from_json(fields)
         self._reports[rank].note = self._reports[rank].note or note
+        self._end_if_all_have()
+
+    def _end_if_all_have(self):
         if all(r.status == "ended" for r in self._reports.values()):
             self._done = True
             # Rank 0 last: this thread dies with its process.
             for rank in sorted(self._channels, reverse=True):
                 self._channels[rank].send(kind="farewell")
 
+    def _hear_spare(self, rank, ranks):
+        self._spare.update(ranks)
+
     def _hear_raised(self, rank, error):
+        if self._goes_on_without(rank, f"rank {rank} raised {error}"):
+            return
         self._reports[rank].status = "gone"
         self._reports[rank].note = f"raised {error.splitlines()[0]}"
         self._suspect(f"rank {rank} raised {error}")
 
     def _hear_trouble(self, rank, error):
+        if rank in self._spare:
+            return  # It raises, if it does not go on.
         self._reports[rank].note = f"failed: {error}"
         self._suspect(
             f"a collective failed on rank {rank}: {error}", is_cause=False
@@ -106,11 +121,29 @@ class Coordinator:
     def _hear_end(self, rank):
         if self._reports[rank].status == "gone":
             return
-        self._reports[rank].status = "gone"
-        self._suspect(
+        problem = (
             f"the process of rank {rank} is gone: it was killed, crashed, or "
             "left by os._exit."
         )
+        if not self._goes_on_without(rank, problem):
+            self._reports[rank].status = "gone"
+            self._suspect(problem)
+
+    def _goes_on_without(self, rank, problem):
+        """Whether the others go on without a rank; then tells all of them."""
+        if rank not in self._spare or not self._spare - {rank}:
+            return False
+        self._spare.remove(rank)
+        self._lost.add(rank)
+        del self._reports[rank], self._heard[rank]
+        self._channels[rank].send(
+            kind="failure",
+            message=f"keras_sparsity: the others go on without this: {problem}",
+        )
+        del self._channels[rank]
+        self._tell(kind="without", rank=rank, problem=problem)
+        self._end_if_all_have()
+        return True
 
     def _suspect(self, problem, is_cause=True):
         """Declares the problem later, when all ranks have reported."""
@@ -141,12 +174,14 @@ class Coordinator:
         silent = now - min(self._heard.values())
         if silent > self._timeout_seconds:
             rank = min(self._heard, key=self._heard.get)
-            self._reports[rank].note = f"silent for {silent:.0f} s"
-            self._suspect(
+            problem = (
                 f"the process of rank {rank} has not been heard of for "
                 f"{silent:.0f} s: it is stopped or its machine cannot be "
                 "reached."
             )
+            if not self._goes_on_without(rank, problem):
+                self._reports[rank].note = f"silent for {silent:.0f} s"
+                self._suspect(problem)
             return
         self._judge_calls(now)
 

@@ -3,8 +3,8 @@
 The engines do not notice that ranks wait in different collectives, and their
 errors after the death of a rank do not give its reason. So each rank has a
 thread that reads its journal twice a second and, if no call begins or ends,
-reports its open calls to rank 0. There `coordinator.py` decides, by the rules
-of `verdict.py`, and informs all ranks.
+reports its open calls to rank 0, or to the first dedicated server. There
+`coordinator.py` decides, by the rules of `verdict.py`, and informs all ranks.
 """
 
 import atexit
@@ -23,6 +23,7 @@ from keras_sparsity.health import errors, verdict
 from keras_sparsity.health.coordinator import Coordinator
 from keras_sparsity.health.observer import Observer
 from keras_sparsity.health.report import Report
+from keras_sparsity.machines import settings
 
 _POLL_SECONDS = 0.5
 # Time for the program to end by itself after a failure.
@@ -44,13 +45,16 @@ def start(collectives, journal, abort, close, timeout_seconds):
         timeout_seconds: How long a living rank may keep others waiting.
     """
     global _watch
+    # Training may go on without a worker, but not without a server.
+    root = collectives.num_workers % collectives.size
     channel, all_channels = channels.connect(
-        collectives.rank, collectives.size, collectives.gather_objects
+        collectives.rank, collectives.size, collectives.gather_objects, root
     )
     if all_channels:
         Coordinator(all_channels, timeout_seconds).start()
     _watch = _Watch(
         collectives.rank,
+        root,
         channel,
         journal,
         abort,
@@ -66,6 +70,19 @@ def set_timeout(seconds):
         _watch.set_timeout(seconds)
 
 
+def go_on_without(ranks, on_lost):
+    """From now on, the loss of one of some ranks does not end the others.
+
+    A rank that is lost is told so, and ends. If all of them are, all ranks end.
+
+    Args:
+        ranks: The ranks, the same on every rank.
+        on_lost: Function of the number of a lost rank, called in a thread.
+    """
+    if _watch is not None:
+        _watch.go_on_without(ranks, on_lost)
+
+
 def report_exception(error):
     """Informs all ranks that `error` ends this rank's program.
 
@@ -78,8 +95,11 @@ def report_exception(error):
 class _Watch:
     """Reports this rank's state, and ends its process on a failure."""
 
-    def __init__(self, rank, channel, journal, abort, close, timeout_seconds):
-        self._rank = rank
+    def __init__(
+        self, rank, root, channel, journal, abort, close, timeout_seconds
+    ):
+        self._rank, self._root = rank, root
+        self._on_lost, self._lost = None, []
         self._channel = channel
         self._abort = abort
         self._close = close
@@ -116,6 +136,10 @@ class _Watch:
         self._timeout_seconds = seconds
         self._channel.send(kind="timeout", seconds=seconds)
 
+    def go_on_without(self, ranks, on_lost):
+        self._on_lost = on_lost
+        self._channel.send(kind="spare", ranks=list(ranks))
+
     def report_exception(self, error):
         if self._is_mine() and not self._is_over.is_set():
             self._has_raised = True
@@ -149,7 +173,7 @@ class _Watch:
                 message = self._channel.receive() or {"kind": "lost"}
                 self._heard = time.monotonic()
                 if message["kind"] == "lost":
-                    return self._describe_rank_0(
+                    return self._describe_root(
                         "is gone: it was killed, crashed, or left by os._exit."
                     )
                 if message["kind"] == "farewell":
@@ -159,6 +183,8 @@ class _Watch:
                 if message["kind"] == "timeout":
                     self._timeout_seconds = message["seconds"]
                     told = 0.0  # Rank 0 may expect a sign of life at once.
+                if message["kind"] == "without":
+                    self._go_on(message["rank"], message["problem"])
                 asked = message["kind"] == "ask"
             self._report(asked)
             now = time.monotonic()
@@ -167,7 +193,7 @@ class _Watch:
                 told = now
             silent = now - self._heard
             if silent > self._timeout_seconds:
-                return self._describe_rank_0(
+                return self._describe_root(
                     f"has not been heard of for {silent:.0f} s: it is stopped "
                     "or its machine cannot be reached."
                 )
@@ -189,9 +215,22 @@ class _Watch:
             report.status = "ended"
         return report
 
-    def _describe_rank_0(self, problem):
-        reports = {0: Report("gone"), self._rank: self._look(True)}
-        return verdict.describe(f"the process of rank 0 {problem}", reports)
+    def _describe_root(self, problem):
+        reports = {self._root: Report("gone"), self._rank: self._look(True)}
+        return verdict.describe(
+            f"the process of rank {self._root} {problem}", reports
+        )
+
+    def _go_on(self, rank, problem):
+        self._lost.append(rank)
+        path = os.environ.get(settings.LOST_VARIABLE)
+        if path:
+            # The launcher says it. All ranks write the same line.
+            with open(path, "a") as file:
+                file.write(f"{rank}\n")
+        else:
+            logging.getLogger(__name__).warning("%s The others go on.", problem)
+        self._on_lost(rank)
 
     def _end(self, failure):
         errors.record_failure(failure)
@@ -272,6 +311,10 @@ class _Watch:
             time.sleep(0.02)
         if errors.failure() is not None:
             self._announce()
+            self._leave()
+        if self._lost:
+            # The engine would wait for them.
+            self._exit_code = 0
             self._leave()
         self._close()
 

@@ -12,6 +12,7 @@ from keras_sparsity._tf import checks
 from keras_sparsity.launch import environment
 from keras_sparsity.launch.hosts import local_hosts, places
 from keras_sparsity.launch.processes import Follower, ProcessGroup, start_here
+from keras_sparsity.machines.settings import LOST_VARIABLE
 
 
 class LaunchError(RuntimeError):
@@ -62,7 +63,8 @@ def run(
             and own the rows of sharded tables; their ranks are the last ones.
 
     Returns:
-        List of the function's results, by rank.
+        List of the function's results, by rank; None of a worker without which
+        asynchronous training went on.
 
     Raises:
         LaunchError: If a process fails or the time is over; it contains
@@ -125,7 +127,9 @@ class Job:
             environments = stack.enter_context(
                 environment.of_ranks(engine, of_ranks, shared)
             )
-            self.processes = stack.enter_context(ProcessGroup())
+            self.processes = stack.enter_context(
+                ProcessGroup(self._path("lost"))
+            )
             for rank, variables in enumerate(environments):
                 self._start(rank, engine, variables)
             self._stack = stack.pop_all()
@@ -136,7 +140,7 @@ class Job:
             start_here(
                 rank,
                 ["call", engine, *target],
-                variables,
+                {**variables, LOST_VARIABLE: self._path("lost")},
                 stdout=self._path("err" if rank else "out", rank),
                 stderr=self._path("err", rank),
             )
@@ -172,7 +176,11 @@ class Job:
                 raise self.timeout_error(timeout) from None
         if self.processes.failed():
             raise self.failure()
-        return [self._result(p.rank)[1] for p in self.processes.processes]
+        lost = self.processes.lost()
+        return [
+            None if process in lost else self._result(process.rank)[1]
+            for process in self.processes.processes
+        ]
 
     def timeout_error(self, timeout, after=""):
         """Ends all ranks; the error shows each rank's last position."""

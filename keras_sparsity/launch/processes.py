@@ -153,6 +153,8 @@ class RankProcess:
         """How it ended, in words."""
         code = self.returncode
         where = f" on {self._remote_host}" if self._remote_host else ""
+        if code is None:
+            return f"does not answer{where}"
         if self.we_ended_it:
             return f"was ended by the launcher{where}"
         if self._remote_host and code == SSH_FAILED:
@@ -217,12 +219,21 @@ def python_flags():
 
 
 class ProcessGroup:
-    """The ranks of one launch; leaving the `with` block ends them all."""
+    """The ranks of one launch; leaving the `with` block ends them all.
 
-    def __init__(self):
+    Args:
+        lost_path: Path of the file in which ranks write the number of one
+            without which they go on (`health/watch.py`).
+        on_lost: Function of such a rank's process, once.
+    """
+
+    def __init__(self, lost_path=None, on_lost=lambda process: None):
         self.processes = []
+        self._lost_path, self._on_lost = lost_path, on_lost
+        self._lost, self._listed_seconds = [], {}
         self._deadline = None
         self._stop_signals = []
+        self._is_for_failure = False  # whether it stops for a failure
         self._stage_seconds = GRACE_SECONDS
 
     def __enter__(self):
@@ -242,7 +253,9 @@ class ProcessGroup:
         ended = [
             p
             for p in self.processes
-            if p.poll() not in (None, 0) and not p.we_ended_it
+            if p.poll() not in (None, 0)
+            and not p.we_ended_it
+            and p not in self._lost
         ]
         # The loss of a rank raises an exception on the others, code 1. So a
         # signal (out of memory) or another code is the cause, whatever the
@@ -255,6 +268,35 @@ class ProcessGroup:
                 p.ended_seconds,
             ),
         )
+
+    def lost(self):
+        """The ranks that failed, and without which the others went on."""
+        return list(self._lost)
+
+    def _look_for_lost(self):
+        now, listed = time.monotonic(), self._listed()
+        for process in self.processes:
+            if process.rank not in listed or process in self._lost:
+                continue
+            since = self._listed_seconds.setdefault(process.rank, now)
+            # One that raises needs a moment to end, a stopped one does not end.
+            if process.poll() is not None or now > since + LAST_WORDS_SECONDS:
+                self._lost.append(process)
+                self._on_lost(process)
+        running = self.running()
+        if running and all(process in self._lost for process in running):
+            self.send_signal(signal.SIGKILL)
+        is_waiting = self._is_for_failure and self._stop_signals[0] is None
+        if is_waiting and not self.failed():
+            self._stop_signals, self._deadline = [], None
+            self._is_for_failure = False
+
+    def _listed(self):
+        try:
+            with open(self._lost_path) as file:
+                return {int(line) for line in file if line.endswith("\n")}
+        except (OSError, TypeError):
+            return set()  # none yet, or no file
 
     def send_signal(self, signal_number):
         for process in self.running():
@@ -279,6 +321,7 @@ class ProcessGroup:
             self._stop_signals = [None, signal.SIGTERM, signal.SIGKILL]
             self._stage_seconds = GRACE_SECONDS
             self._deadline = time.monotonic() + seconds
+            self._is_for_failure = True
 
     def step(self):
         """Sends a signal that is due; called a few times per second."""
@@ -295,8 +338,10 @@ class ProcessGroup:
         while self.running():
             if self.failed():
                 self.stop_after(LAST_WORDS_SECONDS)
+            self._look_for_lost()
             self.step()
             on_poll()
+        self._look_for_lost()
         on_poll()
 
     def dump_stacks(self, wait_seconds=1.0):

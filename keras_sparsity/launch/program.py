@@ -24,7 +24,7 @@ from keras_sparsity.launch.processes import (
 )
 from keras_sparsity.launch.remote import Remote
 from keras_sparsity.machines import addresses, firewall
-from keras_sparsity.machines.settings import SEED_VARIABLE
+from keras_sparsity.machines.settings import LOST_VARIABLE, SEED_VARIABLE
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # as of the command `timeout`
@@ -127,7 +127,7 @@ class Program:
             environment.of_ranks(
                 self.engine, of_ranks, shared, network
             ) as environments,
-            ProcessGroup() as processes,
+            ProcessGroup(logs.lost, self._say_lost) as processes,
         ):
             for place, variables in zip(of_ranks, environments, strict=True):
                 processes.append(self._start(remote, place, variables, logs))
@@ -136,10 +136,18 @@ class Program:
             )
             watched.wait()
             watched.shown = logs.take_shown_error()
+            logs.end_lost(processes.lost())
         return watched
+
+    @staticmethod
+    def _say_lost(rank):
+        output = f" (its output: {rank.log_path})" if rank.log_path else ""
+        _say(f"rank {rank.rank} {rank.describe_end()}{output}; others go on.")
 
     def _start(self, remote, place, variables, logs):
         log = None
+        if place.host.is_local:
+            variables = {**variables, LOST_VARIABLE: logs.lost}
         if place.rank > 0:
             log = logs.file(place.rank)
             # The last lines of a killed rank matter most.
@@ -220,6 +228,11 @@ class _LogFolder:
         return os.path.join(self.path, f"rank-{rank}{attempt}.log")
 
     @property
+    def lost(self):
+        """Path of the file with the ranks without which others go on."""
+        return self.file(0) + ".lost"
+
+    @property
     def shown_error(self):
         """Path of the file with rank 0's shown error."""
         return self.file(0) + ".error"
@@ -230,6 +243,13 @@ class _LogFolder:
         with contextlib.suppress(FileNotFoundError):
             os.remove(self.shown_error)
         return lines
+
+    def end_lost(self, ranks):
+        """Keeps the folder, with the output of lost ranks."""
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self.lost)
+        if ranks:
+            self.keep()
 
     def keep(self):
         self._is_temporary = False
@@ -296,7 +316,8 @@ class _Watched:
         if self._timed_out:
             return _TIMED_OUT
         ranks = self._processes.processes
-        if all(rank.returncode == 0 for rank in ranks):
+        lost = self._processes.lost()
+        if all(rank.returncode == 0 or rank in lost for rank in ranks):
             return 0
         if self._signals.received:
             return self._signals.exit_code

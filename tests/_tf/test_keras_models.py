@@ -27,7 +27,12 @@ def test_set_distribute_strategy():
 
 
 @pytest.mark.parametrize(
-    "name", [keras_models.SYMBOLIC_BUILD, keras_losses.STEP_LOSS]
+    "name",
+    [
+        keras_models.SYMBOLIC_BUILD,
+        keras_models.RESULTS_OR_LOGS,
+        keras_losses.STEP_LOSS,
+    ],
 )
 def test_keras_calls_what_adoption_binds(name):
     """In `fit`, with the arguments that the bound method takes."""

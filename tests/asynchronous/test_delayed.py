@@ -82,12 +82,22 @@ def test_weights_are_exactly_so_old(cluster, engine):
         assert results[0][2] == results[-1][2]
 
 
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_dedicated_servers_wait_as_well(cluster, engine):
+    ranks = cluster(engine, 2, num_servers=2)
+    for (result,) in ranks.run(functions.train_several, [_CELLS[2]]):
+        _check(result, _CELLS[2])
+
+
 @pytest.mark.all_cells
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize("num_processes", [2, 3])
+@pytest.mark.parametrize("num_servers", [0, 1])
 @pytest.mark.parametrize("cell", _ALL)
-def test_all_rules_and_delays(cluster, engine, num_processes, cell):
-    run = cluster(engine, num_processes).run
+def test_all_rules_and_delays(
+    cluster, engine, num_processes, num_servers, cell
+):
+    run = cluster(engine, num_processes, num_servers=num_servers).run
     for first, second in run(functions.train_several, [cell, cell]):
         _check(first, cell)
         for one, other in zip(first[0], second[0], strict=True):

@@ -19,25 +19,32 @@ def _served(model, optimizer, loss="mse", **options):
 
 @pytest.mark.parametrize("rule", list(delayed_loop.RULES))
 def test_one_worker_trains_as_stock_keras(rule):
-    x, y = functions.data()
-    results = []
-    for is_served in (True, False):
-        model = functions.dense()
-        optimizer = delayed_loop.RULES[rule]()
-        if is_served:
-            strategy = _served(model, optimizer, max_staleness=2)
-        else:
-            model.compile(optimizer, "mse")
-        history = model.fit(
-            x.astype("float32"), y, functions.BATCH, 3, shuffle=False, verbose=0
-        )
-        state = [v.numpy() for v in optimizer.variables]
-        results.append((model.get_weights(), state, history.history["loss"]))
-    for found, expected in zip(*results, strict=True):
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+    found, staleness = functions.train_dense(rule, True)
+    _check_equal(found, functions.train_dense(rule, False)[0])
     # Of an epoch's 5 batches.
-    assert strategy.staleness == {0: 5}
+    assert staleness == {0: 5}
+
+
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("num_servers", [1, 2])
+@pytest.mark.parametrize("rule", list(delayed_loop.RULES))
+def test_one_worker_of_servers_trains_as_stock_keras(
+    cluster, engine, num_servers, rule
+):
+    ranks = cluster(engine, 1, num_servers=num_servers).run(
+        functions.train_dense, rule, True
+    )
+    expected, _ = functions.train_dense(rule, False)
+    for found, staleness in ranks:
+        _check_equal(found, expected)
+        assert staleness == {0: 5}
+
+
+def _check_equal(found, expected):
+    for values, others in zip(found, expected, strict=True):
+        for one, other in zip(values, others, strict=True):
+            np.testing.assert_allclose(one, other, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
@@ -83,9 +90,12 @@ def test_without_a_bound_nobody_waits(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_an_epoch_is_one_pass_of_all(cluster, engine, tmp_path):
+@pytest.mark.parametrize("num_servers", [0, 2])
+def test_an_epoch_is_one_pass_of_all(cluster, engine, num_servers, tmp_path):
     # The loss is linear: weights are the sum of all gradients, in any order.
-    ranks = cluster(engine, 2).run(functions.linear, 2, str(tmp_path))
+    ranks = cluster(engine, 2, num_servers=num_servers).run(
+        functions.linear, 2, str(tmp_path)
+    )
     x, _ = functions.data(5 * functions.BATCH)
     batches = [b for b, _ in delayed_loop.batches(x, x, functions.BATCH)]
     moved = -functions.EPOCHS * sum(

@@ -91,3 +91,31 @@ def test_a_new_timeout_goes_to_all(ranks):
     ends[1].send(kind="timeout", seconds=20.0)
     for end in ends:
         assert wait_for(end, "timeout", Report())["seconds"] == 20.0
+
+
+def test_the_others_go_on_without_spare_ranks(ranks):
+    first, second, server = ranks(3)
+    server.send(kind="spare", ranks=[0, 1])
+    wait_for(server, "alive")  # Rank 2 was heard.
+    first.send(kind="trouble", error="its session failed")
+    first.send(kind="raised", error="ValueError: no luck")
+    assert "go on without" in wait_for(first, "failure")["message"]
+    for end in (second, server):
+        message = wait_for(end, "without", Report())
+        assert message["rank"] == 0
+        assert "rank 0 raised ValueError" in message["problem"]
+    # Without the last of them, nobody would train.
+    second.close()
+    message = wait_for(server, "failure", Report())["message"]
+    assert "the process of rank 1 is gone" in message
+
+
+def test_all_that_are_left_end_together(ranks):
+    first, second, server = ranks(3)
+    server.send(kind="spare", ranks=[0, 1])
+    wait_for(server, "alive")
+    for end in (second, server):
+        end.send(kind="report", **Report("ended").to_json())
+    first.close()
+    for end in (second, server):
+        wait_for(end, "farewell")

@@ -1,0 +1,75 @@
+"""Variables at a server, and operations that hold its mutex."""
+
+import tensorflow as tf
+
+
+class Cell:
+    """A variable at the device under which it is made.
+
+    Clients share it by its name.
+
+    Args:
+        name: its name.
+        dtype: its dtype.
+        shape: its shape.
+    """
+
+    def __init__(self, name, dtype, shape):
+        self.dtype, self.shape = tf.as_dtype(dtype), tf.TensorShape(shape)
+        self.handle = tf.raw_ops.VarHandleOp(
+            dtype=self.dtype, shape=self.shape, shared_name=name, container=""
+        )
+
+    def read(self):
+        value = tf.raw_ops.ReadVariableOp(
+            resource=self.handle, dtype=self.dtype
+        )
+        return tf.ensure_shape(value, self.shape)
+
+    def assign(self, value):
+        return tf.raw_ops.AssignVariableOp(resource=self.handle, value=value)
+
+    def fill(self, value):
+        return self.assign(tf.fill(self.shape, tf.constant(value, self.dtype)))
+
+    def set(self, index, value):
+        """Assigns one element of a vector."""
+        return self.assign_rows([index], [tf.cast(value, self.dtype)])
+
+    def rows(self, ids):
+        return tf.raw_ops.ResourceGather(
+            resource=self.handle, indices=ids, dtype=self.dtype
+        )
+
+    def destroy(self):
+        return tf.raw_ops.DestroyResourceOp(resource=self.handle)
+
+    def assign_rows(self, ids, rows):
+        return tf.raw_ops.ResourceScatterUpdate(
+            resource=self.handle, indices=ids, updates=rows
+        )
+
+
+def locked(mutex, build):
+    """The results of operations that run while a mutex is held.
+
+    The lock is also given back if one of them fails. What they need from other
+    devices must be there before: a worker may stop while it sends it.
+
+    Args:
+        mutex: a resource.
+        build: function that makes the operations and returns tensors.
+    """
+    lock = tf.raw_ops.MutexLock(mutex=mutex)
+    with tf.control_dependencies([lock]):
+        results = build()
+    with tf.control_dependencies(tf.nest.flatten(results)):
+        released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+    with tf.control_dependencies([released]):
+        return tf.nest.map_structure(tf.identity, results)
+
+
+def function_of(session, feeds, fetches, targets=()):
+    """A function of the feeds' values; returns a list of the fetches'."""
+    handle = session.make_callable([*fetches, *targets], feed_list=feeds)
+    return lambda *values: handle(*values)[: len(fetches)]

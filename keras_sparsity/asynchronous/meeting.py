@@ -1,0 +1,207 @@
+"""Messages among all ranks by way of a server, without those that are lost."""
+
+import pickle
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity.asynchronous import servers as tf_servers
+from keras_sparsity.asynchronous.cells import Cell, function_of, locked
+from keras_sparsity.collectives.base import Collectives
+from keras_sparsity.collectives.engine import Engine
+from keras_sparsity.collectives.wire import Wire
+from keras_sparsity.health import journal, watch
+
+# Between two looks at the others' letters.
+_LOOK_SECONDS = 0.02
+_REDUCE = {"sum": np.sum, "max": np.max, "min": np.min}
+
+_lasting = {}  # from `Collectives` to those that outlast lost workers
+
+
+def lasting(collectives):
+    """The same ranks, by way of the first dedicated server.
+
+    From now on the loss of a worker does not end the others. A message is that
+    of the ranks that are left. All ranks call it together.
+
+    Args:
+        collectives: `Collectives` of all ranks, with dedicated servers.
+    """
+    if collectives not in _lasting:
+        servers = tf_servers.started(collectives)
+        meeting = Meeting(servers, collectives)
+        servers.add(meeting)
+        watch.go_on_without(range(collectives.num_workers), servers.lose)
+        collectives.barrier("servers/lasting")
+        made = Collectives(
+            meeting,
+            collectives.topology,
+            journal=journal.current(),
+            machines=collectives.machines,
+            num_servers=collectives.num_servers,
+        )
+        tf_servers.share(made, servers)
+        _lasting[collectives] = _lasting[made] = made
+    return _lasting[collectives]
+
+
+class Meeting(Engine):
+    """An engine of small eager messages, each written as a letter.
+
+    A rank writes its letter, and waits until each other rank has written its
+    own, or is lost. It needs two places for letters: a rank writes its second
+    next one when all have written the next, and so have read this one.
+
+    Args:
+        servers: `Servers`, of which the first owner has the letters.
+        collectives: `Collectives` of all ranks.
+    """
+
+    def __init__(self, servers, collectives):
+        self.name = collectives.engine
+        self.rank, self.size = collectives.rank, collectives.size
+        self._count = 0
+        graph = tf.Graph()
+        session = servers.session(graph)
+        with graph.as_default(), tf.device(servers.device(servers.owners[0])):
+            self._make_cells()
+            begin = function_of(session, [], [], self._begun())
+            self._make_calls(session)
+        if servers.is_first:
+            begin()
+        collectives.barrier("servers/meeting")
+
+    def _make_cells(self):
+        self._mutex = tf.raw_ops.MutexV2(shared_name="meeting/mutex")
+        self._numbers = Cell("meeting/numbers", tf.int64, [self.size])
+        self._lost = Cell("meeting/lost", tf.bool, [self.size])
+        self._letters = [
+            [Cell(f"meeting/{rank}/{i}", tf.string, []) for i in range(2)]
+            for rank in range(self.size)
+        ]
+
+    def _begun(self):
+        letters = [cell.fill("") for cell in sum(self._letters, [])]
+        return [self._lost.fill(False), self._numbers.fill(0), *letters]
+
+    def _make_calls(self, session):
+        number = tf.compat.v1.placeholder(tf.int64, [])
+        letter = tf.compat.v1.placeholder(tf.string, [])
+        rank = tf.compat.v1.placeholder(tf.int64, [])
+        self._put, self._take = [], []
+        for place in range(2):
+            written = self._written(place, letter, number)
+            self._put.append(function_of(session, [number, letter], [written]))
+            read = [letters[place].read() for letters in self._letters]
+            self._take.append(function_of(session, [], read))
+        seen = locked(
+            self._mutex, lambda: [self._numbers.read(), self._lost.read()]
+        )
+        self._look = function_of(session, [], seen)
+        left = locked(self._mutex, lambda: self._left(rank))
+        self.leave_out = function_of(session, [rank], [left])
+
+    def _written(self, place, letter, number):
+        def written():
+            is_lost = self._lost.read()[self.rank]
+            before = self._numbers.read()[self.rank]
+            # The others may have gone on without it.
+            kept = tf.where(is_lost, before, number)
+            with tf.control_dependencies(
+                [
+                    self._letters[self.rank][place].assign(letter),
+                    self._numbers.set(self.rank, kept),
+                ]
+            ):
+                return tf.identity(is_lost)
+
+        return locked(self._mutex, written)
+
+    def _left(self, rank):
+        with tf.control_dependencies([self._lost.set(rank, True)]):
+            return tf.identity(rank)
+
+    def gather(self, name, value):
+        """dict from a rank to its value, of all that are not lost."""
+        self._count += 1
+        place = self._count % 2
+        (is_lost,) = self._put[place](self._count, pickle.dumps((name, value)))
+        if is_lost:
+            raise_of_lost(self.rank)
+        while True:
+            numbers, lost = self._look()
+            is_there = numbers >= self._count
+            if (is_there | lost).all():
+                break
+            time.sleep(_LOOK_SECONDS)
+        letters = self._take[place]()
+        found = {
+            rank: pickle.loads(letters[rank])
+            for rank in np.flatnonzero(is_there).tolist()
+        }
+        names = {rank: name for rank, (name, _) in found.items()}
+        if set(names.values()) != {name}:
+            raise ValueError(
+                f"All ranks must make the same calls. Received: {names}. "
+                "Remove calls that one rank makes alone (`if rank == 0:`)."
+            )
+        return {rank: value for rank, (_, value) in found.items()}
+
+    # The operations of an `Engine`.
+
+    def reduce_wire(self, dtype):
+        return Wire(dtype, dtype)
+
+    move_wire = reduce_wire
+
+    def _values(self, name, tensor):
+        if not tf.executing_eagerly():
+            raise ValueError(
+                "Workers that pull and push by themselves have no steps "
+                f"together. Received: the collective '{name}' in a traced "
+                "function. Call it outside of the function."
+            )
+        return self.gather(name, tensor.numpy())
+
+    def all_reduce(self, flat, op, name):
+        values = list(self._values(name, flat).values())
+        return tf.constant(_REDUCE[op](values, axis=0), flat.dtype)
+
+    def all_gather(self, rows, name):
+        values = list(self._values(name, rows).values())
+        return tf.constant(np.concatenate(values), rows.dtype)
+
+    def broadcast(self, flat, root, name):
+        values = self._values(name, flat)
+        # Without the root, of the first rank that is left.
+        value = values.get(root, values[min(values)])
+        return tf.constant(value, flat.dtype)
+
+    def all_to_all(self, rows, splits, name):
+        raise ValueError(
+            "With all variables at servers, ranks exchange no rows. Received: "
+            f"the collective '{name}'. Use `delay=\"fixed\"`, or `all_gather`."
+        )
+
+    def all_to_all_along(self, rows, route, name):
+        self.all_to_all(rows, route, name)
+
+    def split(self, groups, label):
+        self.all_to_all(None, None, label)
+
+    def abort(self, message):
+        pass
+
+    def close(self):
+        pass
+
+
+def raise_of_lost(rank):
+    """Raises RuntimeError on a worker that the others take for lost."""
+    raise RuntimeError(
+        f"The others go on without rank {rank}, which was not heard of for "
+        "longer than the timeout (KERAS_SPARSITY_TIMEOUT). Its batch was "
+        "given to another worker."
+    )

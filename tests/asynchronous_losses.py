@@ -1,0 +1,118 @@
+"""Trainings whose workers are killed, stopped, or raise."""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+
+NUM_BATCHES = 40
+
+
+class Loss(keras.layers.Layer):
+    """Its output is that of the batch's number, and its gradient marks it.
+
+    With a learning rate of -1, the weights are how often each batch's gradient
+    was applied.
+
+    Args:
+        begin: function of a batch's number, called in its step.
+        num_batches: of an epoch.
+    """
+
+    def __init__(self, begin, num_batches):
+        super().__init__()
+        self._begin, self._size = begin, num_batches
+        self.kernel = self.add_weight(shape=(num_batches,), initializer="zeros")
+        self.other = self.add_weight(shape=(num_batches,), initializer="zeros")
+
+    def call(self, x, training=False):
+        number = tf.cast(x[0, 0], tf.int32)
+        waited = tf.zeros([])
+        if training:
+            waited = tf.numpy_function(self._begin, [number], tf.float32)
+        mark = tf.one_hot(number, self._size) + waited
+        kernel = tf.convert_to_tensor(self.kernel.value)
+        other = tf.convert_to_tensor(self.other.value)
+        product = tf.reduce_sum((kernel + other) * mark)
+        # Its value is the batch's number.
+        return 0 * x + x[0, 0] + product - tf.stop_gradient(product)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+def output(y, outputs):
+    return tf.reduce_mean(outputs)
+
+
+def train(begin, epochs=2, bound=3, num_batches=NUM_BATCHES, known=True):
+    """`(kernel, other, history, steps of this rank)`.
+
+    Args:
+        begin: function of the strategy, the number of this rank's step, and
+            that of the batch.
+        known: whether the number of batches is known.
+    """
+    strategy = ks.HybridStrategy(synchronous=False, max_staleness=bound)
+    steps = []
+
+    def began(number):
+        steps.append(int(number))
+        begin(strategy, len(steps), int(number))
+        return np.float32(0)
+
+    layer = Loss(began, num_batches)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layer])
+        model.compile(keras.optimizers.SGD(1.0), output)
+    x = np.arange(num_batches, dtype="float32")[:, None]
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(1)
+    if not known:
+        data = data.filter(lambda x, y: True)
+    data = data.shuffle(num_batches, seed=3)
+    history = model.fit(data, epochs=epochs, validation_data=(x, x), verbose=0)
+    kernel, other = (-w for w in model.get_weights())
+    # A call of all ranks that are left.
+    ranks = strategy.collectives.gather_objects(strategy.rank)
+    return kernel, other, history.history, steps, ranks
+
+
+def end_by(kind):
+    if kind == "raise":
+        raise RuntimeError("no luck")
+    os.kill(os.getpid(), getattr(signal, kind))
+
+
+def at_step(victims, kind, step, known=True):
+    """Some ranks end in one of their steps: by a signal, or "raise"."""
+
+    def begin(strategy, count, number):
+        time.sleep(0.01)
+        if strategy.rank in victims and count == step:
+            end_by(kind)
+
+    return train(begin, known=known)
+
+
+def at_any_time(victims, seconds):
+    """Some ranks are killed so many seconds after their first step."""
+    chance = random.Random(0)
+
+    def begin(strategy, count, number):
+        time.sleep(chance.uniform(0, 0.02))
+        if strategy.rank in victims and count == 1:
+            threading.Timer(seconds, end_by, ["SIGKILL"]).start()
+
+    return train(begin)
+
+
+if __name__ == "__main__":
+    victims = [int(rank) for rank in sys.argv[1:]]
+    kernel, other, *_ = at_step(victims, "SIGKILL", 5)
+    print("applied", {*kernel.tolist(), *other.tolist()}, flush=True)
