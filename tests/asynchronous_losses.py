@@ -51,7 +51,9 @@ def output(y, outputs):
     return tf.reduce_mean(outputs)
 
 
-def train(begin, epochs=2, bound=3, num_batches=NUM_BATCHES, known=True):
+def train(
+    begin, epochs=2, bound=3, num_batches=NUM_BATCHES, known=True, callbacks=()
+):
     """`(kernel, other, history, steps of this rank)`.
 
     Args:
@@ -76,7 +78,13 @@ def train(begin, epochs=2, bound=3, num_batches=NUM_BATCHES, known=True):
     if not known:
         data = data.filter(lambda x, y: True)
     data = data.shuffle(num_batches, seed=3)
-    history = model.fit(data, epochs=epochs, validation_data=(x, x), verbose=0)
+    history = model.fit(
+        data,
+        epochs=epochs,
+        validation_data=(x, x),
+        callbacks=list(callbacks),
+        verbose=0,
+    )
     kernel, other = (-w for w in model.get_weights())
     # A call of all ranks that are left.
     ranks = strategy.collectives.gather_objects(strategy.rank)
@@ -112,7 +120,54 @@ def at_any_time(victims, seconds):
     return train(begin)
 
 
+class KillIn(keras.callbacks.Callback):
+    """A rank is killed in an epoch, unless the launcher has started it anew.
+
+    Args:
+        rank: its number; a server, which takes no steps.
+        seconds: so long after the epoch's beginning.
+        epoch: the epoch.
+    """
+
+    def __init__(self, rank, seconds, epoch=2):
+        super().__init__()
+        is_first = os.environ["KERAS_SPARSITY_RESTARTS"] == "0"
+        self._is_victim = is_first and ks.collectives.current().rank == rank
+        self._seconds, self._epoch = seconds, epoch
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if self._is_victim and epoch == self._epoch:
+            threading.Timer(self._seconds, end_by, ["SIGKILL"]).start()
+
+
+def resumed(folder, rank, seconds, lost):
+    """Four epochs, of which a server's death interrupts the third one.
+
+    Before that, a worker may be lost.
+    """
+
+    def begin(strategy, count, number):
+        time.sleep(0.01)
+        is_first = os.environ["KERAS_SPARSITY_RESTARTS"] == "0"
+        if is_first and strategy.rank == lost and count == 5:
+            end_by("SIGKILL")
+
+    return train(
+        begin,
+        epochs=4,
+        callbacks=[
+            KillIn(rank, seconds),
+            ks.callbacks.ShardedCheckpoint(folder),
+        ],
+    )
+
+
 if __name__ == "__main__":
-    victims = [int(rank) for rank in sys.argv[1:]]
-    kernel, other, *_ = at_step(victims, "SIGKILL", 5)
+    if len(sys.argv) == 2:
+        found = at_step([int(sys.argv[1])], "SIGKILL", 5)
+    else:
+        folder, rank, seconds, lost = sys.argv[1:]
+        found = resumed(folder, int(rank), float(seconds), int(lost))
+    kernel, other, history, *_ = found
     print("applied", {*kernel.tolist(), *other.tolist()}, flush=True)
+    print("losses", history["loss"], flush=True)

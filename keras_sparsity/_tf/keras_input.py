@@ -51,9 +51,13 @@ def on_next_epoch(epoch_iterator, enumerate_epoch):
     if not hasattr(epoch_iterator, name):
         name = "enumerate_epoch"
     stock = getattr(epoch_iterator, name)
+    is_replaced = name in vars(epoch_iterator)  # by an earlier call
 
     def once():
-        delattr(epoch_iterator, name)
+        if is_replaced:
+            setattr(epoch_iterator, name, stock)
+        else:
+            delattr(epoch_iterator, name)
         return enumerate_epoch(stock)
 
     setattr(epoch_iterator, name, once)

@@ -7,7 +7,7 @@ import keras
 
 from keras_sparsity._tf import keras_input
 from keras_sparsity.asynchronous.batches import LOST, NONE
-from keras_sparsity.asynchronous.meeting import raise_of_lost
+from keras_sparsity.asynchronous.meeting import left, raise_of_lost
 from keras_sparsity.data import distribution
 
 # Between two looks at the batches of others, at the end of an epoch.
@@ -22,10 +22,12 @@ class Epochs(keras.callbacks.Callback):
 
     Args:
         strategy: the `HybridStrategy`.
+        checkpoint: the `ShardedCheckpoint` of this `fit`, or None.
     """
 
-    def __init__(self, strategy):
+    def __init__(self, strategy, checkpoint=None):
         super().__init__()
+        self._checkpoint = checkpoint
         self._strategy = strategy
         self._collectives = strategy.collectives
         self._iterator = self._training = None
@@ -51,6 +53,8 @@ class Epochs(keras.callbacks.Callback):
 
         keras_input.change_input(iterator, check)
         self._iterator = iterator
+        if self._checkpoint is not None:
+            self._checkpoint.use_input(iterator)
 
     def begin(self, training):
         """Takes the `Training`."""
@@ -58,8 +62,16 @@ class Epochs(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._training.begin_epoch()
+        self._tell_checkpoint()
         keras_input.on_next_epoch(self._iterator, self._taken)
         self._is_running = True
+
+    def on_train_end(self, logs=None):
+        self._tell_checkpoint()
+
+    def _tell_checkpoint(self):
+        if self._checkpoint is not None:
+            self._checkpoint.use_collectives(left(self._collectives))
 
     def _taken(self, stock):
         """The steps of an epoch that this worker takes."""

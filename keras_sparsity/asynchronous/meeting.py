@@ -12,12 +12,14 @@ from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Engine
 from keras_sparsity.collectives.wire import Wire
 from keras_sparsity.health import journal, watch
+from keras_sparsity.machines.topology import Topology
 
 # Between two looks at the others' letters.
 _LOOK_SECONDS = 0.02
 _REDUCE = {"sum": np.sum, "max": np.max, "min": np.min}
 
 _lasting = {}  # from `Collectives` to those that outlast lost workers
+_letters = {}  # from these to their `Letters`
 
 
 def lasting(collectives):
@@ -31,24 +33,44 @@ def lasting(collectives):
     """
     if collectives not in _lasting:
         servers = tf_servers.started(collectives)
-        meeting = Meeting(servers, collectives)
-        servers.add(meeting)
+        letters = Letters(servers, collectives)
+        servers.add(letters)
         watch.go_on_without(range(collectives.num_workers), servers.lose)
         collectives.barrier("servers/lasting")
-        made = Collectives(
-            meeting,
-            collectives.topology,
-            journal=journal.current(),
-            machines=collectives.machines,
-            num_servers=collectives.num_servers,
-        )
+        made = _among(letters, range(collectives.size), collectives)
         tf_servers.share(made, servers)
         _lasting[collectives] = _lasting[made] = made
+        _letters[made] = letters
     return _lasting[collectives]
 
 
-class Meeting(Engine):
-    """An engine of small eager messages, each written as a letter.
+def left(collectives):
+    """Those of `collectives` that are not lost, numbered anew.
+
+    All ranks call it together.
+    """
+    letters = _letters.get(collectives)
+    if letters is None:
+        return collectives
+    ranks = collectives.gather_objects(collectives.rank, "asynchronous/left")
+    if len(ranks) == collectives.size:
+        return collectives
+    return _among(letters, ranks, collectives)
+
+
+def _among(letters, ranks, collectives):
+    ranks = list(ranks)
+    return Collectives(
+        Meeting(letters, ranks, collectives.engine),
+        Topology(ranks.index(collectives.rank), len(ranks)),
+        journal=journal.current(),
+        machines=tuple(collectives.machines[rank] for rank in ranks),
+        num_servers=collectives.num_servers,
+    )
+
+
+class Letters:
+    """Small messages among the ranks that are not lost.
 
     A rank writes its letter, and waits until each other rank has written its
     own, or is lost. It needs two places for letters: a rank writes its second
@@ -60,7 +82,6 @@ class Meeting(Engine):
     """
 
     def __init__(self, servers, collectives):
-        self.name = collectives.engine
         self.rank, self.size = collectives.rank, collectives.size
         self._count = 0
         graph = tf.Graph()
@@ -149,7 +170,19 @@ class Meeting(Engine):
             )
         return {rank: value for rank, (_, value) in found.items()}
 
-    # The operations of an `Engine`.
+
+class Meeting(Engine):
+    """An engine of small eager messages by `Letters`.
+
+    Args:
+        letters: `Letters` of all ranks.
+        ranks: those that are members.
+        name: the name of the engine of the run.
+    """
+
+    def __init__(self, letters, ranks, name):
+        self._letters, self._ranks, self.name = letters, ranks, name
+        self.rank, self.size = ranks.index(letters.rank), len(ranks)
 
     def reduce_wire(self, dtype):
         return Wire(dtype, dtype)
@@ -163,7 +196,7 @@ class Meeting(Engine):
                 f"together. Received: the collective '{name}' in a traced "
                 "function. Call it outside of the function."
             )
-        return self.gather(name, tensor.numpy())
+        return self._letters.gather(name, tensor.numpy())
 
     def all_reduce(self, flat, op, name):
         values = list(self._values(name, flat).values())
@@ -176,7 +209,7 @@ class Meeting(Engine):
     def broadcast(self, flat, root, name):
         values = self._values(name, flat)
         # Without the root, of the first rank that is left.
-        value = values.get(root, values[min(values)])
+        value = values.get(self._ranks[root], values[min(values)])
         return tf.constant(value, flat.dtype)
 
     def all_to_all(self, rows, splits, name):

@@ -6,10 +6,11 @@ import keras
 import numpy as np
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import keras_models, keras_scopes, patches
+from keras_sparsity._tf import keras_models, keras_scopes
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
 from keras_sparsity.callbacks import rank_zero
+from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.global_batch import metrics, random_states
 from keras_sparsity.training import resuming
 from keras_sparsity.training.binding import Binding, bound_arguments
@@ -49,16 +50,20 @@ class Runs(Binding):
                 '`delay="bounded"`. Give `fit` a dataset of as many batches '
                 "(`dataset.take(steps)`)."
             )
-        self._epochs = Epochs(self._model.distribute_strategy)
-        arguments["callbacks"] = [self._epochs, *self._callbacks(arguments)]
+        callbacks = self._callbacks(arguments)
         if self._collectives.rank != 0:
             arguments["verbose"] = 0
-        seed = resuming.next_order_seed()
         try:
             with (
-                patches.array_orders_change(seed),
+                resuming.resuming(
+                    self._model, callbacks, arguments
+                ) as checkpoint,
                 collectives.explained("model.fit"),
             ):
+                self._epochs = Epochs(
+                    self._model.distribute_strategy, checkpoint
+                )
+                arguments["callbacks"] = [self._epochs, *callbacks]
                 history = self._stock["fit"](**arguments)
                 self._training.end()
             return history
@@ -80,7 +85,7 @@ class Runs(Binding):
         for callback in callbacks:
             _check_callback(callback)
         callbacks = rank_zero.on_rank(callbacks, self._collectives.rank)
-        return callbacks
+        return resuming.checkpoint_last(callbacks)
 
     def build(self, iterator=None, data_batch=None):
         """Builds the model; `fit` then gives the variables to the servers."""
@@ -194,13 +199,17 @@ class _Recorded:
 
 
 def _check_callback(callback):
+    within = [
+        f"{name}={value!r}"
+        for name in ("save_freq", "every_steps", "every_seconds")
+        if (value := getattr(callback, name, None)) not in (None, "epoch")
+    ]
     is_own = type(callback).__module__.startswith("keras_sparsity.")
-    save_freq = getattr(callback, "save_freq", "epoch")
-    if is_own or save_freq != "epoch":
-        within = f" with save_freq={save_freq}" if not is_own else ""
+    if within or (is_own and not isinstance(callback, ShardedCheckpoint)):
         raise ValueError(
             'Under `delay="bounded"` ranks take their own steps, and meet at '
             f"the ends of epochs. Received: a {type(callback).__name__}"
-            f"{within}. Use callbacks of Keras that act at the end of an "
-            "epoch, such as `keras.callbacks.ModelCheckpoint`."
+            f"{' with ' * bool(within)}{', '.join(within)}. Use callbacks that "
+            "act at the end of an epoch, such as `keras.callbacks."
+            "ModelCheckpoint` and `ks.callbacks.ShardedCheckpoint`."
         )

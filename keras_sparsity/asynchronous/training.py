@@ -67,12 +67,16 @@ class Training:
         self.is_bounded = True
         self._version = None  # of the last pull
         self._staleness = collections.Counter()
-        self._begin()
-
-    def _begin(self):
+        self._is_begun = False
         if self._servers.is_first:
             self.store.create()
         self._servers.add(self.store)
+        # In place of the optimizer's own, until `release`.
+        self._optimizer.__dict__["apply"] = self._push
+
+    def _begin(self):
+        # Not before: a checkpoint may have been read since.
+        self._is_begun = True
         self._upload()
         own = self._own_values()
         values = self._collectives.broadcast(
@@ -81,8 +85,6 @@ class Training:
         )
         for variable, value in zip(own, values, strict=True):
             variable.assign(value)
-        # In place of the optimizer's own, until `release`.
-        self._optimizer.__dict__["apply"] = self._push
 
     def _upload(self):
         """Gives the servers the values of the first worker that is left."""
@@ -178,6 +180,8 @@ class Training:
     # All ranks together.
 
     def begin_epoch(self):
+        if not self._is_begun:
+            self._begin()
         self._servers.begin_epoch(self.store)
         self._collectives.barrier("asynchronous/epoch/begin")
         self.is_bounded = True

@@ -219,6 +219,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """Takes the iterator from which `fit` will draw batches."""
         self._epoch_iterator = epoch_iterator
 
+    def use_collectives(self, collectives):
+        """Takes the processes that save from now on: some may be lost."""
+        self._collectives = collectives
+
     def _together(self, attempt):
         what = f"use the directory {self.directory} for checkpoints"
         return storage.on_all_ranks(self._collectives, what, attempt)

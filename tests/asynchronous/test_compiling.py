@@ -86,9 +86,16 @@ CASES = {
     ),
     "own callback": (
         lambda: _fit(
-            _compiled(), callbacks=[ks.callbacks.ShardedCheckpoint("unused")]
+            _compiled(), callbacks=[ks.callbacks.ArchitectureLogger("unused")]
         ),
-        "a ShardedCheckpoint.*ModelCheckpoint",
+        "a ArchitectureLogger.*ModelCheckpoint",
+    ),
+    "checkpoint within an epoch": (
+        lambda: _fit(
+            _compiled(),
+            callbacks=[ks.callbacks.ShardedCheckpoint("unused", 3)],
+        ),
+        "a ShardedCheckpoint with every_steps=3",
     ),
     "within an epoch": (
         lambda: _fit(

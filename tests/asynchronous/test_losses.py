@@ -52,25 +52,62 @@ def test_a_stopped_worker_is_left_behind():
     _check(results, [1])
 
 
-def test_the_launcher_says_it_in_one_line(tmp_path):
+def _launched(folder, num_servers, options, *args):
+    """`(exit code, standard output, lines of the launcher)`."""
     done = subprocess.run(
         [
             *[sys.executable, "-m", "keras_sparsity.launch", "run", "-n", "2"],
-            *["--servers", "1", "--log-dir", str(tmp_path)],
-            *["-m", "tests.asynchronous_losses", "1"],
+            *["--servers", str(num_servers), "--log-dir", str(folder)],
+            *[*options, "-m", "tests.asynchronous_losses", *map(str, args)],
         ],
         capture_output=True,
         text=True,
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
-    assert "applied {2.0}" in done.stdout
-    path = tmp_path / "rank-1.log"
-    said = [s for s in done.stderr.splitlines() if "keras-sparsity:" in s]
+    said = [s for s in done.stderr.splitlines() if "keras-sparsity: " in s]
+    return done.returncode, done.stdout, said
+
+
+def test_the_launcher_says_it_in_one_line(tmp_path):
+    code, output, said = _launched(tmp_path, 1, [], 1)
+    assert code == 0, said
+    assert "applied {2.0}" in output
     assert len(said) == 1
     assert said[0].startswith("keras-sparsity: rank 1 was killed by SIGKILL")
+    path = tmp_path / "rank-1.log"
     assert said[0].endswith(f"(its output: {path}); others go on.")
     assert sorted(os.listdir(tmp_path)) == ["rank-1.log", "rank-2.log"]
+
+
+def _check_resumed(folder, engine, num_servers, victim, seconds, lost):
+    options = ["--max-restarts", "1", "--engine", engine]
+    code, output, said = _launched(
+        *(folder / "logs", num_servers, options),
+        *(folder / "checkpoints", victim, seconds, lost),
+    )
+    assert code == 0, said
+    assert f"rank {victim} of" in said[-1] and "restart 1 of 1" in said[-1]
+    assert "Resuming from" in output
+    assert "applied {4.0}" in output
+    mean = (losses.NUM_BATCHES - 1) / 2
+    assert f"losses {[mean] * 4}" in output
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_after_a_servers_death_training_resumes(engine, tmp_path):
+    # A worker that was lost before takes part again.
+    _check_resumed(tmp_path, engine, 1, victim=2, seconds=0.1, lost=0)
+
+
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("seed", range(10))
+def test_random_kills_of_servers(engine, seed, tmp_path):
+    chance = random.Random(seed)
+    victim, lost = chance.choice([2, 3]), chance.choice([0, 1, None])
+    seconds = chance.uniform(0, 0.4)
+    lost = -1 if lost is None else lost
+    _check_resumed(tmp_path, engine, 2, victim, seconds, lost)
 
 
 @pytest.mark.all_cells
