@@ -120,6 +120,31 @@ def at_any_time(victims, seconds):
     return train(begin)
 
 
+class Wait(keras.callbacks.Callback):
+    """Begins the first epoch when another rank has ended it."""
+
+    def __init__(self, path):
+        super().__init__()
+        self._path = path
+
+    def on_epoch_begin(self, epoch, logs=None):
+        while epoch == 0 and not os.path.exists(self._path):
+            time.sleep(0.01)
+
+
+def without_a_batch(path):
+    """Rank 1 takes no batch in the first of three epochs."""
+
+    def begin(strategy, count, number):
+        time.sleep(0.005)
+        if strategy.rank == 0 and count == NUM_BATCHES:
+            open(path, "w").close()
+
+    is_late = ks.collectives.current().rank == 1
+    callbacks = [Wait(path)] if is_late else []
+    return train(begin, epochs=3, bound=None, callbacks=callbacks)
+
+
 class KillIn(keras.callbacks.Callback):
     """A rank is killed in an epoch, unless the launcher has started it anew.
 

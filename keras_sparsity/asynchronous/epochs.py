@@ -81,9 +81,10 @@ class Epochs(keras.callbacks.Callback):
         while (number := self._next(reader)) is not None:
             step = reader.step(number)
             if step is None:
-                self._training.store.end_data(reader.position)
+                self._training.store.end_data(reader.num_batches)
             else:
                 yield step
+        reader.draw_order()
 
     def _next(self, reader):
         """The number of a batch, None if all workers' batches are done.
@@ -143,21 +144,33 @@ class _Reader:
         self._held, self._kept = (), {}
         self.position = 0
 
+    @property
+    def num_batches(self):
+        """Of the data, whose end was found."""
+        return self._iterator.num_batches or self.position
+
     def keep(self, held):
         """Takes the numbers of the batches that workers hold."""
         self._held = held
         self._kept = {n: b for n, b in self._kept.items() if n in held}
 
+    def draw_order(self):
+        """Reads a batch if none was: the next epoch's order depends on it."""
+        if self.position == 0 and (step := next(self._steps, None)):
+            next(step[-1], None)
+
     def step(self, number):
         """The step of a batch, None behind the last one."""
         if number in self._kept:
             return self._of(number, self._kept.pop(number))
-        has_end = self._iterator.num_batches is not None
+        total = self._iterator.num_batches
+        if total is not None and number >= total:
+            # Keras begins the next epoch's iterator behind the last step, and
+            # so many iterators must have begun on each rank.
+            return None
         while self.position <= number:
-            step = next(self._steps, None)
-            if step is None:
-                return None
-            if has_end and self.position == number:
+            step = next(self._steps)
+            if total is not None and self.position == number:
                 self.position += 1
                 return step
             batch = next(step[-1], None)

@@ -38,6 +38,15 @@ def _check(results, victims, num_epochs=2):
         assert ranks == left
 
 
+def test_an_epoch_without_a_batch_keeps_the_order(cluster, tmp_path):
+    # The dataset is shuffled anew in each epoch, and alike on all ranks.
+    results = cluster("native", 2).run(
+        losses.without_a_batch, str(tmp_path / "ended")
+    )
+    assert len(results[1][3]) < 2 * losses.NUM_BATCHES
+    _check(results, [], 3)
+
+
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_killed_workers_batches_go_to_others(engine):
     # Rank 0, too; variables are on both servers.
