@@ -202,7 +202,8 @@ class HybridStrategy(ProcessStrategy):
         self.placements = choice.Placements(
             architecture, self._of_steps, self.options, self
         )
-        super().__init__(HybridExtended(self, self._of_steps))
+        is_here = not modes.is_by_servers(self)
+        super().__init__(HybridExtended(self, self._of_steps, is_here))
 
     @property
     def cluster_resolver(self):

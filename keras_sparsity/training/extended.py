@@ -55,10 +55,12 @@ class HybridExtended(tf.distribute.StrategyExtended):
     Args:
         container_strategy: the `ks.HybridStrategy`.
         communicator: `Collectives` of all processes.
+        has_updates: whether optimizers update variables here, and not servers.
     """
 
-    def __init__(self, container_strategy, communicator):
+    def __init__(self, container_strategy, communicator, has_updates=True):
         super().__init__(container_strategy)
+        self._has_updates = has_updates
         self._strategy, self._collectives = container_strategy, communicator
         gpus = tf.config.list_logical_devices("GPU")
         self._device = gpus[0].name if gpus else "/device:CPU:0"
@@ -80,6 +82,15 @@ class HybridExtended(tf.distribute.StrategyExtended):
         return tf.identity(replica_local_var)
 
     def _update(self, var, fn, args, kwargs, group):
+        if not self._has_updates:
+            raise ValueError(
+                "Servers update the variables of models that `fit` trains. "
+                "Received: an optimizer that was applied in this process, as "
+                "in a custom loop, under a HybridStrategy with "
+                'synchronous=False and delay="bounded": each process would '
+                "train alone. Compile the model inside of `strategy.scope()` "
+                "and call `fit`, or use a synchronous strategy."
+            )
         # The rows that stand in for a table change in number.
         is_whole = isinstance(var, tf.Variable)
         with xla.compiled() if is_whole else contextlib.nullcontext():

@@ -112,15 +112,22 @@ CASES = {
         ),
         "a generator or a PyDataset.*arrays",
     ),
-    "own loop": (lambda: _own_loop(), "HybridOptimizer.*call `fit`"),
+    "own loop": (
+        lambda: _own_loop(lambda: ks.HybridOptimizer("sgd")),
+        "HybridOptimizer.*call `fit`",
+    ),
+    "own loop with a plain optimizer": (
+        lambda: _own_loop(keras.optimizers.Adam),
+        "each process would train alone.*call `fit`",
+    ),
 }
 
 
-def _own_loop():
+def _own_loop(make):
     strategy = _strategy()
     with strategy.scope():
         variable = keras.Variable(1.0)
-        optimizer = ks.HybridOptimizer("sgd")
+        optimizer = make()
     gradients = [(tf.constant(1.0), variable)]
     strategy.run(lambda: optimizer.apply_gradients(gradients))
 
