@@ -7,6 +7,7 @@ import tensorflow as tf
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks
 from keras_sparsity.asynchronous import modes
+from keras_sparsity.board.epoch_figures import EpochFigures
 from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.data import distribution
 from keras_sparsity.exchange.options import Options, check_wire_dtype
@@ -127,6 +128,10 @@ class HybridStrategy(ProcessStrategy):
         staleness: of the last epoch of `delay="bounded"`: dict from the number
             of updates between a pull and its push to the number of all
             workers' pushes.
+        epoch_figures: of the last epoch of `delay="bounded"`, else None: the
+            `version` of the weights, `waiting_seconds` and `num_steps` of each
+            worker, updates and bytes of each of `servers`; `print()` shows
+            them.
 
     Raises:
         ValueError: if an argument is not valid, if another engine runs
@@ -174,6 +179,9 @@ class HybridStrategy(ProcessStrategy):
             architecture = "hybrid" if architecture == "auto" else architecture
         self.synchronous, self.max_staleness = synchronous, max_staleness
         self.delay, self.staleness = delay, {}
+        self.epoch_figures = (
+            EpochFigures() if modes.is_by_servers(self) else None
+        )
         self.architecture, self.wire_dtype = architecture, wire_dtype
         self.local_aggregation = bool(local_aggregation)
         self.bucket_bytes = bucket_bytes

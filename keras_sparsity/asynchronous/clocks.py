@@ -39,13 +39,19 @@ class Clocks:
         self._device = device
 
     def begin(self, is_bounded=True):
-        """Waits for the bound; returns the clocks of all workers."""
+        """Waits for the bound.
+
+        Returns:
+            The server's times before and after, and the clocks of all workers.
+        """
         with tf.device(self._device):
-            waits = []
-            if is_bounded and self._bound is not None:
-                waits.append(self._tokens[self._rank].dequeue())
-            with tf.control_dependencies(waits):
-                return locked(self._mutex, self._clocks.read)
+            asked, waits = tf.timestamp(), []
+            with tf.control_dependencies([asked]):
+                if is_bounded and self._bound is not None:
+                    waits.append(self._tokens[self._rank].dequeue())
+            with tf.control_dependencies([asked, *waits]):
+                begun = tf.timestamp()
+                return (asked, begun), locked(self._mutex, self._clocks.read)
 
     def end(self):
         """Counts a step of this worker; returns the clocks of all workers."""

@@ -1,6 +1,5 @@
 """Epochs that all workers pass through together, batch by batch."""
 
-import collections
 import time
 
 import keras
@@ -8,6 +7,7 @@ import keras
 from keras_sparsity._tf import keras_input
 from keras_sparsity.asynchronous.batches import LOST, NONE
 from keras_sparsity.asynchronous.meeting import left, raise_of_lost
+from keras_sparsity.board.epoch_figures import EpochFigures
 from keras_sparsity.data import distribution
 
 # Between two looks at the batches of others, at the end of an epoch.
@@ -117,12 +117,10 @@ class Epochs(keras.callbacks.Callback):
         if not self._is_running:
             return None
         self._is_running = False
-        records = self._training.end_epoch()
-        staleness = sum(
-            (collections.Counter(each["staleness"]) for each in records),
-            collections.Counter(),
-        )
-        self._strategy.staleness = dict(sorted(staleness.items()))
+        version, records = self._training.end_epoch()
+        figures = EpochFigures.of_records(version, records)
+        self._strategy.epoch_figures = figures
+        self._strategy.staleness = figures.staleness
         return records
 
 

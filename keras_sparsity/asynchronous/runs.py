@@ -10,6 +10,7 @@ from keras_sparsity._tf import keras_models, keras_scopes
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
 from keras_sparsity.callbacks import rank_zero
+from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.global_batch import metrics, random_states
 from keras_sparsity.training import resuming
@@ -202,10 +203,12 @@ def _check_callback(callback):
     within = [
         f"{name}={value!r}"
         for name in ("save_freq", "every_steps", "every_seconds")
+        if not isinstance(callback, ArchitectureLogger)
         if (value := getattr(callback, name, None)) not in (None, "epoch")
     ]
     is_own = type(callback).__module__.startswith("keras_sparsity.")
-    if within or (is_own and not isinstance(callback, ShardedCheckpoint)):
+    meets = isinstance(callback, (ArchitectureLogger, ShardedCheckpoint))
+    if within or (is_own and not meets):
         raise ValueError(
             'Under `delay="bounded"` ranks take their own steps, and meet at '
             f"the ends of epochs. Received: a {type(callback).__name__}"

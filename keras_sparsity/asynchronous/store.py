@@ -1,6 +1,5 @@
 """A model's variables at the servers, and the operations of a worker."""
 
-import dataclasses
 import math
 
 import keras
@@ -11,30 +10,8 @@ from keras_sparsity.asynchronous.batches import Batches
 from keras_sparsity.asynchronous.cells import Cell, function_of, locked
 from keras_sparsity.asynchronous.clocks import Clocks
 from keras_sparsity.asynchronous.rule import updated
-from keras_sparsity.update.rows import slots_of
-
-
-@dataclasses.dataclass
-class Stored:
-    """A variable of the model, and where it is stored.
-
-    Attributes:
-        variable: the model's.
-        is_of_rows: whether rows of it travel, not all of it.
-        server: the number of its server.
-        slots: the optimizer's slots of it.
-        cells: dict from the `id` of the variable and of its slots to `Cell`s.
-    """
-
-    variable: keras.Variable
-    is_of_rows: bool
-    server: int
-    slots: list
-    cells: dict = dataclasses.field(default_factory=dict)
-
-    @property
-    def cell(self):
-        return self.cells[id(self.variable)]
+from keras_sparsity.asynchronous.stored import placed
+from keras_sparsity.board.epoch_figures import ServerTraffic
 
 
 class Store:
@@ -57,7 +34,7 @@ class Store:
         self, servers, rank, optimizer, variables, of_rows, bound, name
     ):
         self._optimizer, self._rank = optimizer, rank
-        self._stored = _placed(optimizer, variables, of_rows, servers.owners)
+        self._stored = placed(optimizer, variables, of_rows, servers.owners)
         self._of = {id(each.variable): each for each in self._stored}
         # Of the first server too, whose count is the version of the model.
         self._first = servers.owners[0]
@@ -71,6 +48,7 @@ class Store:
             place = servers.device(self._first), self._size, rank
             self._clocks = Clocks(*place, bound, f"{name}/clocks")
             self._batches = Batches(*place, f"{name}/batches")
+        self.begin_figures()
         # Called from another thread, when no other operation is made.
         self._call(("leave_out",), self._made_leave_out)
 
@@ -97,6 +75,11 @@ class Store:
                     stored.cells[id(variable)] = Cell(
                         f"{name}/{index}/{part}", variable.dtype, variable.shape
                     )
+
+    def begin_figures(self):
+        """Counts from zero: `waiting_seconds`, and `traffic` by server."""
+        self.waiting_seconds = 0.0
+        self.traffic = {number: ServerTraffic() for number in self._numbers}
 
     @property
     def dense(self):
@@ -191,12 +174,22 @@ class Store:
         Returns:
             `[clocks of all workers, version, *values]`.
         """
-        return self._call(("pull", is_bounded), self._made_pull)()
+        asked, begun, *results = self._call(
+            ("pull", is_bounded), self._made_pull
+        )()
+        self.waiting_seconds += float(begun - asked)
+        for stored in self._in_order(of_rows=False):
+            num_bytes = math.prod(stored.variable.shape) * stored.num_bytes
+            self.traffic[stored.server].pulled_bytes += num_bytes
+        return results
 
     def rows(self, variable, ids):
         """Rows of a variable, by their numbers."""
         key = ("rows", id(variable))
-        return self._call(key, self._made_rows)(ids)[0]
+        rows = self._call(key, self._made_rows)(ids)[0]
+        traffic = self.traffic[self._of[id(variable)].server]
+        traffic.pulled_bytes += rows.nbytes
+        return rows
 
     def pusher(self, variables):
         """A function that applies gradients of some variables.
@@ -206,8 +199,20 @@ class Store:
         gradients; and returns
         `[version before, clocks after]`.
         """
-        self._call(("push", *map(id, variables)), self._made_push)
-        return self._calls[("push", *map(id, variables))]
+        push = self._call(("push", *map(id, variables)), self._made_push)
+        numbers = []  # the server of each value
+        for stored in (self._of[id(variable)] for variable in variables):
+            numbers += [stored.server] * (1 + stored.is_of_rows)
+
+        def counted(batch, rate, *values):
+            results = push(batch, rate, *values)
+            for traffic in self.traffic.values():
+                traffic.num_updates += 1
+            for number, value in zip(numbers, values, strict=True):
+                self.traffic[number].pushed_bytes += value.nbytes
+            return results
+
+        return counted
 
     # Their operations.
 
@@ -295,7 +300,7 @@ class Store:
         return [], [], *destroyed
 
     def _made_pull(self, is_bounded):
-        clocks = self._clocks.begin(is_bounded)
+        times, clocks = self._clocks.begin(is_bounded)
         dense, values, version = self._in_order(of_rows=False), {}, None
         with tf.control_dependencies([clocks]):
             for number in self._numbers:
@@ -311,7 +316,7 @@ class Store:
                     count, *read_here = locked(self._mutexes[number], read)
                 version = count if number == self._first else version
                 values.update(zip(map(id, here), read_here, strict=True))
-        return [], [clocks, version, *(values[id(s)] for s in dense)]
+        return [], [*times, clocks, version, *(values[id(s)] for s in dense)]
 
     def _made_rows(self, name):
         stored, cell = self._cell_of(name)
@@ -377,22 +382,3 @@ class Store:
             counted = self._counts[number].assign(count + 1)
         with tf.control_dependencies([counted]):
             return tf.identity(count)
-
-
-def _placed(optimizer, variables, of_rows, owners):
-    """`Stored` of all variables: each at the server with the fewest bytes."""
-    is_of_rows = {id(v) for v in of_rows}
-    slots = list(slots_of(optimizer, variables).values())
-    num_bytes = [0] * len(owners)
-    placed = {}
-    for variable in sorted(variables, key=lambda v: -math.prod(v.shape)):
-        server = num_bytes.index(min(num_bytes))
-        num_bytes[server] += math.prod(variable.shape)
-        index = next(i for i, v in enumerate(variables) if v is variable)
-        placed[id(variable)] = Stored(
-            variable,
-            id(variable) in is_of_rows,
-            owners[server],
-            [of_kind[index] for of_kind in slots],
-        )
-    return [placed[id(v)] for v in variables]

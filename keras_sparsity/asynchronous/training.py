@@ -172,8 +172,11 @@ class Training:
         metrics = global_metrics.sent(self._model.metrics, self._collectives)
         return pickle.dumps(
             {
+                "rank": self._collectives.rank,
                 "metrics": [value.numpy() for value in metrics],
                 "staleness": dict(self._staleness),
+                "waiting_seconds": self.store.waiting_seconds,
+                "servers": self.store.traffic,
             }
         )
 
@@ -182,6 +185,8 @@ class Training:
     def begin_epoch(self):
         if not self._is_begun:
             self._begin()
+        # All have read the values and the records of the last one.
+        self._collectives.barrier("asynchronous/epoch/ended")
         self._servers.begin_epoch(self.store)
         self._collectives.barrier("asynchronous/epoch/begin")
         self.is_bounded = True
@@ -190,7 +195,8 @@ class Training:
         """Takes the weights after all updates, and means of own values.
 
         Returns:
-            The records of all workers that took a batch.
+            The version of the weights, and the records of all workers that took
+            a batch.
         """
         is_server = self._collectives.is_server
         if is_server:
@@ -208,15 +214,16 @@ class Training:
             "asynchronous/epoch",
         )
         self._staleness.clear()
+        self.store.begin_figures()
         if any(stops for _, stops in of_ranks):
             self._model.stop_training = True
-        self.store.download()
+        version = self.store.download()
         values = [values for values, _ in of_ranks if values]
         for variable, *of_each in zip(self._own_values(), *values, strict=True):
             variable.assign(np.mean(of_each, 0, of_each[0].dtype))
         records = [pickle.loads(each) for each in self.store.records() if each]
         # Before its first batch a worker's metrics may have no variables.
-        return [each for each in records if each["staleness"]]
+        return version, [each for each in records if each["staleness"]]
 
     def end(self):
         """Frees the servers' variables."""

@@ -50,6 +50,14 @@ class ArchitectureLogger(keras.callbacks.Callback):
       over the number of partitions, and as a plot with the fitted curve and
       the choice.
 
+    Of workers that pull and push by themselves (`synchronous=False`) it writes
+    the figures of each epoch instead: `plan` is a table of workers and servers;
+    `staleness/...` how many updates had come between a pull and its push (a
+    histogram of all pushes, their mean and largest), `version` the number of
+    updates so far, `steps/...` and `waiting seconds/...` of each worker, and
+    `server .../...` each server's updates and the bytes that workers pulled
+    from it and pushed to it.
+
     Rank 0 alone writes, figures of all processes. `keras-sparsity plan
     LOG_DIR` and `keras-sparsity report LOG_DIR` print them on a terminal.
 
@@ -103,7 +111,9 @@ class ArchitectureLogger(keras.callbacks.Callback):
             self._writer = tf.summary.create_file_writer(
                 os.path.join(self.log_dir, RUN)
             )
-        self._measure()
+        self._has_steps = getattr(strategy, "epoch_figures", None) is None
+        if self._has_steps:
+            self._measure()
         self._before = collections.defaultdict(Totals)
         self._steps = self._steps_since = 0
         self._seconds = 0.0
@@ -118,12 +128,18 @@ class ArchitectureLogger(keras.callbacks.Callback):
         self._seconds += time.perf_counter() - self._start
         count = self.model.steps_per_execution
         self._steps += count
-        self._steps_since += count
+        self._steps_since += count * self._has_steps
         if self._steps_since >= self.every_steps:
             self._log()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._log_popularity()
+        if self._has_steps:
+            self._log_popularity()
+        elif self._writer is not None:
+            figures = self.model.distribute_strategy.epoch_figures
+            with self._writer.as_default(step=figures.version):
+                figures.write_summaries()
+            self._writer.flush()
 
     def on_train_end(self, logs=None):
         if self._steps_since:

@@ -85,10 +85,8 @@ CASES = {
         "train_on_batch.*Use `fit`",
     ),
     "own callback": (
-        lambda: _fit(
-            _compiled(), callbacks=[ks.callbacks.ArchitectureLogger("unused")]
-        ),
-        "a ArchitectureLogger.*ModelCheckpoint",
+        lambda: _fit(_compiled(), callbacks=[ks.callbacks.PartitionSearch()]),
+        "a PartitionSearch.*ModelCheckpoint",
     ),
     "checkpoint within an epoch": (
         lambda: _fit(

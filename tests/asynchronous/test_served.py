@@ -3,8 +3,10 @@
 import keras
 import numpy as np
 import pytest
+from tensorboard.backend.event_processing import event_accumulator
 
 import keras_sparsity as ks
+from keras_sparsity.board import reports
 from tests import asynchronous_functions as functions
 from tests import delayed_loop
 from tests.conftest import engines
@@ -115,6 +117,31 @@ def test_an_epoch_is_one_pass_of_all(cluster, engine, num_servers, tmp_path):
     assert int(loaded.optimizer.iterations) == 5 * functions.EPOCHS
     table = loaded.get_layer("rows").get_weights()[0]
     np.testing.assert_array_equal(table, ranks[0][1])
+
+
+@pytest.mark.parametrize("num_servers", [0, 2])
+def test_an_epochs_figures_are_reported(cluster, num_servers, tmp_path, capsys):
+    ranks = cluster("native", 2, num_servers=num_servers).run(
+        functions.reported, str(tmp_path)
+    )
+    for figures, num_bytes, version in ranks:
+        assert figures == ranks[0][0]
+        assert figures.version == version == 5 * functions.EPOCHS
+        assert sum(figures.num_steps.values()) == 5
+        assert sum(figures.staleness.values()) == 5
+        assert set(figures.waiting_seconds) == set(figures.num_steps)
+        assert {*figures.servers} == ({2, 3} if num_servers else {0, 1})
+        traffic = figures.servers.values()
+        assert {each.num_updates for each in traffic} == {5}
+        assert sum(each.pulled_bytes for each in traffic) == 5 * num_bytes
+        assert sum(each.pushed_bytes for each in traffic) == 5 * num_bytes
+    reports.show(str(tmp_path))
+    assert "Version 10 of the weights" in capsys.readouterr().out
+    events = event_accumulator.EventAccumulator(str(tmp_path / "architecture"))
+    events.Reload()
+    tags = set(events.Tags()["tensors"])
+    assert {"staleness/of pushes", "staleness/largest", "version"} <= tags
+    assert {f"server {rank}/pushed_bytes" for rank in figures.servers} <= tags
 
 
 def test_the_end_of_an_epoch_is_that_of_all(cluster):
