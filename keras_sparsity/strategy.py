@@ -119,6 +119,9 @@ class HybridStrategy(ProcessStrategy):
             step t, of the weights after the update of step t - s - 1, is
             applied s steps later, the last ones at the end of each epoch.
             Runs repeat each other to the bit.
+        staleness_aware: True, with `delay="bounded"`: the learning rate of an
+            update is divided by the number of updates since its worker's pull,
+            if that is more than 1.
 
     Attributes:
         collectives: `ks.collectives.Collectives` of all processes.
@@ -150,7 +153,7 @@ class HybridStrategy(ProcessStrategy):
     References:
         EuroSys 3.1 (hybrid architecture), 4.3 (placement), Table 4 (the
         architectures for comparison), 2.1 (asynchronous training); Ho et al.,
-        NIPS 2013 (the bound).
+        NIPS 2013 (the bound); Zhang et al., IJCAI 2016 (`staleness_aware`).
     """
 
     def __init__(
@@ -169,16 +172,18 @@ class HybridStrategy(ProcessStrategy):
         synchronous=True,
         max_staleness=None,
         delay="bounded",
+        staleness_aware=False,
     ):
         choice.check("architecture", architecture)
         _check_options(wire_dtype, local_aggregation, bucket_bytes, prefetch)
-        modes.checked(synchronous, max_staleness, delay)
+        modes.checked(synchronous, max_staleness, delay, staleness_aware)
         if not synchronous:
             modes.check_supports(architecture, prefetch)
             # Variables stay where they are while gradients wait.
             architecture = "hybrid" if architecture == "auto" else architecture
         self.synchronous, self.max_staleness = synchronous, max_staleness
         self.delay, self.staleness = delay, {}
+        self.staleness_aware = bool(staleness_aware)
         self.epoch_figures = (
             EpochFigures() if modes.is_by_servers(self) else None
         )

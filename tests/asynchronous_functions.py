@@ -67,9 +67,18 @@ def dense():
     )
 
 
+RULES = {
+    **delayed_loop.RULES,
+    "adamw": lambda: keras.optimizers.AdamW(0.05, 0.3, epsilon=1e-3),
+    "clipnorm": lambda: keras.optimizers.SGD(0.3, clipnorm=0.1),
+    "clipvalue": lambda: keras.optimizers.SGD(0.3, clipvalue=0.02),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.3, global_clipnorm=0.1),
+}
+
+
 def train_dense(rule, is_served):
     """`((weights, optimizer's state, losses), staleness)` of `dense`."""
-    model, optimizer = dense(), delayed_loop.RULES[rule]()
+    model, optimizer = dense(), RULES[rule]()
     strategy = tf.distribute.get_strategy()
     if is_served:
         strategy = ks.HybridStrategy(synchronous=False, max_staleness=2)
@@ -114,9 +123,11 @@ def first_output(y, outputs):
     return tf.reduce_mean(outputs)
 
 
-def _count_updates(bound, begin, count):
+def _count_updates(bound, begin, count, **options):
     """Trains `OwnElement` on batches of one; the weights and `staleness`."""
-    strategy = ks.HybridStrategy(synchronous=False, max_staleness=bound)
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=bound, **options
+    )
     rank, size = strategy.rank, strategy.size
     seen = []
 
@@ -145,7 +156,7 @@ def watched_pulls(bound, count):
     return _count_updates(bound, begin, count)
 
 
-def one_waits(bound, path):
+def one_waits(bound, path, **options):
     """Rank 1 waits in its first step for rank 0's twentieth to have ended."""
 
     def begin(rank, step):
@@ -154,8 +165,12 @@ def one_waits(bound, path):
         while rank == 1 and not os.path.exists(path):
             time.sleep(0.01)
 
-    seen, weights, _ = _count_updates(bound, begin, 40)
-    return len(seen), weights
+    seen, weights, staleness = _count_updates(bound, begin, 40, **options)
+    return len(seen), weights, staleness
+
+
+def one_waits_and_is_aware(path):
+    return one_waits(None, path, staleness_aware=True)
 
 
 def linear(bound, folder):

@@ -9,7 +9,7 @@ from keras_sparsity.training.compiling import compile_adopted
 DELAYS = ("bounded", "fixed")
 
 
-def checked(synchronous, max_staleness, delay):
+def checked(synchronous, max_staleness, delay, staleness_aware):
     """Checks the arguments of `HybridStrategy` of these names.
 
     Raises:
@@ -18,6 +18,7 @@ def checked(synchronous, max_staleness, delay):
     """
     checks.boolean("synchronous", synchronous)
     checks.one_of("delay", delay, DELAYS)
+    checks.boolean("staleness_aware", staleness_aware)
     is_number = isinstance(max_staleness, int) and not isinstance(
         max_staleness, bool
     )
@@ -32,6 +33,12 @@ def checked(synchronous, max_staleness, delay):
             "`max_staleness` and `delay` are of asynchronous training. "
             f"Received: synchronous=True, max_staleness={max_staleness}, "
             f"delay={delay!r}. Add `synchronous=False`, or leave them out."
+        )
+    if staleness_aware and (synchronous or delay == "fixed"):
+        raise ValueError(
+            "`staleness_aware` is of workers that pull and push by themselves. "
+            f"Received: staleness_aware=True, synchronous={synchronous}, "
+            f"delay={delay!r}. Add `synchronous=False`, or leave it out."
         )
     if delay == "fixed" and max_staleness is None:
         raise ValueError(

@@ -1,6 +1,7 @@
 """A Keras rule, as operations on variables at a server."""
 
 import keras
+import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers
 from keras_sparsity.update import rules
@@ -8,7 +9,7 @@ from keras_sparsity.update.rows import changed, stand_in_for
 
 _RULES = (
     *("SGD", "RMSprop", "Adagrad", "Adadelta", "Adam", "Adamax", "Ftrl"),
-    "Lion",
+    *("AdamW", "Lion"),
 )
 
 
@@ -31,8 +32,9 @@ def check(optimizer, sparse_updates, of_rows):
             "`keras.optimizers`."
         )
     for option in (
-        *("weight_decay", "clipnorm", "clipvalue", "global_clipnorm"),
-        *("use_ema", "gradient_accumulation_steps", "loss_scale_factor"),
+        "use_ema",
+        "gradient_accumulation_steps",
+        "loss_scale_factor",
     ):
         value = getattr(optimizer, option, None)
         if value:
@@ -42,6 +44,7 @@ def check(optimizer, sparse_updates, of_rows):
             )
     is_exact = rules.leaves_untouched_rows(optimizer)
     if of_rows and sparse_updates == "exact" and not is_exact:
+        # AdamW decays them, and Adam spends their momentum.
         raise ValueError(
             "Servers update touched rows alone, and this rule moves others "
             f'too. {received}, sparse_updates="exact" and the layers '
@@ -72,7 +75,13 @@ def updated(optimizer, gradients, rate, iterations):
     step, stand_ins = stand_in_for(optimizer, row_updates)
     keras_optimizers.set_iterations(step, iterations)
     for stored, _, gradient in gradients:
-        step.update_step(gradient, stand_ins[id(stored.variable)], rate)
+        stand_in = stand_ins[id(stored.variable)]
+        if optimizer.weight_decay and keras_optimizers.uses_weight_decay(
+            optimizer, stored.variable
+        ):
+            decay = tf.cast(optimizer.weight_decay * rate, stand_in.dtype)
+            stand_in.assign(stand_in - stand_in * decay)
+        step.update_step(gradient, stand_in, rate)
     return [
         cell_of[id(variable)].assign(value)
         if ids_of[id(variable)] is None

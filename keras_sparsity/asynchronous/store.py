@@ -27,12 +27,23 @@ class Store:
         optimizer: a built Keras optimizer.
         of_rows: the variables of which rows travel.
         bound: see `Clocks`.
+        is_staleness_aware: whether a push's learning rate is divided by the
+            number of updates since its pull.
         name: begins the names by which workers share it.
     """
 
     def __init__(
-        self, servers, rank, optimizer, variables, of_rows, bound, name
+        self,
+        servers,
+        rank,
+        optimizer,
+        variables,
+        of_rows,
+        bound,
+        is_staleness_aware,
+        name,
     ):
+        self._is_staleness_aware = is_staleness_aware
         self._optimizer, self._rank = optimizer, rank
         self._stored = placed(optimizer, variables, of_rows, servers.owners)
         self._of = {id(each.variable): each for each in self._stored}
@@ -194,9 +205,9 @@ class Store:
     def pusher(self, variables):
         """A function that applies gradients of some variables.
 
-        It takes the batch's number, the learning rate and, for each variable,
-        the gradient, or the row numbers (no row twice) and the rows'
-        gradients; and returns
+        It takes the batch's number, the version of the pull, the learning rate
+        and, for each variable, the gradient, or the row numbers (no row twice)
+        and the rows' gradients; and returns
         `[version before, clocks after]`.
         """
         push = self._call(("push", *map(id, variables)), self._made_push)
@@ -204,8 +215,8 @@ class Store:
         for stored in (self._of[id(variable)] for variable in variables):
             numbers += [stored.server] * (1 + stored.is_of_rows)
 
-        def counted(batch, rate, *values):
-            results = push(batch, rate, *values)
+        def counted(batch, version, rate, *values):
+            results = push(batch, version, rate, *values)
             for traffic in self.traffic.values():
                 traffic.num_updates += 1
             for number, value in zip(numbers, values, strict=True):
@@ -326,9 +337,11 @@ class Store:
             return [ids], [rows]
 
     def _made_push(self, *names):
-        batch = tf.compat.v1.placeholder(tf.int64, [])
-        rate = tf.compat.v1.placeholder(tf.float32, [])
-        feeds, gradients = [batch, rate], {}
+        facts = [
+            tf.compat.v1.placeholder(dtype, [])
+            for dtype in (tf.int64, tf.int64, tf.float32)
+        ]
+        feeds, gradients = list(facts), {}
         for stored in (self._of[name] for name in names):
             shape, dtype = stored.variable.shape, stored.variable.dtype
             with tf.device(self._device(stored.server)):
@@ -344,7 +357,7 @@ class Store:
         for number in self._numbers:
             here = gradients.get(number, [])
             with tf.device(self._device(number)):
-                sent = tf.identity(batch), tf.identity(rate)
+                sent = [tf.identity(fact) for fact in facts]
 
                 def apply(here=here, number=number, sent=sent):
                     return self._applied_once(here, number, *sent)
@@ -355,7 +368,7 @@ class Store:
             clocks = self._clocks.end()
         return feeds, [counts[0], clocks]
 
-    def _applied_once(self, gradients, number, batch, rate):
+    def _applied_once(self, gradients, number, batch, version, rate):
         """Updates variables of a server; returns its count before.
 
         Not if this worker is lost, or another one has pushed the same batch
@@ -370,13 +383,15 @@ class Store:
         with tf.control_dependencies([noted]):
             return tf.cond(
                 is_due,
-                lambda: self._applied(gradients, number, rate),
+                lambda: self._applied(gradients, number, version, rate),
                 self._counts[number].read,
             )
 
-    def _applied(self, gradients, number, rate):
+    def _applied(self, gradients, number, version, rate):
         """Updates variables of a server; returns its count before."""
         count = self._counts[number].read()
+        if self._is_staleness_aware:
+            rate /= tf.cast(tf.maximum(count - version, 1), rate.dtype)
         assigned = updated(self._optimizer, gradients, rate, count)
         with tf.control_dependencies(assigned):
             counted = self._counts[number].assign(count + 1)

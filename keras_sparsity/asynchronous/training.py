@@ -4,6 +4,7 @@ import collections
 import contextlib
 import pickle
 import time
+import types
 
 import keras
 import numpy as np
@@ -14,9 +15,11 @@ from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.asynchronous import rule, servers
 from keras_sparsity.asynchronous.pulled_rows import PulledRows
 from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.global_batch import metrics as global_metrics
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.placement import slices
+from keras_sparsity.update.clip import Clipping
 
 # Between two looks of a dedicated server at the workers' epoch.
 _LOOK_SECONDS = 0.1
@@ -57,6 +60,7 @@ class Training:
             variables,
             [layer.embeddings for layer in self._layers],
             strategy.max_staleness,
+            strategy.staleness_aware,
             f"training/{number}",
         )
         self._keepers = [
@@ -152,20 +156,30 @@ class Training:
         )
         push = self.store.pusher(variables)
         of_rows = {id(variable) for variable, _ in self._keepers}
-        sent = [tf.cast(self._optimizer.learning_rate, tf.float32)]
+        ids, values = [], []
         for gradient, variable in zip(grads, variables, strict=True):
+            ids.append([])
             if id(variable) in of_rows:
                 gradient = slices.merged(gradient)
-                sent.append(tf.cast(gradient.indices, tf.int64))
+                ids[-1] = [tf.cast(gradient.indices, tf.int64)]
                 gradient = gradient.values
-            sent.append(tf.convert_to_tensor(gradient))
+            values.append(tf.convert_to_tensor(gradient))
+        sent = [tf.cast(self._optimizer.learning_rate, tf.float32)]
+        for rows, value in zip(ids, self._clipped(values), strict=True):
+            sent += [*rows, value]
 
         def pushed(*values):
-            before, _ = push(self.batch, *values)
+            before, _ = push(self.batch, self._version, *values)
             self._staleness[int(before - self._version)] += 1
             return np.int64(before)
 
         tf.numpy_function(pushed, sent, tf.int64, stateful=True)
+
+    def _clipped(self, values):
+        """Of one batch, a worker has all gradients."""
+        wholes = [types.SimpleNamespace(whole=object()) for _ in values]
+        clipping = Clipping(single_process(), [])
+        return clipping.clip(self._optimizer, values, wholes)
 
     def record(self):
         """This worker's part of the epoch so far, as bytes."""

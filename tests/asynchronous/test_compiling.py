@@ -65,8 +65,12 @@ CASES = {
     ),
     "rule": (lambda: _fit(_compiled("nadam")), "a Nadam.*one of SGD"),
     "option": (
-        lambda: _fit(_compiled(keras.optimizers.SGD(clipnorm=1.0))),
-        "clipnorm=1.0.*Leave it out",
+        lambda: _fit(_compiled(keras.optimizers.SGD(use_ema=True))),
+        "use_ema=True.*Leave it out",
+    ),
+    "decay of untouched rows": (
+        lambda: _fit(_compiled(keras.optimizers.SGD(weight_decay=0.1))),
+        'SGD, sparse_updates="exact".*sparse_updates="lazy"',
     ),
     "untouched rows": (
         lambda: _fit(_compiled("adam")),

@@ -19,7 +19,7 @@ def _served(model, optimizer, loss="mse", **options):
     return strategy
 
 
-@pytest.mark.parametrize("rule", list(delayed_loop.RULES))
+@pytest.mark.parametrize("rule", list(functions.RULES))
 def test_one_worker_trains_as_stock_keras(rule):
     found, staleness = functions.train_dense(rule, True)
     _check_equal(found, functions.train_dense(rule, False)[0])
@@ -30,7 +30,7 @@ def test_one_worker_trains_as_stock_keras(rule):
 @pytest.mark.all_cells
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize("num_servers", [1, 2])
-@pytest.mark.parametrize("rule", list(delayed_loop.RULES))
+@pytest.mark.parametrize("rule", list(functions.RULES))
 def test_one_worker_of_servers_trains_as_stock_keras(
     cluster, engine, num_servers, rule
 ):
@@ -89,6 +89,37 @@ def test_without_a_bound_nobody_waits(cluster, tmp_path):
     )
     (first, *_), (second, *_) = ranks
     assert first >= 20 and second >= 1 and first + second == 40
+
+
+def test_an_old_gradients_rate_is_smaller(cluster, tmp_path):
+    ranks = cluster("native", 2).run(
+        functions.one_waits_and_is_aware, str(tmp_path / "go")
+    )
+    for _, weights, staleness in ranks:
+        assert max(staleness) >= 20
+        expected = sum(n / max(1, old) for old, n in staleness.items())
+        assert weights.sum() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("limit", ["clipnorm", "global_clipnorm", "clipvalue"])
+def test_gradients_of_rows_are_clipped(limit):
+    x, y = functions.data()
+    model = functions.network()
+    rule = {limit: 0.1 if "norm" in limit else 0.01}
+    _served(model, keras.optimizers.SGD(0.3, **rule), max_staleness=1)
+    model.fit(x, y, functions.BATCH, shuffle=False, verbose=0)
+    expected = functions.network()
+    delayed_loop.train(
+        expected,
+        keras.optimizers.SGD(0.3, **rule),
+        keras.losses.MeanSquaredError(),
+        [delayed_loop.batches(x, y, functions.BATCH)],
+        0,
+    )
+    for one, other in zip(
+        model.get_weights(), expected.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))

@@ -37,6 +37,11 @@ BAD = [
                 {"synchronous": True, "max_staleness": 2},
                 "Received: synchronous=True, max_staleness=2.*Add",
             ),
+            ({"staleness_aware": 1}, "True or False.*staleness_aware=1"),
+            (
+                {"synchronous": True, "staleness_aware": True},
+                "staleness_aware=True, synchronous=True.*leave it out",
+            ),
             ({"architecture": "measured"}, "'measured' with synchronous=False"),
             ({"prefetch": True}, "prefetch=True with synchronous=False"),
             (
