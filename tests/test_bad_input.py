@@ -50,6 +50,7 @@ NOT_CALLED = {
     "callbacks.ShardedCheckpoint.begin": "called by `fit`",
     "callbacks.ShardedCheckpoint.order_seed": "called by `fit`",
     "callbacks.ShardedCheckpoint.use_input": "called by `fit`",
+    "callbacks.ShardedCheckpoint.use_collectives": "called by `fit`",
     **dict.fromkeys(
         (
             f"ShardedTable.{name}"

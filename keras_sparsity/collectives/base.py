@@ -12,6 +12,7 @@ from keras_sparsity.collectives.calls import Calls
 from keras_sparsity.collectives.engine import Route
 from keras_sparsity.machines.topology import Topology
 
+_LENGTH_BYTES = 8
 GROUPS = ("machine", "across")
 
 
@@ -310,7 +311,7 @@ class Collectives:
                 "objects do not exist yet. Call it outside."
             )
         try:
-            data = np.frombuffer(pickle.dumps(value), np.uint8)
+            data = pickle.dumps(value)
         except Exception as error:  # whatever an object's own method raises
             raise ValueError(
                 f"{call} sends objects that pickle. Received: "
@@ -318,13 +319,15 @@ class Collectives:
                 "lists or dicts that it is made of. Python says: "
                 f"{checks.shortened(error)}"
             ) from error
-        lengths = self.all_gather([len(data)], f"{name}/lengths").numpy()
-        data = self.all_gather(data, name).numpy()
-        ends = np.cumsum(lengths)
-        return [
-            pickle.loads(data[end - length : end].tobytes())
-            for end, length in zip(ends, lengths, strict=True)
-        ]
+        # In one message: a worker that may be lost is in all of it, or not.
+        data = len(data).to_bytes(_LENGTH_BYTES, "little") + data
+        data = self.all_gather(np.frombuffer(data, np.uint8), name)
+        data, end, values = data.numpy().tobytes(), 0, []
+        while end < len(data):
+            start = end + _LENGTH_BYTES
+            end = start + int.from_bytes(data[end:start], "little")
+            values.append(pickle.loads(data[start:end]))
+        return values
 
     def check_equal(self, value, what, fix=""):
         """Raises ValueError on all ranks unless `value` is equal on all.
