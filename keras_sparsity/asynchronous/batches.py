@@ -19,7 +19,12 @@ class Batches:
     handed out again.
 
     With each number that it takes, a worker leaves a record of all batches
-    that it has ended. That of a lost worker remains.
+    that it has ended; it begins with the last one's number, see `record`. That
+    of a lost worker remains.
+
+    A worker may be lost while its operations run, of which the later ones then
+    do not. So a record is written first, by which its batch has ended, and all
+    numbers are written at once.
 
     Args:
         device: the server's device.
@@ -32,17 +37,18 @@ class Batches:
         self._size, self._rank, self._device = size, rank, device
         with tf.device(device):
             self._mutex = tf.raw_ops.MutexV2(shared_name=f"{name}/mutex")
-            self._next = Cell(f"{name}/next", tf.int64, [])
+            # The number of those that were taken, and what each worker holds.
+            self._numbers = Cell(f"{name}/numbers", tf.int64, [1 + size])
             self._total = Cell(f"{name}/total", tf.int64, [])
-            self._held = Cell(f"{name}/held", tf.int64, [size])
             self._lost = Cell(f"{name}/lost", tf.bool, [size])
             self._records = Cell(f"{name}/records", tf.string, [size])
             self.create = self._lost.fill(False)
             self.reset = tf.group(
-                self._next.fill(0),
+                self._numbers.assign(
+                    tf.constant([0, *[NONE] * size], tf.int64)
+                ),
                 self._total.fill(_MANY),
-                self._held.fill(NONE),
-                self._records.fill(""),
+                self._records.fill(record(NONE)),
             )
             self.records = self._records.read()
 
@@ -53,33 +59,48 @@ class Batches:
         numbers that workers hold, which may be handed out again.
         """
         with tf.device(self._device):
-            record = tf.compat.v1.placeholder(tf.string, [])
-            fetches = locked(self._mutex, lambda: self._taken(record))
-        return [record], fetches
+            own = tf.compat.v1.placeholder(tf.string, [])
+            fetches = locked(self._mutex, lambda: self._taken(own))
+        return [own], fetches
 
-    def _taken(self, record):
-        own = tf.equal(tf.range(self._size), self._rank)
-        lost, total = self._lost.read(), self._total.read()
-        counted, kept = self._next.read(), self._held.read()
-        is_lost = tf.reduce_any(lost & own)
-        held = tf.where(own, NONE, kept)
-        returned = tf.where(lost & (held >= 0) & (held < total), held, _MANY)
+    def _taken(self, own):
+        total, is_lost = self._total.read(), self._lost.read()[self._rank]
+        counted, held = self._held_now()
+        returned = tf.where(self._lost.read() & (held >= 0), held, _MANY)
+        returned = tf.where(returned < total, returned, _MANY)
         is_new = tf.equal(tf.reduce_min(returned), _MANY)
         number = tf.where(is_new, counted, tf.reduce_min(returned))
         number = tf.where(number < total, number, NONE)
         held = tf.where(tf.equal(returned, number), NONE, held)
-        held = tf.where(own, number, held)
-        is_next = is_new & (number >= 0) & ~is_lost
-        records = self._records.read()
-        with tf.control_dependencies(
-            [
-                self._next.assign(tf.where(is_next, counted + 1, counted)),
-                self._held.assign(tf.where(is_lost, kept, held)),
-                self._records.assign(tf.where(own & ~is_lost, record, records)),
-            ]
-        ):
+        held = tf.where(self._is_own(), number, held)
+        counted += tf.cast(is_new & (number >= 0), tf.int64)
+        written = self._written(own, counted, held)
+        with tf.control_dependencies([written]):
             unfinished = tf.where(held < total, held, NONE)
             return [tf.where(is_lost, LOST, number), unfinished]
+
+    def _is_own(self):
+        return tf.equal(tf.range(self._size), self._rank)
+
+    def _held_now(self):
+        """The number of numbers, and what workers hold that has not ended."""
+        numbers = self._numbers.read()
+        ended = tf.io.decode_raw(
+            tf.strings.substr(self._records.read(), 0, 8), tf.int64
+        )[:, 0]
+        held = tf.where(tf.equal(numbers[1:], ended), NONE, numbers[1:])
+        return numbers[0], held
+
+    def _written(self, own, counted, held):
+        """Writes the record, then the numbers; not if this worker is lost."""
+        is_lost = self._lost.read()[self._rank]
+        records, numbers = self._records.read(), self._numbers.read()
+        records = tf.where(self._is_own() & ~is_lost, own, records)
+        new = tf.where(is_lost, numbers, tf.concat([[counted], held], 0))
+        with tf.control_dependencies([new]):
+            recorded = self._records.assign(records)
+        with tf.control_dependencies([recorded]):
+            return self._numbers.assign(new)
 
     def end(self):
         """Makes `(feeds, fetches)` of the discovery of the data's end.
@@ -99,21 +120,17 @@ class Batches:
     def leave(self):
         """Makes `(feeds, fetches)` of leaving the epoch; feeds: the record."""
         with tf.device(self._device):
-            record = tf.compat.v1.placeholder(tf.string, [])
+            own = tf.compat.v1.placeholder(tf.string, [])
 
             def left():
-                is_lost = self._lost.read()[self._rank]
-                own = tf.equal(tf.range(self._size), self._rank) & ~is_lost
-                held, records = self._held.read(), self._records.read()
+                counted, held = self._held_now()
+                held = tf.where(self._is_own(), NONE, held)
                 with tf.control_dependencies(
-                    [
-                        self._held.assign(tf.where(own, NONE, held)),
-                        self._records.assign(tf.where(own, record, records)),
-                    ]
+                    [self._written(own, counted, held)]
                 ):
-                    return tf.identity(is_lost)
+                    return tf.identity(counted)
 
-            return [record], [locked(self._mutex, left)]
+            return [own], [locked(self._mutex, left)]
 
     def leave_out(self, rank):
         """Has the number that a lost worker holds handed out again."""
@@ -124,3 +141,18 @@ class Batches:
                     return tf.identity(rank)
 
             return locked(self._mutex, left)
+
+
+def record(number, contents=b""):
+    """A record, as bytes.
+
+    Args:
+        number: that of the last batch that ended; `NONE`.
+        contents: bytes.
+    """
+    return np.int64(number).tobytes() + contents
+
+
+def contents_of(record):
+    """The contents of a record, as bytes; empty if none was written."""
+    return record[8:]

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_models, keras_optimizers, keras_variables
 from keras_sparsity._tf.current_variable import make_current
-from keras_sparsity.asynchronous import rule, servers
+from keras_sparsity.asynchronous import batches, rule, servers
 from keras_sparsity.asynchronous.pulled_rows import PulledRows
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.collectives.startup import single_process
@@ -66,7 +66,7 @@ class Training:
         self._keepers = [
             (layer.embeddings, self._keeper(layer)) for layer in self._layers
         ]
-        self.batch = None  # the number of the one in training
+        self.batch = batches.NONE  # the number of the one in training
         # Whether this worker waits for slower ones before a step.
         self.is_bounded = True
         self._version = None  # of the last pull
@@ -184,7 +184,7 @@ class Training:
     def record(self):
         """This worker's part of the epoch so far, as bytes."""
         metrics = global_metrics.sent(self._model.metrics, self._collectives)
-        return pickle.dumps(
+        contents = pickle.dumps(
             {
                 "rank": self._collectives.rank,
                 "metrics": [value.numpy() for value in metrics],
@@ -193,6 +193,7 @@ class Training:
                 "servers": self.store.traffic,
             }
         )
+        return batches.record(self.batch, contents)
 
     # All ranks together.
 
@@ -203,7 +204,7 @@ class Training:
         self._collectives.barrier("asynchronous/epoch/ended")
         self._servers.begin_epoch(self.store)
         self._collectives.barrier("asynchronous/epoch/begin")
-        self.is_bounded = True
+        self.batch, self.is_bounded = batches.NONE, True
 
     def end_epoch(self):
         """Takes the weights after all updates, and means of own values.
@@ -235,7 +236,8 @@ class Training:
         values = [values for values, _ in of_ranks if values]
         for variable, *of_each in zip(self._own_values(), *values, strict=True):
             variable.assign(np.mean(of_each, 0, of_each[0].dtype))
-        records = [pickle.loads(each) for each in self.store.records() if each]
+        contents = map(batches.contents_of, self.store.records())
+        records = [pickle.loads(each) for each in contents if each]
         # Before its first batch a worker's metrics may have no variables.
         return version, [each for each in records if each["staleness"]]
 
