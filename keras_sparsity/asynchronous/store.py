@@ -377,15 +377,17 @@ class Store:
         last = self._applied_last[number]
         is_lost, before = self._lost[number].read()[self._rank], last.read()
         is_due = ~is_lost & tf.reduce_all(tf.not_equal(before, batch))
-        noted = last.set(
-            self._rank, tf.where(is_lost, before[self._rank], batch)
-        )
-        with tf.control_dependencies([noted]):
-            return tf.cond(
-                is_due,
-                lambda: self._applied(gradients, number, version, rate),
-                self._counts[number].read,
-            )
+
+        def apply():
+            count = self._applied(gradients, number, version, rate)
+            with tf.control_dependencies([count]):
+                noted = last.set(self._rank, batch)
+            with tf.control_dependencies([noted]):
+                return tf.identity(count)
+
+        # If this worker is lost meanwhile, TensorFlow begins no function any
+        # more, and ends those that it has begun: all of it, or nothing.
+        return tf.cond(is_due, apply, self._counts[number].read)
 
     def _applied(self, gradients, number, version, rate):
         """Updates variables of a server; returns its count before."""
