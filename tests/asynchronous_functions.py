@@ -157,13 +157,23 @@ def watched_pulls(bound, count):
 
 
 def one_waits(bound, path, **options):
-    """Rank 1 waits in its first step for rank 0's twentieth to have ended."""
+    """Rank 1 waits in its first step for rank 0's twentieth to have ended.
+
+    And rank 0, in its own first step, for rank 1's to have begun.
+    """
+
+    def wait_for(path):
+        while not os.path.exists(path):
+            time.sleep(0.01)
 
     def begin(rank, step):
         if rank == 0 and step == 21:
             pathlib.Path(path).touch()
-        while rank == 1 and not os.path.exists(path):
-            time.sleep(0.01)
+        if rank == 0:
+            wait_for(f"{path}-begun")
+        else:
+            pathlib.Path(f"{path}-begun").touch()
+            wait_for(path)
 
     seen, weights, staleness = _count_updates(bound, begin, 40, **options)
     return len(seen), weights, staleness
