@@ -116,6 +116,11 @@ class Options:
             return RowWire(tf.as_dtype(dtype))
         return wire
 
+    def encoded_bytes(self, dtype, width):
+        """Bytes of a row in 8 bits; None where it travels in a dtype."""
+        wire = self.row_wire(dtype, width)
+        return wire.num_bytes(width) if isinstance(wire, RowWire) else None
+
     def gradient_wire(self, dtype, width, role, rank):
         """The conversion of the gradients of rows, see `row_wire`.
 

@@ -1,6 +1,7 @@
 """The facts on which the bytes of a variable's messages depend."""
 
 import dataclasses
+import math
 
 from keras_sparsity.planning.specs import Cluster
 
@@ -59,5 +60,11 @@ def running_cluster(communicator):
 
 
 def as_sent(spec, options):
-    """A `VariableSpec` in the dtype in which it travels."""
-    return dataclasses.replace(spec, dtype=options.wire(spec.dtype).dtype.name)
+    """A `VariableSpec` in the dtype, and in the rows, in which it travels."""
+    row_bytes = None
+    if spec.is_sparse:
+        width = math.prod(spec.shape[1:])
+        row_bytes = options.encoded_bytes(spec.dtype, width)
+    return dataclasses.replace(
+        spec, dtype=options.wire(spec.dtype).dtype.name, row_bytes=row_bytes
+    )

@@ -77,7 +77,7 @@ def engine_bytes(
     if architecture in _PADDED and variable.is_sparse:
         of_rows = _PADDED[architecture]
         return of_rows(
-            variable,
+            variable.of_rows,
             cluster,
             engine == "native",
             largest_rows,

@@ -8,6 +8,7 @@ import numpy as np
 from keras_sparsity._tf import checks
 
 _MOST_PROCESSES = 100_000  # figures are kept for each
+_WORDS, _WORD_BYTES = "int32", 4  # of encoded rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,9 @@ class VariableSpec:
             smaller: measure it.
         num_partitions: P. By default the number of processes for a sparse
             variable, 1 for a dense one.
+        row_bytes: bytes of a sparse variable's row where rows travel, a
+            multiple of 4, as `engine_bytes` counts them. By default those of
+            its dtype.
 
     Raises:
         ValueError: if an argument has another type or range.
@@ -117,6 +121,7 @@ class VariableSpec:
     dtype: str = "float32"
     alpha_machine: float | None = None
     num_partitions: int | None = None
+    row_bytes: int | None = None
 
     def __post_init__(self):
         checks.string("name", self.name)
@@ -144,10 +149,30 @@ class VariableSpec:
             checks.num_partitions(
                 "num_partitions", self.num_partitions, " or None"
             )
+        if self.row_bytes is not None:
+            checks.positive_integer("row_bytes", self.row_bytes, " or None")
+            checks.check(
+                self.is_sparse and self.row_bytes % _WORD_BYTES == 0,
+                "row_bytes",
+                self.row_bytes,
+                f"None, or of a sparse variable a multiple of {_WORD_BYTES}",
+            )
 
     @property
     def is_sparse(self):
         return self.alpha is not None
+
+    @property
+    def of_rows(self):
+        """The variable as its rows travel."""
+        if self.row_bytes is None:
+            return self
+        return dataclasses.replace(
+            self,
+            shape=(self.shape[0], self.row_bytes // _WORD_BYTES),
+            dtype=_WORDS,
+            row_bytes=None,
+        )
 
     @property
     def num_elements(self):

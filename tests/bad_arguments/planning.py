@@ -78,6 +78,8 @@ BAD = [
                 *(0.4, 1.1, float("nan"), "a"),
             ),
             ("num_partitions", "a positive integer or None", 0, "a", True),
+            ("row_bytes", "a positive integer or None", 0, "a", True),
+            ("row_bytes", "of a sparse variable a multiple of 4", 6),
         ]
         for wrong in all_wrong
     ),

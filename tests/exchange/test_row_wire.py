@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.board import model_plan
 from keras_sparsity.exchange import row_wire
 from keras_sparsity.exchange.options import Options
 from keras_sparsity.exchange.row_wire import RowWire
@@ -184,3 +185,30 @@ def test_through_machines(cluster):
     processes = cluster("native", 4, machines=2)
     wide = processes.run(train, None, "hybrid")
     check_near(processes.run(train, "int8", "hybrid"), wide, 0.05)
+
+
+def planned_and_sent(architecture):
+    """Bytes that a rank sends in a step of rows: planned, and counted."""
+    strategy = ks.HybridStrategy(architecture=architecture, wire_dtype="int8")
+    ids = keras.Input((4,), dtype="int32")
+    table = ks.layers.ShardedEmbedding(ROWS, DIM)
+    model = keras.Model(ids, table(ids))
+    with strategy.scope():
+        model.compile("adagrad", "mse")
+    # Each rank touches all rows in each step, so that nothing is estimated.
+    x = np.tile(np.arange(ROWS).reshape(-1, 4), (4, 1))
+    y = np.zeros((len(x), 4, DIM))
+    with measured() as sent:
+        model.fit(x, y, batch_size=len(x) // 2, verbose=0, shuffle=False)
+    (of_table,) = model_plan.of_running(model).variables
+    of_path = of_table.costs[of_table.architecture]
+    return of_path.sent_bytes[0], sum(sent.values()) / 2
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("architecture", ["hybrid", "allgather"])
+def test_plans_count_8_bits(cluster, engine, architecture):
+    for planned, counted in cluster(engine, 2).run(
+        planned_and_sent, architecture
+    ):
+        assert planned == pytest.approx(counted, rel=0.02)
