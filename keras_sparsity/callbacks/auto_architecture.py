@@ -102,6 +102,9 @@ class AutoArchitecture(keras.callbacks.Callback):
         if not found:
             return
         self._speeds = self._times.speeds(self._bytes_of_probe)
+        self._num_owned = sum(
+            "ps" in place.candidates for place, _ in self._places()
+        )
         costs = {
             place.path: self._costs(place, facts) for place, facts in found
         }
@@ -205,8 +208,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         )
         path = self._speeds[reducer.path]
         seconds = path.seconds(cost.busiest_bytes)
-        if reducer.shares_message(variable):
-            seconds -= path.latency_seconds
+        seconds -= path.latency_seconds * self._share(variable, placement)
         whole = spec.num_bytes()
         own = whole / self._collectives.size
         optimizer = self.model.optimizer
@@ -218,6 +220,18 @@ class AutoArchitecture(keras.callbacks.Callback):
             own, whole, self._collectives.size, num_slots
         )
         return seconds + self._speeds["update"].seconds_per_byte * updated
+
+    def _share(self, variable, placement):
+        """Fraction of its messages' latency that others have, too."""
+        if placement.reducer(is_of_rows=True).shares_message(variable):
+            return 1.0
+        is_pulled = getattr(variable, "table", None) is not None and (
+            variable.table.is_sharded
+        )
+        if placement.layout is None or is_pulled:
+            return 0.0
+        # Tables pull together: those that may move here pay once.
+        return 1 - 1 / self._num_owned
 
     def _bytes_of_probe(self, path, num_rows):
         of_each = {"ps": self._collectives.size}  # owners

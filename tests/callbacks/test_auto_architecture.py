@@ -355,6 +355,63 @@ def test_two_runs_are_equal_to_the_bit(engine, cluster):
         ]
 
 
+class OfOrdinary(keras.Model):
+    """Ordinary `Embedding`s, none of which pays for messages of its own."""
+
+    def __init__(self):
+        super().__init__()
+        # AllReduce of 1.6 MB takes longer than messages of rows.
+        self.tables = [
+            keras.layers.Embedding(50 * LARGE, DIM) for _ in range(6)
+        ]
+        self.last = keras.layers.Dense(1, "sigmoid")
+
+    def call(self, ids):
+        rows = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+        return self.last(keras.ops.concatenate(rows, axis=1))
+
+
+def move_together(is_distributed=True):
+    """Placements, messages and losses after the first decision."""
+    keras.utils.set_random_seed(5)
+    model = OfOrdinary()
+    scope = contextlib.nullcontext()
+    if is_distributed:
+        scope = ks.HybridStrategy().scope()
+    with scope:
+        model.compile(keras.optimizers.Adagrad(0.1), "binary_crossentropy")
+    ids = np.random.default_rng(0).integers(50 * LARGE, size=(20 * BATCH, 6))
+    losses = model.fit(
+        ids,
+        (ids.sum(axis=1) % 2).astype("float32"),
+        batch_size=BATCH,
+        epochs=10**6,  # another trace pays
+        shuffle=False,
+        verbose=0,
+        callbacks=[
+            keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: setattr(
+                    model, "stop_training", epoch == 1
+                )
+            )
+        ],
+    ).history["loss"]
+    tables = [
+        getattr(layer.embeddings, "table", None) for layer in model.tables
+    ]
+    found = {table and (table.architecture, table.messages) for table in tables}
+    return found, losses
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_ordinary_embeddings_share_the_messages_of_a_move(engine, cluster):
+    _, expected = move_together(is_distributed=False)
+    for found, losses in cluster(engine, 2).run(move_together):
+        ((architecture, messages),) = found
+        assert architecture == "ps" and messages.startswith("tables/6 ")
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("architecture", ["auto", "measured"])
 def test_one_process_has_nothing_to_find(architecture):
     strategy = ks.HybridStrategy(architecture=architecture)
