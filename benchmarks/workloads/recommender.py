@@ -3,6 +3,8 @@
 python benchmarks/cluster.py --machines 4 benchmarks/workloads/recommender.py
 """
 
+import functools
+
 import _common
 import keras
 import numpy as np
@@ -22,29 +24,55 @@ def options(add):
     add("--hot", type=int, help="ids of an example in a table")
 
 
-def make(kit, args, num_examples, generator):
+class Recommender(keras.Model):
+    """The model.
+
+    Args:
+        bag: the `Kit`'s layer of a table.
+        sizes: the tables' numbers of rows.
+        dim: their width.
+    """
+
+    def __init__(self, bag, sizes, dim):
+        super().__init__()
+        dense = functools.partial(keras.layers.Dense, activation="relu")
+        self.of_numbers = [dense(units) for units in (64, dim)]
+        self.tables = [
+            bag(size, dim, name=f"table_{index}")
+            for index, size in enumerate(sizes.tolist())
+        ]
+        self.top = [dense(units) for units in (128, 64)]
+        self.last = keras.layers.Dense(1, activation="sigmoid")
+
+    def call(self, inputs):
+        hidden, ids = inputs
+        for layer in self.of_numbers:
+            hidden = layer(hidden)
+        vectors = [hidden]
+        for index, table in enumerate(self.tables):
+            vectors.append(table(ids[:, index]))
+        # Every two of them, as in DLRM.
+        stacked = keras.ops.stack(vectors, axis=1)
+        products = keras.ops.matmul(
+            stacked, keras.ops.transpose(stacked, (0, 2, 1))
+        )
+        products = keras.ops.reshape(products, (-1, len(vectors) ** 2))
+        hidden = keras.ops.concatenate([hidden, products], axis=1)
+        for layer in self.top:
+            hidden = layer(hidden)
+        return self.last(hidden)
+
+
+def make(kit, args, num_examples, generator, is_functional=True):
     sizes = np.geomspace(args.smallest, args.largest, args.tables)
     sizes = sizes.round().astype(int)
-    numbers = keras.Input((NUM_NUMBERS,))
-    ids = keras.Input((args.tables, args.hot), dtype="int32")
-    hidden = numbers
-    for units in (64, args.dim):
-        hidden = keras.layers.Dense(units, activation="relu")(hidden)
-    vectors = [hidden]
-    for index, size in enumerate(sizes.tolist()):
-        bag = kit.bag(size, args.dim, name=f"table_{index}")
-        vectors.append(bag(ids[:, index]))
-    # Every two of them, as in DLRM.
-    stacked = keras.ops.stack(vectors, axis=1)
-    products = keras.ops.matmul(
-        stacked, keras.ops.transpose(stacked, (0, 2, 1))
-    )
-    hidden = keras.layers.Concatenate()(
-        [hidden, keras.layers.Flatten()(products)]
-    )
-    for units in (128, 64):
-        hidden = keras.layers.Dense(units, activation="relu")(hidden)
-    outputs = keras.layers.Dense(1, activation="sigmoid")(hidden)
+    model = Recommender(kit.bag, sizes, args.dim)
+    if is_functional:
+        inputs = [
+            keras.Input((NUM_NUMBERS,)),
+            keras.Input((args.tables, args.hot), dtype="int32"),
+        ]
+        model = keras.Model(inputs, model.call(inputs))
     drawn = [
         _common.zipf((num_examples, args.hot), size, generator)
         for size in sizes
@@ -54,7 +82,7 @@ def make(kit, args, num_examples, generator):
         np.stack(drawn, axis=1),
     )
     return _common.Workload(
-        keras.Model([numbers, ids], outputs),
+        model,
         x,
         (x[1][:, :, 0].sum(axis=1, keepdims=True) % 2).astype("float32"),
         "binary_crossentropy",

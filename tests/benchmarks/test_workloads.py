@@ -103,6 +103,25 @@ def test_the_large_one_is_larger(name):
         assert small < large
 
 
+def test_the_subclassed_recommender_computes_the_same():
+    common = import_common()
+    from peers import _stock
+
+    options = [*SMALL["recommender"].split(), "--batch", "4"]
+    outputs = []
+    for name in ("recommender", "subclassed_recommender"):
+        module = common.module(name)
+        args = common.parse(module, argparse.ArgumentParser(), options)
+        made = module.make(_stock.KIT, args, 4, np.random.default_rng(0))
+        made.model(made.x)  # builds it
+        for variable in made.model.variables:
+            draws = np.random.default_rng(variable.shape[0])
+            variable.assign(draws.normal(size=variable.shape) / 4)
+        outputs.append(keras.ops.convert_to_numpy(made.model(made.x)))
+    np.testing.assert_allclose(*outputs, rtol=1e-6)
+    assert np.ptp(outputs[0]) > 1e-3
+
+
 def clip_both():
     """Weights of training with the norm found by owners, and by workers."""
     import_common()
