@@ -124,9 +124,7 @@ def test_the_subclassed_recommender_computes_the_same():
 
 def clip_both():
     """Weights of training with the norm found by owners, and by workers."""
-    import_common()
-    from workloads import _training
-
+    _training = import_common().module("_training")
     weights = []
     for way in ("owners", "workers", None):
         keras.utils.set_random_seed(3)
