@@ -159,6 +159,7 @@ class HybridOptimizer(OptimizerWrapper):
             var_list: list of variables, as in Keras.
             are_zero: whether the slots of a built one are zero.
         """
+        checks.boolean("are_zero", are_zero)
         if self.built:
             return
         var_list = arguments.checked_variables(var_list, "var_list")

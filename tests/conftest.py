@@ -12,9 +12,12 @@ import pytest
 
 from tests.cluster import Cluster
 
-# A shell's background job ignores SIGINT, and so would all that tests start.
+# A shell's background job ignores SIGINT, and `nohup` has it ignore SIGHUP, and
+# so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 HAS_HOROVOD = importlib.util.find_spec("horovod") is not None
 
