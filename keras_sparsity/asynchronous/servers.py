@@ -74,9 +74,7 @@ class Servers:
         """Has `shared.leave_out(rank)` called for each rank that is lost."""
         with self._lock:
             self._shared.append(shared)
-            if self.is_first:
-                for rank in self._lost:
-                    shared.leave_out(rank)
+            self._leave_out(self._lost, shared)
 
     def remove(self, shared):
         with self._lock:
@@ -87,16 +85,19 @@ class Servers:
         with self._lock:
             if self.is_first:
                 store.reset()
-                for rank in self._lost:
-                    store.leave_out(rank)
+            self._leave_out(self._lost, store)
 
     def lose(self, rank):
         """From now on a rank changes nothing at the servers."""
         with self._lock:
             self._lost.append(rank)
-            if self.is_first:
-                for shared in self._shared:
-                    shared.leave_out(rank)
+            for shared in self._shared:
+                self._leave_out([rank], shared)
+
+    def _leave_out(self, ranks, shared):
+        if self.is_first:
+            for rank in ranks:
+                shared.leave_out(rank)
 
 
 _started = {}  # from `Collectives` to `Servers`
