@@ -15,24 +15,25 @@ import numpy as np
 
 import keras_sparsity as ks
 
-LIMIT, DIM, NUM_TABLES, BATCH = 0.3, 64, 26, 256
+LIMIT, DIM, BATCH = 0.3, 64, 256
 
 
 def main():
     parser = _program.parser(__doc__)
     parser.add_argument("--megabytes", type=int, default=2048)
+    parser.add_argument("--tables", type=int, default=26)
     parser.add_argument("-n", "--num-processes", type=int, default=4)
     parser.add_argument("--engine", default="native")
     args = parser.parse_args()
-    num_rows = math.ceil(args.megabytes * 2**20 / (4 * DIM * NUM_TABLES))
+    num_rows = math.ceil(args.megabytes * 2**20 / (4 * DIM * args.tables))
     (stock,) = ks.launch.run(
-        peak_megabytes, 1, engine="local", args=(1000, False)
+        peak_megabytes, 1, engine="local", args=(1000, args.tables, False)
     )
     peaks = ks.launch.run(
         peak_megabytes,
         args.num_processes,
         engine=args.engine,
-        args=(num_rows, True),
+        args=(num_rows, args.tables, True),
     )
     whole = 2 * args.megabytes  # with their slots
     shares = [(peak - stock) / whole for peak in peaks]
@@ -50,10 +51,10 @@ def main():
 
 
 class Recommender(keras.Model):
-    def __init__(self, num_rows):
+    def __init__(self, num_rows, num_tables):
         super().__init__()
         self.tables = [
-            keras.layers.Embedding(num_rows, DIM) for _ in range(NUM_TABLES)
+            keras.layers.Embedding(num_rows, DIM) for _ in range(num_tables)
         ]
         self.last = keras.layers.Dense(1)
 
@@ -62,16 +63,16 @@ class Recommender(keras.Model):
         return self.last(keras.ops.concatenate(rows, axis=1))
 
 
-def peak_megabytes(num_rows, is_distributed):
+def peak_megabytes(num_rows, num_tables, is_distributed):
     """The peak of this process, in MiB, after some steps of `fit`."""
-    model = Recommender(num_rows)
+    model = Recommender(num_rows, num_tables)
     scope = contextlib.nullcontext()
     if is_distributed:
         scope = ks.HybridStrategy().scope()
     with scope:
         model.compile("adagrad", "mse")
     ids = np.random.default_rng(0).integers(
-        num_rows, size=(20 * BATCH, NUM_TABLES)
+        num_rows, size=(20 * BATCH, num_tables)
     )
     model.fit(ids, np.ones((len(ids), 1)), batch_size=BATCH, verbose=0)
     with open("/proc/self/status") as file:

@@ -195,7 +195,8 @@ class HybridOptimizer(OptimizerWrapper):
                 keras_optimizers.exclude_from_weight_decay_too(
                     self._rule, variable, of_variable
                 )
-            with keras.name_scope(inner.name):
+            named = keras.name_scope(inner.name)
+            with named, start.slots_stored_once(self._rule):
                 inner.build([v for several in pieces for v in several])
         self._trainable_variables = var_list
         self.built = True

@@ -1,12 +1,15 @@
 """A table's first values, the same for every number of processes."""
 
 import inspect
+import math
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import checks
+from keras_sparsity._tf.current_variable import store_rows
+from keras_sparsity._tf.filled_variable import filled
 
 # Values are drawn in blocks of this many elements (16 MiB of float32), so that
 # no process ever holds more than a block of rows that are not its own. A table
@@ -28,7 +31,7 @@ _OPERATIONS = {
 _PHILOX = 1
 
 
-def draw(initializer, shape, dtype, rows):
+def draw(initializer, shape, dtype, rows, trainable=False):
     """Values of some rows of a table.
 
     Args:
@@ -39,9 +42,11 @@ def draw(initializer, shape, dtype, rows):
         shape: `(num_rows, dim)` of the whole table.
         dtype: name of the values' dtype.
         rows: list of int arrays, sorted ids of the rows wanted.
+        trainable: whether gradient tapes watch variables that are made.
 
     Returns:
-        List of arrays `(len(rows[i]), dim)`.
+        List of arrays `(len(rows[i]), dim)`, or of `tf.Variable`s with these
+        values where the table is drawn block by block.
     """
     num_rows, dim = shape
     block_rows = max(1, BLOCK_ELEMENTS // max(dim, 1) // _TOGETHER) * _TOGETHER
@@ -52,21 +57,18 @@ def draw(initializer, shape, dtype, rows):
     if draw_block is None:
         whole = _evaluate(initializer, shape, dtype)
         return [whole[r] for r in rows]
-    parts = [[] for _ in rows]
+    stored = [filled(0, (len(r), dim), dtype, trainable) for r in rows]
     for block, start in enumerate(range(0, num_rows, block_rows)):
         stop = min(start + block_rows, num_rows)
-        values = None
-        for part, wanted in zip(parts, rows, strict=True):
-            low, high = np.searchsorted(wanted, (start, stop))
-            if low == high:
-                continue
-            if values is None:
-                values = _evaluate(
-                    draw_block(block), (stop - start, dim), dtype
-                )
-            part.append(values[wanted[low:high] - start])
-    empty = np.zeros((0, dim), np.float32)
-    return [np.concatenate(part) if part else empty for part in parts]
+        places = [np.searchsorted(wanted, (start, stop)) for wanted in rows]
+        if all(low == high for low, high in places):
+            continue
+        values = _evaluate(draw_block(block), (stop - start, dim), dtype)
+        for part, wanted, (low, high) in zip(stored, rows, places, strict=True):
+            # Assigning a slice would read, and so copy, all of the variable.
+            ids = np.arange(low, high)
+            store_rows(part, ids, values[wanted[low:high] - start])
+    return stored
 
 
 def _evaluate(initializer, shape, dtype):
@@ -92,11 +94,7 @@ def _evaluate(initializer, shape, dtype):
 
 def _by_blocks(initializer, shape, block_rows, dtype):
     """Function block -> initializer of that block, or None if impossible."""
-    if _draws_as(initializer, ("Zeros", "Ones")):
-        return lambda block: initializer
-    if _draws_as(initializer, ("Constant",)) and (
-        np.ndim(initializer.value) == 0
-    ):
+    if constant_of(initializer) is not None:
         return lambda block: initializer
     elementwise = initializer
     if _draws_as(initializer, ("VarianceScaling",)):
@@ -158,6 +156,22 @@ def _part_of_stock(kind, initializer, seed, start):
         return drawn * scale + low
 
     return draw
+
+
+def is_large(shape):
+    """Whether a variable of a shape has more elements than a block."""
+    return math.prod(shape) > BLOCK_ELEMENTS
+
+
+def constant_of(initializer):
+    """The number that all elements get from an initializer; None: several."""
+    for name, number in (("Zeros", 0.0), ("Ones", 1.0)):
+        if _draws_as(initializer, (name,)):
+            return number
+    is_one = _draws_as(initializer, ("Constant",)) and (
+        np.ndim(initializer.value) == 0
+    )
+    return float(initializer.value) if is_one else None
 
 
 def _draws_as(initializer, names):

@@ -235,6 +235,7 @@ class ShardedTable:
                 (self.num_rows, self.dim),
                 variable.dtype,
                 self._own_rows(placement),
+                variable.trainable and not (placement and placement.layout),
             )
             return self.hold(placement, rows)
 
@@ -279,8 +280,8 @@ class ShardedTable:
         Args:
             placement: the table's `Placement` from now on; None in one
                 process.
-            rows: list of arrays or tensors: the rows of each partition that
-                this rank owns, or all of the table's rows.
+            rows: list of arrays, tensors or new `tf.Variable`s: the rows of
+                each partition that this rank owns, or all of the table's rows.
 
         Returns:
             The value of the table's variable.

@@ -180,7 +180,7 @@ class Partition(keras.Variable):
     """
 
     def __init__(self, whole, values, index):
-        self.num_rows = len(values)
+        self.num_rows = int(values.shape[0])
         super().__init__(
             _with_a_row(values),
             dtype=whole.dtype,
@@ -194,6 +194,12 @@ class Partition(keras.Variable):
         self._path = whole.path if index == 0 else f"{whole.path}_{index}"
         self.whole = whole
         self.constraint = whole.table.constraint
+
+    def _initialize(self, value):
+        if isinstance(value, tf.Variable):  # Keras 3.5 would copy it
+            self._value = value
+        else:
+            super()._initialize(value)
 
 
 def slot_like(slot, values, index):
@@ -212,7 +218,7 @@ def slot_like(slot, values, index):
 
 
 def _with_a_row(values):
-    return values if len(values) else np.zeros((1, *values.shape[1:]))
+    return values if values.shape[0] else np.zeros((1, *values.shape[1:]))
 
 
 def empty(variable):
@@ -225,6 +231,8 @@ def empty(variable):
 
 def storage(value, like):
     """A `tf.Variable` for the value of a Keras variable."""
+    if isinstance(value, tf.Variable):
+        return value
     return tf.Variable(
         value, dtype=like.dtype, trainable=like.trainable, name=like.name
     )

@@ -2,9 +2,12 @@
 
 import contextlib
 
+import keras
 import tensorflow as tf
 
+from keras_sparsity._tf.filled_variable import filled
 from keras_sparsity.health import agreement
+from keras_sparsity.tables import initial_values
 from keras_sparsity.tables.table_variable import TableVariable
 
 # Set on an optimizer while its model synchronises the variables.
@@ -35,6 +38,40 @@ def synchronise_model(optimizer):
     if synchronise is not None:
         synchronise()
     return synchronise is not None
+
+
+def _nothing(shape, dtype=None):
+    """An initializer in place of one that Keras 3.5 would evaluate."""
+    return tf.zeros((), dtype)
+
+
+@contextlib.contextmanager
+def slots_stored_once(rule):
+    """While entered, a rule's large slots are made without a second copy.
+
+    Of its slots that begin with one number everywhere, as all of Keras do.
+
+    Args:
+        rule: a Keras optimizer, to be built.
+    """
+    stock = rule.add_variable
+
+    def add(shape, initializer="zeros", *args, **kwargs):
+        number = initial_values.constant_of(keras.initializers.get(initializer))
+        if number is None or not initial_values.is_large(shape):
+            return stock(shape, initializer, *args, **kwargs)
+
+        def create(next_creator, *, dtype, name=None, **kwargs):
+            return filled(number, shape, dtype, name=name)
+
+        with tf.variable_creator_scope(create):
+            return stock(shape, _nothing, *args, **kwargs)
+
+    rule.__dict__["add_variable"] = add
+    try:
+        yield
+    finally:
+        del rule.__dict__["add_variable"]
 
 
 def same_on_all_ranks(communicator, all_variables, variables):

@@ -16,6 +16,8 @@ from keras_sparsity.callbacks import auto_architecture
 from keras_sparsity.conversion import saving
 from keras_sparsity.layers import ordinary
 from keras_sparsity.placement import choice
+from tests.checkpoint_functions import Peak
+from tests.cluster import Cluster
 from tests.conftest import engines
 from tests.logged import with_messages_of
 
@@ -388,3 +390,32 @@ def test_two_layers_of_one_weight_are_one_table(cluster):
     # Three steps of Adam: each element of a row by at most 0.01.
     moved = np.abs(weights - before)
     assert 0.01 < moved.max() < 0.0301
+
+
+def growth_of_large(optimizer):
+    """MiB of a rank's rows, and by how much building a model grows it."""
+    layer = keras.layers.Embedding(1_000_000, 64)
+    model = keras.Sequential([layer, keras.layers.Flatten()])
+    with servers().scope():
+        model.compile(optimizer, "mse")
+    with Peak() as growth:
+        model.fit(np.zeros((4, 1)), np.ones((4, 64)), verbose=0)
+    (rows,) = layer.embeddings.table.pieces
+    return rows.num_rows * 64 * 4 / 2**20, growth.mebibytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "num_slots"), [("sgd", 0), ("adagrad", 1), ("adam", 2)]
+)
+def test_a_rank_stores_its_rows_and_slots_once(optimizer, num_slots):
+    # Of its own: what other tests leave in a process's memory counts, too.
+    processes = Cluster(2, "native")
+    try:
+        found = processes.run(growth_of_large, optimizer)
+    finally:
+        processes.stop()
+    for rows, growth in found:
+        assert rows > 120
+        # 110 MiB for blocks of the table, and the step; with a copy of the
+        # rows, which TensorFlow's allocator keeps, it was 180 and more.
+        assert growth - (1 + num_slots) * rows < 145, found

@@ -1,0 +1,42 @@
+"""Large variables whose first value is never stored twice.
+
+`tf.Variable(value)` holds `value` and a copy of it until it returns. With
+oneDNN, TensorFlow's allocator for the CPU keeps the memory of the former for
+as long as the process lives.
+
+Checked on TensorFlow 2.16 to 2.21.
+"""
+
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import (
+    ResourceVariable,
+    UninitializedVariable,
+)
+
+
+def filled(value, shape, dtype, trainable=False, name=None):
+    """A `tf.Variable` of one number.
+
+    Args:
+        value: the number.
+        shape: list of dimensions.
+        dtype: the dtype.
+        trainable: whether gradient tapes watch it.
+        name: its name.
+    """
+    with tf.init_scope():
+        variable = UninitializedVariable(
+            trainable=trainable,
+            name=name,
+            shape=tf.TensorShape(shape),
+            dtype=tf.as_dtype(dtype),
+        )
+        variable.__class__ = ResourceVariable
+        _fill(variable.handle, tf.constant(value, dtype), tf.constant(shape))
+    return variable
+
+
+@tf.function(autograph=False, reduce_retracing=True)
+def _fill(handle, value, shape):
+    # In a function the variable takes the memory of the operation's result.
+    tf.raw_ops.AssignVariableOp(resource=handle, value=tf.fill(shape, value))

@@ -1,0 +1,46 @@
+"""Variables whose first value is never stored twice."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_sparsity._tf.current_variable import CurrentVariable, make_current
+from keras_sparsity._tf.filled_variable import filled
+
+pytestmark = pytest.mark.smoke
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_it_is_a_variable_like_others(dtype):
+    variable = filled(3, (4, 2), dtype, name="slot")
+    assert isinstance(variable, tf.Variable)
+    assert (variable.name, variable.shape) == ("slot:0", (4, 2))
+    assert variable.dtype == dtype
+    np.testing.assert_array_equal(
+        tf.cast(variable, tf.float32), np.full((4, 2), 3.0, np.float32)
+    )
+    variable[1:2].assign(tf.zeros((1, 2), dtype))
+    assert tf.reduce_sum(tf.cast(variable, tf.int32)) == 18
+    assert isinstance(make_current(variable), CurrentVariable)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_tapes_watch_it_if_it_is_trainable(trainable):
+    variable = filled(1.0, (3,), "float32", trainable)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(variable * 2.0)
+    gradient = tape.gradient(loss, variable)
+    assert (gradient is not None) == trainable
+    assert variable.trainable == trainable
+
+
+def test_it_is_made_in_any_trace():
+    made = []
+
+    @tf.function
+    def step():
+        if not made:
+            made.append(filled(2.0, (2,), "float32"))
+        return made[0] + 1.0
+
+    np.testing.assert_array_equal(step(), [3.0, 3.0])
