@@ -69,9 +69,11 @@ class Cell:
         epochs: number of epochs.
         steps: number of steps in an epoch, before what is left over.
         loop: one of `LOOPS`.
-        run_eagerly, steps_per_execution: as in `compile`.
+        run_eagerly, steps_per_execution, jit_compile: as in `compile`.
         plateau: whether `ReduceLROnPlateau` watches a loss that never falls
             by enough.
+        validates: whether `fit` ends each epoch with a validation.
+        swaps: whether that is of averages, by `SwapEMAWeights`.
         frozen: layer that is frozen in the second of three calls of `fit`.
         architecture: the strategy's.
         moves: what tables are moved to while `fit` runs, see `MoveAt`.
@@ -104,7 +106,10 @@ class Cell:
     loop: str = "fit"
     run_eagerly: bool = False
     steps_per_execution: int = 1
+    jit_compile: bool | str = "auto"
     plateau: bool = False
+    validates: bool = False
+    swaps: bool = False
     frozen: str | None = None
     architecture: str = "hybrid"
     moves: dict = dataclasses.field(default_factory=dict)
@@ -149,7 +154,7 @@ def data(cell):
         ids = np.maximum(ids, 1)
     ids, others = ids.astype("int32"), others.astype("int32")
     shape = (count, LENGTH) if cell.model == "sequence" else (count,)
-    is_tied = cell.model in ("tied", "read whole")
+    is_tied = cell.model in ("tied", "tied softmax", "read whole")
     high = cell.rows if is_tied else CLASSES
     labels = rng.integers(0, high, shape)
     weights = None
@@ -283,7 +288,7 @@ def _reference(text, size):
         start = values()
         # The plainest way to train: one step after the other.
         plain = dataclasses.replace(
-            cell, run_eagerly=True, steps_per_execution=1
+            cell, run_eagerly=True, steps_per_execution=1, jit_compile="auto"
         )
         _compile(plain, model, optimizer)
         losses = _fit(plain, model, optimizer)
@@ -319,15 +324,20 @@ def _compile(cell, model, optimizer, strategy=None):
     with strategy.scope() if strategy else contextlib.nullcontext():
         model.compile(
             optimizer,
-            loss=None if cell.model == "without labels" else _loss(cell),
+            loss=_loss(cell, model),
             run_eagerly=cell.run_eagerly,
             steps_per_execution=cell.steps_per_execution,
+            jit_compile=cell.jit_compile,
             # The reference has its own.
             auto_scale_loss=strategy is not None,
         )
 
 
-def _loss(cell):
+def _loss(cell, model):
+    if cell.model == "without labels":
+        return None
+    if cell.model == "tied softmax":
+        return model.layers[-1].loss(cell.reduction)
     return keras.losses.SparseCategoricalCrossentropy(reduction=cell.reduction)
 
 
@@ -349,6 +359,12 @@ def _fit(cell, model, optimizer, strategy=None):
         ]
     if cell.moves and strategy:
         options.setdefault("callbacks", []).append(MoveAt(cell.moves))
+    if cell.swaps:
+        swaps = keras.callbacks.SwapEMAWeights()
+        options.setdefault("callbacks", []).append(swaps)
+    if cell.validates:
+        first = slice(cell.batch + 1)
+        options["validation_data"] = (x[first], y[first])
     losses = []
     for part, frozen in _phases(cell, len(y)):
         if cell.frozen:
@@ -362,6 +378,7 @@ def _fit(cell, model, optimizer, strategy=None):
             **options,
         )
         losses += history.history["loss"]
+        losses += history.history.get("val_loss", [])
     return losses
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from tests import oracles
+from tests.layers.test_sampled_softmax import reference_losses
 
 LENGTH = 4  # ids in an example
 CLASSES = 3
@@ -152,6 +154,55 @@ def tied(cell, table, size, kind=Tied):
     return _called(kind(table("tied", cell.partitions[0]), cell.rows), cell)
 
 
+class _Loss(keras.losses.Loss):
+    """That of a function of labels and outputs."""
+
+    def __init__(self, function, reduction):
+        super().__init__(reduction=reduction)
+        self.call = function
+
+
+class StockSoftmax(keras.layers.Layer):
+    """TensorFlow's sampled softmax, whose kernel is a stock embedding's."""
+
+    def __init__(self, num_classes, num_sampled, seed, table, name):
+        super().__init__(name=name)
+        self._get = lambda: table  # not a layer of this one
+        self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
+
+    def build(self, shape):
+        self.bias = self.add_weight(
+            (self.sampler.num_classes, 1), "zeros", name="bias"
+        )
+
+    def call(self, hidden):
+        return hidden
+
+    def loss(self, reduction):
+        """The loss of the next sample, as a function of labels and hidden."""
+
+        def loss(labels, hidden):
+            kernel = tf.convert_to_tensor(self._get().embeddings)
+            bias = tf.reshape(self.bias, [-1])
+            labels = tf.cast(labels, tf.int64)
+            return reference_losses(kernel, bias, hidden, labels, self.sampler)
+
+        return _Loss(loss, reduction)
+
+
+def tied_softmax(cell, table, size):
+    """A softmax that samples, of classes whose weights are the table."""
+    embedding = table("tied", cell.partitions[0])
+    kind = ks.layers.SampledSoftmax
+    if not isinstance(embedding, ks.layers.ShardedEmbedding):
+        kind = StockSoftmax
+    ids = keras.Input((LENGTH,), dtype="int32")
+    pool = keras.layers.GlobalAveragePooling1D()
+    hidden = keras.layers.Dense(4, "tanh", name="hidden")
+    softmax = kind(cell.rows, 7, seed=5, table=embedding, name="softmax")
+    return keras.Model(ids, softmax(hidden(pool(embedding(ids)))))
+
+
 @keras.saving.register_keras_serializable(package="tests")
 class LooksUp(keras.Model):
     """Looks up ids that it computes, some of them from rows."""
@@ -275,6 +326,7 @@ MODELS = {
     "closure": closure,
     "looks up": looks_up,
     "tied": tied,
+    "tied softmax": tied_softmax,
     "read whole": functools.partial(tied, kind=ReadsWhole),
     "stateful": stateful,
     "normalized": normalized,

@@ -34,6 +34,11 @@ class DenseGradients(keras.optimizers.Optimizer):
         return self.inner.scale_loss(loss)
 
     @property
+    def inner_optimizer(self):
+        """The rule, which keeps the averages that `SwapEMAWeights` takes."""
+        return getattr(self.inner, "inner_optimizer", self.inner)
+
+    @property
     def learning_rate(self):
         return self.inner.learning_rate
 

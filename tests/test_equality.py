@@ -314,6 +314,25 @@ CELLS = {
         Cell(run_eagerly=True, optimizer="Adam", ordinary=True),
         broken="dense_not_reduced",
     ),
+    "jit_compile": Case(
+        Cell(jit_compile=True, optimizer="Adam", arguments=CLIP, ordinary=True),
+        broken="dense_not_reduced",
+    ),
+    "averages, swapped with loss scaling": Case(
+        Cell(
+            optimizer="Adam",
+            arguments={
+                "learning_rate": 0.05,
+                "use_ema": True,
+                "ema_momentum": 0.9,
+            },
+            loss_scale=True,
+            validates=True,
+            swaps=True,
+            epochs=2,
+        ),
+        ignored={"swaps": False},
+    ),
     "train_on_batch": Case(
         Cell(loop="train_on_batch", left_over=3, weights="sample"),
         broken="own_denominators",
@@ -347,6 +366,29 @@ CELLS = {
             model="tied",
             optimizer="Ftrl",
             arguments=L1_L2,
+        ),
+        broken="rows_of_one_rank",
+    ),
+    "sampled and tied": Case(
+        Cell(
+            model="tied softmax",
+            optimizer="Adam",
+            arguments=CLIP,
+            left_over=3,
+        ),
+        broken="rows_of_one_rank",
+    ),
+    "sampled and tied, moved": Case(
+        Cell(
+            model="tied softmax",
+            optimizer="Adagrad",
+            partitions=(2,),
+            run_eagerly=True,
+            moves={
+                "3": [5, "allgather"],
+                "6": ["allreduce", ["ps", 3]],
+                "9": [["ps", 4], "allreduce"],
+            },
         ),
         broken="rows_of_one_rank",
     ),
