@@ -379,10 +379,26 @@ def test_ranks_that_write():
     assert rank_zero.on_rank([csv_logger, stop], 1) == [stop]
 
 
-def test_refuses_a_callback_of_one_process(tmp_path):
-    backup = keras.callbacks.BackupAndRestore(tmp_path)
-    with pytest.raises(ValueError, match="ShardedCheckpoint"):
-        rank_zero.on_rank([backup], 1)
+def back_up(folder):
+    """The error, and the steps of a `fit` without the callback."""
+    with ks.HybridStrategy().scope():
+        model = built()
+        model.compile("sgd", **ARGUMENTS)
+    backup = keras.callbacks.BackupAndRestore(folder)
+    x, y = examples()
+    with pytest.raises(ValueError) as error:
+        model.fit(x, y, verbose=0, callbacks=[backup])
+    model.fit(x, y, batch_size=len(x), verbose=0)
+    return str(error.value), int(model.optimizer.iterations)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_refuses_a_callback_of_one_process(cluster, engine, tmp_path):
+    for message, iterations in cluster(engine, 2).run(back_up, str(tmp_path)):
+        assert "BackupAndRestore" in message
+        assert "ks.callbacks.ShardedCheckpoint" in message
+        assert iterations == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_process_takes_every_callback(tmp_path):

@@ -90,8 +90,8 @@ def accepted(script):
     return found
 
 
-def of_ranks():
-    strategy = ks.HybridStrategy(architecture="hybrid")
+def of_ranks(architecture):
+    strategy = ks.HybridStrategy(architecture=architecture)
     script = Script(strategy)
     found = accepted(script)
     model = script.compile(script.build())
@@ -101,12 +101,19 @@ def of_ranks():
     return found
 
 
+def _places():
+    """Of each architecture, the engine that `make test` takes."""
+    for architecture, usually in (("hybrid", "horovod"), ("auto", "native")):
+        for engine in engines(usually=usually):
+            yield pytest.param(*engine.values, architecture, marks=engine.marks)
+
+
 # Stock Keras's, of a copy of an untrained model.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading")
-@pytest.mark.parametrize("engine", engines(usually="horovod"))
-def test_models_are_copied_and_compiled_again(cluster, engine):
+@pytest.mark.parametrize(("engine", "architecture"), list(_places()))
+def test_models_are_copied_and_compiled_again(cluster, engine, architecture):
     expected = accepted(Script())
-    for found in cluster(engine, 2).run(of_ranks):
+    for found in cluster(engine, 2).run(of_ranks, architecture):
         assert found.keys() == expected.keys()
         for name, values in found.items():
             np.testing.assert_allclose(
