@@ -39,6 +39,29 @@ class Rounded(keras.layers.Layer):
         return rounded(inputs)
 
 
+@keras.saving.register_keras_serializable("tests")
+class Ids(keras.layers.Layer):
+    """Ids of rows by activations."""
+
+    def call(self, inputs):
+        ids = tf.cast(tf.abs(inputs) * 30, tf.int32)
+        return tf.stop_gradient(tf.minimum(ids, NUM_ROWS - 1))
+
+
+class Scores(keras.layers.Layer):
+    """Scores of all rows of a table that another layer looks up, as 2 sums."""
+
+    def __init__(self, table, **kwargs):
+        super().__init__(**kwargs)
+        self._read = lambda: table.embeddings
+
+    def call(self, inputs):
+        scores = keras.ops.matmul(inputs, keras.ops.transpose(self._read()))
+        return keras.ops.stack(
+            [keras.ops.mean(scores[:, :9], 1), keras.ops.mean(scores, 1)], 1
+        )
+
+
 def _round(values):
     return tf.cast(tf.cast(values, tf.bfloat16), values.dtype)
 
@@ -155,6 +178,38 @@ def line(dtype="float64", num_states=2):
     return keras.Model(inputs, out(x))
 
 
+def rows_line():
+    """A line with tables in the first of its stages and in the last.
+
+    The last one's is looked up twice.
+    """
+    options = {"dtype": "float64"}
+    flat = keras.layers.Flatten
+    inputs = keras.Input((6,), **options)
+    x = keras.layers.Embedding(NUM_ROWS, 4, name="rows", **options)(inputs)
+    for name in ("dense_0", "dense_1"):
+        layer = keras.layers.Dense(7, "tanh", name=name, **options)
+        x = layer(flat(**options)(x) if name == "dense_0" else x)
+    table = keras.layers.Embedding(NUM_ROWS, 4, name="more", **options)
+    ids = Ids(**options)(x)
+    more = [flat(**options)(table(each)) for each in (ids, ids[:, :2])]
+    x = keras.layers.Concatenate(**options)([x, *more])
+    return keras.Model(inputs, keras.layers.Dense(2, name="out", **options)(x))
+
+
+def tied_line():
+    """A line whose first stage also reads its table as a whole."""
+    options = {"dtype": "float64"}
+    inputs = keras.Input((6,), **options)
+    table = keras.layers.Embedding(NUM_ROWS, 4, name="rows", **options)
+    x = keras.layers.Flatten(**options)(table(inputs))
+    x = keras.layers.Dense(4, "tanh", name="dense_0", **options)(x)
+    scores = Scores(table, name="scores", **options)(x)
+    return keras.Model(
+        inputs, keras.layers.Dense(2, name="out", **options)(scores)
+    )
+
+
 def mixed():
     """Layers that compute in float16."""
     x = inputs = keras.Input((6,))
@@ -172,6 +227,8 @@ MODELS = {
     "nested": nested,
     "masks": masks,
     "tables": tables,
+    "rows line": rows_line,
+    "tied line": tied_line,
     "plain line": lambda: line(num_states=0),
     "line": line,
     "line32": lambda: line("float32"),
@@ -179,7 +236,7 @@ MODELS = {
 }
 _OF_TWO_INPUTS = ("branches", "masks", "tables")
 # Where the rows of an `Embedding` may be kept.
-_MADE_INSIDE = ("tables",)
+_MADE_INSIDE = ("tables", "rows line", "tied line")
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
@@ -209,6 +266,10 @@ def data(model, num_examples):
     draws = np.random.default_rng(1)
     numbers = draws.normal(size=(num_examples, 6)).astype("float32")
     y = draws.normal(size=(num_examples, 2)).astype("float32")
+    if model in ("rows line", "tied line"):
+        # Few: most of them come again, after some steps.
+        numbers = draws.integers(0, 40, size=(num_examples, 6))
+        return numbers.astype("float32"), y
     if model not in _OF_TWO_INPUTS:
         return numbers, y
     ids = draws.integers(1, 20, size=(num_examples, 5))
@@ -286,7 +347,14 @@ def train_in_flight(*args):
 
 
 def _trained_in_flight(
-    rule, stages, schedule, target, num_examples, model="line", replicas=1
+    rule,
+    stages,
+    schedule,
+    target,
+    num_examples,
+    model="line",
+    replicas=1,
+    check=lambda network: None,
 ):
     strategy = PipelineStrategy(
         schedule,
@@ -295,7 +363,9 @@ def _trained_in_flight(
         decay=pipeline_oracle.GAMMA,
         replicas=replicas,
     )
-    network = made(model)
+    is_inside = model in _MADE_INSIDE
+    with strategy.scope() if is_inside else contextlib.nullcontext():
+        network = made(model)
     with strategy.scope():
         network.compile(
             pipeline_oracle.RULES[rule](),
@@ -303,7 +373,7 @@ def _trained_in_flight(
             metrics=["mae"],
         )
     seen = []
-    x, y = data("dense", num_examples)
+    x, y = data(model, num_examples)
     history = network.fit(
         x.astype("float64"),
         y.astype("float64"),
@@ -318,6 +388,7 @@ def _trained_in_flight(
         ],
     ).history
     iterations = network.optimizer.iterations
+    check(network)
     return network.get_weights(), history, seen, int(iterations)
 
 

@@ -153,7 +153,7 @@ def train(stages, batches, schedule, target):
             unconnected_gradients="zero",
         )
         upstream[k - 1, m] = of_x.numpy()
-        stage.update([gradient.numpy() for gradient in gradients])
+        stage.update([tf.convert_to_tensor(g).numpy() for g in gradients])
     return losses
 
 

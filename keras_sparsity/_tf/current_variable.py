@@ -21,6 +21,8 @@ _ASSIGNMENTS = (
 
 # While it is not empty, rows are read as they are stored.
 _as_stored = []
+# Readers of some variables, by `id`; the last ones count.
+_readers = []
 
 
 @contextlib.contextmanager
@@ -39,6 +41,23 @@ def read_as_stored(keepers):
         yield
     finally:
         _as_stored.pop()
+
+
+@contextlib.contextmanager
+def read_by(readers):
+    """While entered, functions are traced that read other values of variables.
+
+    Args:
+        readers: dict from the `id`s of `CurrentVariable`s to objects with
+            `rows(ids)`, of ids without duplicates, and `whole()`. These give
+            the values in place of the variable's, which they may read; the
+            gradients are the variable's.
+    """
+    _readers.append(readers)
+    try:
+        yield
+    finally:
+        _readers.pop()
 
 
 class CurrentVariable(ResourceVariable):
@@ -60,10 +79,13 @@ class CurrentVariable(ResourceVariable):
             ordinary variable.
         is_traced: whether a traced function reads or writes it as an ordinary
             variable: then it has to remain one.
+        is_looked_up: whether a look-up is to read its rows alone, also without
+            a keeper.
     """
 
     keeper = None
     is_traced = False
+    is_looked_up = False
 
     def _settle(self):
         if _as_stored:
@@ -107,7 +129,16 @@ class CurrentVariable(ResourceVariable):
         is_replica = keeper is not None and keeper.is_replica
         return is_replica and not keeper.is_writing and not _as_stored
 
+    @property
+    def _reader(self):
+        return _readers[-1].get(id(self)) if _readers else None
+
     def _read_variable_op(self, *args, **kwargs):
+        reader = self._reader
+        if reader is not None:
+            stored = super()._read_variable_op(*args, **kwargs)
+            with _by_itself():
+                return with_gradient_of(stored, reader.whole())
         if not self._is_copied:
             self._settle()
             return super()._read_variable_op(*args, **kwargs)
@@ -123,6 +154,13 @@ class CurrentVariable(ResourceVariable):
 
     def sparse_read(self, indices, name=None):
         rows = super().sparse_read(indices, name=name)
+        reader = self._reader
+        if reader is not None:
+            unique, index = tf.unique(tf.reshape(indices, [-1]))
+            with _by_itself():
+                found = reader.rows(unique)
+            index = tf.reshape(index, tf.shape(indices))
+            return with_gradient_of(rows, tf.gather(found, index))
         if self.keeper is None or _as_stored:
             self._settle()
             return rows
@@ -156,6 +194,24 @@ def _settled_before(name):
 
 for _name in _ASSIGNMENTS:
     setattr(CurrentVariable, _name, _settled_before(_name))
+
+
+@contextlib.contextmanager
+def _by_itself():
+    """Context of a reader, which reads variables in their own dtypes."""
+    with read_by({}), keras_scopes.without_autocast():
+        yield
+
+
+def with_gradient_of(rows, result):
+    """A result, of the shape of the rows, whose gradient is theirs."""
+
+    @tf.custom_gradient
+    def replaced(rows, result):
+        return tf.identity(result), lambda upstream: (upstream, None)
+
+    result.set_shape(rows.shape)
+    return replaced(rows, result)
 
 
 def make_current(variable):

@@ -13,6 +13,24 @@ def is_tracing_shapes():
     return stateless_scope.in_stateless_scope()
 
 
+def is_given(variable):
+    """Whether a `keras.StatelessScope` gives another value of a variable."""
+    from keras.src.backend.common import stateless_scope
+
+    scope = stateless_scope.get_stateless_scope()
+    return scope is not None and scope.get_current_value(variable) is not None
+
+
+def without_autocast():
+    """Context in which variables are read in their own dtypes.
+
+    `AutocastScope`, which layers enter with the dtype that they compute in.
+    """
+    from keras.src.backend.common import variables
+
+    return variables.AutocastScope(None)
+
+
 @contextlib.contextmanager
 def tracing_shapes():
     """While entered, layers are called without effects on their state.

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity._tf.keras_losses import losses_are_scaled
-from keras_sparsity._tf.keras_scopes import is_tracing_shapes
+from keras_sparsity._tf.keras_scopes import is_given, is_tracing_shapes
 from keras_sparsity._tf.keras_variables import is_variable
 
 
@@ -254,15 +254,19 @@ def roots_stay_roots():
 def current_rows_are_taken():
     """While entered, `keras.ops.take` reads the rows that it returns alone.
 
-    Of variables with a `keeper`, which brings rows up to date that are read.
+    Of variables with a `keeper`, which brings rows up to date that are read,
+    and of those that are `is_looked_up`.
     """
 
     def make(stock):
         def take(x, indices, axis=None):
             # `Variable.value` may be a cast of all rows.
             value = x._value if is_variable(x) else None
+            is_of_rows = keeper_of(value) is not None or getattr(
+                value, "is_looked_up", False
+            )
             is_dense = isinstance(indices, tf.Tensor)
-            if keeper_of(value) is None or axis != 0 or not is_dense:
+            if not is_of_rows or axis != 0 or not is_dense or is_given(x):
                 return stock(x, indices, axis=axis)
             is_from_end = indices < 0
             from_end = indices + tf.cast(value.shape[0], indices.dtype)

@@ -1,6 +1,5 @@
 """Training steps without a flush: several mini-batches are in flight."""
 
-import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_losses
@@ -48,17 +47,7 @@ class InFlight:
         # same numbers again.
         self._states = [v for v in part.variables if id(v) not in weights]
         self._functional = keras_functional.functional_of(model)
-        inputs = [self._functional.inputs[i] for i in stage.part.inputs]
-        self._passes = Store(
-            self._num_ahead + 1,
-            [
-                *(tf.TensorSpec(x.shape, x.dtype) for x in inputs),
-                *stage.received.specs,
-                *map(_spec, self._states),
-                *map(_spec, versions.kept(stage.variables)),
-                tf.TensorSpec([]),
-            ],
-        )
+        self._passes = None  # before the first one
         received = floats(stage.received.specs[: len(stage.part.received)])
         self._results = Store(1, [*received, tf.TensorSpec([None])])
         self._late_logs = LateLogs(stage.number)
@@ -114,14 +103,16 @@ class InFlight:
         -1 if a step has failed midway.
         """
         turn = int(self._turn)
-        is_whole = int(self._passes.size) == min(turn, self._num_ahead) and int(
+        num_passes = int(self._passes.size) if self._passes else 0
+        is_whole = num_passes == min(turn, self._num_ahead) and int(
             self._results.size
         ) == (turn > self._num_ahead and not self._stage.is_first)
         return turn if is_whole else -1
 
     def clear(self):
         """Forgets the mini-batches in flight; eagerly."""
-        self._passes.clear()
+        if self._passes:
+            self._passes.clear()
         self._results.clear()
         self._late_logs.clear()
         self._turn.assign(0)
@@ -161,17 +152,18 @@ class InFlight:
             tf.minimum(self._turn, self._num_ahead)
         )
         states = [tf.convert_to_tensor(v.value) for v in self._states]
-        with self._given(weights) as scope:
+        with weights.given() as scope:
             outputs, losses = stage.compute(inputs, received, True)
         own = self._objective.of_training(labels, outputs, losses, share)
         self._assign_updates(scope)
         stage.send(outputs, loss if own is None else loss + own)
-        self._passes.put(
+        kept = self._versions.kept(weights)
+        self._store_of_passes(kept).put(
             [
                 *(inputs[place] for place in stage.part.inputs),
                 *stage.received.with_masks(received),
                 *states,
-                *self._versions.kept(weights),
+                *kept,
                 share,
             ]
         )
@@ -213,9 +205,12 @@ class InFlight:
     def _computed(self, inputs, labels, received, share, weights, states):
         """A recorded `Pass` and its loss; with `states`, of one made again."""
         stage = self._stage
+        others = []
+        if states is not None:
+            others = zip(self._states, states, strict=True)
         with tf.GradientTape() as tape:
-            tape.watch([*weights, *floats(received)])
-            with self._given(weights, states) as scope:
+            tape.watch([*weights.tensors, *floats(received)])
+            with weights.given(others) as scope:
                 outputs, losses = stage.compute(inputs, received, True)
             own = self._objective.of_training(labels, outputs, losses, share)
             to_derive = own
@@ -223,24 +218,39 @@ class InFlight:
                 to_derive = self._together.scaled(own)
         if states is None:
             self._assign_updates(scope)
-        return Pass(tape, weights, received, outputs, to_derive), own
+        return Pass(tape, weights.values, received, outputs, to_derive), own
 
     def _finish(self, found, upstream, row):
         """Updates the weights; keeps the message to the stage before."""
         gradients, of_received = found.gradients(upstream)
         gradients = self._together.summed(gradients)
         strategy = self._model.distribute_strategy
-        with self._versions.updating(), strategy.gradients_summed():
+        updating = self._versions.updating(gradients)
+        with updating, strategy.gradients_summed():
             self._stage.updates.apply(gradients)
         if not self._stage.is_first:
             self._results.put([*of_received, row])
 
-    def _given(self, weights, states=None):
-        """Context in which layers compute with other values."""
-        pairs = [*zip(self._stage.variables, weights, strict=True)]
-        if states is not None:
-            pairs += zip(self._states, states, strict=True)
-        return keras.StatelessScope(pairs, collect_losses=True)
+    def _store_of_passes(self, kept):
+        """The `Store` of the passes in flight, made for the first one.
+
+        Args:
+            kept: list, as `Versions.kept` returns it.
+        """
+        if self._passes is None:
+            part = self._stage.part
+            inputs = [self._functional.inputs[i] for i in part.inputs]
+            self._passes = Store(
+                self._num_ahead + 1,
+                [
+                    *map(_spec, inputs),
+                    *self._stage.received.specs,
+                    *map(_spec, self._states),
+                    *map(_spec, kept),
+                    tf.TensorSpec([]),
+                ],
+            )
+        return self._passes
 
     def _assign_updates(self, scope):
         """Statistics, random states and losses by output, as they changed."""
@@ -266,5 +276,5 @@ class InFlight:
         return inputs, received, states, kept, share
 
 
-def _spec(variable):
-    return tf.TensorSpec(variable.shape, variable.dtype)
+def _spec(tensor):
+    return tf.TensorSpec(tensor.shape, tensor.dtype)

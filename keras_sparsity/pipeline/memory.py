@@ -35,7 +35,7 @@ def lasting_bytes(stage, optimizer, versions, num_stages):
     if optimizer is not None and stage.variables:
         found += num_bytes(optimizer.variables)
     if versions is not None:
-        found += of_weights * versions.num_copies(num_stages - 1 - stage.number)
+        found += num_bytes(versions.copied(num_stages - 1 - stage.number))
     return found
 
 

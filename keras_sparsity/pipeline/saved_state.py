@@ -123,6 +123,7 @@ class SavedState:
         """The averages of the weights' changes, if weights are predicted so."""
         if self._versions is None or not self._versions.has_averages:
             return []
+        self._versions.settle()
         return [
             self._entry(
                 "prediction",

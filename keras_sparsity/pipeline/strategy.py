@@ -36,7 +36,8 @@ class PipelineStrategy(StagedStrategy):
             predicted from the optimizer's smoothed gradients.
             `"vanilla"`: each pass with the weights of its moment.
             `"stash"`: the backward pass with the weights of the forward pass,
-            of which N - k copies are held at stage k of N.
+            of which N - k copies are held at stage k of N; of an `Embedding`
+            the rows that were looked up.
             In these three, several mini-batches are in flight, and the logs
             of a batch come N - 1 batches late (0 before); those of an epoch
             are exact.

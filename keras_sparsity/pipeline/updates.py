@@ -7,7 +7,7 @@ from keras_sparsity.layers import ordinary
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.placement import choice
 from keras_sparsity.sparsity import touches
-from keras_sparsity.update import lookups
+from keras_sparsity.update import lookups, rules
 
 
 class Updates:
@@ -21,12 +21,16 @@ class Updates:
         model: a compiled model.
         part: the rank's `Part`.
         strategy: the `StagedStrategy`.
+
+    Attributes:
+        by_rows: list of the variables of which a step reads and updates the
+            rows that it looks up.
     """
 
     def __init__(self, model, part, strategy):
         self._optimizer = model.optimizer
         self._variables = part.model.trainable_variables
-        self._of_rows = None
+        self._of_rows, self.by_rows = None, []
         own = {id(variable) for variable in self._variables}
         embeddings = [
             layer
@@ -38,9 +42,8 @@ class Updates:
             return
         is_new = not self._optimizer.built
         self._optimizer.build(self._variables)
-        if strategy.is_flushed and any(
-            lookups.owner_of(variable) for variable in self._variables
-        ):
+        looked_up = [v for v in self._variables if lookups.owner_of(v)]
+        if looked_up:
             self._of_rows = HybridOptimizer(self._optimizer)
             # On this process alone, and updated under the strategy.
             self._alone = choice.Placements(
@@ -48,6 +51,17 @@ class Updates:
             )
             with choice.entering(self._alone):
                 self._of_rows.build(self._variables, is_new)
+            self.by_rows = [v for v in looked_up if self._reads_rows_of(v)]
+            for variable in self.by_rows:
+                variable.value.is_looked_up = True
+
+    def _reads_rows_of(self, variable):
+        return (
+            self._of_rows.updates_rows_of(variable)
+            and rules.may_keep_rows(variable)
+            # It would read all of them.
+            and variable.regularizer is None
+        )
 
     def apply(self, gradients):
         """Updates the variables with gradients in their order.

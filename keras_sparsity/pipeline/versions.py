@@ -2,10 +2,61 @@
 
 import abc
 import contextlib
+import dataclasses
 
+import keras
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_functional, keras_variables
+from keras_sparsity._tf.current_variable import read_by
 from keras_sparsity.stages.prediction import predictor_of
+
+
+@dataclasses.dataclass
+class Weights:
+    """The weights that a pass computes with.
+
+    Attributes:
+        variables: the stage's, as `Stage.variables`.
+        values: list in their order: tensors; the variable itself, of which a
+            pass reads the rows that it looks up.
+        readers: of those that are read by rows, see `read_by`.
+        noted: list of the rows that a pass has read, if its backward pass
+            needs them.
+    """
+
+    variables: list
+    values: list
+    readers: dict = dataclasses.field(default_factory=dict)
+    noted: list = dataclasses.field(default_factory=list)
+
+    @property
+    def tensors(self):
+        """Those values that are tensors."""
+        return [
+            value
+            for value in self.values
+            if not keras_variables.is_variable(value)
+        ]
+
+    @contextlib.contextmanager
+    def given(self, others=()):
+        """Context in which layers compute with these values.
+
+        Args:
+            others: pairs of more variables and their values.
+
+        Yields:
+            The `keras.StatelessScope`.
+        """
+        pairs = [
+            (variable, value)
+            for variable, value in zip(self.variables, self.values, strict=True)
+            if not keras_variables.is_variable(value)
+        ]
+        scope = keras.StatelessScope([*pairs, *others], collect_losses=True)
+        with read_by(self.readers), scope:
+            yield scope
 
 
 class Versions(abc.ABC):
@@ -13,29 +64,39 @@ class Versions(abc.ABC):
 
     Args:
         stage: the `Stage`.
+        by_rows: list of the variables of `Embedding`s, of which a pass reads
+            the rows that it looks up; by default all that are updated so.
     """
 
-    def __init__(self, stage):
+    def __init__(self, stage, by_rows=None):
         self._stage = stage
+        if by_rows is None:
+            by_rows = stage.updates.by_rows
+        self._by_rows = by_rows
+        self._ids_by_rows = {id(variable) for variable in by_rows}
 
     def forward(self, num_in_flight):
-        """The weights of a forward pass, in the order of `Stage.variables`.
+        """The `Weights` of a forward pass.
 
         Args:
             num_in_flight: int32 scalar, the number of earlier mini-batches
                 that have not come back to the stage.
         """
         del num_in_flight
-        return self._current()
+        return self._weights(tf.convert_to_tensor)
 
     def kept(self, weights):
-        """Of a forward pass's weights, those that its backward pass needs."""
+        """Of a forward pass's weights, those that its backward pass needs.
+
+        Args:
+            weights: `Weights`, after the pass.
+        """
         del weights
         return []
 
     @abc.abstractmethod
     def backward(self, kept, num_later):
-        """The weights of a backward pass.
+        """The `Weights` of a backward pass.
 
         Args:
             kept: list, as `kept` has returned it.
@@ -48,22 +109,49 @@ class Versions(abc.ABC):
         """Whether each weight has an average, from which it is predicted."""
         return False
 
-    def num_copies(self, num_ahead):
-        """The number of copies of the stage's weights that are held at once.
+    def copied(self, num_ahead):
+        """List of the variables of which copies are held, each with each copy.
 
         Args:
             num_ahead: the number of stages behind this one.
         """
         del num_ahead
-        return 0
+        return []
 
-    @contextlib.contextmanager
-    def updating(self):
-        """Context of an update of the stage's variables."""
-        yield
+    def updating(self, gradients):
+        """Context of an update of the stage's variables by these gradients."""
+        del gradients
+        return contextlib.nullcontext()
 
-    def _current(self):
-        return [tf.convert_to_tensor(v.value) for v in self._stage.variables]
+    @property
+    def _whole(self):
+        """The variables that are given to a pass as a whole."""
+        return [
+            variable
+            for variable in self._stage.variables
+            if id(variable) not in self._ids_by_rows
+        ]
+
+    def _weights(self, value_of, reader_of=None):
+        """`Weights` by a function of each variable that is given whole.
+
+        Args:
+            value_of: that function.
+            reader_of: function of each other one to its reader; None: its
+                rows are read as they are by then.
+        """
+        variables = self._stage.variables
+        readers = {}
+        if reader_of is not None:
+            readers = {id(v.value): reader_of(v) for v in self._by_rows}
+        return Weights(
+            variables,
+            [
+                v if id(v) in self._ids_by_rows else value_of(v)
+                for v in variables
+            ],
+            readers,
+        )
 
 
 class Vanilla(Versions):
@@ -71,29 +159,87 @@ class Vanilla(Versions):
 
     def backward(self, kept, num_later):
         del kept, num_later
-        return self._current()
+        return self._weights(tf.convert_to_tensor)
 
 
 class Stashed(Versions):
     """Each backward pass with the weights of its forward pass.
 
+    Of an `Embedding`, the rows that the forward pass has looked up.
+
     References:
         PipeDream (arXiv:1806.03377), 3.3 (weight stashing).
     """
 
-    def kept(self, weights):
+    def __init__(self, stage):
+        # Rows that a layer reads within a call of its own, as in a loop, may
+        # be known there alone.
+        calls = keras_functional.functional_calls(stage.part.model)
+        called = {
+            id(variable)
+            for call in calls
+            if isinstance(call.operation, keras.layers.Embedding)
+            for variable in call.operation.trainable_variables
+        }
+        by_rows = [v for v in stage.updates.by_rows if id(v) in called]
+        super().__init__(stage, by_rows)
+
+    def forward(self, num_in_flight):
+        del num_in_flight
+        noted = []
+        weights = self._weights(
+            tf.convert_to_tensor, lambda v: _Noting(v.value, noted)
+        )
+        weights.noted = noted
         return weights
 
-    def num_copies(self, num_ahead):
-        return num_ahead
+    def kept(self, weights):
+        return [*weights.tensors, *weights.noted]
+
+    def copied(self, num_ahead):
+        return self._whole * num_ahead
 
     def backward(self, kept, num_later):
         del num_later
-        return kept
+        kept = iter(kept)
+        again = _Again(kept)
+        # The pass reads the others, after these.
+        return self._weights(lambda variable: next(kept), lambda v: again)
+
+
+class _Noting:
+    """Reads rows as they are, and notes them in the order of the reads."""
+
+    def __init__(self, variable, noted):
+        self._variable, self._noted = variable, noted
+
+    def rows(self, ids):
+        self._noted.append(tf.gather(self._variable, ids))
+        return self._noted[-1]
+
+    def whole(self):
+        self._noted.append(self._variable.read_value())
+        return self._noted[-1]
+
+
+class _Again:
+    """Gives the values that the same reads have noted before."""
+
+    def __init__(self, noted):
+        self._noted = noted
+
+    def rows(self, ids):
+        del ids  # The same ones.
+        return next(self._noted)
+
+    def whole(self):
+        return next(self._noted)
 
 
 class Predicted(Versions):
     """Each pass with the weights that are expected some updates later.
+
+    Of an `Embedding`, the rows that it looks up.
 
     Args:
         stage: the `Stage`.
@@ -108,10 +254,10 @@ class Predicted(Versions):
     """
 
     def __init__(self, stage, rule, target, decay):
-        super().__init__(stage)
+        self._predictor = predictor_of(rule, decay)
+        super().__init__(stage, self._predictor.by_rows(stage.updates.by_rows))
         # Equation 6: until the mini-batch is back at the first stage.
         self._beyond = stage.number // 2 if target == "paper" else 0
-        self._predictor = predictor_of(rule, decay)
 
     def forward(self, num_in_flight):
         return self._ahead(num_in_flight + self._beyond)
@@ -130,15 +276,42 @@ class Predicted(Versions):
         """The Keras variable with the average of a weight's changes."""
         return self._predictor.average(variable)
 
-    def num_copies(self, num_ahead):
+    def copied(self, num_ahead):
         del num_ahead
         # The predicted ones of the pass under way.
-        return 1 + self._predictor.num_averages
+        return (
+            self._whole + self._stage.variables * self._predictor.num_averages
+        )
 
-    def updating(self):
-        return self._predictor.following(self._stage.variables)
+    def updating(self, gradients):
+        return self._predictor.following(self._stage.variables, gradients)
+
+    def settle(self):
+        """Brings all averages up to date."""
+        self._predictor.settle()
 
     def _ahead(self, num_updates):
-        return [
-            self._predictor.ahead(v, num_updates) for v in self._stage.variables
-        ]
+        return self._weights(
+            lambda v: self._predictor.ahead(v, num_updates),
+            lambda v: _Ahead(self._predictor, v, num_updates),
+        )
+
+
+class _Ahead:
+    """Predicts the rows of a variable that are read.
+
+    Args:
+        predictor: the `Predictor`.
+        variable: the Keras variable.
+        num_updates: the number of updates.
+    """
+
+    def __init__(self, predictor, variable, num_updates):
+        self._predictor, self._variable = predictor, variable
+        self._num_updates = num_updates
+
+    def rows(self, ids):
+        return self._predictor.ahead(self._variable, self._num_updates, ids)
+
+    def whole(self):
+        return self._predictor.ahead(self._variable, self._num_updates)

@@ -12,6 +12,10 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_optimizers
+from keras_sparsity._tf.current_variable import keeper_of
+from keras_sparsity.stages.decaying import DecayingRows
+from keras_sparsity.update.closed_form import closed_form_of
+from keras_sparsity.update.closed_form.momentum import Resting
 
 
 class Predictor(abc.ABC):
@@ -26,25 +30,48 @@ class Predictor(abc.ABC):
     num_averages = 0
 
     @abc.abstractmethod
-    def step(self, variable):
-        """The smoothed change of an update, a tensor of the weights' shape."""
+    def step(self, variable, ids=None):
+        """The smoothed change of an update, a tensor of the weights' shape.
+
+        Args:
+            variable: a variable of the optimizer's.
+            ids: int tensor `(n,)`: of these rows alone; None: of all.
+        """
 
     @abc.abstractmethod
-    def following(self, variables):
-        """Context of an update of variables, whose changes it learns from."""
+    def following(self, variables, gradients):
+        """Context of an update of variables, whose changes it learns from.
 
-    def ahead(self, variable, num_updates):
+        Args:
+            variables: list.
+            gradients: list of their gradients: tensors, `tf.IndexedSlices`
+                without duplicate rows, or None.
+        """
+
+    @abc.abstractmethod
+    def by_rows(self, variables):
+        """Those of some variables whose rows it can predict alone.
+
+        In steps that cost as much as the rows that their gradients have.
+
+        Args:
+            variables: list of those whose rows the optimizer updates alone.
+        """
+
+    def ahead(self, variable, num_updates, ids=None):
         """The weights after more updates.
 
         Args:
             variable: a variable of the optimizer's.
             num_updates: s, a number or a scalar tensor.
+            ids: as for `step`.
 
         Returns:
-            Tensor of the variable's shape and dtype.
+            Tensor of the shape of the variable or these rows, and its dtype.
         """
-        value = tf.convert_to_tensor(variable)
-        return value + tf.cast(num_updates, value.dtype) * self.step(variable)
+        value = _read(variable, ids)
+        step = self.step(variable, ids)
+        return value + tf.cast(num_updates, value.dtype) * step
 
 
 def predictor_of(rule, decay=0.9):
@@ -82,7 +109,7 @@ def predictor_of(rule, decay=0.9):
     make = _STEPS.get(type(rule))
     step = make(rule) if make else None
     if step is None:
-        return OfChanges(decay)
+        return OfChanges(rule, decay)
     return OfMoments(rule, step)
 
 
@@ -98,17 +125,20 @@ class OfMoments(Predictor):
     def __init__(self, rule, step):
         self._rule, self._step = rule, step
 
-    def step(self, variable):
+    def step(self, variable, ids=None):
         index = keras_optimizers.variable_index(self._rule, variable)
 
         def slot(kind):
-            return tf.convert_to_tensor(getattr(self._rule, kind)[index])
+            return _read(getattr(self._rule, kind)[index], ids)
 
         return self._step(slot, self._rule)
 
-    def following(self, variables):
-        del variables  # The slots have it.
+    def following(self, variables, gradients):
+        del variables, gradients  # The slots have it.
         return contextlib.nullcontext()
+
+    def by_rows(self, variables):
+        return [v for v in variables if keeper_of(v.value) is not None]
 
 
 class OfChanges(Predictor):
@@ -120,29 +150,53 @@ class OfChanges(Predictor):
     For SGD this is the paper's equation, times the learning rate.
 
     Args:
+        rule: the optimizer.
         decay: gamma.
     """
 
     num_averages = 1
 
-    def __init__(self, decay):
-        self._decay = decay
+    def __init__(self, rule, decay):
+        self._rule, self._decay = rule, decay
         self._averages = {}
 
-    def step(self, variable):
-        return tf.convert_to_tensor(self.average(variable))
+    def step(self, variable, ids=None):
+        return _read(self.average(variable), ids)
 
     @contextlib.contextmanager
-    def following(self, variables):
-        before = [tf.convert_to_tensor(variable) for variable in variables]
+    def following(self, variables, gradients):
+        ids = [
+            self._ids(variable, gradient)
+            for variable, gradient in zip(variables, gradients, strict=True)
+        ]
+        before = list(map(_read, variables, ids))
         yield
-        for variable, value in zip(variables, before, strict=True):
-            change = tf.convert_to_tensor(variable) - value
+        for variable, of_variable, value in zip(
+            variables, ids, before, strict=True
+        ):
             average = self.average(variable)
-            average.assign(
-                self._decay * tf.convert_to_tensor(average)
+            change = _read(variable, of_variable) - value
+            mean = (
+                self._decay * _read(average, of_variable)
                 + (1 - self._decay) * change
             )
+            if of_variable is None:
+                average.assign(mean)
+            else:
+                keeper_of(average.value).advance(of_variable, mean)
+
+    def by_rows(self, variables):
+        found = [v for v in variables if _rests(self._rule, v)]
+        for variable in found:
+            DecayingRows(self.average(variable).value, self._decay)
+        return found
+
+    def settle(self):
+        """Brings all averages up to date, to be saved."""
+        for average, _ in self._averages.values():
+            keeper = keeper_of(average.value)
+            if keeper is not None:
+                keeper.settle()
 
     def average(self, variable):
         """The variable with the average of another one's changes."""
@@ -157,6 +211,33 @@ class OfChanges(Predictor):
             # The variable too, so that no other one takes over its id.
             self._averages[id(variable)] = average, variable
         return self._averages[id(variable)][0]
+
+    def _ids(self, variable, gradient):
+        """The rows that an update changes; None: all of them."""
+        if keeper_of(self.average(variable).value) is None:
+            return None
+        if gradient is None:
+            return tf.zeros([0], tf.int32)
+        return getattr(gradient, "indices", None)
+
+
+def _read(variable, ids):
+    """A variable's rows as they are by now; all of them if `ids` is None."""
+    if ids is None:
+        return tf.convert_to_tensor(variable)
+    return tf.gather(variable.value, ids)
+
+
+def _rests(rule, variable):
+    """Whether no step changes rows of a variable without a gradient."""
+    form = closed_form_of(rule, variable)
+    return (
+        isinstance(form, Resting)
+        and not form.weight_decay
+        and not form.is_non_negative
+        # Else a step changes the rows of several gradients.
+        and not rule.gradient_accumulation_steps
+    )
 
 
 def _of_momentum(rule):

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers
-from keras_sparsity._tf.current_variable import store_rows
+from keras_sparsity._tf.current_variable import store_rows, with_gradient_of
 from keras_sparsity.update.accumulate import RowAccumulator, is_applied
 from keras_sparsity.update.current_rows import CurrentRows, Piece, note, noted
 from keras_sparsity.update.step_sums import StepSums
@@ -99,8 +99,7 @@ class KeptRows:
         if variable is piece.weights:
             note(current)
         result = tf.gather(current[variable], tf.reshape(index, tf.shape(ids)))
-        result.set_shape(rows.shape)
-        return _with_gradient_of(rows, result)
+        return with_gradient_of(rows, result)
 
     def whole_now(self, variable, stored):
         """All rows of the weights or of a slot as they would be by now.
@@ -138,7 +137,7 @@ class KeptRows:
         unchanged = tf.stop_gradient(stored)
         is_behind = self.sums.checked_now() > 0
         result = tf.cond(is_behind, compute, lambda: unchanged)
-        return _with_gradient_of(stored, result)
+        return with_gradient_of(stored, result)
 
     def rows_after_step(self, variable, ids):
         """Rows as they will be after the step under way.
@@ -307,9 +306,3 @@ def _rows_of_block(piece):
     row_bytes = math.prod(piece.weights.shape[1:]) * piece.weights.dtype.size
     count = max(1, _BLOCK_BYTES // max(row_bytes, 1))
     return min(count, piece.num_rows)
-
-
-@tf.custom_gradient
-def _with_gradient_of(rows, result):
-    """A result whose gradient is that of the rows."""
-    return tf.identity(result), lambda upstream: (upstream, None)

@@ -181,3 +181,31 @@ def test_gradients_pass():
         rows = tf.reduce_sum(tf.gather(variable, ROWS) * 3.0)
     gradient = tape.gradient(rows, variable)
     np.testing.assert_array_equal(gradient.values, [[3, 3]])
+
+
+def test_other_values_with_the_gradients_of_the_variable():
+    variable = make_current(tf.Variable([[1.0], [2.0], [3.0]]))
+
+    class Reader:
+        def rows(self, ids):
+            return 10 * tf.gather(variable, ids)
+
+        def whole(self):
+            return 100 * variable.read_value()
+
+    @tf.function
+    def read(ids):
+        with (
+            tf.GradientTape() as tape,
+            current_variable.read_by({id(variable): Reader()}),
+        ):
+            rows = tf.gather(variable, ids)
+            whole = tf.convert_to_tensor(variable)
+        return rows, whole, tape.gradient([rows, whole], variable)
+
+    rows, whole, gradient = read([[2, 0], [2, 2]])
+    np.testing.assert_array_equal(rows[..., 0], [[30, 10], [30, 30]])
+    np.testing.assert_array_equal(whole[:, 0], [100, 200, 300])
+    gradient = tf.convert_to_tensor(gradient)
+    np.testing.assert_array_equal(gradient[:, 0], [1 + 1, 1, 3 + 1])
+    np.testing.assert_array_equal(variable[:, 0], [1, 2, 3])

@@ -38,3 +38,28 @@ def test_a_call_without_effects():
         assert keras_scopes.in_symbolic_scope()
     assert float(layer.moving_mean[0]) == 0.0
     assert not keras_scopes.is_tracing_shapes()
+
+
+def test_values_that_a_stateless_scope_gives():
+    given, other = keras.Variable([1.0]), keras.Variable([1.0])
+    assert not keras_scopes.is_given(given)
+    with keras.StatelessScope([(given, tf.constant([2.0]))]):
+        assert keras_scopes.is_given(given)
+        assert not keras_scopes.is_given(other)
+
+
+def test_variables_in_their_own_dtype_within_a_layer():
+    found = []
+
+    class Reading(keras.layers.Layer):
+        def build(self, shape):
+            self.kernel = self.add_weight(shape=(2, 2), name="kernel")
+
+        def call(self, inputs):
+            found.append(self.kernel.value.dtype)
+            with keras_scopes.without_autocast():
+                found.append(self.kernel.value.dtype)
+            return inputs
+
+    Reading(dtype="mixed_bfloat16")(tf.ones([1, 2]))
+    assert found == [tf.bfloat16, tf.float32]

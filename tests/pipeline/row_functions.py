@@ -1,5 +1,6 @@
 """Functions that the processes of tests of rows in stages run."""
 
+import functools
 from unittest import mock
 
 import tensorflow as tf
@@ -16,12 +17,31 @@ def train(optimizer, cuts, schedule, num_examples, replicas=1):
     return pipeline_functions.train(
         *("tables", optimizer, cuts, schedule, num_examples),
         replicas=replicas,
-        check=check_rows,
+        check=functools.partial(check_rows, keeps=optimizer != "sgd"),
     )
 
 
-def check_rows(network):
-    """No operation of a step has the size of a table; its rows are kept."""
+def train_in_flight(cases, cuts, num_examples, model, replicas=1):
+    """`pipeline_functions.train_in_flight` of each `(rule, schedule, target)`.
+
+    With a check of what a step does with the tables.
+    """
+    return [
+        pipeline_functions.train_in_flight(
+            *(rule, cuts, schedule, target, num_examples, model, replicas),
+            functools.partial(check_rows, keeps=rule != "sgd"),
+        )
+        for rule, schedule, target in cases
+    ]
+
+
+def check_rows(network, keeps=True):
+    """No operation of a step has the size of a table; its rows are kept.
+
+    Args:
+        network: a model in stages.
+        keeps: whether the optimizer moves rows that are not touched.
+    """
     strategy = network.distribute_strategy
     stage = strategy.stages_of_ranks[strategy.rank]
     part = network._keras_sparsity_pipeline.parts[stage].model
@@ -30,19 +50,21 @@ def check_rows(network):
         for v in part.trainable_variables
         if v.shape[0] == pipeline_functions.NUM_ROWS
     ]
-    assert tables
+    assert tables or not strategy.is_flushed
     for table in tables:
         keeper = keeper_of(table.value)
-        assert keeper is not None
-        assert keeper.is_replica == (strategy.peers.size > 1)
+        assert (keeper is not None) == keeps
+        if keeps:
+            assert keeper.is_replica == (strategy.peers.size > 1)
     found = sizes_of_tables(network)
     assert not found, found
 
 
 def sizes_of_tables(network):
     """Names of a training step's operations whose results have its rows."""
-    x, y = pipeline_functions.data("tables", BATCH_SIZE)
     strategy = network.distribute_strategy
+    name = "tables" if strategy.is_flushed else "rows line"
+    x, y = pipeline_functions.data(name, BATCH_SIZE)
 
     @tf.function
     def step(*data):
@@ -51,7 +73,7 @@ def sizes_of_tables(network):
     # Once in many steps all rows are brought up to date.
     with mock.patch.object(KeptRows, "_settle", lambda _: tf.constant(True)):
         graph = step.get_concrete_function(
-            *tf.nest.map_structure(tf.constant, (tuple(x), tuple(y)))
+            *tf.nest.map_structure(tf.constant, (x, y))
         ).graph
     definition = graph.as_graph_def(add_shapes=True)
     nodes = [*definition.node]

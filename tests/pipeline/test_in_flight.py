@@ -2,6 +2,7 @@
 
 import functools
 
+import keras
 import numpy as np
 import pytest
 
@@ -44,10 +45,10 @@ def _of_oracle(
 ):
     network = pipeline_functions.made(model)
     stages = [
-        pipeline_oracle.Stage([network.get_layer(n) for n in names], rule)
-        for names in layers
+        pipeline_oracle.Stage(each, rule)
+        for each in _layers_of(network, layers)
     ]
-    x, y = pipeline_functions.data("dense", num_examples)
+    x, y = pipeline_functions.data(model, num_examples)
     size = pipeline_functions.BATCH_SIZE
     batches = [
         (x[begin : begin + size].astype("float64"), y[begin : begin + size])
@@ -61,15 +62,34 @@ def _of_oracle(
     return network.get_weights(), losses, shares
 
 
+def _layers_of(network, layers):
+    """The layers of each stage, or a model of all of them.
+
+    Args:
+        network: the model.
+        layers: list of lists of layers' names; or list of the names of those
+            that it is cut behind.
+    """
+    if not isinstance(layers[0], str):
+        return [[network.get_layer(n) for n in names] for names in layers]
+    ends = [network.get_layer(name).output for name in layers]
+    return [
+        [keras.Model(begin, end)]
+        for begin, end in zip(
+            [network.input, *ends], [*ends, network.output], strict=True
+        )
+    ]
+
+
 def _check(ranks, rule, num_stages, schedule, target):
     expected = _expected(rule, num_stages, schedule, target)
     _check_as(ranks, num_stages, expected)
 
 
 def check(ranks, rule, schedule, target, layers, *args):
-    """Compares ranks that have trained `layers`, a list for each stage."""
+    """Compares ranks with the oracle, of stages as `_layers_of` takes them."""
     expected = _of_oracle(rule, schedule, target, layers, *args)
-    _check_as(ranks, len(layers), expected)
+    _check_as(ranks, len(layers) + isinstance(layers[0], str), expected)
 
 
 def _check_as(ranks, num_stages, oracle):

@@ -8,7 +8,7 @@ import keras_sparsity as ks
 from tests import pipeline_functions
 from tests.conftest import engines
 from tests.oracles import DenseGradients
-from tests.pipeline import row_functions, test_steps
+from tests.pipeline import row_functions, test_in_flight, test_steps
 
 _NUM_EXAMPLES = 22
 _CUTS = ["rows"]
@@ -21,6 +21,7 @@ _CUTS = ["rows"]
         *(
             pytest.param("native", *each, marks=pytest.mark.all_cells)
             for each in [
+                ("sgd", "gpipe", 1),
                 ("momentum", "gpipe", 1),
                 ("clipped", "1f1b", 1),
                 ("scaled", "1f1b", 1),
@@ -40,6 +41,75 @@ def test_as_one_process(cluster, engine, optimizer, schedule, replicas):
         *(_NUM_EXAMPLES, replicas),
     )
     test_steps.check(ranks, "tables", optimizer, _NUM_EXAMPLES, replicas)
+
+
+_ROWS_LINE = "rows line"
+_CUT_BEHIND = ["dense_0", "dense_1"]
+_USUAL = [
+    ("adam", "vanilla", "paper"),
+    ("momentum", "stash", "paper"),
+    ("sgd", "spectrain", "paper"),
+    ("adam", "spectrain", "paper"),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "cases", "num_stages", "replicas"),
+    [
+        ("native", _USUAL, 3, 1),
+        pytest.param(
+            "native",
+            [
+                each
+                for rule in ("sgd", "momentum", "adam")
+                for schedule in ("vanilla", "stash", "spectrain")
+                if (each := (rule, schedule, "paper")) not in _USUAL
+            ]
+            + [("momentum", "spectrain", "sequential")],
+            *(3, 1),
+            marks=pytest.mark.all_cells,
+        ),
+        pytest.param(*("native", _USUAL, 2, 2), marks=pytest.mark.all_cells),
+        pytest.param(
+            *("horovod", [("momentum", "stash", "paper")], 2, 1),
+            marks=engines("horovod")[0].marks,
+        ),
+    ],
+)
+def test_without_a_flush(cluster, engine, cases, num_stages, replicas):
+    """As the oracle does, which updates whole tables."""
+    # The last mini-batch has one example.
+    num_examples = 57
+    cuts = _CUT_BEHIND[: num_stages - 1]
+    has_groups = num_stages > 2 or replicas > 1
+    ranks = cluster(engine, num_stages * replicas, has_groups=has_groups).run(
+        *(row_functions.train_in_flight, cases, cuts, num_examples),
+        *(_ROWS_LINE, replicas),
+    )
+    for number, case in enumerate(cases):
+        test_in_flight.check(
+            *([each[number] for each in ranks], *case, cuts),
+            *(num_examples, _ROWS_LINE),
+        )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("momentum", "stash", "paper"),
+        pytest.param(
+            ("sgd", "spectrain", "paper"), marks=pytest.mark.all_cells
+        ),
+    ],
+)
+def test_a_table_that_is_also_read_as_a_whole(cluster, case):
+    rule, schedule, target = case
+    num_examples, model = 25, "tied line"
+    ranks = cluster("native", 2).run(
+        pipeline_functions.train_in_flight,
+        *(rule, ["scores"], schedule, target, num_examples, model),
+    )
+    test_in_flight.check(ranks, *case, ["scores"], num_examples, model)
 
 
 # Of one stage, in this process.

@@ -25,8 +25,9 @@ _WITHOUT_MOMENT = ("SGD", "RMSprop")
 
 def _steps(rule, predictor, variable, gradients):
     for gradient in gradients:
-        with predictor.following([variable]):
-            rule.apply([tf.constant(gradient, variable.dtype)], [variable])
+        gradient = tf.constant(gradient, variable.dtype)
+        with predictor.following([variable], [gradient]):
+            rule.apply([gradient], [variable])
 
 
 @pytest.mark.parametrize("num_updates", [1, 3])
@@ -88,7 +89,7 @@ def test_averages_follow_in_a_traced_function():
 
     @tf.function
     def step(gradient):
-        with predictor.following([variable]):
+        with predictor.following([variable], [gradient]):
             rule.apply([gradient], [variable])
         return predictor.ahead(variable, 2)
 
