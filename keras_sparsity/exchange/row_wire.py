@@ -34,8 +34,9 @@ class RowWire:
 
     A drawn gradient has x as its mean, so that the errors of many steps
     cancel out. (Error feedback would keep them instead: at the sender, one for
-    each row of a table that it does not own.) A row with a number that is not
-    finite arrives as NaN.
+    each row of a table that it does not own. Models trained no better with it,
+    see `benchmarks/tried.md`.) A row with a number that is not finite arrives
+    as NaN.
 
     Args:
         source: the rows' own dtype, a float.
