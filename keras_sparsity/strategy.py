@@ -76,8 +76,8 @@ class HybridStrategy(ProcessStrategy):
         local_aggregation: whether the processes of a machine pull rows of
             sharded tables together, each row once, and add up its gradients
             before they push. It needs several machines with equally many
-            processes; where they have unequally many, rank 0 logs it. Dense
-            gradients do the same where they travel in 16 bits or through
+            processes; where they have unequally many, rank 0 logs it once.
+            Dense gradients do the same where they travel in 16 bits or through
             servers. False for comparison.
         bucket_bytes: size of one all-reduce of dense gradients, in bytes. The
             last layers' gradients go first and travel while the backward pass
@@ -92,7 +92,7 @@ class HybridStrategy(ProcessStrategy):
             `sparse_updates`). Rows are pulled when needed in custom loops, on
             single batches, with input that Python makes (generators), with
             `"naive_ps"`, and where machines pull together (see
-            `local_aggregation`); `fit` then logs the reason once.
+            `local_aggregation`); rank 0 then logs the reason once.
         timeout: seconds for which a rank may keep the others waiting (stopped,
             hanging, or computing alone) before all ranks are ended with a
             message on the call each was in; at least 5, and the same on all

@@ -27,6 +27,7 @@ from keras_sparsity.data.stand_ins import counted_part, with_stand_ins
 __all__ = ["shard"]
 
 _SHARDED = "_keras_sparsity_is_sharded"
+_told = set()  # reasons to split late, which would be told in each epoch
 _IN_STEP = "_keras_sparsity_agrees_in_step"
 _ORIGINAL = "_keras_sparsity_original"
 _counts = []  # not empty while what `distribute` makes is `Counted`
@@ -268,7 +269,8 @@ def shard(dataset, collectives, by=None):
     of ranks, and nothing but maps and prefetching may follow the batches (a
     map there sees this rank's rows only). What the ranks cannot be sure to
     agree on is split by batches too: Python generators, orders that vary,
-    unseeded shuffles. Rank 0 logs the reason, unless `by` asks for batches.
+    unseeded shuffles. Rank 0 logs each reason once, unless `by` asks for
+    batches.
 
     In each step every rank gets at most its share of the global batch, and
     each example is read once, by one rank. All ranks get the same number of
@@ -337,7 +339,8 @@ def shard(dataset, collectives, by=None):
                 f"The dataset cannot be split as asked (by={by!r}): {reason}. "
                 "Change it, or leave `by` to be chosen."
             )
-        if reason and collectives.rank == 0:
+        if reason and reason not in _told and collectives.rank == 0:
+            _told.add(reason)
             logging.getLogger(__name__).warning(
                 "`shard` splits this dataset late: every process reads and "
                 "maps all examples, and keeps its part of each batch, as "

@@ -14,6 +14,8 @@ _WIRE_DTYPES = ("float32", "bfloat16", "float16")
 _OF_ROWS = "int8"
 # Of all else where rows travel in 8 bits.
 _BESIDE_ROWS = "bfloat16"
+# Set on a communicator, which strategies share, whose machines were told of.
+_TOLD = "_uneven_machines_were_told"
 
 
 def check_wire_dtype(wire_dtype, has_rows=False):
@@ -67,14 +69,19 @@ class Options:
         return self.aggregates_locally and is_possible
 
     def tell_of_uneven_machines(self, communicator):
-        """Logs, on rank 0, if machines that could aggregate do not.
+        """Logs, once and on rank 0, if machines that could aggregate do not.
 
         Args:
             communicator: `Collectives` of all ranks.
         """
         counts = _counts(communicator)
-        is_uneven = min(counts) < max(counts)
-        if communicator.rank == 0 and self.aggregates_locally and is_uneven:
+        if (
+            communicator.rank == 0
+            and self.aggregates_locally
+            and min(counts) < max(counts)
+            and not getattr(communicator, _TOLD, False)
+        ):
+            setattr(communicator, _TOLD, True)
             logging.getLogger(__name__).warning(
                 "`local_aggregation` has no effect: it needs machines with "
                 "equally many processes, and they have %s.",

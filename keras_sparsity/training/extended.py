@@ -9,7 +9,7 @@ from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.data import distribution, empty_parts
 from keras_sparsity.global_batch import losses
 from keras_sparsity.tables import control_flow
-from keras_sparsity.training import foresight
+from keras_sparsity.training import foresight, prefetching
 
 _REDUCE = {
     tf.distribute.ReduceOp.SUM: "sum",
@@ -126,6 +126,7 @@ class HybridExtended(tf.distribute.StrategyExtended):
             replica_id_in_sync_group=self._collectives.rank,
         )
         control_flow.begin_step(context)
+        prefetching.tell_of_loop(self._strategy)
         with (
             tf.device(self._device),
             context,

@@ -1,5 +1,6 @@
 """Why rows are not prefetched where the user asked for it."""
 
+import contextlib
 import logging
 
 from keras_sparsity._tf import keras_input
@@ -61,4 +62,34 @@ def tell(model, reason):
         )
 
 
+@contextlib.contextmanager
+def run_of_model():
+    """While entered, Keras's methods call `strategy.run`, not a custom loop."""
+    _runs.append(None)
+    try:
+        yield
+    finally:
+        _runs.pop()
+
+
+def tell_of_loop(strategy):
+    """Logs, on rank 0, once for a strategy, that custom loops do without.
+
+    Args:
+        strategy: the strategy whose `run` has been called. One of stages has
+            no `prefetch`.
+    """
+    is_asked_for = getattr(strategy, "prefetch", False)
+    if _runs or not is_asked_for or getattr(strategy, _TOLD, False):
+        return
+    setattr(strategy, _TOLD, True)
+    communicator = strategy.collectives
+    if communicator.rank == 0 and communicator.size > 1:
+        logging.getLogger(__name__).warning(
+            "`prefetch=True` has no effect in a custom loop: `strategy.run` "
+            "does not know the next batch. Train the model with `fit`."
+        )
+
+
 _TOLD = "_keras_sparsity_no_prefetch"
+_runs = []  # methods of models that are under way

@@ -18,6 +18,7 @@ from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.data import distribution
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.data.stand_ins import counted_part
+from keras_sparsity.training import prefetching
 from keras_sparsity.training.binding import (
     Binding,
     bound_arguments,
@@ -108,6 +109,7 @@ class Runs(Binding):
         with (
             patches.epoch_iterators_are_made_in(distribution.for_steps),
             collectives.explained(f"model.{name}"),
+            prefetching.run_of_model(),
         ):
             return self._stock[name](**arguments)
 
@@ -150,6 +152,10 @@ class Runs(Binding):
     # Single global batches.
 
     def train_on_batch(self, *args, **kwargs):
+        strategy = self._model.distribute_strategy
+        if strategy.prefetch and self._collectives.size > 1:
+            why = "`train_on_batch` does not know the next batch, as `fit` does"
+            prefetching.tell(self._model, why)
         return self._on_batch("train_on_batch", args, kwargs)
 
     def test_on_batch(self, *args, **kwargs):
@@ -170,5 +176,8 @@ class Runs(Binding):
                 continue
             part = counted_part(arguments[key], *place)
             arguments[key] = part if key == "x" else part.batch
-        with collectives.explained(f"model.{name}"):
+        with (
+            collectives.explained(f"model.{name}"),
+            prefetching.run_of_model(),
+        ):
             return self._stock[name](**arguments)

@@ -76,6 +76,8 @@ def test_uneven_machines_are_told_of(caplog, machines, rank, is_told):
     assert ("`local_aggregation` has no effect" in caplog.text) == is_told
     assert ("they have 2, 1." in caplog.text) == is_told
     caplog.clear()
+    Options().tell_of_uneven_machines(communicator)  # not once more
+    communicator = types.SimpleNamespace(machines=machines, rank=rank)
     Options(local_aggregation=False).tell_of_uneven_machines(communicator)
     Options(merges=False).tell_of_uneven_machines(communicator)
     assert not caplog.text

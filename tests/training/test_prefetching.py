@@ -1,4 +1,6 @@
-"""What `prefetch=True` and `shard` say where they do nothing."""
+"""What is said of options that do nothing: once, on one of all ranks."""
+
+from unittest import mock
 
 import keras
 import numpy as np
@@ -6,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.data import distribution
 from tests.conftest import engines
 from tests.logged import with_messages_of
 
@@ -20,6 +23,23 @@ def model_of(computed=False):
 
 def dense():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def custom_loop(x):
+    """Two steps by one strategy."""
+    strategy = ks.HybridStrategy(architecture="hybrid", prefetch=True)
+    table = ks.layers.ShardedEmbedding(4_000, 16)
+    table.build()
+    optimizer = ks.HybridOptimizer(keras.optimizers.Adagrad(0.1))
+
+    def step(ids):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(table(ids))
+        variables = table.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    for _ in range(2):
+        strategy.run(step, args=(tf.constant(x),))
 
 
 @with_messages_of("keras_sparsity")
@@ -57,11 +77,30 @@ def said(lines):
     fit("all rows", model_of(), optimizer=adam)
     fit("computed", model_of(computed=True))
 
+    model = model_of()
+    with ks.HybridStrategy(architecture="hybrid", prefetch=True).scope():
+        model.compile("adagrad", "mse", run_eagerly=True)
+    lines.clear()
+    for _ in range(2):
+        model.train_on_batch(x, y)
+        model.test_on_batch(x, y)
+    found["single batches"] = list(lines)
+    lines.clear()
+    custom_loop(x)
+    found["custom loop"] = list(lines)
+
     communicator = ks.collectives.current()
     lines.clear()
+    distribution._told.clear()
     batches = tf.data.Dataset.range(8).batch(4)
-    ks.data.shard(batches.shuffle(2), communicator)
+    for _ in range(2):  # as in each of two epochs
+        ks.data.shard(batches.shuffle(2), communicator)
     found["shard"] = list(lines)
+    lines.clear()
+    with mock.patch.object(communicator, "machines", (0, 0, 1)):
+        for local_aggregation in (False, True, True):
+            ks.HybridStrategy(local_aggregation=local_aggregation)
+    found["machines"] = list(lines)
     lines.clear()
     ks.data.shard(batches.shuffle(2), communicator, by="batches")
     mapped = tf.data.Dataset.range(8).map(lambda x: x + 1).batch(4)
@@ -76,18 +115,23 @@ _REASONS = {
     "no table": "no table that is spread",
     "all rows": "updates all rows",
     "computed": "no table's ids are inputs",
+    "single batches": "`train_on_batch` does not know the next batch",
+    "custom loop": "`strategy.run` does not know the next batch",
 }
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_what_does_nothing_says_why_once(cluster, engine):
-    first, second = cluster(engine, 2).run(said)
+    first, second = cluster(engine, 2).run(said, timeout=200)
     assert not any(second.values())
     for name in ("prefetched", "not asked for", "shard early"):
         assert first.pop(name) == [], name
     (late,) = first.pop("shard")
     assert "splits this dataset late" in late
     assert "after batching it does more" in late
+    (uneven,) = first.pop("machines")
+    assert "`local_aggregation` has no effect" in uneven
+    assert "they have 2, 1." in uneven
     # Another line is that of an optimizer without a closed form.
     lines = {
         name: [line for line in found if "prefetch" in line]
