@@ -34,7 +34,8 @@ class StageCost:
         forward_seconds, backward_seconds: time of its passes of the whole
             mini-batch, without the messages and the loss. Where a backward
             pass computes the layers again, that counts.
-        update_seconds: time of its optimizer's update.
+        update_seconds: time of its optimizer's update, of an `Embedding` that
+            is updated by rows that of the looked-up ones.
         sent_bytes, returned_bytes: bytes of activations that it sends to the
             stage behind, and of their gradients to the one before.
         memory_bytes: bytes of weights, gradients, optimizer slots, copies of
@@ -42,6 +43,10 @@ class StageCost:
             within a layer and buffers of the runtime come on top.
         missed_updates: updates of earlier mini-batches that a forward pass
             comes before, once the pipeline is full: its staleness.
+        table_bytes: of the trained weights, bytes of the `Embedding`s of which
+            a step reads and updates the rows that it looks up alone.
+        row_bytes: bytes of the gradients of these rows, with their numbers:
+            of one process in a step, at most.
     """
 
     layers: tuple
@@ -54,6 +59,8 @@ class StageCost:
     returned_bytes: int
     memory_bytes: int
     missed_updates: int
+    table_bytes: int = 0
+    row_bytes: int = 0
 
     @property
     def seconds(self):
@@ -102,10 +109,11 @@ class PipelinePlan(WrittenPlan):
     def summed_bytes(self, stage):
         """Bytes that a rank of a stage sends and receives to sum gradients.
 
-        Over the replicas, by AllReduce. Looked-up rows of an `Embedding` count
-        as its whole table here.
+        Over the replicas, by AllReduce; looked-up rows by AllGather.
         """
-        return _ring(stage.gradient_bytes, self.replicas)
+        dense = stage.gradient_bytes - stage.table_bytes
+        of_rows = 2 * (self.replicas - 1) * stage.row_bytes
+        return _ring(dense, self.replicas) + of_rows
 
     @property
     def allreduce_bytes(self):
@@ -118,8 +126,12 @@ class PipelinePlan(WrittenPlan):
     def markdown(self):
         head = _HEAD
         rows = [_row(number, stage) for number, stage in enumerate(self.stages)]
+        if any(stage.table_bytes for stage in self.stages):
+            head = (*head, "rows looked up")
+            for row, stage in zip(rows, self.stages, strict=True):
+                row.append(_looked_up(stage))
         if self.replicas > 1:
-            head = (*_HEAD, "sums gradients")
+            head = (*head, "sums gradients")
             for row, stage in zip(rows, self.stages, strict=True):
                 row.append(in_bytes(self.summed_bytes(stage)))
         return "\n".join([*as_table(head, rows), "", self._of_the_model()])
@@ -160,6 +172,12 @@ def _row(number, stage):
         in_bytes(stage.memory_bytes),
         str(stage.missed_updates),
     ]
+
+
+def _looked_up(stage):
+    if not stage.table_bytes:
+        return "-"
+    return f"{in_bytes(stage.row_bytes)} of {in_bytes(stage.table_bytes)}"
 
 
 def _span(layers):

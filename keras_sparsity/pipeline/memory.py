@@ -23,14 +23,18 @@ def num_bytes(arrays):
 def lasting_bytes(stage, optimizer, versions, num_stages):
     """Bytes of a stage's weights, gradients, slots and copies of weights.
 
+    Gradients and copies of rows that a batch looks up do not count: they are
+    no more than the `Embedding`'s outputs.
+
     Args:
         stage: the `Stage`.
         optimizer: its optimizer, built, or None.
         versions: `Versions`, for training without a flush; else None.
         num_stages: N.
     """
-    of_weights = num_bytes(stage.variables)
-    found = num_bytes(stage.part.model.weights) + of_weights
+    tables = num_bytes(stage.updates.by_rows)
+    found = num_bytes(stage.part.model.weights)
+    found += num_bytes(stage.variables) - tables
     # A rank without weights has no slots.
     if optimizer is not None and stage.variables:
         found += num_bytes(optimizer.variables)

@@ -1,11 +1,13 @@
 """The plan of a model in stages, measured before it is trained."""
 
+import collections
 import dataclasses
+import math
 
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import checks, keras_functional
+from keras_sparsity._tf import checks, keras_functional, patches
 from keras_sparsity.board.stage_plan import PipelinePlan, StageCost
 from keras_sparsity.pipeline.memory import (
     lasting_bytes,
@@ -15,6 +17,7 @@ from keras_sparsity.pipeline.memory import (
 )
 from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import floats
+from keras_sparsity.planning.transfer_cost import narrowest_index
 from keras_sparsity.stages import timing
 from keras_sparsity.stages.schedule import Kind, Task, without_flush
 from keras_sparsity.stages.simulation import simulate
@@ -99,7 +102,8 @@ class Planner:
     def _compute(self, tensors):
         inputs, received = self._divided(tensors)
         # Without losses: regularizers find no weights in a stateless scope.
-        return self._stage.outputs(inputs, received, True)
+        with patches.current_rows_are_taken():
+            return self._stage.outputs(inputs, received, True)
 
     def _divided(self, tensors):
         """`(dict of inputs, list of received tensors with their masks)`."""
@@ -118,18 +122,45 @@ class Planner:
         is_computed_again = self._versions is not None and not stage.is_last
         backward = both if is_computed_again else max(both - forward, 0.0)
         _, received = self._divided(tensors)
+        rows = self._rows(tensors)
         return StageCost(
             layers=stage.part.names,
             weight_bytes=num_bytes(stage.part.model.weights),
             gradient_bytes=num_bytes(stage.variables),
             forward_seconds=forward * number,
             backward_seconds=backward * number,
-            update_seconds=self._update_seconds(),
+            update_seconds=self._update_seconds(rows),
             sent_bytes=number * self._sent_bytes(tensors),
             returned_bytes=number * _wire_bytes(stage.before, floats(received)),
             memory_bytes=self._memory(tensors),
             missed_updates=self._missed_updates(),
+            table_bytes=num_bytes(stage.updates.by_rows),
+            row_bytes=sum(
+                rows[id(v)]
+                * (num_bytes([v]) // v.shape[0] + narrowest_index(v.shape[0]))
+                for v in stage.updates.by_rows
+            ),
         )
+
+    def _rows(self, tensors):
+        """The rows that a rank looks up in a mini-batch, at most.
+
+        Returns:
+            Dict from the `id`s of the variables that are updated by rows.
+        """
+        tables = {id(v): v for v in self._stage.updates.by_rows}
+        looked_up = collections.Counter()
+        model = self._stage.part.model
+        calls = keras_functional.functional_calls(model) if tables else []
+        for call, outputs in zip(calls, self._made(tensors), strict=False):
+            for variable in getattr(call.operation, "trainable_variables", []):
+                ids = math.prod(outputs[0].shape[:-1])
+                looked_up[id(variable)] += ids * self._num_passes
+        # Of one that a layer holds, no number is known.
+        return {
+            key: min(looked_up.get(key, v.shape[0]), v.shape[0])
+            for key, v in tables.items()
+        }
 
     def _sent_bytes(self, tensors):
         if self._stage.is_last:
@@ -139,13 +170,24 @@ class Planner:
         sent = self._stage.sent.with_masks(outputs)
         return _wire_bytes(self._stage.behind, sent)
 
-    def _update_seconds(self):
+    def _update_seconds(self, rows):
         optimizer, variables = self._model.optimizer, self._stage.variables
         if optimizer is None or not variables:
             return 0.0
 
-        # Of copies, which go when it is measured.
-        copies = [keras.Variable(v.value, dtype=v.dtype) for v in variables]
+        # Of copies, which go when it is measured; of tables, as many rows as
+        # are updated.
+        replicas = self._strategy.replicas
+        shapes = [
+            (min(rows[id(v)] * replicas, v.shape[0]), *v.shape[1:])
+            if id(v) in rows
+            else v.shape
+            for v in variables
+        ]
+        copies = [
+            keras.Variable(tf.zeros(shape, v.dtype), dtype=v.dtype)
+            for shape, v in zip(shapes, variables, strict=True)
+        ]
         alike = type(optimizer).from_config(optimizer.get_config())
         alike.build(copies)
 
@@ -153,7 +195,7 @@ class Planner:
             alike.apply(gradients, copies)
             return []
 
-        zeros = [tf.zeros(v.shape, v.dtype) for v in variables]
+        zeros = [tf.zeros(v.shape, v.dtype) for v in copies]
         return timing.median_seconds(update, zeros)
 
     def _memory(self, tensors):
@@ -174,11 +216,21 @@ class Planner:
 
     def _made_bytes(self, tensors):
         """Bytes that the layers of a pass make."""
+        return num_bytes(keras.tree.flatten(self._made(tensors)))
+
+    def _made(self, tensors):
+        """List of the outputs of each call of a pass, lists."""
         part = self._stage.part
         inputs, received = self._divided(tensors)
         given = [*inputs.values(), *(received[i] for i in part.taken)]
-        outputs = with_all_outputs(part).call(given, training=False)
-        return num_bytes(keras.tree.flatten(outputs))
+        outputs = keras.tree.flatten(
+            with_all_outputs(part).call(given, training=False)
+        )
+        made = iter(outputs)
+        return [
+            [next(made) for _ in call.outputs]
+            for call in keras_functional.functional_calls(part.model)
+        ]
 
     def _missed_updates(self):
         if self._versions is None:

@@ -3,8 +3,10 @@
 import functools
 from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 
+import keras_sparsity as ks
 from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity.update.kept_rows import KeptRows
 from tests import pipeline_functions
@@ -87,3 +89,18 @@ def sizes_of_tables(network):
         for shape in node.attr["_output_shapes"].list.shape
         if pipeline_functions.NUM_ROWS in [size.size for size in shape.dim]
     ]
+
+
+def planned(schedule, replicas):
+    """The plan of a model with tables, and whether no weight has changed."""
+    strategy = ks.PipelineStrategy(
+        schedule, ["rows"], num_micro_batches=2, replicas=replicas
+    )
+    with strategy.scope():
+        model = pipeline_functions.made("tables")
+        model.compile("adam", ["mse", "mae"])
+    x, y = pipeline_functions.data("tables", BATCH_SIZE)
+    before = model.get_weights()
+    data = tf.data.Dataset.from_tensors((tuple(x), tuple(y)))
+    plan = ks.plan(model, data)
+    return plan, all(map(np.array_equal, before, model.get_weights()))

@@ -5,6 +5,7 @@ import pytest
 from keras_sparsity.launch import command_line
 from tests import pipeline_functions
 from tests.conftest import engines
+from tests.pipeline import row_functions
 
 _EXAMPLES, _WIDTH, _MICRO_BATCHES = 12, 16, 4
 _ACTIVATION = 4 * _EXAMPLES * _WIDTH
@@ -81,3 +82,31 @@ def test_masks_and_unknown_sizes(cluster, engine):
     wide, state, mask = 4 * 5 * 8 * 4, 4 * 8 * 4, 4 * 5
     assert first.sent_bytes - mask in (wide + state, wide + 2 * state)
     assert second.returned_bytes == first.sent_bytes - mask
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas"),
+    [
+        ("stash", 1),
+        pytest.param("1f1b", 2, marks=pytest.mark.all_cells),
+    ],
+)
+def test_rows_that_are_looked_up(cluster, schedule, replicas):
+    """Not whole tables, which take no part in a step."""
+    ranks = cluster("native", 2 * replicas, has_groups=replicas > 1).run(
+        row_functions.planned, schedule, replicas
+    )
+    plan = ranks[0][0]
+    assert all(other == plan and is_same for other, is_same in ranks)
+    table = 4 * 4 * pipeline_functions.NUM_ROWS
+    # Of a replica's examples, of 5 ids each; with a number of 2 bytes.
+    rows = pipeline_functions.BATCH_SIZE // replicas * 5 * (4 * 4 + 2)
+    for stage in plan.stages:
+        assert (stage.table_bytes, stage.row_bytes) == (table, rows)
+        # Weights and two slots, and no copy of the table.
+        assert 3 * table < stage.memory_bytes < 4 * table
+        dense = stage.gradient_bytes - table
+        summed = 4 * dense * (replicas - 1) / replicas
+        summed += 2 * rows * (replicas - 1)
+        assert plan.summed_bytes(stage) == summed
+    assert "| rows looked up |" in plan.markdown()
