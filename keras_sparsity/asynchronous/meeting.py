@@ -202,7 +202,8 @@ class Meeting(Engine):
         values = list(self._values(name, flat).values())
         return tf.constant(_REDUCE[op](values, axis=0), flat.dtype)
 
-    def all_gather(self, rows, name):
+    def all_gather(self, rows, name, counts=None):
+        del counts
         values = list(self._values(name, rows).values())
         return tf.constant(np.concatenate(values), rows.dtype)
 

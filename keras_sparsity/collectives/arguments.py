@@ -53,41 +53,62 @@ def rows(value, call):
     return tensor
 
 
-def splits(value, size, call):
+def splits(value, size, call, name="splits", whose="for"):
     """The value as int32 `(size,)`."""
-    found = _tensor(value, call, "splits")
+    found = _tensor(value, call, name)
     if not found.dtype.is_integer:
         raise ValueError(
-            f"{call} received splits of dtype {found.dtype.name}. "
-            "Expected integers: the number of rows for each rank."
+            f"{call} received {name} of dtype {found.dtype.name}. "
+            f"Expected integers: the number of rows {whose} each rank."
         )
     if not found.shape.is_compatible_with([size]):
         raise ValueError(
-            f"{call} received splits of shape {tuple(found.shape)}. "
-            f"Expected ({size},): the number of rows for each of the {size} "
-            "ranks, 0 for none."
+            f"{call} received {name} of shape {tuple(found.shape)}. "
+            f"Expected ({size},): the number of rows {whose} each of the "
+            f"{size} ranks, 0 for none."
         )
     return tf.cast(tf.ensure_shape(found, [size]), tf.int32)
 
 
+def counts(value, size, call):
+    """The value as int32 `(size,)`: each rank's number of rows."""
+    return splits(value, size, call, "counts", "of")
+
+
 def summing(tensor, splits, name):
     """`tensor`, after a check that `splits` sum to its number of rows."""
-    num_rows = tf.shape(tensor)[0]
-    message = (
+    return _checked(
+        tensor,
+        splits,
         f'all_to_all "{name}" received splits that do not sum to the number '
-        "of rows of the tensor."
+        "of rows of the tensor. Received splits",
     )
+
+
+def counted(tensor, counts, rank, call):
+    """`tensor`, after a check that it has this rank's number of rows."""
+    return _checked(
+        tensor,
+        counts[rank : rank + 1],
+        f"{call} received counts that do not give this rank, {rank}, the "
+        "number of rows of its tensor. Received the count",
+    )
+
+
+def _checked(tensor, numbers, message):
+    """`tensor`, after a check that numbers sum to its number of rows."""
+    num_rows = tf.shape(tensor)[0]
     if tf.executing_eagerly():
-        numbers = splits.numpy()
-        if numbers.sum() != int(num_rows) or (numbers < 0).any():
+        found = numbers.numpy()
+        if found.sum() != int(num_rows) or (found < 0).any():
             raise ValueError(
-                f"{message} Received splits {numbers.tolist()} for a "
-                f"tensor of {int(num_rows)} rows."
+                f"{message} {found.tolist()} for a tensor of {int(num_rows)} "
+                "rows."
             )
         return tensor
     check = tf.raw_ops.Assert(
-        condition=tf.equal(tf.reduce_sum(splits), num_rows),
-        data=[f"{message} Received splits:", splits, "rows:", num_rows],
+        condition=tf.equal(tf.reduce_sum(numbers), num_rows),
+        data=[f"{message}:", numbers, "rows:", num_rows],
         summarize=1000,
     )
     with tf.control_dependencies([check]):

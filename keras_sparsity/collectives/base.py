@@ -230,12 +230,14 @@ class Collectives:
         arguments.check_route(route, call)
         return self.all_to_all_along(tensor, route.reversed(), name)
 
-    def all_gather(self, tensor, name="all_gather"):
+    def all_gather(self, tensor, name="all_gather", counts=None):
         """Concatenates the ranks' rows, in the order of ranks.
 
         Args:
             tensor: `(rows, ...)`; ranks may differ in the number of rows.
             name: The call's role.
+            counts: `(size,)` integers: each rank's number of rows, if all
+                ranks know it, so that the native engine need not send it.
 
         Returns:
             `(sum of all ranks' rows, ...)`. Differentiable: the gradient of a
@@ -244,18 +246,25 @@ class Collectives:
         call = arguments.spelled("all_gather", name)
         tensor = arguments.rows(tensor, call)
         row_shape = tensor.shape[1:]
+        if counts is not None:
+            counts = arguments.counts(counts, self.size, call)
+            tensor = arguments.counted(tensor, counts, self.rank, call)
 
         @tf.custom_gradient
         def gather(tensor):
             rows = tf.shape(tensor)[0]
 
             def gradient(upstream):
-                counts = self._calls.all_gather(
-                    rows[None], f"{name}/gradient/rows"
-                )
-                counts = tf.ensure_shape(counts, [self.size])
+                of_ranks = counts
+                if of_ranks is None:
+                    of_ranks = self._calls.all_gather(
+                        rows[None], f"{name}/gradient/rows"
+                    )
+                    of_ranks = tf.ensure_shape(of_ranks, [self.size])
                 route = Route(
-                    counts, tf.fill([self.size], rows), tf.reduce_max(counts)
+                    of_ranks,
+                    tf.fill([self.size], rows),
+                    tf.reduce_max(of_ranks),
                 )
                 parts = self._calls.all_to_all_along(
                     upstream, route, f"{name}/gradient"
@@ -265,7 +274,7 @@ class Collectives:
                 total.set_shape([None, *row_shape])
                 return total
 
-            return self._calls.all_gather(tensor, name), gradient
+            return self._calls.all_gather(tensor, name, counts), gradient
 
         return gather(tensor)
 

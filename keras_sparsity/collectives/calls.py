@@ -94,8 +94,13 @@ class Calls:
             lambda rows, name: self._engine.all_to_all_along(rows, route, name),
         )
 
-    def all_gather(self, tensor, name):
-        return self._move("all_gather", tensor, name, self._engine.all_gather)
+    def all_gather(self, tensor, name, counts=None):
+        return self._move(
+            "all_gather",
+            tensor,
+            name,
+            lambda rows, name: self._engine.all_gather(rows, name, counts),
+        )
 
     def _move(self, op, tensor, name, send):
         """Rows that arrive; `send(rows, name)` runs in the wire's dtype."""

@@ -113,8 +113,12 @@ class Engine(abc.ABC):
         """Sends rows along a known route and returns the received rows."""
 
     @abc.abstractmethod
-    def all_gather(self, rows, name):
-        """The rows of all ranks, whose numbers may differ."""
+    def all_gather(self, rows, name, counts=None):
+        """The rows of all ranks, whose numbers may differ.
+
+        Args:
+            counts: int32 `(size,)`: those numbers, None if they are unknown.
+        """
 
     @abc.abstractmethod
     def broadcast(self, flat, root, name):

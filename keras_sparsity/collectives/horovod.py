@@ -179,7 +179,8 @@ class HorovodEngine(Engine):
         self._count(rows, route.splits, route.received_splits)
         return self._run(hvd.alltoall, name, rows, route.splits)[0]
 
-    def all_gather(self, rows, name):
+    def all_gather(self, rows, name, counts=None):
+        del counts  # Horovod exchanges them by itself
         gathered = self._run(hvd.allgather, name, rows)
         meter.count(
             lambda: [

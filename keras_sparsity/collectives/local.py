@@ -37,8 +37,8 @@ class LocalEngine(Engine):
         del route, name
         return tf.identity(rows)
 
-    def all_gather(self, rows, name):
-        del name
+    def all_gather(self, rows, name, counts=None):
+        del name, counts
         return tf.identity(rows)
 
     def broadcast(self, flat, root, name):

@@ -179,10 +179,11 @@ class NativeEngine(Engine):
         arrived = self._by_rank(arrived)
         return _unpadded(arrived, route.received_splits, width, self.size, rows)
 
-    def all_gather(self, rows, name):
+    def all_gather(self, rows, name, counts=None):
         width = _width(rows)
-        counts = self._gather(tf.shape(rows)[:1], f"{name}/counts")
-        counts = tf.ensure_shape(self._by_rank(counts), [self.size])
+        if counts is None:
+            counts = self._gather(tf.shape(rows)[:1], f"{name}/counts")
+            counts = tf.ensure_shape(self._by_rank(counts), [self.size])
         capacity, capacity_key = _capacity(tf.reduce_max(counts), width)
         message = _padded(rows, tf.shape(rows)[:1], width, capacity, 1)
         arrived = self._gather(message, name, capacity_key)

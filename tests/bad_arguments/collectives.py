@@ -79,6 +79,15 @@ BAD = [
         ]
     ),
     *(
+        ("collectives.Collectives.all_gather", {"counts": wrong}, message)
+        for wrong, message in [
+            ([3], r"rank, 0, the number.*Received the count \[3\].*of 2 rows"),
+            ([1, 1], r"counts of shape \(2,\). Expected \(1,\).*rows of each"),
+            ([2.0], "counts of dtype float32. Expected integers"),
+            ("a", "counts of dtype string. Expected integers"),
+        ]
+    ),
+    *(
         ("collectives.Collectives.all_reduce", arguments, message)
         for arguments, message in [
             ({"op": "prod"}, "op='prod'. Expected one of 'sum'"),

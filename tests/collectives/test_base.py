@@ -347,8 +347,12 @@ def test_gradient_of_all_to_all(ranks):
 def gather(dtypes):
     current = collectives.current()
     shape = current.rank % 3 * 2, 3
+    counts = [rank % 3 * 2 for rank in range(current.size)]
     return both_ways(
-        lambda *tensors: [current.all_gather(t, "test") for t in tensors],
+        lambda *tensors: [
+            *(current.all_gather(t, "test") for t in tensors),
+            current.all_gather(tensors[0], "known", counts),
+        ],
         *(values(current.rank, shape, dtype) for dtype in dtypes),
     )
 
@@ -356,7 +360,7 @@ def gather(dtypes):
 def test_all_gather(ranks):
     dtypes = ("bool", *FLOATS, *INTEGERS, "uint64", "complex64")
     for seen in ranks.run(gather, dtypes):
-        for dtype, gathered in zip(dtypes, seen, strict=True):
+        for dtype, gathered in zip((*dtypes, dtypes[0]), seen, strict=True):
             expected = np.concatenate(
                 [
                     values(r, (r % 3 * 2, 3), dtype)
@@ -367,7 +371,7 @@ def test_all_gather(ranks):
             np.testing.assert_array_equal(gathered, expected)
 
 
-def gather_gradient():
+def gather_gradient(counts=None):
     current = collectives.current()
     rank, size = current.rank, current.size
     weights = values(rank, (size * (size + 1) // 2, 2))
@@ -375,7 +379,7 @@ def gather_gradient():
     def gradient(rows):
         with tf.GradientTape() as tape:
             tape.watch(rows)
-            gathered = current.all_gather(rows, "test")
+            gathered = current.all_gather(rows, "test", counts)
             loss = tf.reduce_sum(gathered * weights)
         return [tape.gradient(loss, rows)]
 
@@ -387,10 +391,13 @@ def test_gradient_of_all_gather(ranks):
     rows = size * (size + 1) // 2
     total = np.sum([values(r, (rows, 2)) for r in range(size)], 0)
     starts = np.cumsum(range(1, size))
-    for gradient, expected in zip(
-        ranks.run(gather_gradient), np.split(total, starts), strict=True
-    ):
-        np.testing.assert_allclose(gradient, expected)
+    for counts in (None, list(range(1, size + 1))):
+        for gradient, expected in zip(
+            ranks.run(gather_gradient, counts),
+            np.split(total, starts),
+            strict=True,
+        ):
+            np.testing.assert_allclose(gradient, expected)
 
 
 def broadcast(root):
