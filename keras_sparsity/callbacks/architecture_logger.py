@@ -356,7 +356,7 @@ def _start_of_roles(planned, variable):
     if planned.architecture == "allreduce":
         return _DENSE
     if planned.architecture == "allgather":
-        return f"{_ROWS}{variable.path}/"
+        return _ROWS
     if isinstance(variable, TableVariable):
         return f"{variable.table.messages}/"
     return server_sums.ROLE

@@ -95,9 +95,12 @@ def _paths(communicator):
         communicator.all_to_all_along(pulled, route, name="speed/push")
 
     def all_gather(rows):
-        ids = tf.zeros([tf.shape(rows)[0]], tf.int64)
-        communicator.all_gather(rows, name="speed/allgather")
-        communicator.all_gather(ids, name="speed/gathered_ids")
+        counts = communicator.all_gather(
+            tf.shape(rows)[:1],
+            name="speed/counts",
+            counts=tf.ones([size], tf.int32),
+        )
+        communicator.all_gather(rows, name="speed/allgather", counts=counts)
 
     return {"allreduce": all_reduce, "ps": server, "allgather": all_gather}
 

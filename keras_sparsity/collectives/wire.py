@@ -28,7 +28,8 @@ class Wire:
             return tensor
         return (tf.bitcast if self.bitcast else tf.cast)(tensor, self.dtype)
 
-    def decode(self, tensor):
+    def decode(self, tensor, row_shape=None):
+        del row_shape  # which `RowWire.decode` needs
         if self.source == self.dtype:
             return tensor
         return (tf.bitcast if self.bitcast else tf.cast)(tensor, self.source)

@@ -58,15 +58,13 @@ class RowWire:
 
     def carry(self, rows, send, *args, **kwargs):
         """Sends rows `(n, ...)`: `send(encoded, *args, **kwargs)`, decoded."""
-        shape = tf.shape(rows)
-        width = rows.shape[1:].num_elements()
-        flat = tf.cast(tf.reshape(rows, [-1, width]), tf.float32)
-        arrived = self._decode(send(self._encode(flat), *args, **kwargs), width)
-        arrived = tf.reshape(arrived, tf.concat([[-1], shape[1:]], axis=0))
-        arrived = tf.ensure_shape(arrived, [None, *rows.shape[1:]])
-        return tf.cast(arrived, self.source)
+        arrived = send(self.encode(rows), *args, **kwargs)
+        return self.decode(arrived, rows.shape[1:])
 
-    def _encode(self, rows):
+    def encode(self, rows):
+        """int32 `(n, columns)` of rows `(n, ...)`."""
+        width = rows.shape[1:].num_elements()
+        rows = tf.cast(tf.reshape(rows, [-1, width]), tf.float32)
         largest = tf.reduce_max(tf.abs(rows), axis=1, keepdims=True)
         scale = largest / _LARGEST
         levels = tf.math.divide_no_nan(rows, scale)
@@ -87,11 +85,14 @@ class RowWire:
         )
         return tf.concat([packed, tf.bitcast(scale, tf.int32)], axis=1)
 
-    def _decode(self, encoded, width):
+    def decode(self, encoded, row_shape):
+        """Rows `(n, *row_shape)` of int32 `(n, columns)`."""
         levels = tf.bitcast(encoded[:, :-1], tf.int8)
         levels = tf.reshape(levels, [-1, _COLUMN_BYTES * (levels.shape[1])])
+        levels = levels[:, : row_shape.num_elements()]
         scale = tf.bitcast(encoded[:, -1:], tf.float32)
-        return tf.cast(levels[:, :width], tf.float32) * scale
+        rows = tf.cast(levels, tf.float32) * scale
+        return tf.cast(tf.reshape(rows, [-1, *row_shape]), self.source)
 
     def _seed(self, rows):
         """The same in a repeated run; another one in each step and rank."""

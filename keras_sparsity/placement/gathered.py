@@ -1,5 +1,8 @@
 """Every rank holds the whole variable; gradients of rows are gathered."""
 
+import functools
+
+import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.data import empty_parts
@@ -10,6 +13,8 @@ from keras_sparsity.placement.mirrored import AllReduce
 
 # The beginning of its messages' names.
 ROLE = "optimizer/rows/"
+# Indices and gradients of any dtype travel in one message, as words.
+_WORD = tf.uint16
 
 
 class Gathered(Placement):
@@ -26,56 +31,94 @@ class Gathered(Placement):
 
 
 class AllGather(Reducer):
-    """Gives every rank the gradients of rows of all ranks, by variable."""
+    """Gives every rank the gradients of rows of all ranks.
+
+    Those of all variables travel in two messages: how many rows each has, and
+    all rows with their indices.
+    """
 
     path = "allgather"
 
     def begin(self, update):
         rows = empty_parts.cut_slices(update.gradient)
-        with tf.name_scope("all_gather"):
-            if self._options.merges:
-                rows = slices.merged(rows)
-            gathered, counts = self._gathered(rows, update.variable)
-        update.gradient = gathered
-        update.touched = gathered.indices, counts
+        update.gradient = slices.merged(rows) if self._options.merges else rows
 
     def finish(self, updates):
-        del updates  # gathered in `begin`
+        with tf.name_scope("all_gather"):
+            wires = [self._wire(update) for update in updates]
+            parts = []
+            for update, wire in zip(updates, wires, strict=True):
+                dtype = narrowest(update.variable.shape[0])
+                parts.append(tf.cast(update.gradient.indices, dtype))
+                parts.append(wire.encode(update.gradient.values))
+            parts, counts = self._gathered(parts)
+        for number, (update, wire) in enumerate(
+            zip(updates, wires, strict=True)
+        ):
+            own = update.gradient
+            indices, values = parts[2 * number : 2 * number + 2]
+            indices = tf.cast(indices, own.indices.dtype)
+            values = wire.decode(values, own.values.shape[1:])
+            update.gradient = tf.IndexedSlices(values, indices, own.dense_shape)
+            of_ranks = functools.partial(tf.gather, counts, number, axis=1)
+            update.touched = indices, of_ranks
 
-    def _gathered(self, rows, variable):
-        """The slices of all ranks, one rank after the other.
-
-        A mark, which is no row's index, precedes the indices of each rank and
-        separates them for the counting of touches. A message of its own in
-        sampled steps alone would hang ranks that disagree about these.
-
-        Returns:
-            `tf.IndexedSlices`, and a function that gives how many of them
-            each rank has sent.
-        """
-        name = f"{ROLE}{variable.path}"
-        dtype = narrowest(variable.shape[0])
-        mark = tf.constant([dtype.max], dtype)
-        wire = self._options.gradient_wire(
-            rows.values.dtype,
-            rows.values.shape[1:].num_elements(),
-            name,
+    def _wire(self, update):
+        values = update.gradient.values
+        return self._options.gradient_wire(
+            values.dtype,
+            values.shape[1:].num_elements(),
+            f"{ROLE}{update.variable.path}",
             self._communicator.rank,
         )
-        values = wire.carry(
-            rows.values, self._communicator.all_gather, name=f"{name}/values"
-        )
-        marked = self._communicator.all_gather(
-            tf.concat([mark, tf.cast(rows.indices, dtype)], axis=0),
-            name=f"{name}/ids",
-        )
-        marked = tf.cast(marked, rows.indices.dtype)
-        is_index = tf.not_equal(marked, dtype.max)
-        indices = tf.boolean_mask(marked, is_index)
 
-        def counts():
-            starts = tf.where(tf.logical_not(is_index))[:, 0]
-            ends = tf.concat([starts[1:], [tf.size(marked, tf.int64)]], axis=0)
-            return ends - starts - 1
+    def _gathered(self, parts):
+        """The rows of all ranks, one rank after the other.
 
-        return tf.IndexedSlices(values, indices, rows.dense_shape), counts
+        Args:
+            parts: list of tensors `(rows, ...)` of any dtypes; the first two
+                have as many rows, the next two, and so on.
+
+        Returns:
+            List of such tensors, and int32 `(size, len(parts) / 2)`: how many
+            rows are of each rank.
+        """
+        size = self._communicator.size
+        counts = self._communicator.all_gather(
+            tf.stack([tf.shape(part)[0] for part in parts[::2]])[tf.newaxis],
+            name=f"{ROLE}counts",
+            counts=np.ones(size, np.int32),
+        )
+        counts = tf.ensure_shape(counts, [size, len(parts) // 2])
+        widths = np.array([_num_words(part) for part in parts], np.int32)
+        widths = widths.reshape([-1, 2])
+        lengths = tf.reshape(counts[..., tf.newaxis] * widths, [size, -1])
+        arrived = self._communicator.all_gather(
+            tf.concat([_words(part) for part in parts], axis=0),
+            name=f"{ROLE}values",
+            counts=tf.reduce_sum(lengths, axis=1),
+        )
+        pieces = tf.split(
+            arrived, tf.reshape(lengths, [-1]), num=size * len(parts)
+        )
+        return [
+            _of_words(tf.concat(pieces[i :: len(parts)], axis=0), part)
+            for i, part in enumerate(parts)
+        ], counts
+
+
+def _num_words(part):
+    """Words of a row."""
+    return part.shape[1:].num_elements() * part.dtype.size // _WORD.size
+
+
+def _words(part):
+    return tf.reshape(tf.bitcast(part, _WORD), [-1])
+
+
+def _of_words(words, part):
+    """Words as rows like those of `part`."""
+    shape = [-1, *part.shape[1:]]
+    if part.dtype.size > _WORD.size:
+        shape.append(part.dtype.size // _WORD.size)
+    return tf.bitcast(tf.reshape(words, shape), part.dtype)

@@ -81,11 +81,11 @@ class Aggregation:
             reducers[kind].begin(update)
             updates.append(update)
             by_reducer.setdefault(kind, []).append(update)
+        for kind, of_reducer in by_reducer.items():
+            reducers[kind].finish(of_reducer)
         of_rows = [(u.variable, *u.touched) for u in updates if u.is_of_rows]
         if of_rows:
             touches.end_step(of_rows)
-        for kind, of_reducer in by_reducer.items():
-            reducers[kind].finish(of_reducer)
         self._scale(updates, placements.communicator.num_workers)
         return updates
 

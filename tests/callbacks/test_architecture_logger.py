@@ -171,7 +171,7 @@ def test_paths_by_role():
         "table/words/push/rows": "push",
         "table/words/check_inside": "other",
         "optimizer/dense": "allreduce",
-        "optimizer/rows/stock/embeddings/ids": "allgather",
+        "optimizer/rows/values": "allgather",
         "optimizer/update": "update",
         "model/logs": "other",
     }.items():

@@ -409,12 +409,12 @@ def fitted(model, x, y):
     return run
 
 
-def messages_of(make, runs, *args):
+def messages_of(make, runs, *args, architecture="ps"):
     """Messages of all kinds in a step."""
     x = np.random.default_rng(5).integers(ROWS, size=(BATCH, MANY))
     y = np.ones((BATCH, 1), "float32")
     journal.current().measures = True
-    with ks.HybridStrategy(architecture="ps").scope():
+    with ks.HybridStrategy(architecture=architecture).scope():
         run = runs(make(*args), x.astype("int32"), y)
         run(1)
         before = count()

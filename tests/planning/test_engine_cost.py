@@ -18,12 +18,13 @@ from tests.planning.test_transfer_cost import dense, sparse
 def test_what_each_engine_moves():
     cluster = Cluster(4)
     table = sparse(0.095)  # 114 rows, 570 elements
-    for engine, rows, elements in (("native", 120, 576), ("horovod", 114, 570)):
+    # 1,254 words of 16 bits, and the next capacity.
+    for engine, words in (("native", 1_280), ("horovod", 1_254)):
         plan = planning.plan([dense(), table], cluster, engine=engine)
         on_ring, of_rows = (choice.costs for choice in plan.choices)
         assert set(on_ring) == {"allreduce", "ps"}
         assert of_rows["allgather"].sent_bytes == pytest.approx(
-            (3 * (rows * 2 + elements * 4),) * 4
+            (3 * words * 2,) * 4
         )
         assert of_rows["ps"] == planning.sharded_table_bytes(
             table, cluster, padded=engine == "native"
