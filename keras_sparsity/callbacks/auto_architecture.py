@@ -1,5 +1,7 @@
 """Gives sparse variables the fastest placement while a model trains."""
 
+import collections
+
 import keras
 
 from keras_sparsity import planning, sparsity
@@ -92,18 +94,22 @@ class AutoArchitecture(keras.callbacks.Callback):
     # Deciding.
 
     def _decide(self):
-        found = [
+        of_rows = [
             (place, facts)
             for place, facts in self._places()
+            if facts.alpha is not None
+        ]
+        found = [
+            (place, facts)
+            for place, facts in of_rows
             if place.path not in self._fixed
-            and facts.alpha is not None
             and self._has_drifted(place.path, facts.alpha)
         ]
         if not found:
             return
         self._speeds = self._times.speeds(self._bytes_of_probe)
-        self._num_owned = sum(
-            "ps" in place.candidates for place, _ in self._places()
+        self._num_of = collections.Counter(
+            name for each in of_rows for name in self._possible(*each)
         )
         costs = {
             place.path: self._costs(place, facts) for place, facts in found
@@ -154,16 +160,27 @@ class AutoArchitecture(keras.callbacks.Callback):
         low, high = sorted((max(alpha, 1e-12), max(before, 1e-12)))
         return high > _DRIFT * low
 
-    def _costs(self, place, facts):
-        """Seconds that each placement takes in a step: dict from names."""
-        spec = facts.spec(place.num_partitions)
-        slots = len(self.model.optimizer.slots_of(place.variable))
-        fits = spec.num_bytes() * (1 + slots) <= _MOST_BYTES
+    def _possible(self, place, facts):
+        """The placements that memory allows: dict from names."""
+        num_bytes = facts.spec(place.num_partitions).num_bytes()
+        fits = num_bytes * (1 + self._num_slots(place)) <= _MOST_BYTES
         return {
-            name: self._seconds_of(place.variable, spec, placement, slots)
+            name: placement
             for name, placement in place.candidates.items()
             if fits or placement.layout is not None or name == place.name
         }
+
+    def _costs(self, place, facts):
+        """Seconds that each placement takes in a step: dict from names."""
+        spec = facts.spec(place.num_partitions)
+        slots = self._num_slots(place)
+        return {
+            name: self._seconds_of(place.variable, spec, placement, slots)
+            for name, placement in self._possible(place, facts).items()
+        }
+
+    def _num_slots(self, place):
+        return len(self.model.optimizer.slots_of(place.variable))
 
     def _pays(self, gain):
         """Whether saving these seconds in each step is worth another trace."""
@@ -225,13 +242,12 @@ class AutoArchitecture(keras.callbacks.Callback):
         """Fraction of its messages' latency that others have, too."""
         if placement.reducer(is_of_rows=True).shares_message(variable):
             return 1.0
-        is_pulled = getattr(variable, "table", None) is not None and (
-            variable.table.is_sharded
-        )
-        if placement.layout is None or is_pulled:
+        table = getattr(variable, "table", None)
+        is_pulled = table is not None and table.is_sharded
+        if placement.layout is not None and is_pulled:
             return 0.0
-        # Tables pull together: those that may move here pay once.
-        return 1 - 1 / self._num_owned
+        # Rows travel together: variables that may be placed so pay once.
+        return 1 - 1 / self._num_of[placement.name]
 
     def _bytes_of_probe(self, path, num_rows):
         of_each = {"ps": self._collectives.size}  # owners

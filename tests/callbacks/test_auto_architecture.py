@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import keras_sparsity as ks
-from keras_sparsity.callbacks import auto_architecture, rank_zero
+from keras_sparsity.callbacks import auto_architecture, move_times, rank_zero
 from keras_sparsity.collectives import speeds
 from keras_sparsity.sparsity import touches
 from tests.conftest import engines
@@ -358,12 +358,9 @@ def test_two_runs_are_equal_to_the_bit(engine, cluster):
 class OfOrdinary(keras.Model):
     """Ordinary `Embedding`s, none of which pays for messages of its own."""
 
-    def __init__(self):
+    def __init__(self, rows):
         super().__init__()
-        # AllReduce of 1.6 MB takes longer than messages of rows.
-        self.tables = [
-            keras.layers.Embedding(50 * LARGE, DIM) for _ in range(6)
-        ]
+        self.tables = [keras.layers.Embedding(rows, DIM) for _ in range(6)]
         self.last = keras.layers.Dense(1, "sigmoid")
 
     def call(self, ids):
@@ -371,16 +368,14 @@ class OfOrdinary(keras.Model):
         return self.last(keras.ops.concatenate(rows, axis=1))
 
 
-def move_together(is_distributed=True):
+def move_together(rows, is_distributed=True):
     """Placements, messages and losses after the first decision."""
     keras.utils.set_random_seed(5)
-    model = OfOrdinary()
-    scope = contextlib.nullcontext()
-    if is_distributed:
-        scope = ks.HybridStrategy().scope()
-    with scope:
+    model = OfOrdinary(rows)
+    strategy = ks.HybridStrategy()
+    with strategy.scope() if is_distributed else contextlib.nullcontext():
         model.compile(keras.optimizers.Adagrad(0.1), "binary_crossentropy")
-    ids = np.random.default_rng(0).integers(50 * LARGE, size=(20 * BATCH, 6))
+    ids = np.random.default_rng(0).integers(rows, size=(20 * BATCH, 6))
     losses = model.fit(
         ids,
         (ids.sum(axis=1) % 2).astype("float32"),
@@ -396,20 +391,42 @@ def move_together(is_distributed=True):
             )
         ],
     ).history["loss"]
-    tables = [
-        getattr(layer.embeddings, "table", None) for layer in model.tables
-    ]
-    found = {table and (table.architecture, table.messages) for table in tables}
+    variables = [layer.embeddings for layer in model.tables]
+    found = {
+        (
+            strategy.placements.of(variable).name,
+            variable.table.messages if hasattr(variable, "table") else None,
+        )
+        for variable in variables
+    }
     return found, losses
+
+
+# A network on which a gather takes longer than a pull and a push.
+SLOW_GATHERS = move_times.REFERENCE | {"allgather": speeds.Speed(0.01, 4e-9)}
+# AllReduce of 1.6 MB takes longer than messages of rows.
+LONG = 50 * LARGE
+
+
+def move_on_slow_gathers():
+    with mock.patch.object(move_times, "REFERENCE", SLOW_GATHERS):
+        return move_together(LONG)
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_ordinary_embeddings_share_the_messages_of_a_move(engine, cluster):
-    _, expected = move_together(is_distributed=False)
-    for found, losses in cluster(engine, 2).run(move_together):
+    _, expected = move_together(LONG, is_distributed=False)
+    for found, losses in cluster(engine, 2).run(move_on_slow_gathers):
         ((architecture, messages),) = found
         assert architecture == "ps" and messages.startswith("tables/6 ")
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_gathered_embeddings_share_their_messages(engine, cluster):
+    """AllReduce of 80 kB takes less than a gather, and more than a sixth."""
+    for found, _ in cluster(engine, 2).run(move_together, 10_000):
+        assert found == {("allgather", None)}
 
 
 @pytest.mark.parametrize("architecture", ["auto", "measured"])
