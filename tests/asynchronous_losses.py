@@ -187,9 +187,68 @@ def resumed(folder, rank, seconds, lost):
     )
 
 
+class UntilJoined(keras.callbacks.Callback):
+    """Ends the training after an epoch with a worker that was started anew.
+
+    Args:
+        folder: where that worker has made `ready` before its `fit`, and makes
+            `joined` in its first step.
+    """
+
+    def __init__(self, folder):
+        super().__init__()
+        self._folder = folder
+
+    def _is_there(self, name):
+        return os.path.exists(os.path.join(self._folder, name))
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._is_last = self._is_there("joined")
+
+    def on_epoch_end(self, epoch, logs=None):
+        while not self._is_there("ready"):
+            time.sleep(0.01)
+        if self._is_last:
+            self.model.stop_training = True
+
+
+def rejoined(folder, victim, kind):
+    """A worker is lost in the first epoch, is started anew, and joins."""
+    is_new = os.environ["KERAS_SPARSITY_RESTARTS"] != "0"
+
+    def mark(name, text=""):
+        with open(os.path.join(folder, name), "a") as file:
+            file.write(text)
+
+    def begin(strategy, count, number):
+        time.sleep(0.01)
+        if strategy.rank == victim and not is_new and count == 5:
+            end_by(kind)
+        if is_new:
+            mark("joined", f"{number}\n")
+        strategies.append(strategy)
+
+    strategies = []
+    if is_new:
+        mark("ready")
+    callbacks = [
+        UntilJoined(folder),
+        ks.callbacks.ShardedCheckpoint(os.path.join(folder, "checkpoints")),
+    ]
+    found = train(begin, epochs=1000, callbacks=callbacks)
+    mark("ranks", f"{found[-1]}\n")
+    if is_new:
+        # Of the last epoch, of which it was a part from the beginning.
+        mark("staleness", str(max(strategies[0].staleness)))
+    return found
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 2:
         found = at_step([int(sys.argv[1])], "SIGKILL", 5)
+    elif len(sys.argv) == 4:
+        folder, rank, kind = sys.argv[1:]
+        found = rejoined(folder, int(rank), kind)
     else:
         folder, rank, seconds, lost = sys.argv[1:]
         found = resumed(folder, int(rank), float(seconds), int(lost))

@@ -12,6 +12,39 @@ LEARNT = {
 }
 
 
+def learnt(callbacks):
+    """The state of some of Keras's callbacks.
+
+    Args:
+        callbacks: list of them.
+
+    Returns:
+        List of the name of each one's class and its dict by attribute.
+    """
+    found = []
+    for callback in callbacks:
+        kind = type(callback).__name__
+        names = [n for n in LEARNT.get(kind, ()) if n in vars(callback)]
+        found.append([kind, {n: vars(callback)[n] for n in names}])
+    return found
+
+
+def set_all_learnt(callbacks, saved):
+    """Gives callbacks the state of others of their classes, in their order.
+
+    Args:
+        callbacks: list of them; rank 0 may have more than others.
+        saved: what `learnt` returned.
+    """
+    saved = list(saved)
+    for callback in callbacks:
+        for number, (kind, of_kind) in enumerate(saved):
+            if kind == type(callback).__name__:
+                set_learnt(callback, of_kind)
+                del saved[number]
+                break
+
+
 def set_learnt(callback, learnt):
     """Gives a callback its former state, after its `on_train_begin`.
 

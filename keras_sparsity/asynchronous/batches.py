@@ -132,6 +132,11 @@ class Batches:
 
             return [own], [locked(self._mutex, left)]
 
+    def welcome(self, rank):
+        """Lets a worker that was lost take numbers again."""
+        with tf.device(self._device):
+            return self._lost.set(rank, False)
+
     def leave_out(self, rank):
         """Has the number that a lost worker holds handed out again."""
         with tf.device(self._device):

@@ -8,6 +8,7 @@ from keras_sparsity._tf import keras_input
 from keras_sparsity.asynchronous.batches import LOST, NONE
 from keras_sparsity.asynchronous.meeting import left, raise_of_lost
 from keras_sparsity.board.epoch_figures import EpochFigures
+from keras_sparsity.checkpoint.replay import replay
 from keras_sparsity.data import distribution
 
 # Between two looks at the batches of others, at the end of an epoch.
@@ -23,10 +24,13 @@ class Epochs(keras.callbacks.Callback):
     Args:
         strategy: the `HybridStrategy`.
         checkpoint: the `ShardedCheckpoint` of this `fit`, or None.
+        progress: the `Progress` of this `fit`.
+        num_read: how many epochs others have read before this process joins.
     """
 
-    def __init__(self, strategy, checkpoint=None):
+    def __init__(self, strategy, checkpoint, progress, num_read):
         super().__init__()
+        self._progress, self._num_read = progress, num_read
         self._checkpoint = checkpoint
         self._strategy = strategy
         self._collectives = strategy.collectives
@@ -54,15 +58,18 @@ class Epochs(keras.callbacks.Callback):
         keras_input.change_input(iterator, check)
         self._iterator = iterator
         if self._checkpoint is not None:
-            self._checkpoint.use_input(iterator)
+            self._checkpoint.use_input(iterator, first_is_enough=True)
 
     def begin(self, training):
         """Takes the `Training`."""
         self._training = training
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._training.begin_epoch()
+        self._training.begin_epoch(epoch, self._progress)
         self._tell_checkpoint()
+        if self._num_read:
+            replay(self._iterator, self._num_read, 0, lambda: None, True)
+            self._num_read = 0
         keras_input.on_next_epoch(self._iterator, self._taken)
         self._is_running = True
 

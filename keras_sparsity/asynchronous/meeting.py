@@ -12,10 +12,12 @@ from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Engine
 from keras_sparsity.collectives.wire import Wire
 from keras_sparsity.health import journal, watch
+from keras_sparsity.machines import door
 from keras_sparsity.machines.topology import Topology
 
 # Between two looks at the others' letters.
 _LOOK_SECONDS = 0.02
+_NONE = -1
 _REDUCE = {"sum": np.sum, "max": np.max, "min": np.min}
 
 _lasting = {}  # from `Collectives` to those that outlast lost workers
@@ -37,11 +39,39 @@ def lasting(collectives):
         servers.add(letters)
         watch.go_on_without(range(collectives.num_workers), servers.lose)
         collectives.barrier("servers/lasting")
+        if servers.is_first and door.is_wanted():
+            door.open_for(
+                {
+                    "size": collectives.size,
+                    "servers": collectives.num_servers,
+                    "machines": collectives.machines,
+                    "addresses": servers.addresses,
+                    "watch": watch.open_door(collectives.size),
+                }
+            )
         made = _among(letters, range(collectives.size), collectives)
         tf_servers.share(made, servers)
         _lasting[collectives] = _lasting[made] = made
         _letters[made] = letters
     return _lasting[collectives]
+
+
+def joining(collectives):
+    """The `Letters` of a process that has not joined the others; or None."""
+    letters = _letters.get(collectives)
+    return letters if letters is not None and letters.is_alone else None
+
+
+def admitting(collectives, fit, epoch):
+    """A function that lets processes join that wait for it, for `Servers`.
+
+    Args:
+        collectives: `Collectives` of all ranks.
+        fit: the number of the `fit` that runs.
+        epoch: the epoch that begins.
+    """
+    letters = _letters.get(collectives)
+    return letters and (lambda: letters.admit(fit, epoch))
 
 
 def left(collectives):
@@ -76,6 +106,10 @@ class Letters:
     own, or is lost. It needs two places for letters: a rank writes its second
     next one when all have written the next, and so have read this one.
 
+    A new process of a lost rank is alone at first: it has its own letters. It
+    waits to be admitted, which happens at the beginning of an epoch, and the
+    others wait for its next letter from then on.
+
     Args:
         servers: `Servers`, of which the first owner has the letters.
         collectives: `Collectives` of all ranks.
@@ -84,12 +118,14 @@ class Letters:
     def __init__(self, servers, collectives):
         self.rank, self.size = collectives.rank, collectives.size
         self._count = 0
+        self.is_alone = door.facts() is not None
         graph = tf.Graph()
         session = servers.session(graph)
         with graph.as_default(), tf.device(servers.device(servers.owners[0])):
             self._make_cells()
             begin = function_of(session, [], [], self._begun())
             self._make_calls(session)
+            self._make_joining(session)
         if servers.is_first:
             begin()
         collectives.barrier("servers/meeting")
@@ -98,6 +134,9 @@ class Letters:
         self._mutex = tf.raw_ops.MutexV2(shared_name="meeting/mutex")
         self._numbers = Cell("meeting/numbers", tf.int64, [self.size])
         self._lost = Cell("meeting/lost", tf.bool, [self.size])
+        # The `fit` that a rank waits to join, and the epoch in which it may.
+        self._asks = Cell("meeting/asks", tf.int64, [self.size])
+        self._epochs = Cell("meeting/epochs", tf.int64, [self.size])
         self._letters = [
             [Cell(f"meeting/{rank}/{i}", tf.string, []) for i in range(2)]
             for rank in range(self.size)
@@ -105,7 +144,9 @@ class Letters:
 
     def _begun(self):
         letters = [cell.fill("") for cell in sum(self._letters, [])]
-        return [self._lost.fill(False), self._numbers.fill(0), *letters]
+        asks = [self._asks.fill(_NONE), self._epochs.fill(_NONE)]
+        numbers = self._numbers.fill(0)
+        return [self._lost.fill(False), numbers, *asks, *letters]
 
     def _make_calls(self, session):
         number = tf.compat.v1.placeholder(tf.int64, [])
@@ -141,11 +182,79 @@ class Letters:
         return locked(self._mutex, written)
 
     def _left(self, rank):
-        with tf.control_dependencies([self._lost.set(rank, True)]):
+        with tf.control_dependencies(
+            [self._lost.set(rank, True), self._asks.set(rank, _NONE)]
+        ):
             return tf.identity(rank)
+
+    def _make_joining(self, session):
+        rank, fit, epoch, count = (
+            tf.compat.v1.placeholder(tf.int64, []) for _ in range(4)
+        )
+
+        def asked():
+            with tf.control_dependencies(
+                [
+                    self._epochs.set(self.rank, _NONE),
+                    self._asks.set(self.rank, fit),
+                ]
+            ):
+                return tf.identity(fit)
+
+        def admitted():
+            with tf.control_dependencies(
+                [
+                    self._lost.set(rank, False),
+                    self._asks.set(rank, _NONE),
+                    self._numbers.set(rank, count),
+                    self._epochs.set(rank, epoch),
+                ]
+            ):
+                return tf.identity(rank)
+
+        def call(feeds, build):
+            return function_of(session, feeds, [locked(self._mutex, build)])
+
+        self._ask = call([fit], asked)
+        self._admit = call([rank, count, epoch], admitted)
+        self._read_asks = call([], self._asks.read)
+        seen = locked(
+            self._mutex, lambda: [self._epochs.read(), self._numbers.read()]
+        )
+        self._see = function_of(session, [], seen)
+
+    def admit(self, fit, epoch):
+        """Lets ranks join; on the first owner, while all wait for its letter.
+
+        Returns:
+            Their numbers.
+        """
+        (asks,) = self._read_asks()
+        ranks = np.flatnonzero(asks == fit).tolist()
+        for rank in ranks:
+            # Some still wait for all letters of this number, now for its, too.
+            self._admit(rank, self._count - 1, epoch)
+        return ranks
+
+    def wait(self, fit):
+        """Waits until this process may join a `fit`; returns the epoch."""
+        self._ask(fit)
+        while True:
+            epochs, numbers = self._see()
+            if epochs[self.rank] != _NONE:
+                self._joins_at = numbers[self.rank]
+                return int(epochs[self.rank])
+            time.sleep(_LOOK_SECONDS)
+
+    def join(self):
+        """Takes part from now on."""
+        self._count, self.is_alone = int(self._joins_at), False
+        watch.joined()
 
     def gather(self, name, value):
         """dict from a rank to its value, of all that are not lost."""
+        if self.is_alone:
+            return {self.rank: value}
         self._count += 1
         place = self._count % 2
         (is_lost,) = self._put[place](self._count, pickle.dumps((name, value)))

@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import keras_models, keras_scopes
+from keras_sparsity.asynchronous import joiners
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
 from keras_sparsity.callbacks import rank_zero
@@ -54,15 +55,18 @@ class Runs(Binding):
         callbacks = self._callbacks(arguments)
         if self._collectives.rank != 0:
             arguments["verbose"] = 0
+        self._number, of_fit = next(_numbers), (callbacks, arguments)
         try:
             with (
-                resuming.resuming(
-                    self._model, callbacks, arguments
-                ) as checkpoint,
+                joiners.begun(self._model, *of_fit, self._number) as begun,
                 collectives.explained("model.fit"),
             ):
+                checkpoint, num_read = begun
                 self._epochs = Epochs(
-                    self._model.distribute_strategy, checkpoint
+                    self._model.distribute_strategy,
+                    checkpoint,
+                    joiners.Progress(self._model, callbacks),
+                    num_read,
                 )
                 arguments["callbacks"] = [self._epochs, *callbacks]
                 history = self._stock["fit"](**arguments)
@@ -95,7 +99,7 @@ class Runs(Binding):
             self._epochs.use(iterator)
         self._stock[keras_models.SYMBOLIC_BUILD](iterator, data_batch)
         if begins:
-            self._training = Training(self._model, next(_numbers))
+            self._training = Training(self._model, self._number)
             self._epochs.begin(self._training)
 
     def train_on_batch(self, *args, **kwargs):

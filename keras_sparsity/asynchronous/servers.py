@@ -10,7 +10,7 @@ import threading
 
 import tensorflow as tf
 
-from keras_sparsity.machines import addresses, firewall, settings
+from keras_sparsity.machines import addresses, door, firewall, settings
 
 _JOB = "keras_sparsity"
 
@@ -28,15 +28,12 @@ class Servers:
         owners: the ranks whose servers hold variables: the dedicated servers,
             or all ranks.
         is_first: whether this process has the first of them.
+        addresses: the host and port of each.
     """
 
     def __init__(self, collectives):
-        # Free, and taken next: TensorFlow's server is to be told a number.
-        with socket.create_server(("", 0)) as probe:
-            port = probe.getsockname()[1]
-        given = collectives.gather_objects(
-            (own_host(collectives.machines), port), "servers/addresses"
-        )
+        given = self.addresses = _addresses(collectives)
+        port = given[collectives.rank][1]
         cluster = tf.train.ClusterSpec({_JOB: [f"{h}:{p}" for h, p in given]})
         hosts = [host.strip("[]") for host, _ in given]
         with firewall.guarded_port(port, hosts, lambda message: None):
@@ -80,10 +77,19 @@ class Servers:
         with self._lock:
             self._shared.remove(shared)
 
-    def begin_epoch(self, store):
-        """Has a `Store` begin an epoch; by all ranks, while they wait."""
+    def begin_epoch(self, store, admit=lambda: ()):
+        """Has a `Store` begin an epoch; by all ranks, while they wait.
+
+        Args:
+            store: the `Store`.
+            admit: function that lets lost ranks take part again, which are
+                alive, and returns them; called on the first owner.
+        """
         with self._lock:
             if self.is_first:
+                for rank in admit():
+                    self._lost = [lost for lost in self._lost if lost != rank]
+                    store.welcome(rank)
                 store.reset()
             self._leave_out(self._lost, store)
 
@@ -98,6 +104,18 @@ class Servers:
         if self.is_first:
             for rank in ranks:
                 shared.leave_out(rank)
+
+
+def _addresses(collectives):
+    facts = door.facts()
+    if facts:  # at the port of the process that was lost
+        return facts["addresses"]
+    # Free, and taken next: TensorFlow's server is to be told a number.
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    return collectives.gather_objects(
+        (own_host(collectives.machines), port), "servers/addresses"
+    )
 
 
 _started = {}  # from `Collectives` to `Servers`

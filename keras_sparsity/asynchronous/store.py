@@ -148,6 +148,10 @@ class Store:
         """
         self._calls[("leave_out",)](rank)
 
+    def welcome(self, rank):
+        """A lost worker's new process may push again; while all wait."""
+        self._call(("welcome",), self._made_welcome)(rank)
+
     def take(self, record):
         """Takes a batch, see `Batches.take`; the one before is done."""
         number, held = self._call(("take",), self._batches.take)(record)
@@ -298,6 +302,14 @@ class Store:
                 self._batches.leave_out(rank),
                 self._clocks.finish(rank),
             ]
+
+    def _made_welcome(self):
+        rank = tf.compat.v1.placeholder(tf.int64, [])
+        welcomed = [self._batches.welcome(rank)]
+        for number in self._numbers:
+            with tf.device(self._device(number)):
+                welcomed.append(self._lost[number].set(rank, False))
+        return [rank], [], *welcomed
 
     def _made_version(self):
         with tf.device(self._device(self._first)):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_models, keras_optimizers, keras_variables
 from keras_sparsity._tf.current_variable import make_current
-from keras_sparsity.asynchronous import batches, rule, servers
+from keras_sparsity.asynchronous import batches, meeting, rule, servers
 from keras_sparsity.asynchronous.pulled_rows import PulledRows
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.collectives.startup import single_process
@@ -40,6 +40,7 @@ class Training:
 
     def __init__(self, model, number):
         self._model, self._optimizer = model, model.optimizer
+        self._number = number
         strategy = model.distribute_strategy
         self._collectives = strategy.collectives
         self._layers = _looked_up(model)
@@ -80,7 +81,6 @@ class Training:
 
     def _begin(self):
         # Not before: a checkpoint may have been read since.
-        self._is_begun = True
         self._upload()
         own = self._own_values()
         values = self._collectives.broadcast(
@@ -197,14 +197,48 @@ class Training:
 
     # All ranks together.
 
-    def begin_epoch(self):
-        if not self._is_begun:
+    def begin_epoch(self, epoch, progress):
+        """Begins an epoch, of which processes may take part that are new.
+
+        Args:
+            epoch: its number.
+            progress: this rank's `Progress`.
+        """
+        joins = meeting.joining(self._collectives)
+        if joins:
+            joins.join()
+            self._collectives.barrier("asynchronous/epoch/ended")
+        elif not self._is_begun:
             self._begin()
+            self._enter_epoch()
+        else:
+            self._enter_epoch(
+                meeting.admitting(self._collectives, self._number, epoch)
+            )
+        self._is_begun = True
+        self._tell_new(joins is not None, progress)
+        self.batch, self.is_bounded = batches.NONE, True
+
+    def _enter_epoch(self, *admit):
         # All have read the values and the records of the last one.
         self._collectives.barrier("asynchronous/epoch/ended")
-        self._servers.begin_epoch(self.store)
-        self._collectives.barrier("asynchronous/epoch/begin")
-        self.batch, self.is_bounded = batches.NONE, True
+        self._servers.begin_epoch(self.store, *filter(None, admit))
+
+    def _tell_new(self, is_new, progress):
+        """All begin together; gives new processes what they do not know."""
+        rank, gather = self._collectives.rank, self._collectives.gather_objects
+        own = self._own_values()
+        while True:
+            ranks = gather((rank, is_new), "asynchronous/epoch/begin")
+            if not any(new for _, new in ranks):
+                return
+            # Again, if this rank is lost meanwhile. Servers are not new.
+            first = min(each for each, new in ranks if not new)
+            told = progress.state(own) if rank == first else None
+            for state in filter(None, gather(told, "asynchronous/joined")):
+                if is_new:
+                    progress.take(state, own)
+                is_new = False
 
     def end_epoch(self):
         """Takes the weights after all updates, and means of own values.

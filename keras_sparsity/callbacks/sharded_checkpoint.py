@@ -163,12 +163,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._lock_directory()
         self._check_directory()
         first = arguments.get("initial_epoch", 0)
-        self._others = [c for c in callbacks if c is not self]
-        self._epoch_iterator = self._latest = None
-        self._first = self._epoch = first
-        self._steps = 0
-        self._logs = {}
-        self._said_spoiled = False
+        self._begin(callbacks, first)
         found = storage.latest(self.directory, self._collectives, True)
         if not found:
             return first
@@ -198,6 +193,25 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._say_resuming(position, has_ended)
         return max(epochs, position["epoch"]) if has_ended else self._latest[0]
 
+    def join(self, model, callbacks, epoch):
+        """Saves what other processes save, from the end of an epoch on.
+
+        Args:
+            model, callbacks: as for `begin`.
+            epoch: the number of epochs at that end.
+        """
+        self._collectives = model.distribute_strategy.collectives
+        self._found = None
+        self._begin(callbacks, epoch - 1)
+
+    def _begin(self, callbacks, first):
+        self._others = [c for c in callbacks if c is not self]
+        self._epoch_iterator = self._latest = None
+        self._first = self._epoch = first
+        self._steps = 0
+        self._logs = {}
+        self._said_spoiled = False
+
     def end(self):
         """Lets other trainings have the directory, when `fit` has ended."""
         self._lock.close()
@@ -215,9 +229,15 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._order_seed = seed
         return seed
 
-    def use_input(self, epoch_iterator):
-        """Takes the iterator from which `fit` will draw batches."""
+    def use_input(self, epoch_iterator, first_is_enough=False):
+        """Takes the iterator from which `fit` will draw batches.
+
+        Args:
+            epoch_iterator: Keras's.
+            first_is_enough: see `replay`.
+        """
         self._epoch_iterator = epoch_iterator
+        self._first_is_enough = first_is_enough
 
     def use_collectives(self, collectives):
         """Takes the processes that save from now on: some may be lost."""
@@ -317,6 +337,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             self._found["epoch"] - self._first,
             self._found["step"],
             go_on,
+            self._first_is_enough,
         )
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -382,10 +403,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "seed": random_seeds.global_seed(),
             "order_seed": self._order_seed,
             "history": [history.epoch, history.history],
-            "callbacks": [
-                [type(callback).__name__, _learnt(callback)]
-                for callback in self._others
-            ],
+            "callbacks": keras_callbacks.learnt(self._others),
         }
         loss = (self._logs or {}).get("loss")
         spoiled = storage.save(
@@ -435,14 +453,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         history.epoch, values = map(copy.copy, self._found["history"])
         history.history.clear()
         history.history.update(values)
-        saved = list(self._found["callbacks"])
-        for callback in self._others:
-            # Of several of a class, in their order; rank 0 may have more.
-            for number, (kind, learnt) in enumerate(saved):
-                if kind == type(callback).__name__:
-                    keras_callbacks.set_learnt(callback, learnt)
-                    del saved[number]
-                    break
+        keras_callbacks.set_all_learnt(self._others, self._found["callbacks"])
         self._found = None
 
 
@@ -456,12 +467,6 @@ def among(callbacks):
             "`every_seconds` can be combined in one."
         )
     return found[0] if found else None
-
-
-def _learnt(callback):
-    """The state of one of Keras's callbacks: dict by attribute."""
-    names = keras_callbacks.LEARNT.get(type(callback).__name__, ())
-    return {n: vars(callback)[n] for n in names if n in vars(callback)}
 
 
 def _check_learnt(saved, path):

@@ -5,7 +5,9 @@ import warnings
 from keras_sparsity._tf import keras_input
 
 
-def replay(epoch_iterator, num_epochs, num_steps, on_done):
+def replay(
+    epoch_iterator, num_epochs, num_steps, on_done, first_is_enough=False
+):
     """Has the next epoch begin where the interrupted one stopped.
 
     Earlier input is read once more and thrown away: only this brings shuffles,
@@ -17,6 +19,8 @@ def replay(epoch_iterator, num_epochs, num_steps, on_done):
         num_epochs: how many epochs were completed.
         num_steps: how many steps of the interrupted epoch were done.
         on_done: called when the input is there.
+        first_is_enough: whether one batch of each earlier epoch was all that
+            every process has read of it for sure.
     """
     num_per_execution = epoch_iterator.steps_per_execution
     if num_steps % num_per_execution:
@@ -26,7 +30,7 @@ def replay(epoch_iterator, num_epochs, num_steps, on_done):
             f"steps_per_execution={num_per_execution}. Resume with a divisor "
             f"of {num_steps}."
         )
-    first_is_enough = keras_input.repeats_an_order_at_once(epoch_iterator)
+    first_is_enough |= keras_input.repeats_an_order_at_once(epoch_iterator)
 
     def pull(iterator):
         next(iterator)

@@ -19,7 +19,7 @@ from keras_sparsity.collectives.base import (
 )
 from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.health import arrival, errors, journal, watch
-from keras_sparsity.machines import helper, settings, topology
+from keras_sparsity.machines import door, helper, settings, topology
 from keras_sparsity.machines.topology import Topology
 
 _started = None
@@ -102,6 +102,8 @@ def start(engine=None, timeout=None):
     engine = engine or _found_engine()
     if engine == "local":
         _started = single_process()
+    elif facts := door.facts():
+        _started = _joined(facts, engine)
     else:
         module = importlib.import_module(f"keras_sparsity.collectives.{engine}")
         with helper.running(
@@ -175,6 +177,31 @@ def _bring_up(module, timeout_seconds, seed):
             collectives, notes, engine.abort, engine.close, timeout_seconds
         )
     return collectives, facts[0]["seed"]
+
+
+def _joined(facts, engine):
+    """The `Collectives` of a worker that joins others, until it has: alone.
+
+    Their engine has no place for it.
+
+    Args:
+        facts: those of `door`.
+        engine: the engine's name.
+    """
+    notes = journal.current()
+    errors.set_sources(notes)
+    rank = int(os.environ.get("HOROVOD_RANK", 0))
+    if engine == "native":
+        rank = settings.cluster_rank(settings.cluster())
+    size, servers = facts["size"], facts["servers"]
+    watch.join(rank, size - servers, facts["watch"], notes)
+    return Collectives(
+        LocalEngine(engine),
+        Topology(rank, size),
+        journal=notes,
+        machines=tuple(facts["machines"]),
+        num_servers=servers,
+    )
 
 
 def _place(engine, machines):

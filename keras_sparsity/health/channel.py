@@ -97,11 +97,33 @@ def connect(rank, size, gather_objects, root=0):
         offer = hosts, server.getsockname()[1], secrets.token_bytes(32)
     hosts, port, secret = gather_objects(offer, "watch/address")[root]
     if rank != root:
-        return _call(hosts, port, secret, rank, root), None
+        return call(hosts, port, secret, rank, root), None
     own, far = connection.Pipe()
     with server:
         others = _accept_all(server, size, secret, root)
     return Channel(own), {root: Channel(far), **others}
+
+
+def open_door(size, admit):
+    """Lets processes of this machine connect from now on.
+
+    Args:
+        size: The number of ranks.
+        admit: Function of a rank and its `Channel`, called in a thread.
+
+    Returns:
+        The arguments of `call`, of which a process must know the secret.
+    """
+    server, hosts = _listen(True, size)
+    secret = secrets.token_bytes(32)
+    handshakes = _Handshakes(server, secret).__enter__()
+
+    def hear():
+        while True:
+            admit(*handshakes.agreed.get())
+
+    threading.Thread(target=hear, daemon=True).start()
+    return hosts, server.getsockname()[1], secret
 
 
 def _listen(one_machine, size):
@@ -152,7 +174,17 @@ def _own_addresses():
     return list(dict.fromkeys(hosts))
 
 
-def _call(hosts, port, secret, rank, root):
+def call(hosts, port, secret, rank, root):
+    """The `Channel` of a rank to the root.
+
+    Args:
+        hosts, port: Where the root listens.
+        secret: Bytes.
+        rank, root: The ranks at both ends.
+
+    Raises:
+        RuntimeError: If the root cannot be reached within a minute.
+    """
     end = time.monotonic() + _CONNECT_SECONDS
     errors = {}
     while time.monotonic() < end:

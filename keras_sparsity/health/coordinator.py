@@ -1,6 +1,7 @@
 """A rank's thread, which collects all ranks' reports and declares failures."""
 
 import dataclasses
+import queue
 import threading
 import time
 from multiprocessing import connection
@@ -22,9 +23,10 @@ class Coordinator:
 
     Messages from a rank: `report` (a `Report`), `raised` (the exception that
     ends its program), `trouble` (a collective failed), `timeout` (a new one),
-    `alive`, `spare` (ranks without which the others go on). Messages to all
-    ranks: `ask` (report now), `timeout` (a new one), `failure`, `farewell`,
-    `alive`, `without` (a rank that is lost).
+    `alive`, `spare` (ranks without which the others go on), `joined` (of a lost
+    rank's new process: it takes part). Messages to all ranks: `ask` (report
+    now), `timeout` (a new one), `failure`, `farewell`, `alive`, `without` (a
+    rank that is lost).
 
     Args:
         channels: dict from rank to `Channel`.
@@ -44,12 +46,18 @@ class Coordinator:
         self._is_cause = False
         self._done = False
         self._spare, self._lost = set(), set()
+        self._admitted = queue.SimpleQueue()
+        self._new = set()  # of lost ranks' new processes, that have not joined
         self._thread = threading.Thread(
             target=self._run, name="keras_sparsity coordinator", daemon=True
         )
 
     def start(self):
         self._thread.start()
+
+    def admit(self, rank, channel):
+        """Takes a lost rank's new process; called in another thread."""
+        self._admitted.put((rank, channel))
 
     def join(self):
         """Waits until all ranks have closed their ends, or been informed."""
@@ -58,6 +66,7 @@ class Coordinator:
     def _run(self):
         ranks = {channel: rank for rank, channel in self._channels.items()}
         while ranks and not self._done:
+            ranks = self._with_admitted(ranks)
             for channel in connection.wait(list(ranks), _TICK_SECONDS):
                 rank, message = ranks[channel], channel.receive()
                 if message is None:
@@ -72,6 +81,23 @@ class Coordinator:
                         rank, **message
                     )
             self._judge()
+
+    def _with_admitted(self, ranks):
+        """dict from `Channel` to rank, with new processes of lost ranks."""
+        while not self._admitted.empty():
+            rank, channel = self._admitted.get()
+            if rank not in self._lost:
+                channel.close()
+                continue
+            self._lost.remove(rank)
+            self._spare.add(rank)
+            self._new.add(rank)
+            self._channels[rank], self._reports[rank] = channel, Report()
+            self._received[rank] = self._heard[rank] = time.monotonic()
+            # Its earlier process may be stopped, and end later.
+            ranks = {c: r for c, r in ranks.items() if r != rank}
+            ranks[channel] = rank
+        return ranks
 
     def _hear_alive(self, rank):
         pass
@@ -94,14 +120,18 @@ class Coordinator:
         self._end_if_all_have()
 
     def _end_if_all_have(self):
-        if all(r.status == "ended" for r in self._reports.values()):
+        awaited = self._reports.keys() - self._new
+        if all(self._reports[rank].status == "ended" for rank in awaited):
             self._done = True
             # Rank 0 last: this thread dies with its process.
             for rank in sorted(self._channels, reverse=True):
                 self._channels[rank].send(kind="farewell")
 
+    def _hear_joined(self, rank):
+        self._new.discard(rank)
+
     def _hear_spare(self, rank, ranks):
-        self._spare.update(ranks)
+        self._spare.update(set(ranks) - self._lost)
 
     def _hear_raised(self, rank, error):
         if self._goes_on_without(rank, f"rank {rank} raised {error}"):
@@ -131,9 +161,10 @@ class Coordinator:
 
     def _goes_on_without(self, rank, problem):
         """Whether the others go on without a rank; then tells all of them."""
-        if rank not in self._spare or not self._spare - {rank}:
+        if rank not in self._spare or not self._spare - self._new - {rank}:
             return False
         self._spare.remove(rank)
+        self._new.discard(rank)
         self._lost.add(rank)
         del self._reports[rank], self._heard[rank]
         self._channels[rank].send(

@@ -31,7 +31,7 @@ _GRACE_SECONDS = 10.0
 # Rank 0 explains a failed operation within about 3 s.
 _EXPLAIN_SECONDS = 6.0
 
-_watch = None
+_watch = _coordinator = None
 
 
 def start(collectives, journal, abort, close, timeout_seconds):
@@ -44,24 +44,59 @@ def start(collectives, journal, abort, close, timeout_seconds):
         close: `Engine.close`, called at exit when all ranks have ended.
         timeout_seconds: How long a living rank may keep others waiting.
     """
-    global _watch
+    global _coordinator
     # Training may go on without a worker, but not without a server.
     root = collectives.num_workers % collectives.size
     channel, all_channels = channels.connect(
         collectives.rank, collectives.size, collectives.gather_objects, root
     )
     if all_channels:
-        Coordinator(all_channels, timeout_seconds).start()
-    _watch = _Watch(
-        collectives.rank,
-        root,
-        channel,
-        journal,
-        abort,
-        close,
-        timeout_seconds,
-    )
+        _coordinator = Coordinator(all_channels, timeout_seconds)
+        _coordinator.start()
+    rank = collectives.rank
+    _begin(rank, root, channel, journal, abort, close, timeout_seconds)
+
+
+def _begin(*arguments):
+    global _watch
+    _watch = _Watch(*arguments)
     _watch.start()
+
+
+def open_door(size):
+    """On the rank that decides: lets new processes of lost ranks `join`.
+
+    Returns:
+        Facts for them, of the types of JSON.
+    """
+    hosts, port, secret = channels.open_door(size, _coordinator.admit)
+    return {
+        "hosts": hosts,
+        "port": port,
+        "secret": secret.hex(),
+        "timeout": _watch.timeout_seconds,
+    }
+
+
+def join(rank, root, facts, journal):
+    """Starts to watch a rank that was lost, in its new process.
+
+    Args:
+        rank: Its number.
+        root: The rank that decides.
+        facts: Those of `open_door`.
+        journal: The `Journal` of its calls.
+    """
+    secret, seconds = bytes.fromhex(facts["secret"]), facts["timeout"]
+    channel = channels.call(facts["hosts"], facts["port"], secret, rank, root)
+    stop = (lambda message: None), (lambda: None)
+    _begin(rank, root, channel, journal, *stop, seconds, True)
+
+
+def joined():
+    """This rank, which was lost, takes part again."""
+    if _watch is not None:
+        _watch.joined()
 
 
 def set_timeout(seconds):
@@ -96,14 +131,23 @@ class _Watch:
     """Reports this rank's state, and ends its process on a failure."""
 
     def __init__(
-        self, rank, root, channel, journal, abort, close, timeout_seconds
+        self,
+        rank,
+        root,
+        channel,
+        journal,
+        abort,
+        close,
+        timeout_seconds,
+        is_new=False,
     ):
+        self._is_new = is_new  # and does not take part yet
         self._rank, self._root = rank, root
         self._on_lost, self._lost = None, []
         self._channel = channel
         self._abort = abort
         self._close = close
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._journal = journal
         self._observer = Observer(journal)
         self._pid = os.getpid()
@@ -133,8 +177,12 @@ class _Watch:
         # Rank 0 was alive at the rate of the earlier timeout.
         self._heard = time.monotonic()
         # At once, as rank 0 may be stopped before it informs the others.
-        self._timeout_seconds = seconds
+        self.timeout_seconds = seconds
         self._channel.send(kind="timeout", seconds=seconds)
+
+    def joined(self):
+        self._is_new = False
+        self._channel.send(kind="joined")
 
     def go_on_without(self, ranks, on_lost):
         self._on_lost = on_lost
@@ -177,22 +225,25 @@ class _Watch:
                         "is gone: it was killed, crashed, or left by os._exit."
                     )
                 if message["kind"] == "farewell":
+                    if self._is_new:
+                        self._exit_code = 0
+                        self._leave()
                     return None
                 if message["kind"] == "failure":
                     return message["message"]
                 if message["kind"] == "timeout":
-                    self._timeout_seconds = message["seconds"]
+                    self.timeout_seconds = message["seconds"]
                     told = 0.0  # Rank 0 may expect a sign of life at once.
                 if message["kind"] == "without":
                     self._go_on(message["rank"], message["problem"])
                 asked = message["kind"] == "ask"
             self._report(asked)
             now = time.monotonic()
-            if now - told > min(5.0, self._timeout_seconds / 4):
+            if now - told > min(5.0, self.timeout_seconds / 4):
                 self._channel.send(kind="alive")
                 told = now
             silent = now - self._heard
-            if silent > self._timeout_seconds:
+            if silent > self.timeout_seconds:
                 return self._describe_root(
                     f"has not been heard of for {silent:.0f} s: it is stopped "
                     "or its machine cannot be reached."

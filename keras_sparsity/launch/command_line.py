@@ -83,7 +83,8 @@ _OPTIONS = {
         "when a rank fails, restart all of them, up to K times; the script, "
         "which must resume by itself (from a checkpoint), gets the same "
         "arguments and random seed, and the number of restarts in "
-        f"${RESTARTS_VARIABLE}",
+        f"${RESTARTS_VARIABLE}; a worker without which asynchronous training "
+        "goes on is restarted alone, up to K times, and joins the others",
     ),
     "--python": (
         str,

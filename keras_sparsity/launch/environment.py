@@ -11,6 +11,7 @@ from collections import Counter
 
 from keras_sparsity._tf import checks
 from keras_sparsity.machines import firewall
+from keras_sparsity.machines.door import DOOR_VARIABLE
 from keras_sparsity.machines.settings import ENGINES, SERVERS_VARIABLE
 from keras_sparsity.machines.topology import OVERRIDE, Topology
 
@@ -25,6 +26,7 @@ _RANK_VARIABLES = (
     "TF_CONFIG",
     OVERRIDE,
     SERVERS_VARIABLE,
+    DOOR_VARIABLE,
     "HOROVOD_HOSTNAME",
     f"{_RENDEZVOUS}ADDR",
     f"{_RENDEZVOUS}PORT",

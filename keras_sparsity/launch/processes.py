@@ -137,6 +137,12 @@ class RankProcess:
         if self.poll() is None:
             self._signal_group(signal.SIGKILL)
 
+    def end(self):
+        """Ends it at once, also if it is stopped."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+        self.close_lifeline()
+
     def dump_stacks(self):
         """Lets the rank print its threads' stacks to stderr."""
         self._write(DUMP_LETTER)
@@ -224,13 +230,15 @@ class ProcessGroup:
     Args:
         lost_path: Path of the file in which ranks write the number of one
             without which they go on (`health/watch.py`).
-        on_lost: Function of such a rank's process, once.
+        on_lost: Function of such a rank's process, once, that returns a new
+            process of the rank, or None.
     """
 
     def __init__(self, lost_path=None, on_lost=lambda process: None):
         self.processes = []
         self._lost_path, self._on_lost = lost_path, on_lost
         self._lost, self._listed_seconds = [], {}
+        self._again, self._alone_since = [], None  # lost ranks' new processes
         self._deadline = None
         self._stop_signals = []
         self._is_for_failure = False  # whether it stops for a failure
@@ -275,21 +283,49 @@ class ProcessGroup:
 
     def _look_for_lost(self):
         now, listed = time.monotonic(), self._listed()
-        for process in self.processes:
-            if process.rank not in listed or process in self._lost:
-                continue
-            since = self._listed_seconds.setdefault(process.rank, now)
-            # One that raises needs a moment to end, a stopped one does not end.
-            if process.poll() is not None or now > since + LAST_WORDS_SECONDS:
-                self._lost.append(process)
-                self._on_lost(process)
-        running = self.running()
-        if running and all(process in self._lost for process in running):
-            self.send_signal(signal.SIGKILL)
+        for process in list(self.processes):
+            if process in self._again:
+                # Nobody is to wait for it, and the list has its rank already.
+                if process.poll() not in (None, 0):
+                    self._again.remove(process)
+                    is_in_time = self._are_needed() and not self._stop_signals
+                    if is_in_time and not process.we_ended_it:
+                        self._lose(process)
+            elif process.rank in listed and process not in self._lost:
+                since = self._listed_seconds.setdefault(process.rank, now)
+                # One that raises needs a moment to end, a stopped one does not
+                # end.
+                is_over = now > since + LAST_WORDS_SECONDS
+                if process.poll() is not None or is_over:
+                    self._lost.append(process)
+                    self._lose(process)
+        self._end_lost(now)
         is_waiting = self._is_for_failure and self._stop_signals[0] is None
         if is_waiting and not self.failed():
             self._stop_signals, self._deadline = [], None
             self._is_for_failure = False
+
+    def _end_lost(self, now):
+        """Ends those without which the others have gone on to their end."""
+        running = self.running()
+        if not running or self._are_needed():
+            return
+        self._alone_since = self._alone_since or now
+        # One that has joined ends with the others.
+        is_new = all(process in self._again for process in running)
+        if not is_new or now > self._alone_since + LAST_WORDS_SECONDS:
+            self.send_signal(signal.SIGKILL)
+
+    def _are_needed(self):
+        """Whether a process runs that is not lost."""
+        return any(p not in self._lost for p in self.running())
+
+    def _lose(self, process):
+        again = self._on_lost(process)
+        if again:
+            self.processes[self.processes.index(process)] = again
+            self._lost.append(again)
+            self._again.append(again)
 
     def _listed(self):
         try:

@@ -16,6 +16,7 @@ import time
 
 from keras_sparsity.launch import environment
 from keras_sparsity.launch._boot import SHOWN_ERROR_VARIABLE
+from keras_sparsity.launch.again import RESTARTS_VARIABLE, Again, say
 from keras_sparsity.launch.hosts import places
 from keras_sparsity.launch.processes import (
     ProcessGroup,
@@ -24,12 +25,11 @@ from keras_sparsity.launch.processes import (
 )
 from keras_sparsity.launch.remote import Remote
 from keras_sparsity.machines import addresses, firewall
+from keras_sparsity.machines.door import DOOR_VARIABLE
 from keras_sparsity.machines.settings import LOST_VARIABLE, SEED_VARIABLE
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # as of the command `timeout`
-# The number of earlier attempts, for the script.
-RESTARTS_VARIABLE = "KERAS_SPARSITY_RESTARTS"
 # More would scroll the first rank's error off the screen.
 _MAX_TAILS = 3
 
@@ -50,7 +50,8 @@ class Program:
         log_dir: Folder for the files; by default a temporary one, which is
             kept if a rank fails.
         timeout_seconds: Seconds until all ranks are ended, None for no limit.
-        max_restarts: Largest number of restarts of all ranks after a failure.
+        max_restarts: Largest number of restarts of all ranks after a failure,
+            and of each worker without which the others go on.
         ssh: See `Remote`.
         python: See `Remote`.
     """
@@ -76,7 +77,7 @@ class Program:
             try:
                 return self._run(signals)
             except _Interrupted:
-                _say(f"ended by {signals.name} before the start.")
+                say(f"ended by {signals.name} before the start.")
                 return signals.exit_code
 
     def _run(self, signals):
@@ -100,7 +101,7 @@ class Program:
                 is_last = logs.restart == self.max_restarts
                 if is_last or not watched.failed_by_itself:
                     break
-                _say(
+                say(
                     f"{watched.describe_cause()}; restart "
                     f"{logs.restart + 1} of {self.max_restarts}."
                 )
@@ -127,10 +128,16 @@ class Program:
             environment.of_ranks(
                 self.engine, of_ranks, shared, network
             ) as environments,
-            ProcessGroup(logs.lost, self._say_lost) as processes,
+            ProcessGroup(
+                logs.lost, again := Again(logs.door, logs.restart)
+            ) as processes,
         ):
             for place, variables in zip(of_ranks, environments, strict=True):
-                processes.append(self._start(remote, place, variables, logs))
+                start = functools.partial(self._start, remote, place, logs)
+                if self.max_restarts and remote is None:
+                    variables = {**variables, DOOR_VARIABLE: logs.door}
+                    again.add(place.rank, start, variables, self.max_restarts)
+                processes.append(start(variables))
             watched = _Watched(
                 processes, signals, deadline, self.timeout_seconds
             )
@@ -139,12 +146,7 @@ class Program:
             logs.end_lost(processes.lost())
         return watched
 
-    @staticmethod
-    def _say_lost(rank):
-        output = f" (its output: {rank.log_path})" if rank.log_path else ""
-        _say(f"rank {rank.rank} {rank.describe_end()}{output}; others go on.")
-
-    def _start(self, remote, place, variables, logs):
+    def _start(self, remote, place, logs, variables):
         log = None
         if place.host.is_local:
             variables = {**variables, LOST_VARIABLE: logs.lost}
@@ -214,7 +216,9 @@ class _LogFolder:
         else:
             os.makedirs(self.path, exist_ok=True)
             for name in os.listdir(self.path):
-                if re.fullmatch(r"rank-\d+(\.restart-\d+)?\.log", name):
+                if re.fullmatch(
+                    r"rank-\d+(\.restart-\d+)?\.log(\.door|\.lost)?", name
+                ):
                     # An earlier run may have had more ranks or restarts.
                     os.remove(os.path.join(self.path, name))
         return self
@@ -233,6 +237,11 @@ class _LogFolder:
         return self.file(0) + ".lost"
 
     @property
+    def door(self):
+        """Path of the file by which new processes of ranks join."""
+        return self.file(0) + ".door"
+
+    @property
     def shown_error(self):
         """Path of the file with rank 0's shown error."""
         return self.file(0) + ".error"
@@ -246,8 +255,9 @@ class _LogFolder:
 
     def end_lost(self, ranks):
         """Keeps the folder, with the output of lost ranks."""
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(self.lost)
+        for path in (self.lost, self.door):
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(path)
         if ranks:
             self.keep()
 
@@ -343,18 +353,18 @@ class _Watched:
         """Prints the failed ranks and their last lines to stderr."""
         ranks = self._processes.processes
         if self._timed_out:
-            _say(f"not done within {self._timeout_seconds:g} seconds; ended.")
+            say(f"not done within {self._timeout_seconds:g} seconds; ended.")
             self._show(ranks, folder)
         elif self._signals.received:
             name = self._signals.name
-            _say(f"ended by {name}. Other ranks' output: {folder}")
+            say(f"ended by {name}. Other ranks' output: {folder}")
         else:
             failed = self._processes.failed()
             ended = [r.rank for r in ranks if r.we_ended_it]
             for rank in failed:
-                _say(f"{self._describe(rank)}.")
+                say(f"{self._describe(rank)}.")
             if ended:
-                _say(f"ended the others: {', '.join(map(str, ended))}.")
+                say(f"ended the others: {', '.join(map(str, ended))}.")
             self._show(failed, folder)
 
     def _show(self, ranks, folder):
@@ -362,16 +372,16 @@ class _Watched:
         same = [r for r in with_file if _has(r.last_lines(), self.shown)]
         if same:
             numbers = ", ".join(str(rank.rank) for rank in same)
-            _say(f"the same error on rank {numbers}; output: {folder}")
+            say(f"the same error on rank {numbers}; output: {folder}")
         with_file = [rank for rank in with_file if rank not in same]
         for rank in with_file[:_MAX_TAILS]:
             lines = rank.last_lines()
             said = "printed nothing" if not lines else "last lines"
-            _say(f"rank {rank.rank}, {said} ({rank.log_path}):")
+            say(f"rank {rank.rank}, {said} ({rank.log_path}):")
             for line in lines:
                 print(f"  | {line}", file=sys.stderr)
         if len(with_file) > _MAX_TAILS:
-            _say(f"the output of more ranks: {folder}")
+            say(f"the output of more ranks: {folder}")
 
     def _on_poll(self):
         received = self._signals.received
@@ -394,7 +404,3 @@ def _has(lines, block):
     block = block[-len(lines) :]
     starts = range(len(lines) - len(block) + 1)
     return any(lines[i : i + len(block)] == block for i in starts)
-
-
-def _say(text):
-    print(f"keras-sparsity: {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,9 @@
 """The loss of a worker: the others end the epoch, each example counted."""
 
+import ast
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -106,6 +108,41 @@ def _check_resumed(folder, engine, num_servers, victim, seconds, lost):
 def test_after_a_servers_death_training_resumes(engine, tmp_path):
     # A worker that was lost before takes part again.
     _check_resumed(tmp_path, engine, 1, victim=2, seconds=0.1, lost=0)
+
+
+def _check_rejoined(folder, engine, victim, kind):
+    options = ["--max-restarts", "1", "--engine", engine]
+    options += ["--rank-timeout", "8"] * (kind == "SIGSTOP")
+    code, output, said = _launched(
+        *(folder / "logs", 1, options), *(folder, victim, kind)
+    )
+    assert code == 0, said
+    assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
+    (losses_,) = re.findall("losses (.*)", output)
+    found = ast.literal_eval(losses_)
+    mean = (losses.NUM_BATCHES - 1) / 2
+    # Each batch was applied and counted once in each epoch, also with it.
+    assert found == [mean] * len(found) and len(found) > 1
+    assert f"applied {{{float(len(found))}}}" in output
+    assert len((folder / "joined").read_text().split()) > 0
+    # With 2 workers and a bound of 3 steps.
+    assert int((folder / "staleness").read_text()) <= 7
+    # On all three ranks.
+    assert (folder / "ranks").read_text() == "[0, 1, 2]\n" * 3
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_lost_worker_joins_again(engine, tmp_path):
+    # Rank 0, which has the checkpoint and shows the history.
+    _check_rejoined(tmp_path, engine, 0, "SIGKILL")
+
+
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP", "raise"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_all_lost_workers_join_again(engine, kind, victim, tmp_path):
+    _check_rejoined(tmp_path, engine, victim, kind)
 
 
 @pytest.mark.all_cells

@@ -119,3 +119,61 @@ def test_all_that_are_left_end_together(ranks):
     first.close()
     for end in (second, server):
         wait_for(end, "farewell")
+
+
+def _wait_until_heard(end, seconds, other):
+    """What an end has sent was heard; others' answers show it."""
+    end.send(kind="timeout", seconds=seconds)
+    while wait_for(other, "timeout")["seconds"] != seconds:
+        pass
+
+
+@pytest.fixture
+def joined():
+    """Three ranks, the first a server, of which the last one joins anew."""
+    pipes = [connection.Pipe() for _ in range(4)]
+    *ends, new = [Channel(own) for own, _ in pipes]
+    *far, far_new = [Channel(end) for _, end in pipes]
+    coordinator = Coordinator(dict(enumerate(far)), 600.0)
+    coordinator.start()
+    ends[0].send(kind="spare", ranks=[1, 2])
+    _wait_until_heard(ends[0], 500.0, ends[0])
+    ends[2].close()
+    assert wait_for(ends[0], "without")["rank"] == 2
+    coordinator.admit(2, far_new)
+    # Its `go_on_without` names all workers, too.
+    new.send(kind="spare", ranks=[1, 2])
+    _wait_until_heard(new, 400.0, ends[0])
+    yield ends[0], ends[1], new
+    for end in (ends[0], ends[1], new):
+        end.close()
+    coordinator.join()
+    for end in (*far, far_new):
+        end.close()
+
+
+def test_the_others_do_not_wait_for_one_that_has_not_joined(joined):
+    for end in joined[:2]:
+        end.send(kind="report", **Report("ended").to_json())
+    for end in joined:
+        wait_for(end, "farewell")
+
+
+def test_one_that_has_not_joined_does_not_go_on_alone(joined):
+    server, worker, new = joined
+    worker.close()
+    for end in (server, new):
+        assert "rank 1" in wait_for(end, "failure", Report())["message"]
+
+
+def test_one_that_has_joined_goes_on_alone(joined):
+    server, worker, new = joined
+    new.send(kind="joined")
+    _wait_until_heard(new, 300.0, server)
+    worker.close()
+    for end in (server, new):
+        assert wait_for(end, "without")["rank"] == 1
+    for end in (server, new):
+        end.send(kind="report", **Report("ended").to_json())
+    for end in (server, new):
+        wait_for(end, "farewell")

@@ -1,0 +1,84 @@
+"""A worker that was started anew takes part in a `fit` that runs."""
+
+import contextlib
+
+import keras
+
+from keras_sparsity._tf import keras_callbacks, keras_variables, patches
+from keras_sparsity.asynchronous import meeting
+from keras_sparsity.callbacks import sharded_checkpoint
+from keras_sparsity.training import resuming
+
+
+class Progress:
+    """What ranks learn while they train, apart from what servers have.
+
+    Args:
+        model: the model in training.
+        callbacks: list of the callbacks of its `fit`.
+    """
+
+    def __init__(self, model, callbacks):
+        self._model, self._callbacks = model, callbacks
+
+    def state(self, own_values):
+        """An object that pickles.
+
+        Args:
+            own_values: the variables that no rule updates.
+        """
+        history, rate = self._model.history, self._rate()
+        return {
+            "values": [keras.ops.convert_to_numpy(v) for v in own_values],
+            "rate": None if rate is None else float(rate),
+            "history": (history.epoch, history.history),
+            "callbacks": keras_callbacks.learnt(self._callbacks),
+        }
+
+    def take(self, state, own_values):
+        """Takes the `state` of another rank."""
+        for variable, value in zip(own_values, state["values"], strict=True):
+            variable.assign(value)
+        if state["rate"] is not None:
+            self._rate().assign(state["rate"])
+        history = self._model.history
+        history.epoch, values = state["history"]
+        history.history.clear()
+        history.history.update(values)
+        keras_callbacks.set_all_learnt(self._callbacks, state["callbacks"])
+
+    def _rate(self):
+        """The variable, which callbacks may set; None of a schedule."""
+        rate = self._model.optimizer.learning_rate
+        return rate if keras_variables.is_variable(rate) else None
+
+
+@contextlib.contextmanager
+def begun(model, callbacks, arguments, number):
+    """Context of a `fit`, as `resuming.resuming`; waits for others' epoch.
+
+    Args:
+        model: the model to be trained.
+        callbacks: list of all of its callbacks.
+        arguments: `fit`'s, by name; gets `initial_epoch`.
+        number: which `fit` of this process it is.
+
+    Yields:
+        The `ShardedCheckpoint` or None, and how many epochs of the input others
+        have read.
+    """
+    letters = meeting.joining(model.distribute_strategy.collectives)
+    if letters is None:
+        with resuming.resuming(model, callbacks, arguments) as checkpoint:
+            yield checkpoint, 0
+        return
+    order_seed = resuming.next_order_seed()
+    checkpoint = sharded_checkpoint.among(callbacks)
+    epoch = letters.wait(number)
+    first = arguments.get("initial_epoch", 0)
+    arguments["initial_epoch"] = epoch
+    if checkpoint:
+        checkpoint.join(model, callbacks, epoch)
+        order_seed = checkpoint.order_seed(order_seed)
+    with patches.array_orders_change(order_seed):
+        yield checkpoint, epoch - first

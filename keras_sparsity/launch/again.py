@@ -1,0 +1,48 @@
+"""Starts the processes of lost ranks anew, and says so."""
+
+import collections
+import os
+import sys
+
+# The number of earlier attempts, for the script.
+RESTARTS_VARIABLE = "KERAS_SPARSITY_RESTARTS"
+
+
+class Again:
+    """Says which ranks are lost, and starts them anew.
+
+    Args:
+        door: Path of the file by which a new process joins the others
+            (`machines/door.py`).
+        restart: The number of earlier attempts of all ranks.
+    """
+
+    def __init__(self, door, restart):
+        self._door, self._restart, self._starts = door, restart, {}
+        self._numbers = collections.Counter()
+
+    def add(self, rank, start, variables, most):
+        """Has a rank started anew, up to `most` times."""
+        self._starts[rank] = start, variables, most
+
+    def __call__(self, lost):
+        """The new process of a lost rank's, or None."""
+        rank, then, new = lost.rank, "", None
+        start, variables, most = self._starts.get(rank, (None, None, 0))
+        # Without the file, it could not join the others.
+        is_due = self._numbers[rank] < most and os.path.exists(self._door)
+        if is_due:
+            self._numbers[rank] += 1
+            then = f", and it starts anew: {self._numbers[rank]} of {most}"
+        output = f" (its output: {lost.log_path})" if lost.log_path else ""
+        say(f"rank {rank} {lost.describe_end()}{output}; others go on{then}.")
+        if is_due:
+            lost.end()  # it may be stopped, and has the port
+            restarts = str(self._restart + self._numbers[rank])
+            new = start({**variables, RESTARTS_VARIABLE: restarts})
+        return new
+
+
+def say(text):
+    """Prints a line of the launcher."""
+    print(f"keras-sparsity: {text}", file=sys.stderr, flush=True)
