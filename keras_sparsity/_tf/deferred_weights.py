@@ -11,39 +11,54 @@ import keras
 
 from keras_sparsity._tf import keras_scopes, patches
 
+# Of the entered contexts: lists of the deferred weights.
+_entered = []
+
 
 @contextlib.contextmanager
 def deferring():
-    """While entered, layers make weights without values.
+    """While entered, layers and tables make weights without values.
 
     These get their first values, the same as without, by `initialize`, when
     something is assigned to them, or at the end. Weights whose initializer
     may give other values later than now get them at once.
     """
-    made = []
 
     def make(stock):
         signature = inspect.signature(stock)
 
         def add_weight(layer, *args, **kwargs):
             bound = signature.bind(layer, *args, **kwargs).arguments
-            initializer = bound.get("initializer")
-            if not _repeats(initializer) or keras_scopes.is_tracing_shapes():
-                return stock(layer, *args, **kwargs)
-            with keras.StatelessScope(initialize_variables=False):
-                variable = stock(layer, *args, **kwargs)
-            _forget(variable)
-            _defer(variable, variable._initializer)
-            made.append(variable)
-            return variable
+            return made(
+                lambda: stock(layer, *args, **kwargs), bound.get("initializer")
+            )
 
         return add_weight
 
+    _entered.append([])
     try:
         with patches.ADD_WEIGHT.by(make):
             yield
     finally:
-        initialize(made)
+        initialize(_entered.pop())
+
+
+def made(make, initializer):
+    """A weight, which has no value yet where `deferring` is entered.
+
+    Args:
+        make: function without arguments that makes it.
+        initializer: that of its first value.
+    """
+    is_now = not _entered or not _repeats(initializer)
+    if is_now or keras_scopes.is_tracing_shapes():
+        return make()
+    with keras.StatelessScope(initialize_variables=False):
+        variable = make()
+    _forget(variable)
+    _defer(variable, variable._initializer)
+    _entered[-1].append(variable)
+    return variable
 
 
 def initialize(variables):

@@ -49,7 +49,10 @@ class SplitPlan(WrittenPlan):
     fastest: int | None
 
     def markdown(self):
-        lines = as_table(_HEAD, [self._row(cost) for cost in self.costs])
+        has_rows = any(cost.row_bytes for cost in self.costs)
+        head = [*_HEAD[:3], *["rows of a worker"] * has_rows, *_HEAD[3:]]
+        rows = [self._row(cost, has_rows) for cost in self.costs]
+        lines = as_table(head, rows)
         about = (
             f"Mini-batches of {self.num_examples} examples; workers: "
             f"{self.num_workers}, tail workers: {self.num_tails}. "
@@ -58,7 +61,7 @@ class SplitPlan(WrittenPlan):
         )
         return "\n".join([*lines, "", about])
 
-    def _row(self, cost):
+    def _row(self, cost, has_rows):
         is_split = cost.place is not None
         marks = {
             "chosen": cost.place == self.chosen,
@@ -69,6 +72,7 @@ class SplitPlan(WrittenPlan):
             self.names[cost.place] if is_split else "(data parallelism)",
             in_bytes(cost.head_bytes),
             in_bytes(cost.sent_bytes),
+            *[in_bytes(cost.row_bytes)] * has_rows,
             in_bytes(cost.busiest_bytes),
             in_bytes(cost.star_bytes) if is_split else "",
             in_milliseconds(cost.seconds),

@@ -2,15 +2,11 @@
 
 import keras
 
-from keras_sparsity._tf import (
-    deferred_weights,
-    keras_models,
-    keras_optimizers,
-)
+from keras_sparsity._tf import keras_models, keras_optimizers
 from keras_sparsity.board import measured_plan
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.pipeline import cuts
+from keras_sparsity.pipeline import cuts, tables
 from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.saved_state import SavedState
 from keras_sparsity.pipeline.stage import Stage
@@ -42,38 +38,48 @@ class Adoption:
         self._profile = strategy.profile(cutter)
         places = cuts.places(cutter, strategy, self._profile)
         self.parts = cutter.parts(places)
+        tables.check_places(self.parts)
+        tables.check_optimizer(model.optimizer, self.parts, strategy)
+        self._updates = None
         _check_scaling(model.optimizer, self.parts)
         self._bind(model, strategy)
 
     def _bind(self, model, strategy):
         number = strategy.stages_of_ranks[strategy.rank]
-        deferred_weights.initialize(self.parts[number].model.weights)
+        tables.spread(model, self.parts[number].model.weights, strategy)
         optimizer = model.optimizer
         # It may have been made outside of the scope.
         inner = getattr(optimizer, "inner_optimizer", None)
         for each in (optimizer, inner):
             if each is not None:
                 keras_optimizers.set_optimizer_strategy(each, strategy)
-        self._updates = Updates(model, self.parts[number], strategy)
+        self._updates = Updates(
+            model, self.parts[number], strategy, self._updates
+        )
         stage = Stage(
-            number, self.parts[number], *strategy.links, self._updates
+            number,
+            self.parts[number],
+            *strategy.links,
+            self._updates,
+            strategy.options,
         )
         passes = strategy.passes(stage, optimizer)
         limit = strategy.limit(model, self.parts, stage, passes)
         steps = Steps(model, stage, *passes, limit)
         plan = strategy.plan_function(model, stage, passes, self._profile)
         object.__setattr__(model, measured_plan.OF_STAGES, plan)
-        weights = Weights(model, self.parts, steps)
-        SavedState(model, self.parts, steps, *passes[1:])
+        weights = Weights(model, self.parts, steps, self._updates)
+        SavedState(model, self.parts, steps, self._updates, *passes[1:])
         self._bindings = [weights, Runs(model, steps, weights), steps]
 
     def compiled_again(self, model, strategy):
         """Keeps the stages, as the weights of others are gone."""
         _check(model, strategy)
         _check_scaling(model.optimizer, self.parts)
+        if not self._updates.is_of(model.optimizer):
+            tables.check_optimizer(model.optimizer, self.parts, strategy)
         for binding in self._bindings:
             binding.unbind()
-        self._updates.release()
         self._bind(model, strategy)
 
 
@@ -111,8 +117,11 @@ def _check_is_free(model, strategy):
 def _check(model, strategy):
     size = strategy.collectives.size
     jit.refuse(model, size, "XLA cannot compile the messages between stages")
+    refused = SampledSoftmax
+    if not strategy.spreads_tables:
+        refused = SampledSoftmax, ShardedEmbedding
     for layer in keras_models.all_layers(model):
-        if isinstance(layer, (ShardedEmbedding, SampledSoftmax)):
+        if isinstance(layer, refused):
             raise ValueError(
                 f"The layer '{layer.name}' spreads its rows over all "
                 "processes, but each weight of a model in stages is on the "

@@ -1,6 +1,7 @@
 """`LayerPlacementStrategy`: heads on all workers, the tail on one or few."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 
@@ -18,6 +19,7 @@ from keras_sparsity.pipeline.staged import (
     StagedStrategy,
     start_without_servers,
 )
+from keras_sparsity.placement import choice
 from keras_sparsity.stages import layer_placement, timing
 from keras_sparsity.stages.profile import Profile, gradient_sizes
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
@@ -38,6 +40,10 @@ class LayerPlacementStrategy(StagedStrategy):
     is that of one process. It pays where the last layers have most of the
     parameters, as in VGG and AlexNet. Every process reads whole batches, of
     which the workers use their parts. Logs are the same on all processes.
+
+    Sharded tables (`ks.layers.ShardedEmbedding` and the like) are in the head.
+    Each worker owns some of their rows: it pulls those of its part from their
+    owners, pushes the gradients there, and updates its own.
 
     Args:
         stages: where the model is divided, as for `ks.PipelineStrategy`: the
@@ -61,7 +67,7 @@ class LayerPlacementStrategy(StagedStrategy):
         threshold: K; by the paper's rule, a model whose skewness is not below
             it gains nothing. It is left to data parallelism, by a
             `ks.HybridStrategy`.
-        wire_dtype: as for `ks.PipelineStrategy`.
+        wire_dtype: as for `ks.PipelineStrategy`; of tables' rows, too.
         engine, timeout: see `ks.HybridStrategy`.
 
     Attributes:
@@ -71,7 +77,7 @@ class LayerPlacementStrategy(StagedStrategy):
     Raises:
         ValueError: if an argument is not valid, or more than half of the
             processes are tail workers. By `compile`: as under
-            `ks.PipelineStrategy`.
+            `ks.PipelineStrategy`, but for sharded layers in the head.
 
     Example:
 
@@ -124,6 +130,7 @@ class LayerPlacementStrategy(StagedStrategy):
         self.tail_batches, self.num_examples = tail_batches, num_examples
         self.rule, self.threshold = rule, threshold
         self._wire_dtype = wire_dtype
+        self.options = dataclasses.replace(self.options, wire_dtype=wire_dtype)
         self._hybrid = None  # the strategy of models that gain nothing
         communicator = start_without_servers(engine, timeout, self)
         size = communicator.size
@@ -150,6 +157,8 @@ class LayerPlacementStrategy(StagedStrategy):
             stages,
         )
 
+    spreads_tables = True
+
     @contextlib.contextmanager
     def scope(self):
         """Context in which `model.compile` divides a model.
@@ -175,9 +184,10 @@ class LayerPlacementStrategy(StagedStrategy):
                 self._say_no_gain(model, profile)
                 plan = functools.partial(self._plan, profile, None)
                 object.__setattr__(model, measured_plan.OF_STAGES, plan)
-        deferred_weights.initialize(model.weights)
         if self._hybrid is None:
             self._hybrid = HybridStrategy(wire_dtype=self._wire_dtype)
+        with choice.entering(self._hybrid.placements):
+            deferred_weights.initialize(model.weights)
         compiling.compile_adopted(stock, model, args, kwargs, self._hybrid)
 
     def _say_no_gain(self, model, profile):
@@ -215,14 +225,22 @@ class LayerPlacementStrategy(StagedStrategy):
         found = self.collectives.gather_objects(
             (seconds, max(of_links, default=0.0)), name="pipeline/seconds"
         )
+        gradients = gradient_sizes(cutter, self._wire_dtype)
+        last = max((i for i, g in enumerate(gradients) if g.owned), default=0)
         return Profile(
             names=tuple(call.name for call in cutter.calls),
             sizes=tuple(layer_placement.layer_sizes(cutter)),
             seconds=tuple(found[0][0]),
             num_examples=self.num_examples,
-            crossing_bytes=timing.crossing_bytes(cutter, 1, self._wire_dtype),
+            crossing_bytes={
+                place: size
+                for place, size in timing.crossing_bytes(
+                    cutter, 1, self._wire_dtype
+                ).items()
+                if place >= last  # tables are in the head
+            },
             seconds_per_byte=max(slowest for _, slowest in found),
-            gradients=tuple(gradient_sizes(cutter)),
+            gradients=tuple(gradients),
             wire_share=0.5 if self._wire_dtype else 1.0,
         )
 

@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_losses
+from keras_sparsity.tables import row_wise
 
 
 class Objective:
@@ -12,10 +13,12 @@ class Objective:
     Args:
         model: the whole model, compiled.
         is_last: whether the stage is the last one.
+        num_ranks: the number of the stage's ranks.
     """
 
-    def __init__(self, model, is_last):
+    def __init__(self, model, is_last, num_ranks):
         self._model, self._is_last = model, is_last
+        self._num_ranks = num_ranks
         self._functional = keras_functional.functional_of(model)
 
     def of_training(self, labels, outputs, losses, share=1.0):
@@ -30,17 +33,32 @@ class Objective:
         Returns:
             float32 scalar; None of a stage that adds nothing.
         """
-        total = self._sums(losses)
+        of_outputs = []
         if self._is_last:
-            total.append(
+            of_outputs.append(
                 self.of_outputs(labels, outputs, training=True, share=share)
             )
-        return tf.add_n(total) * share if total else None
+        return self._total(losses, of_outputs, share)
 
     def of_layers(self, losses, share=1.0):
         """The part that does not depend on outputs."""
-        total = self._sums(losses)
-        return tf.add_n(total) * share if total else None
+        return self._total(losses, [], share)
+
+    def _total(self, losses, of_outputs, share):
+        """This rank's share of losses; None of none."""
+        of_examples = self._sums(
+            loss for loss in losses if not row_wise.is_of_owners(loss)
+        )
+        of_examples += of_outputs
+        # Each rank has the loss of the whole table, and the gradient of its
+        # own rows as often.
+        total = [
+            loss / self._num_ranks
+            for loss in self._sums(filter(row_wise.is_of_owners, losses))
+        ]
+        if of_examples:
+            total.append(tf.add_n(of_examples) * share)
+        return tf.add_n(total) if total else None
 
     def of_outputs(self, labels, outputs, training, share=None):
         """The loss of the model's outputs, without those that layers add.

@@ -5,6 +5,7 @@ import functools
 import keras
 
 from keras_sparsity.checkpoint import state
+from keras_sparsity.pipeline.tables import is_spread
 from keras_sparsity.pipeline.weights import places_among_all
 from keras_sparsity.update import lookups
 
@@ -19,11 +20,13 @@ class SavedState:
         model: an adopted model, with its optimizer built.
         parts: the `Part`s of all stages.
         steps: the model's `Steps`.
+        updates: the rank's `Updates`.
         versions: `Versions`, for training without a flush; else None.
     """
 
-    def __init__(self, model, parts, steps, versions):
+    def __init__(self, model, parts, steps, updates, versions):
         self._model, self._steps, self._versions = model, steps, versions
+        self._updates = updates
         self._optimizer = model.optimizer
         strategy = model.distribute_strategy
         self._collectives = strategy.collectives
@@ -76,11 +79,8 @@ class SavedState:
     def _of_optimizer(self):
         own, slots = self._slots
         return [
-            state.Entry(
-                "optimizer",
-                *description,
-                [own[place]] if place in own else [],
-                ranks=ranks,
+            self._entry_of_pieces(
+                "optimizer", description, *own.get(place, (None, [])), ranks
             )
             for place, (ranks, description) in enumerate(slots)
         ]
@@ -90,17 +90,14 @@ class SavedState:
         """The optimizer's variables, by their places among those of all ranks.
 
         Returns:
-            own: dict from the places of this rank's to the variables.
+            own: dict from the places of this rank's to `(table, pieces)`.
             slots: list of `(ranks, (name, shape, dtype))`.
         """
         number, places = places_among_all(
             self._optimizer, self._model.trainable_variables, self._own
         )
-        own = dict(zip(places, self._optimizer.variables, strict=True))
-        described = {
-            place: (variable.path, tuple(variable.shape), _dtype(variable))
-            for place, variable in own.items()
-        }
+        own = dict(zip(places, self._updates.places, strict=True))
+        described = {place: _described(*of) for place, of in own.items()}
         of_ranks = self._collectives.gather_objects(
             (not self._own, described), name="pipeline/slots"
         )
@@ -137,6 +134,13 @@ class SavedState:
     def _entry(self, section, variable, ranks, held=None, is_replicated=True):
         """The `Entry` of a variable of the model, or of one that it `held`."""
         is_here = self._collectives.rank in ranks
+        if is_spread(variable):
+            table = variable.table
+            described = _described(table, [variable])
+            pieces = table.partitions
+            return self._entry_of_pieces(
+                section, described, table, pieces, ranks
+            )
         found = variable if held is None or not is_here else held(variable)
         return state.Entry(
             section,
@@ -147,6 +151,23 @@ class SavedState:
             is_replicated=is_replicated,
             ranks=ranks,
         )
+
+    @staticmethod
+    def _entry_of_pieces(section, described, table, pieces, ranks):
+        """The `Entry` of a variable, or of a table's partitions."""
+        layout = table and table.layout
+        return state.Entry(
+            section, *described, pieces, layout, ranks=None if layout else ranks
+        )
+
+
+def _described(table, pieces):
+    """The name, shape and dtype of a variable as one process has it."""
+    first = pieces[0]
+    shape = tuple(first.shape)
+    if table is not None:
+        shape = (table.num_rows, *shape[1:])
+    return first.path, shape, _dtype(first)
 
 
 def _dtype(variable):

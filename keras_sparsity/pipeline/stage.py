@@ -6,7 +6,9 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_losses
 from keras_sparsity.pipeline.links import Crossing
+from keras_sparsity.pipeline.tables import is_spread
 from keras_sparsity.placement import slices
+from keras_sparsity.training.joint_pull import JointPull
 
 
 class Stage:
@@ -17,16 +19,18 @@ class Stage:
         part: its `Part`.
         before, behind: `Link`s to the neighbours, None at an end.
         updates: `Updates` of its weights.
+        options: `Options` of the rows of tables.
 
     Attributes:
         received, sent: `Crossing`s.
     """
 
-    def __init__(self, number, part, before, behind, updates):
+    def __init__(self, number, part, before, behind, updates, options):
         self.number, self.part, self.updates = number, part, updates
         self.before, self.behind = before, behind
         self.received = Crossing(part.received)
         self.sent = Crossing(part.sent)
+        self._joint_pull = JointPull(part.model, options)
 
     @property
     def is_first(self):
@@ -39,6 +43,11 @@ class Stage:
     @property
     def variables(self):
         return self.part.model.trainable_variables
+
+    @property
+    def are_spread(self):
+        """Of each of the variables, whether this rank has some rows alone."""
+        return [is_spread(variable) for variable in self.variables]
 
     def receive(self, num_examples, batch=0):
         """The message of the stage before: its tensors and the loss so far.
@@ -76,13 +85,12 @@ class Stage:
     def outputs(self, inputs, received, training):
         """As `compute`, without the losses."""
         part = self.part
-        made = part.compute(
-            [
-                *(inputs[place] for place in part.inputs),
-                *(received[place] for place in part.taken),
-            ],
-            training,
-        )
+        given = [
+            *(inputs[place] for place in part.inputs),
+            *(received[place] for place in part.taken),
+        ]
+        with self._joint_pull.entered():
+            made = part.compute(given, training)
         values = {
             id(symbolic): value
             for symbolic, value in [

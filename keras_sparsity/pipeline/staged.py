@@ -7,6 +7,7 @@ from keras_sparsity import collectives
 from keras_sparsity._tf import checks, patches
 from keras_sparsity._tf.deferred_weights import deferring
 from keras_sparsity.data import distribution
+from keras_sparsity.exchange.options import Options
 from keras_sparsity.pipeline import adoption
 from keras_sparsity.training.extended import HybridExtended, ProcessStrategy
 
@@ -32,6 +33,11 @@ def start_without_servers(engine, timeout, strategy):
 class StagedStrategy(ProcessStrategy, abc.ABC):
     """A strategy under which each rank trains one stage of a model.
 
+    Attributes:
+        options: `Options` of the messages of tables' rows.
+        spreads_tables: whether sharded tables of the first stage live on all
+            of its ranks; else they are refused.
+
     Args:
         communicator: `Collectives` of all ranks.
         peers: `Collectives` of the ranks of this rank's stage, which share
@@ -39,6 +45,10 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
         links: `(link to the stage before, link to the one behind)`.
         stages: a user's `stages`, see `PipelineStrategy`.
     """
+
+    # A group of ranks has no groups by machine.
+    options = Options(local_aggregation=False)
+    spreads_tables = False
 
     def __init__(self, communicator, peers, links, stages):
         self.collectives, self.peers = communicator, peers

@@ -35,7 +35,9 @@ class Steps(Binding):
         self._is_in_step = False
         names = ["train_step", "test_step", "predict_step"]
         super().__init__(model, [*names, "get_metrics_result"])
-        self._objective = Objective(model, stage.is_last)
+        self._objective = Objective(
+            model, stage.is_last, model.distribute_strategy.peers.size
+        )
         self._logs = Logs(
             model,
             self._objective,
@@ -47,6 +49,7 @@ class Steps(Binding):
             getattr(model, "optimizer", None),
             self._collectives,
             model.distribute_strategy.peers,
+            stage.are_spread,
         )
         self._in_flight = versions and InFlight(
             model,

@@ -15,11 +15,13 @@ class Together:
         optimizer: the rank's optimizer.
         collectives: `Collectives` of all ranks.
         peers: `Collectives` of the ranks of the same stage.
+        are_spread: of each gradient, whether it is one of rows that this rank
+            has alone, and of all ranks already.
     """
 
-    def __init__(self, optimizer, collectives, peers):
+    def __init__(self, optimizer, collectives, peers, are_spread):
         self._optimizer, self._collectives = optimizer, collectives
-        self._peers = peers
+        self._peers, self._are_spread = peers, are_spread
         scaling = keras.optimizers.LossScaleOptimizer
         self._may_skip = isinstance(optimizer, scaling)
         rule = optimizer.inner_optimizer if self._may_skip else optimizer
@@ -42,15 +44,22 @@ class Together:
         gradients = merged(gradients)
         if self._peers.size == 1:
             return gradients
+        places = [
+            place
+            for place, gradient in enumerate(gradients)
+            if gradient is not None and not self._are_spread[place]
+        ]
+        sums = self._all_reduced([gradients[place] for place in places])
+        found = dict(zip(places, sums, strict=True))
+        return merged([found.get(i, g) for i, g in enumerate(gradients)])
+
+    @staticmethod
+    def _all_reduced(gradients):
+        if not gradients:
+            return []
         # The replicas of the rank's strategy are the ranks of its stage.
-        sums = iter(
-            tf.distribute.get_replica_context().all_reduce(
-                tf.distribute.ReduceOp.SUM,
-                [each for each in gradients if each is not None],
-            )
-        )
-        return merged(
-            [None if each is None else next(sums) for each in gradients]
+        return tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.SUM, gradients
         )
 
     def total(self, loss):
@@ -104,22 +113,21 @@ class Together:
         """
         if not (self._may_skip or self._largest_norm):
             return gradients
-        given = [
-            tf.cast(getattr(gradient, "values", gradient), tf.float32)
-            for gradient in gradients
-            if gradient is not None
-        ]
         scale = self.scaled(tf.ones([]))
-        zero = tf.zeros([])
-        num_bad = tf.add_n(
-            [zero, *(tf.reduce_sum(_is_bad(each)) for each in given)]
-        )
-        squares = tf.add_n(
-            [zero, *(tf.reduce_sum(tf.square(x / scale)) for x in given)]
-        )
-        # All ranks of a stage have the same gradients.
+        num_bad, squares = [tf.zeros([])], [tf.zeros([])]
+        for gradient, is_spread in zip(
+            gradients, self._are_spread, strict=True
+        ):
+            if gradient is None:
+                continue
+            values = getattr(gradient, "values", gradient)
+            values = tf.cast(values, tf.float32)
+            num_bad.append(tf.reduce_sum(_is_bad(values)))
+            square = tf.reduce_sum(tf.square(values / scale))
+            # Of others all ranks of a stage have the same gradients.
+            squares.append(square if is_spread else square / self._peers.size)
         num_bad, squares = self._collectives.all_reduce(
-            [num_bad, squares / self._peers.size], name="pipeline/norm"
+            [tf.add_n(num_bad), tf.add_n(squares)], name="pipeline/norm"
         )
         factor = tf.ones([])
         if self._largest_norm:

@@ -1,10 +1,9 @@
-"""Updates of a stage's weights: of an `Embedding`, of the touched rows."""
+"""Updates of a stage's weights: of a table, of the touched rows."""
 
 from keras_sparsity._tf import keras_models
-from keras_sparsity.collectives import startup
-from keras_sparsity.exchange.options import Options
 from keras_sparsity.layers import ordinary
 from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.pipeline.tables import Placements, is_spread
 from keras_sparsity.placement import choice
 from keras_sparsity.sparsity import touches
 from keras_sparsity.update import lookups, rules
@@ -15,22 +14,23 @@ class Updates:
 
     The rows of an `Embedding` that was made inside of `strategy.scope()` are
     updated as those of a table in one process: its gradients are those of all
-    of the stage's ranks already.
+    of the stage's ranks already. Of a spread table a rank updates its own.
 
     Args:
         model: a compiled model.
         part: the rank's `Part`.
         strategy: the `StagedStrategy`.
+        before: the `Updates` of an earlier `compile`, or None.
 
     Attributes:
-        by_rows: list of the variables of which a step reads and updates the
-            rows that it looks up.
+        by_rows: list of the variables, on this rank alone, of which a step
+            reads and updates the rows that it looks up.
     """
 
-    def __init__(self, model, part, strategy):
+    def __init__(self, model, part, strategy, before=None):
         self._optimizer = model.optimizer
         self._variables = part.model.trainable_variables
-        self._of_rows, self.by_rows = None, []
+        self._of_rows = None
         own = {id(variable) for variable in self._variables}
         embeddings = [
             layer
@@ -38,30 +38,48 @@ class Updates:
             if id(ordinary.weight_of(layer)) in own
         ]
         lookups.mark(embeddings, strategy.peers.size)
-        if self._optimizer is None:
-            return
-        is_new = not self._optimizer.built
-        self._optimizer.build(self._variables)
-        looked_up = [v for v in self._variables if lookups.owner_of(v)]
-        if looked_up:
-            self._of_rows = HybridOptimizer(self._optimizer)
-            # On this process alone, and updated under the strategy.
-            self._alone = choice.Placements(
-                "hybrid", startup.single_process(), Options(), strategy
-            )
-            with choice.entering(self._alone):
-                self._of_rows.build(self._variables, is_new)
-            self.by_rows = [v for v in looked_up if self._reads_rows_of(v)]
-            for variable in self.by_rows:
-                variable.value.is_looked_up = True
+        self._placements = Placements(strategy)
+        if before is not None and before.is_of(self._optimizer):
+            self._of_rows = before._of_rows
+        elif before is not None:
+            before._release()
+        if self._optimizer is not None and self._of_rows is None:
+            self._build()
+        self.by_rows = list(filter(self._reads_rows_of, self._variables))
+        for variable in self.by_rows:
+            variable.value.is_looked_up = True
+
+    def _build(self):
+        optimizer, variables = self._optimizer, self._variables
+        is_new = not optimizer.built
+        if not any(map(is_spread, variables)):
+            optimizer.build(variables)
+        if any(map(lookups.owner_of, variables)):
+            self._of_rows = HybridOptimizer(optimizer)
+            with choice.entering(self._placements):
+                self._of_rows.build(variables, is_new)
+
+    def is_of(self, optimizer):
+        """Whether they are applied by this optimizer."""
+        return optimizer is self._optimizer
 
     def _reads_rows_of(self, variable):
         return (
-            self._of_rows.updates_rows_of(variable)
+            self._of_rows is not None
+            and lookups.owner_of(variable) is not None
+            and not is_spread(variable)
+            and self._of_rows.updates_rows_of(variable)
             and rules.may_keep_rows(variable)
             # It would read all of them.
             and variable.regularizer is None
         )
+
+    @property
+    def places(self):
+        """How the optimizer's variables are stored, see `update.state`."""
+        if self._of_rows is not None:
+            return self._of_rows.places()
+        return [(None, [variable]) for variable in self._optimizer.variables]
 
     def apply(self, gradients):
         """Updates the variables with gradients in their order.
@@ -74,10 +92,10 @@ class Updates:
         if self._of_rows is None:
             self._optimizer.apply(gradients, self._variables)
             return
-        with choice.entering(self._alone), touches.left_out():
+        with choice.entering(self._placements), touches.left_out():
             self._of_rows.apply(gradients, self._variables)
 
-    def release(self):
+    def _release(self):
         """Leaves the rows, up to date, to another optimizer."""
         if self._of_rows is not None:
             self._of_rows.release_rows()

@@ -9,7 +9,10 @@ import tensorflow as tf
 from keras_sparsity._tf import keras_scopes, keras_variables
 from keras_sparsity.conversion import exporting, saving
 from keras_sparsity.global_batch import random_states
+from keras_sparsity.pipeline.tables import is_spread
+from keras_sparsity.tables import whole
 from keras_sparsity.training.binding import Binding
+from keras_sparsity.update import state as optimizer_state
 
 
 class Weights(Binding):
@@ -22,10 +25,11 @@ class Weights(Binding):
         model: an adopted model.
         parts: the `Part`s of all stages.
         steps: the model's `Steps`.
+        updates: the rank's `Updates`.
     """
 
-    def __init__(self, model, parts, steps):
-        self._steps = steps
+    def __init__(self, model, parts, steps, updates):
+        self._steps, self._updates = steps, updates
         strategy = model.distribute_strategy
         self._stages_of_ranks = strategy.stages_of_ranks
         self._stage = self._stages_of_ranks[strategy.rank]
@@ -51,7 +55,7 @@ class Weights(Binding):
         object.__setattr__(model, exporting.WHOLE, self._whole_everywhere)
         if model.optimizer is not None:
             _load_own_part(
-                model.optimizer, model.trainable_variables, self._own
+                model.optimizer, model.trainable_variables, self._own, updates
             )
 
     def _is_here(self, variable):
@@ -92,6 +96,7 @@ class Weights(Binding):
 
     def _share(self, weights):
         """Gives the ranks of a stage the weights of the first of them."""
+        weights = [variable for variable in weights if not is_spread(variable)]
         if self._peers.size == 1 or not weights:
             return
         values = self._peers.broadcast(
@@ -137,23 +142,26 @@ class Weights(Binding):
             is_reader: whether this rank is one of them.
         """
         model, optimizer = self._model, self._model.optimizer
-        held = []
-        try:
+        values = []
+        if optimizer is not None:
+            values = self._optimizer_values()
+        with contextlib.ExitStack() as held:
             for variable in model.weights:
                 value = self._value(variable)
-                if is_reader and not self._is_here(variable):
-                    keras_variables.give_back(variable, value)
-                    held.append(variable)
-            if optimizer is not None:
-                values = self._optimizer_values()
                 if is_reader:
-                    model.optimizer = _with_values(optimizer, model, values)
+                    self._hold(variable, value, held)
+            if optimizer is not None and is_reader:
+                held.callback(setattr, model, "optimizer", optimizer)
+                model.optimizer = _with_values(optimizer, model, values)
             yield
-        finally:
-            if model.optimizer is not optimizer:
-                model.optimizer = optimizer
-            for variable in held:
-                self._take_away(variable)
+
+    def _hold(self, variable, value, held):
+        """Has a rank hold the whole of a weight until `held` ends."""
+        if not self._is_here(variable):
+            keras_variables.give_back(variable, value)
+            held.callback(self._take_away, variable)
+        elif is_spread(variable):
+            held.enter_context(whole.in_one_piece(variable.table, value))
 
     @contextlib.contextmanager
     def _whole_everywhere(self):
@@ -163,35 +171,46 @@ class Weights(Binding):
             yield
 
     def _optimizer_values(self):
-        """Dict from the paths of all ranks' optimizers' variables to values."""
+        """List of the values of all ranks' optimizers' variables.
+
+        As an optimizer of all weights has them.
+        """
         # Without variables a rank's optimizer counts no steps.
-        first = self._stages_of_ranks.index(self._stage)
-        is_used = bool(self._own) and first == self._collectives.rank
-        used = self._model.optimizer.variables if is_used else []
-        own = {v.path: v for v in used}
+        own = {}
+        if self._own:
+            _, places = places_among_all(
+                self._model.optimizer,
+                self._model.trainable_variables,
+                self._own,
+            )
+            # All ranks of the stage read the slots of tables together.
+            values = map(_value_of, self._updates.places)
+            own = dict(zip(places, values, strict=True))
+        if self._stages_of_ranks.index(self._stage) != self._collectives.rank:
+            own = {}
         found = {}
         of_ranks = self._collectives.gather_objects(
-            [(path, tuple(v.shape), v.dtype) for path, v in own.items()],
+            [(place, v.shape, v.dtype) for place, v in own.items()],
             name="pipeline/slots",
         )
-        for rank, places in enumerate(of_ranks):
-            values = [
-                own[path].value
+        for rank, described in enumerate(of_ranks):
+            sent = self._collectives.broadcast(
+                list(own.values())
                 if rank == self._collectives.rank
-                else tf.zeros(shape, dtype)
-                for path, shape, dtype in places
-            ]
-            values = self._collectives.broadcast(
-                values, root=rank, name="pipeline/slots/values"
+                else [tf.zeros(*each) for _, *each in described],
+                root=rank,
+                name="pipeline/slots/values",
             )
-            paths = [path for path, *_ in places]
-            found.update(zip(paths, values, strict=True))
-        return found
+            places = [place for place, *_ in described]
+            found.update(zip(places, sent, strict=True))
+        return [found[place] for place in sorted(found)]
 
     def _value(self, variable):
         """A weight's value, on every rank; every rank calls it."""
         owner = self._owner(variable)
-        if owner == self._collectives.rank:
+        if is_spread(variable):
+            value = tf.convert_to_tensor(variable.table.read())
+        elif owner == self._collectives.rank:
             value = tf.convert_to_tensor(variable.value)
         else:
             value = tf.zeros(variable.shape, variable.dtype)
@@ -207,32 +226,41 @@ def _with_values(optimizer, model, values):
     Args:
         optimizer: a rank's, of its stage's weights.
         model: the model.
-        values: dict from paths of the copy's variables to their values.
+        values: list of the values of the copy's variables.
     """
-    whole = type(optimizer).from_config(optimizer.get_config())
-    whole.build(model.trainable_variables)
-    for variable in whole.variables:
-        variable.assign(values[variable.path])
-    return whole
+    of_all = type(optimizer).from_config(optimizer.get_config())
+    of_all.build(model.trainable_variables)
+    for variable, value in zip(of_all.variables, values, strict=True):
+        variable.assign(value)
+    return of_all
 
 
-def _load_own_part(optimizer, variables, own):
+def _value_of(place):
+    """The value of an optimizer's variable, of a table the whole."""
+    table, pieces = place
+    if table is not None:
+        return tf.convert_to_tensor(whole.read_like(table, pieces))
+    return tf.convert_to_tensor(pieces[0].value)
+
+
+def _load_own_part(optimizer, variables, own, updates):
     """Lets a rank's optimizer load its slots from those of all weights.
 
     Args:
         optimizer: the rank's, of its stage's weights.
         variables: all trainable variables of the model.
         own: those of the stage.
+        updates: the rank's `Updates`.
     """
     stock = type(optimizer).load_own_variables
 
     def load(store):
         number, places = places_among_all(optimizer, variables, own)
         if len(store.keys()) == number:
-            store = {
-                str(i): store[str(place)] for i, place in enumerate(places)
-            }
-        stock(optimizer, store)
+            values = [store[str(place)] for place in places]
+            optimizer_state.assign(updates.places, values)
+        else:
+            stock(optimizer, store)
 
     object.__setattr__(optimizer, "load_own_variables", load)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from keras_sparsity._tf import checks
 from keras_sparsity.stages.timing import UNKNOWN_SIZE
+from keras_sparsity.tables.table_variable import TableVariable
 
 CONVOLUTION, POOLING, DENSE = "convolution", "pooling", "dense"
 OTHER = "other"
@@ -55,8 +56,9 @@ def layer_sizes(cutter):
 
     Returns:
         List, in the order of `cutter.calls`. A layer that is called twice has
-        its parameters at the first call. Sizes that the model does not know
-        count as 16.
+        its parameters at the first call. Those of sharded tables, which travel
+        row by row wherever the model is divided, do not count. Sizes that the
+        model does not know count as 16.
 
     Raises:
         Nothing.
@@ -75,7 +77,11 @@ def layer_sizes(cutter):
     for call in cutter.calls:
         layer = call.operation
         weights = getattr(layer, "trainable_variables", [])
-        new = [v for v in weights if id(v) not in seen]
+        new = [
+            v
+            for v in weights
+            if id(v) not in seen and not isinstance(v, TableVariable)
+        ]
         seen.update(id(v) for v in new)
         shapes = [
             [size or UNKNOWN_SIZE for size in tensor.shape[1:]]

@@ -7,7 +7,29 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity.planning.transfer_cost import narrowest_index
-from keras_sparsity.stages.timing import UNKNOWN_SIZE
+from keras_sparsity.stages.timing import UNKNOWN_SIZE, wire_size
+from keras_sparsity.tables.table_variable import TableVariable
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedRows:
+    """The rows that a call looks up in a sharded table.
+
+    Attributes:
+        table: the table's path.
+        num_rows: the number of its rows.
+        table_bytes: bytes of all of them.
+        num_lookups: the number of rows that an example looks up.
+        pulled_bytes: bytes of a row as it travels.
+        pushed_bytes: those of its gradient; 0 of a frozen table.
+    """
+
+    table: str
+    num_rows: int
+    table_bytes: int
+    num_lookups: int
+    pulled_bytes: int
+    pushed_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +42,8 @@ class GradientSize:
             looks up in a table; they are gathered.
         table_bytes: bytes of that table, which no rank's rows exceed.
         num_lookups: the number of rows that an example looks up.
+        owned: tuple of `OwnedRows`: rows of sharded tables, which are pulled
+            from their owners, and whose gradients are pushed to these.
 
     Raises:
         Nothing.
@@ -37,11 +61,30 @@ class GradientSize:
     example_bytes: float = 0
     table_bytes: float = 0
     num_lookups: int = 0
+    owned: tuple = ()
+
+    @property
+    def summed_bytes(self):
+        """Bytes of the trained weights but those of sharded tables."""
+        return self.dense_bytes + self.table_bytes
 
     @property
     def parameter_bytes(self):
         """Bytes of the trained weights."""
-        return self.dense_bytes + self.table_bytes
+        owned = {rows.table: rows.table_bytes for rows in self.owned}
+        return self.summed_bytes + sum(owned.values())
+
+    def owned_bytes(self, num_examples):
+        """Bytes of the rows that a rank pulls and pushes for its examples."""
+        return sum(
+            min(num_examples * rows.num_lookups, rows.num_rows)
+            * (
+                narrowest_index(rows.num_rows)
+                + rows.pulled_bytes
+                + rows.pushed_bytes
+            )
+            for rows in self.owned
+        )
 
     def row_bytes(self, num_examples):
         """Bytes of the rows that a rank's examples touch, at most."""
@@ -87,7 +130,7 @@ class Profile:
         return self.fixed_share + (1 - self.fixed_share) * by_examples
 
 
-def gradient_sizes(cutter):
+def gradient_sizes(cutter, wire_dtype=None):
     """The `GradientSize` of each call of a model.
 
     The gradient of an ordinary `Embedding` without a regularizer is one of
@@ -95,6 +138,8 @@ def gradient_sizes(cutter):
 
     Args:
         cutter: `Cutter`.
+        wire_dtype: name of a narrower dtype in which rows of sharded tables
+            travel.
 
     Returns:
         List, in the order of `cutter.calls`. A layer that is called twice has
@@ -131,7 +176,13 @@ def gradient_sizes(cutter):
             and all(users.count(id(v)) == 1 for v in new)
         )
         of_call = _of_rows(call, new) if is_lookup and new else None
-        found.append(of_call or GradientSize(dense_bytes=num_bytes(new)))
+        found.append(
+            of_call
+            or GradientSize(
+                num_bytes(v for v in new if not isinstance(v, TableVariable)),
+                owned=tuple(_owned_rows(call, wire_dtype)),
+            )
+        )
     return found
 
 
@@ -140,15 +191,54 @@ def _of_rows(call, tables):
         return None
     (table,) = tables
     num_rows, *row = table.shape
-    lookups = math.prod(
-        size or UNKNOWN_SIZE for size in call.inputs[0].shape[1:]
-    )
+    lookups = math.prod(_sizes(call.inputs[0]))
     row_bytes = math.prod(row) * tf.as_dtype(table.dtype).size
     return GradientSize(
         example_bytes=lookups * (row_bytes + narrowest_index(num_rows)),
         table_bytes=num_rows * row_bytes,
         num_lookups=lookups,
     )
+
+
+def _owned_rows(call, wire_dtype):
+    """The `OwnedRows` of each of a call's requests."""
+    for table, num_lookups, dtype in _requests(call):
+        variable = table.variable
+        own = wire_size(tf.as_dtype(variable.dtype), wire_dtype)
+        pulled = min(own, tf.as_dtype(dtype).size)
+        yield OwnedRows(
+            variable.path,
+            table.num_rows,
+            num_bytes([variable]),
+            num_lookups,
+            table.dim * pulled,
+            table.dim * own * variable.trainable,
+        )
+
+
+def _requests(call):
+    """`(table, number of an example's rows, dtype)` of a call's lookups."""
+    layer = call.operation
+    if hasattr(layer, "_requests"):
+        example = keras.tree.map_structure(
+            lambda tensor: tf.zeros([1, *_sizes(tensor)], tensor.dtype),
+            call.arguments[0],
+        )
+        return [
+            (table, int(tf.size(ids)), dtype)
+            for table, ids, dtype in layer._requests(example)
+        ]
+    # Of a layer of the user's, all ids may be those of each table.
+    number = sum(math.prod(_sizes(tensor)) for tensor in call.inputs)
+    return [
+        (variable.table, number, variable.dtype)
+        for variable in getattr(layer, "variables", [])
+        if isinstance(variable, TableVariable)
+    ]
+
+
+def _sizes(tensor):
+    return [size or UNKNOWN_SIZE for size in tensor.shape[1:]]
 
 
 def num_bytes(tensors):

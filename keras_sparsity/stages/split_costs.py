@@ -6,7 +6,12 @@ import numpy as np
 
 from keras_sparsity._tf import checks
 from keras_sparsity.planning.specs import Cluster
-from keras_sparsity.stages.machine_links import crossings, ring_hops, shared_by
+from keras_sparsity.stages.machine_links import (
+    crossings,
+    machine_of,
+    ring_hops,
+    shared_by,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +27,8 @@ class SplitCost:
             tail's worker, as in the paper; None of data parallelism.
         seconds: the predicted time.
         link_seconds: the part of it in which messages travel.
+        row_bytes: bytes of the rows of sharded tables that a worker pulls from
+            their owners, of their gradients and numbers.
     """
 
     place: int | None
@@ -31,6 +38,7 @@ class SplitCost:
     star_bytes: float | None
     seconds: float
     link_seconds: float = 0.0
+    row_bytes: float = 0.0
 
 
 def split_costs(profile, num_workers, num_tails, num_examples, cluster=None):
@@ -43,10 +51,11 @@ def split_costs(profile, num_workers, num_tails, num_examples, cluster=None):
     .. math:: W O / M + 2 T (M-1)/M, \quad O + 2 P (W-1)/W
 
     The rows that a worker looks up in tables of the head, R bytes, are
-    gathered: R (W-1) more. Of several processes on a machine, the messages
-    between machines count. Passes, activations, their gradients, the sums of
-    gradients and updates follow each other, so their times add up. Without a
-    flush there is nothing to overlap with.
+    gathered: R (W-1) more. Of those in sharded tables E bytes travel, with
+    their gradients and numbers: E (W-1)/W more. Of several processes on a
+    machine, the messages between machines count. Passes, activations, their
+    gradients, the sums of gradients and updates follow each other, so their
+    times add up. Without a flush there is nothing to overlap with.
 
     Args:
         profile: `Profile`.
@@ -88,16 +97,20 @@ def split_costs(profile, num_workers, num_tails, num_examples, cluster=None):
         for bounds in ((size,), (num_workers,), (num_workers, size))
     )
     calls = slice(None)
-    by_ring = float(whole.ring_bytes(calls).max()) * profile.wire_share
-    travels = whole.latency_seconds + by_ring * profile.seconds_per_byte
+    busiest = whole.ring_bytes(calls) * profile.wire_share
+    busiest = float((busiest + whole.owned_bytes(calls)).max())
+    travels = whole.latency_seconds + whole.message_seconds(
+        busiest, whole.num_exchanges(calls)
+    )
     of_whole = SplitCost(
         None,
         whole.parameter_bytes(calls),
         0,
-        by_ring,
+        busiest,
         None,
         whole.seconds(calls) + travels,
         travels,
+        whole.row_bytes(calls),
     )
     fan = _fan(num_workers, num_tails, cluster)
     of_splits = [
@@ -119,13 +132,17 @@ def _of_split(place, sent, head, tail, fan):
     out, into = fan
     front, back = slice(place + 1), slice(place + 1, None)
     sums = head.ring_bytes(front) + tail.ring_bytes(back)
+    sums = sums + head.owned_bytes(front)
     # Activations one way, and as many gradients the other way.
     both_ways = sent * (out + into)
     one_way = sent * float(np.maximum(out, into).max())
     head_bytes = head.parameter_bytes(front)
     travels = max(head.latency_seconds, tail.latency_seconds)
     travels += head.message_seconds(2 * one_way, num_messages=2 * bool(one_way))
-    travels += head.message_seconds(float(sums.max()))
+    travels += head.message_seconds(
+        float(sums.max()), head.num_exchanges(front)
+    )
+    star = len(head.ranks) * (sent + head.summed_bytes(front))
     # A process alone makes all passes.
     last = tail if len(tail.ranks) else head
     return SplitCost(
@@ -133,9 +150,10 @@ def _of_split(place, sent, head, tail, fan):
         head_bytes,
         sent,
         float((both_ways + sums).max()),
-        len(head.ranks) * (sent + head_bytes) if len(tail.ranks) else 0,
+        star if len(tail.ranks) else 0,
         head.seconds(front) + last.seconds(back) + travels,
         travels,
+        head.row_bytes(front),
     )
 
 
@@ -166,6 +184,30 @@ class _Group:
         )
         hops = self._size - 1
         return self._hops * (2 * dense * hops / self._size + rows * hops)
+
+    def summed_bytes(self, calls):
+        return sum(each.summed_bytes for each in self._gradients(calls))
+
+    def row_bytes(self, calls):
+        """Bytes of the rows that each rank pulls and pushes."""
+        return sum(
+            each.owned_bytes(self._examples) for each in self._gradients(calls)
+        )
+
+    def owned_bytes(self, calls):
+        """Bytes of these that leave each machine: an array."""
+        here = np.bincount(
+            machine_of(self.ranks, self._cluster),
+            minlength=self._cluster.num_machines,
+        )
+        # As many arrive there.
+        elsewhere = (len(self.ranks) - here) / self._size
+        return here * elsewhere * self.row_bytes(calls)
+
+    def num_exchanges(self, calls):
+        """Messages after each other: numbers, rows and gradients of rows."""
+        is_of_rows = self._hops.any() and self.row_bytes(calls)
+        return 3 if is_of_rows else 0
 
     def message_seconds(self, num_bytes, num_messages=0):
         """Time of bytes on a link, and of the latency of messages."""

@@ -9,6 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf.deferred_weights import initialized_for_now
+from keras_sparsity.exchange.pull import shaped
+from keras_sparsity.tables import foreseen
+from keras_sparsity.tables.table_variable import TableVariable
 
 _NUM_EXAMPLES = 32
 # For a size that the model does not know, such as a sequence's length.
@@ -134,7 +137,7 @@ def crossing_bytes(
     return {
         place: sum(
             math.prod(_shape(tensor, num_examples))
-            * _wire_size(tf.as_dtype(tensor.dtype), wire_dtype)
+            * wire_size(tf.as_dtype(tensor.dtype), wire_dtype)
             for tensor in cutter.crossing(place)
             if not only_floats or tf.as_dtype(tensor.dtype).is_floating
         )
@@ -173,7 +176,27 @@ def output_bytes(cutter):
     ]
 
 
-def _wire_size(dtype, wire_dtype):
+def wire_size(dtype, wire_dtype):
+    """Bytes of an element as it travels.
+
+    Args:
+        dtype: its `tf.DType`.
+        wire_dtype: name of a narrower dtype in which floats travel, or None.
+
+    Returns:
+        A number.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> wire_size(tf.float32, "bfloat16"), wire_size(tf.int32, "bfloat16")
+    (2, 4)
+
+    References:
+        None: a size.
+    """
     if wire_dtype is None or not dtype.is_floating:
         return dtype.size
     return min(dtype.size, tf.as_dtype(wire_dtype).size)
@@ -183,9 +206,25 @@ def _seconds(part, num_examples, has_backward=True):
     draws = np.random.default_rng(0)
     tensors = [_drawn(draws, spec, num_examples) for spec in part.model.inputs]
     compute = functools.partial(part.compute, training=True)
-    variables = part.model.trainable_variables
-    with initialized_for_now(part.model.weights):
+    variables = _without_tables(part.model.trainable_variables)
+    with (
+        initialized_for_now(_without_tables(part.model.weights)),
+        foreseen.by(_NoRows()),
+    ):
         return pass_seconds(compute, variables, tensors, has_backward)
+
+
+def _without_tables(variables):
+    return [v for v in variables if not isinstance(v, TableVariable)]
+
+
+class _NoRows:
+    """Zeros in place of rows of tables, which all ranks would pull."""
+
+    def rows(self, table, ids, columns, dtype):
+        start, stop = columns or (0, table.dim)
+        shape = tf.concat([tf.shape(ids), [stop - start]], axis=0)
+        return shaped(tf.zeros(shape, dtype), ids)
 
 
 def pass_seconds(compute, variables, tensors, has_backward=True):

@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity._tf import checks, keras_scopes
+from keras_sparsity._tf import checks, deferred_weights, keras_scopes
 from keras_sparsity._tf.current_variable import keeper_of, make_current
 from keras_sparsity.exchange import options
 from keras_sparsity.exchange.layout import Layout
@@ -128,8 +128,11 @@ class ShardedTable:
         self._begin(initial_values.standardize(initializer), owner_name or name)
         # The variable may create its storage at once, or later in `build`.
         self.variable = None
-        self.variable = TableVariable(
-            self, dtype=dtype, trainable=trainable, name=name
+        self.variable = deferred_weights.made(
+            lambda: TableVariable(
+                self, dtype=dtype, trainable=trainable, name=name
+            ),
+            self.initializer,
         )
         self.variable.constraint = constraint
         self.variable.regularizer = regularizer
@@ -383,7 +386,10 @@ class ShardedTable:
         rows = foreseen.rows(self, ids, columns, dtype)
         if rows is not None:
             return rows
-        if not self.variable.is_built or keras_scopes.in_symbolic_scope():
+        is_of_shapes = keras_scopes.in_symbolic_scope()
+        if not is_of_shapes:
+            deferred_weights.initialize([self.variable])
+        if is_of_shapes:
             shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
             rows = shaped(tf.zeros(shape, dtype), ids)
         elif not self.is_sharded:
@@ -418,6 +424,7 @@ class ShardedTable:
 
         Every rank must call it.
         """
+        deferred_weights.initialize([self.variable])
         if not self.is_sharded:
             return self.variable.value.numpy()
         return whole_tables.read_like(self, self.partitions)
@@ -452,6 +459,7 @@ class ShardedTable:
 
     def assign(self, whole):
         """Gives the table new values; every rank passes the whole table."""
+        deferred_weights.initialize([self.variable])
         array = arguments.whole(self, whole)
         if self.is_sharded:
             whole_tables.assign_like(self, self.partitions, array)

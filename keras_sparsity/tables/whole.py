@@ -6,7 +6,7 @@ import zlib
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.tables.table_variable import to_numpy
+from keras_sparsity.tables.table_variable import storage, to_numpy
 
 
 def stored_rows(table):
@@ -37,6 +37,34 @@ def tensor(table):
     return tf.ensure_shape(
         tf.gather(gathered, order), [table.num_rows, table.dim]
     )
+
+
+def collect(table):
+    """Makes a table one that is not distributed, whole on every rank."""
+    if table.is_sharded:
+        table.variable.use(table.hold(None, [table.read()]))
+    table.collectives = table.placement = None
+
+
+@contextlib.contextmanager
+def in_one_piece(table, rows):
+    """While entered, a spread table is one of this process alone.
+
+    Args:
+        table: the `ShardedTable`.
+        rows: its whole array, as `read` gives it.
+    """
+    spread = table.collectives, table.placement, table.partitions
+    anchor = table.variable.value
+    table.collectives, table.placement, table.partitions = None, None, []
+    table.variable.use(storage(rows, table.variable))
+    table.variable.regularizer = table.regularizer
+    try:
+        yield
+    finally:
+        table.collectives, table.placement, table.partitions = spread
+        table.variable.use(anchor)
+        table.variable.regularizer = table.regularizer
 
 
 def read_like(table, pieces):

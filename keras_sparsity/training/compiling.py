@@ -109,7 +109,7 @@ def adopt(model, strategy):
     moving.settle(model, strategy)
     lookups.mark(keras_models.all_layers(model), strategy.collectives.size)
     if getattr(model, ADOPTION, None) is None:
-        joint_pull = JointPull(model)
+        joint_pull = JointPull(model, strategy.options)
         replicas = Replicas(model)
         first_step = FirstStep(model, joint_pull, replicas)
         bindings = [

@@ -46,10 +46,11 @@ class JointPull:
     Args:
         model: a model of any kind; only of a functional or sequential one
             anything is pulled beforehand.
+        options: `Options` of the strategy.
     """
 
-    def __init__(self, model):
-        self._model = model
+    def __init__(self, model, options):
+        self._model, self._options = model, options
         # The model that makes its calls, as last looked at.
         self._functional = self._looked_at = None
         self._layers = {}  # by the numbers of their calls
@@ -81,7 +82,7 @@ class JointPull:
     def can_look_ahead(self):
         """Whether rows of a built model could be pulled ahead of a step."""
         strategy = self._model.distribute_strategy
-        options = strategy.options
+        options = self._options
         if (
             not strategy.prefetch
             or not options.merges
@@ -132,9 +133,8 @@ class JointPull:
             prefetched = functools.partial(self._prefetched, following)
         self._following = self._labels = None  # a step's first run alone
         asked = self._asked(inputs)
-        options = self._model.distribute_strategy.options
         rows, last = gather_together(
-            [*_joined(asked), *of_loss], options, prefetched, then
+            [*_joined(asked), *of_loss], self._options, prefetched, then
         )
         rows = iter(rows)
         pulled = {
@@ -214,8 +214,7 @@ class JointPull:
         """
         if not all(self._may_come_early(table) for (table,), _ in asked):
             return None
-        options = self._model.distribute_strategy.options
-        exchange = exchange_of(asked, options, cast_to=cast_to)
+        exchange = exchange_of(asked, self._options, cast_to=cast_to)
         ahead = self._aheads.get(exchange.groups)
         if ahead is None or ahead.exchange is not exchange:  # tables moved
             ahead = self._aheads[exchange.groups] = Ahead(exchange)

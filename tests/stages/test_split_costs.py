@@ -11,6 +11,7 @@ from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.stages.layer_placement import LayerSize
 from keras_sparsity.stages.profile import (
     GradientSize,
+    OwnedRows,
     Profile,
     gradient_sizes,
 )
@@ -108,3 +109,30 @@ def test_narrow_activations_and_numbers():
     assert list(sizes.values()) == [2 * 6 * 4, 2 * 24 * 2, 2 * 24 * 2]
     floats = timing.crossing_bytes(cutter, 2, only_floats=True)
     assert list(floats.values()) == [0, 2 * 24 * 4, 2 * 24 * 4]
+
+
+def test_rows_of_sharded_tables_travel_to_and_from_their_owners():
+    # 8 bytes and a number of 2, and twice as much back and forth.
+    owned = OwnedRows("table", 200, 1_600, 2, 8, 8)
+    gradients = (GradientSize(owned=(owned,)), *GRADIENTS[1:])
+    profile = dataclasses.replace(PROFILE, gradients=gradients)
+    whole, first, _ = split_costs(profile, 3, 1, num_examples=24)
+    assert whole.busiest_bytes == 2 * 5_000 * 3 / 4 + 12 * 18 * 3 / 4
+    assert first.row_bytes == 16 * 18
+    assert first.head_bytes == 1_600
+    assert first.star_bytes == 3 * 8 * 50
+    assert first.busiest_bytes == 3 * 8 * 50
+    slow = dataclasses.replace(profile, crossing_bytes={0: 0})
+    _, first = split_costs(slow, 3, 1, num_examples=24)
+    assert first.busiest_bytes == pytest.approx(16 * 18 * 2 / 3)
+    # Of many examples, not more than the table.
+    _, first = split_costs(slow, 3, 1, num_examples=24_000)
+    assert first.row_bytes == 200 * 18
+    # Two of three workers share a machine: half of the others' rows leave it.
+    cluster = Cluster(2, 2, latency_seconds=10.0)
+    _, first = split_costs(slow, 3, 1, 24, cluster)
+    assert first.busiest_bytes == pytest.approx(2 * 16 * 18 / 3)
+    # Three messages, and four hops of the sum of what is not there.
+    assert first.link_seconds == pytest.approx(
+        7 * 10 + 1e-3 * first.busiest_bytes
+    )
