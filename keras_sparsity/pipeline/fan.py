@@ -26,6 +26,11 @@ class Fan:
         return self._links[batch]
 
     @property
+    def pairs(self):
+        """List of the `Collectives` of each worker and this rank."""
+        return [pair for link in self._links.values() for pair in link.pairs]
+
+    @property
     def wire(self):
         return next(iter(self._links.values())).wire
 

@@ -15,6 +15,7 @@ from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives.base import divided
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline.fan import fan
+from keras_sparsity.pipeline.head_sums import HeadSums
 from keras_sparsity.pipeline.staged import (
     StagedStrategy,
     start_without_servers,
@@ -25,6 +26,7 @@ from keras_sparsity.stages.profile import Profile, gradient_sizes
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
 from keras_sparsity.stages.split_costs import fastest, split_costs
 from keras_sparsity.strategy import HybridStrategy
+from keras_sparsity.tables.table_variable import TableVariable
 from keras_sparsity.training import compiling
 
 
@@ -58,6 +60,10 @@ class LayerPlacementStrategy(StagedStrategy):
             one batch. `"by_worker"`: one after the other, which holds the
             activations of one part at a time; statistics of a batch are then
             those of a part.
+        head_gradients: `"allreduce"`: the workers sum the head's gradients by
+            AllReduce. `"server"`, for comparison, as in the paper: each sends
+            them to its tail worker, which sends back the sums. Rows of
+            embeddings travel among the workers in both.
         rule: where the model is divided without `stages`. `"published"`: by
             the paper's rule, by bytes, see "Layers on one worker".
             `"fastest"`: where the predicted step is shortest, by the measured
@@ -98,8 +104,8 @@ class LayerPlacementStrategy(StagedStrategy):
     ['loss']
 
     References:
-        RALP (Park et al.). There the workers send the head's gradients to the
-        tail's worker, and one tail worker computes worker by worker.
+        RALP (Park et al.): `head_gradients="server"`,
+        `tail_batches="by_worker"`, one tail worker.
     """
 
     def __init__(
@@ -107,6 +113,7 @@ class LayerPlacementStrategy(StagedStrategy):
         stages=None,
         num_tail_workers=1,
         tail_batches="whole",
+        head_gradients="allreduce",
         rule="published",
         num_examples=32,
         threshold=-0.5,
@@ -116,6 +123,7 @@ class LayerPlacementStrategy(StagedStrategy):
     ):
         checks.positive_integer("num_tail_workers", num_tail_workers)
         checks.one_of("tail_batches", tail_batches, ("whole", "by_worker"))
+        checks.one_of("head_gradients", head_gradients, ("allreduce", "server"))
         checks.one_of("rule", rule, ("published", "fastest"))
         checks.positive_integer("num_examples", num_examples)
         checks.check(
@@ -128,6 +136,7 @@ class LayerPlacementStrategy(StagedStrategy):
         check_wire_dtype(wire_dtype)
         self.num_tail_workers = num_tail_workers
         self.tail_batches, self.num_examples = tail_batches, num_examples
+        self.head_gradients = head_gradients
         self.rule, self.threshold = rule, threshold
         self._wire_dtype = wire_dtype
         self.options = dataclasses.replace(self.options, wire_dtype=wire_dtype)
@@ -249,8 +258,7 @@ class LayerPlacementStrategy(StagedStrategy):
             return []
         place = self._published(profile)
         if self.rule == "fastest":
-            num_workers = self.size - self.num_tail_workers
-            num_examples = self.num_examples * num_workers
+            num_examples = self.num_examples * self._num_workers
             place = fastest(self._costs(profile, num_examples))
         if place is None:
             raise _NoGain(profile)
@@ -273,7 +281,7 @@ class LayerPlacementStrategy(StagedStrategy):
         costs = self._costs(profile, num_examples)
         return SplitPlan(
             num_examples=num_examples,
-            num_workers=max(1, self.size - self.num_tail_workers),
+            num_workers=self._num_workers,
             num_tails=min(self.num_tail_workers, self.size - 1),
             costs=tuple(costs),
             names={
@@ -295,8 +303,30 @@ class LayerPlacementStrategy(StagedStrategy):
 
     def _costs(self, profile, num_examples):
         num_tails = min(self.num_tail_workers, self.size - 1)
-        num_workers = max(1, self.size - num_tails)
-        return split_costs(profile, num_workers, num_tails, num_examples)
+        return split_costs(
+            profile,
+            self._num_workers,
+            num_tails,
+            num_examples,
+            is_star=self.head_gradients == "server",
+        )
+
+    def head_sums(self, parts):
+        weights = parts[0].model.trainable_variables
+        has_dense = not all(isinstance(v, TableVariable) for v in weights)
+        is_server = self.head_gradients == "server" and self._num_workers > 1
+        if not (is_server and has_dense):
+            return None
+        before, behind = self.links
+        return HeadSums(
+            (before or behind).pairs,
+            self.peers if before else None,
+            [v.dtype for v in weights],
+        )
+
+    @property
+    def _num_workers(self):
+        return max(1, self.size - self.num_tail_workers)
 
     def passes(self, stage, optimizer):
         del optimizer

@@ -25,9 +25,13 @@ class Link:
         pair: `Collectives` of the two ranks; the first one's stage is before
             the other's.
         wire_dtype: name of the dtype in which wider floats travel, or None.
+
+    Attributes:
+        pairs: list of `pair` alone. See `Fan.pairs`.
     """
 
     def __init__(self, pair, wire_dtype=None):
+        self.pairs = [pair]
         self._pair, self._wire_dtype = pair, wire_dtype
 
     def of(self, batch):

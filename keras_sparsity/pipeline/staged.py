@@ -13,7 +13,7 @@ from keras_sparsity.training.extended import HybridExtended, ProcessStrategy
 
 
 def start_without_servers(engine, timeout, strategy):
-    """As `collectives.start`, for a strategy that spreads no tables.
+    """As `collectives.start`, for a strategy without dedicated servers.
 
     Raises:
         ValueError: if some processes are dedicated servers.
@@ -22,7 +22,8 @@ def start_without_servers(engine, timeout, strategy):
     if communicator.num_servers:
         name = type(strategy).__name__
         raise ValueError(
-            f"{name} has no sharded tables that dedicated servers could own. "
+            f"{name} has each weight on processes that compute with it, so "
+            "that dedicated servers would have none. "
             f"Received: {communicator.num_servers} servers beside "
             f"{communicator.num_workers} workers. Start it without servers, "
             "or train with `ks.HybridStrategy`."
@@ -92,6 +93,13 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
 
         Args:
             model, stage, passes: as for `plan_function`.
+            parts: the `Part`s of all stages.
+        """
+
+    def head_sums(self, parts):
+        """The `HeadSums` of the first stage's gradients, or None.
+
+        Args:
             parts: the `Part`s of all stages.
         """
 

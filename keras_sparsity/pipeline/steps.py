@@ -27,9 +27,18 @@ class Steps(Binding):
         schedule: the `Schedule` of a batch's micro-batches.
         versions: `Versions`, for training without a flush; else None.
         limit: the `Limit` of the stages' memory, or None.
+        head_sums: `HeadSums`, or None.
     """
 
-    def __init__(self, model, stage, schedule, versions=None, limit=None):
+    def __init__(
+        self,
+        model,
+        stage,
+        schedule,
+        versions=None,
+        limit=None,
+        head_sums=None,
+    ):
         self._stage, self._schedule, self._limit = stage, schedule, limit
         self._functional = keras_functional.functional_of(model)
         self._is_in_step = False
@@ -50,6 +59,7 @@ class Steps(Binding):
             self._collectives,
             model.distribute_strategy.peers,
             stage.are_spread,
+            head_sums,
         )
         self._in_flight = versions and InFlight(
             model,

@@ -17,11 +17,16 @@ class Together:
         peers: `Collectives` of the ranks of the same stage.
         are_spread: of each gradient, whether it is one of rows that this rank
             has alone, and of all ranks already.
+        head_sums: `HeadSums`, by which dense gradients of a head are summed;
+            None: by AllReduce.
     """
 
-    def __init__(self, optimizer, collectives, peers, are_spread):
+    def __init__(
+        self, optimizer, collectives, peers, are_spread, head_sums=None
+    ):
         self._optimizer, self._collectives = optimizer, collectives
         self._peers, self._are_spread = peers, are_spread
+        self._head_sums = head_sums
         scaling = keras.optimizers.LossScaleOptimizer
         self._may_skip = isinstance(optimizer, scaling)
         rule = optimizer.inner_optimizer if self._may_skip else optimizer
@@ -41,16 +46,23 @@ class Together:
         Returns:
             List, without duplicate rows.
         """
+        is_at_server = self._head_sums is not None
+        if is_at_server and self._head_sums.is_tail:
+            is_at_server = False  # these are of the tail
+            self._head_sums.serve()
         gradients = merged(gradients)
         if self._peers.size == 1:
             return gradients
-        places = [
-            place
-            for place, gradient in enumerate(gradients)
-            if gradient is not None and not self._are_spread[place]
-        ]
-        sums = self._all_reduced([gradients[place] for place in places])
-        found = dict(zip(places, sums, strict=True))
+        sent, others = [], []
+        for place, gradient in enumerate(gradients):
+            if gradient is not None and not self._are_spread[place]:
+                is_of_rows = isinstance(gradient, tf.IndexedSlices)
+                is_sent = is_at_server and not is_of_rows
+                (sent if is_sent else others).append(place)
+        sums = self._all_reduced([gradients[place] for place in others])
+        if is_at_server:
+            sums += self._head_sums.summed([gradients[place] for place in sent])
+        found = dict(zip([*others, *sent], sums, strict=True))
         return merged([found.get(i, g) for i, g in enumerate(gradients)])
 
     @staticmethod

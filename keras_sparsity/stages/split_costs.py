@@ -41,7 +41,14 @@ class SplitCost:
     row_bytes: float = 0.0
 
 
-def split_costs(profile, num_workers, num_tails, num_examples, cluster=None):
+def split_costs(
+    profile,
+    num_workers,
+    num_tails,
+    num_examples,
+    cluster=None,
+    is_star=False,
+):
     r"""Costs of data parallelism, and of each possible split.
 
     With W workers and M tail workers, P and T bytes of parameters in head and
@@ -63,6 +70,10 @@ def split_costs(profile, num_workers, num_tails, num_examples, cluster=None):
         num_tails: M; 0 if one process is alone.
         num_examples: the number of examples of a batch.
         cluster: `planning.Cluster`; by default a machine for each process.
+        is_star: whether the head's gradients are summed at the tail workers,
+            which send back the sums; else by AllReduce. Then P, of dense
+            gradients, travels as O does, and several tail workers sum it by
+            AllReduce.
 
     Returns:
         List of `SplitCost`; the first is that of data parallelism over W + M
@@ -114,13 +125,20 @@ def split_costs(profile, num_workers, num_tails, num_examples, cluster=None):
     )
     fan = _fan(num_workers, num_tails, cluster)
     of_splits = [
-        _of_split(place, crossing * num_examples / num_workers, head, tail, fan)
+        _of_split(
+            place,
+            crossing * num_examples / num_workers,
+            head,
+            tail,
+            fan,
+            is_star and num_workers > 1,
+        )
         for place, crossing in profile.crossing_bytes.items()
     ]
     return [of_whole, *of_splits]
 
 
-def _of_split(place, sent, head, tail, fan):
+def _of_split(place, sent, head, tail, fan, is_star):
     """The `SplitCost` of a place.
 
     Args:
@@ -128,17 +146,23 @@ def _of_split(place, sent, head, tail, fan):
         sent: bytes of the activations of one worker.
         head, tail: `_Group`s.
         fan: as `_fan` returns it.
+        is_star: as for `split_costs`.
     """
     out, into = fan
     front, back = slice(place + 1), slice(place + 1, None)
-    sums = head.ring_bytes(front) + tail.ring_bytes(back)
-    sums = sums + head.owned_bytes(front)
+    sums = tail.ring_bytes(back) + head.owned_bytes(front)
     # Activations one way, and as many gradients the other way.
-    both_ways = sent * (out + into)
-    one_way = sent * float(np.maximum(out, into).max())
-    head_bytes = head.parameter_bytes(front)
+    to_tail, num_messages = sent, 2 * bool(sent)
+    dense = head.dense_bytes(front)
+    if is_star:
+        to_tail, num_messages = sent + dense, num_messages + 2
+        sums = sums + head.gathered_bytes(front) + tail.sum_bytes(dense)
+    else:
+        sums = sums + head.ring_bytes(front)
+    both_ways = to_tail * (out + into)
+    one_way = to_tail * float(np.maximum(out, into).max())
     travels = max(head.latency_seconds, tail.latency_seconds)
-    travels += head.message_seconds(2 * one_way, num_messages=2 * bool(one_way))
+    travels += head.message_seconds(2 * one_way, num_messages)
     travels += head.message_seconds(
         float(sums.max()), head.num_exchanges(front)
     )
@@ -147,7 +171,7 @@ def _of_split(place, sent, head, tail, fan):
     last = tail if len(tail.ranks) else head
     return SplitCost(
         place,
-        head_bytes,
+        head.parameter_bytes(front),
         sent,
         float((both_ways + sums).max()),
         star if len(tail.ranks) else 0,
@@ -178,12 +202,22 @@ class _Group:
 
     def ring_bytes(self, calls):
         """Bytes that each machine sends to sum the gradients: an array."""
-        dense = sum(each.dense_bytes for each in self._gradients(calls))
+        dense = self.sum_bytes(self.dense_bytes(calls))
+        return dense + self.gathered_bytes(calls)
+
+    def sum_bytes(self, dense):
+        """Those of which the ranks sum so many bytes by AllReduce."""
+        return self._hops * (2 * dense * (self._size - 1) / self._size)
+
+    def gathered_bytes(self, calls):
+        """Those of rows, which all ranks get."""
         rows = sum(
             each.row_bytes(self._examples) for each in self._gradients(calls)
         )
-        hops = self._size - 1
-        return self._hops * (2 * dense * hops / self._size + rows * hops)
+        return self._hops * (rows * (self._size - 1))
+
+    def dense_bytes(self, calls):
+        return sum(each.dense_bytes for each in self._gradients(calls))
 
     def summed_bytes(self, calls):
         return sum(each.summed_bytes for each in self._gradients(calls))

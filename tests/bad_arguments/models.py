@@ -51,6 +51,7 @@ BAD = [
             ({"rule": "best"}, "'published' or 'fastest'.*rule='best'"),
             ({"num_tail_workers": 0}, "a positive integer.*workers=0"),
             ({"tail_batches": "each"}, "'whole' or 'by_worker'.*='each'"),
+            ({"head_gradients": "ps"}, "'allreduce' or 'server'.*='ps'"),
             ({"num_examples": 0.5}, "a positive integer.*examples=0.5"),
             ({"threshold": "low"}, "a number.*threshold='low'"),
             ({"wire_dtype": "int8"}, "None or one of.*wire_dtype='int8'"),

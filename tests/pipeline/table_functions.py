@@ -211,7 +211,10 @@ def refused():
 
 
 def planned(num_examples):
-    """The plan of the recommender."""
+    """The plans of the recommender, by the ways of its head's gradients."""
     x, y, _ = data(num_examples)
     dataset = tf.data.Dataset.from_tensors((tuple(x), y))
-    return ks.plan(compiled("sgd", strategy_of()), dataset)
+    return [
+        ks.plan(compiled("sgd", strategy_of(head_gradients=way)), dataset)
+        for way in ("allreduce", "server")
+    ]

@@ -31,6 +31,13 @@ def _distance(values, others):
         # The last batch has one example, of two workers.
         ("ids", 3, 17, {}),
         ("convolutional", 2, 22, {}),
+        ("convolutional", 3, 22, {"head_gradients": "server"}),
+        # Also of rows of an `Embedding`, and sums over the tails.
+        pytest.param(
+            *("ids", 5, 17),
+            {"num_tail_workers": 2, "head_gradients": "server"},
+            marks=pytest.mark.all_cells,
+        ),
         ("ids", 4, 22, {"tail_batches": "by_worker"}),
         ("convolutional", 5, 22, {"num_tail_workers": 2}),
         ("ids", 4, 17, {"num_tail_workers": 2}),

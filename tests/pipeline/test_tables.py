@@ -57,6 +57,7 @@ def _cells():
             ("scaled", None, 5, {"num_tail_workers": 2}, {}),
             ("adam", "l2", 2, {}, {}),
             ("adagrad", None, 4, {}, {"is_inside": False}),
+            ("adam", "l2", 4, {"head_gradients": "server"}, {}),
         ]:
             is_chosen = (name, rule, size) in [
                 ("native", "momentum", 3),
@@ -145,8 +146,8 @@ def test_refused(cluster):
 
 
 def test_plan(cluster):
-    plan, *others = cluster("native", 3).run(functions.planned, 12)
-    assert all(other == plan for other in others)
+    (plan, star), *others = cluster("native", 3).run(functions.planned, 12)
+    assert all(other == [plan, star] for other in others)
     assert "rows of a worker" in plan.markdown()
     split = next(cost for cost in plan.costs if cost.place == plan.chosen)
     # Of 6 examples: numbers of rows of 2 bytes, and twice a row of float32.
@@ -154,12 +155,16 @@ def test_plan(cluster):
     bag, left = 24 * (2 + 8 * 4), 24 * (2 + 8 * 3)
     items = 31 * (2 + 8 * 6)  # all, as their number is not known
     assert split.row_bytes == users + right + items + bag + left
-    dense = 4 * (22 * 8 + 8)
+    dense, sent = 4 * (22 * 8 + 8), 6 * 4 * 8
     # Half of the rows are the worker's own; a ring sums the dense gradients.
-    of_worker = 6 * 4 * 8 + split.row_bytes / 2 + dense
-    assert split.busiest_bytes == max(2 * 6 * 4 * 8, of_worker)
+    of_worker = sent + split.row_bytes / 2 + dense
+    assert split.busiest_bytes == max(2 * sent, of_worker)
     tables = 4 * (6 * 8209 + 6 * 31 + 4 * 50 + 3 * 40 + 3 * 8209)
     assert split.head_bytes == dense + tables
-    assert split.star_bytes == 2 * (6 * 4 * 8 + dense)
+    assert split.star_bytes == 2 * (sent + dense)
     # Tables are in the head: no split is before the last of them.
     assert min(plan.names) >= 4
+    of_star = next(cost for cost in star.costs if cost.place == star.chosen)
+    # Twice as much at the tail worker; a worker has its rows besides.
+    of_worker = sent + split.row_bytes / 2 + dense
+    assert of_star.busiest_bytes == max(split.star_bytes, of_worker)

@@ -136,3 +136,19 @@ def test_rows_of_sharded_tables_travel_to_and_from_their_owners():
     assert first.link_seconds == pytest.approx(
         7 * 10 + 1e-3 * first.busiest_bytes
     )
+
+
+def test_a_tail_worker_sums_the_gradients_of_the_head():
+    costs = split_costs(PROFILE, 3, 1, num_examples=24, is_star=True)
+    _, first, second = costs
+    # As much back; rows are gathered among the workers.
+    assert first.busiest_bytes == max(3 * 8 * 50, 8 * 50 + 2 * 800)
+    assert second.busiest_bytes == 3 * (8 * 5 + 1_000)
+    both_ways = 2 * second.busiest_bytes
+    assert second.link_seconds == pytest.approx(1e-3 * (both_ways + 2 * 800))
+    # Two tails sum them by AllReduce, as their own.
+    _, _, second = split_costs(PROFILE, 4, 2, num_examples=32, is_star=True)
+    assert second.busiest_bytes == 2 * (8 * 5 + 1_000) + 1_000 + 4_000
+    # One worker has nothing to sum.
+    _, _, second = split_costs(PROFILE, 1, 1, num_examples=8, is_star=True)
+    assert second.busiest_bytes == 8 * 5
