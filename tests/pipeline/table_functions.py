@@ -210,6 +210,21 @@ def refused():
     return found
 
 
+def left():
+    """The results of a model that gains nothing, and its strategy's name."""
+    model = compiled("adagrad", ks.LayerPlacementStrategy())
+    found = results(model, 17)
+    return found, type(model.distribute_strategy).__name__
+
+
+def fit_outside():
+    """A training in which one worker is given an id outside of a table."""
+    model = compiled("sgd", strategy_of())
+    (user, *others), y, _ = data(BATCH_SIZE)
+    user[0] = NUM_ROWS
+    model.fit([user, *others], y, BATCH_SIZE, verbose=0)
+
+
 def planned(num_examples):
     """The plans of the recommender, by the ways of its head's gradients."""
     x, y, _ = data(num_examples)

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 
+from tests.cluster import ClusterError
 from tests.conftest import engines
 from tests.pipeline import table_functions as functions
 
@@ -137,6 +138,12 @@ def test_goes_on_with_other_workers(cluster, engine, sizes, tmp_path):
         assert _distance(weights, expected["weights"]) <= 1e-5 * moved
 
 
+def test_left_to_data_parallelism(cluster):
+    for found, strategy in cluster("native", 3).run(functions.left):
+        assert strategy == "HybridStrategy"
+        _check(found, *_expected("adagrad", 17))
+
+
 def test_refused(cluster):
     for found in cluster("native", 3).run(functions.refused):
         assert "in the tail of the layers" in found["tail"]
@@ -168,3 +175,9 @@ def test_plan(cluster):
     # Twice as much at the tail worker; a worker has its rows besides.
     of_worker = sent + split.row_bytes / 2 + dense
     assert of_star.busiest_bytes == max(split.star_bytes, of_worker)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_an_id_outside_of_a_table_ends_all_ranks(cluster, engine):
+    with pytest.raises(ClusterError, match=r"ids must lie in \[0, 8209\)"):
+        cluster(engine, 3, has_groups=True).run(functions.fit_outside)
