@@ -97,7 +97,7 @@ def test_as_one_process(
         assert {len(rank["messages"]) for rank in workers} == {1}
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_saved_loaded_exported(cluster, engine, tmp_path):
     ranks = cluster(engine, 3, has_groups=True).run(
         functions.train, "adam", 17, {}, {}, str(tmp_path)
@@ -138,6 +138,7 @@ def test_goes_on_with_other_workers(cluster, engine, sizes, tmp_path):
         assert _distance(weights, expected["weights"]) <= 1e-5 * moved
 
 
+@pytest.mark.all_cells
 def test_left_to_data_parallelism(cluster):
     for found, strategy in cluster("native", 3).run(functions.left):
         assert strategy == "HybridStrategy"
