@@ -91,6 +91,18 @@ MODEL_CALL = Patch(
     during="`strategy.run`, which is the tracing of a step",
     reason="A step of the user's own calls models by themselves.",
 )
+TAPE_ENTER = Patch(
+    "tensorflow:GradientTape",
+    "__enter__",
+    during="the tracing of a step of the user's own",
+    reason="What a step asks for under its tape is to be recorded by it.",
+)
+TAPE_EXIT = Patch(
+    "tensorflow:GradientTape",
+    "__exit__",
+    during="the tracing of a step of the user's own",
+    reason="Behind its first tape a step may have another one.",
+)
 METRIC_INIT = Patch(
     "keras:Metric",
     "__init__",
@@ -168,6 +180,8 @@ ALL = (
         COMPILE,
         LOSS_CALL,
         MODEL_CALL,
+        TAPE_ENTER,
+        TAPE_EXIT,
         METRIC_INIT,
         METRIC_ATTRIBUTES,
         ASSIGN,
@@ -202,6 +216,39 @@ def assignments_are_told(tell):
         return assign
 
     return ASSIGN.by(make)
+
+
+@contextlib.contextmanager
+def first_tape_is_told(on_enter, on_exit):
+    """While entered, `tf.GradientTape` tells where the first one is.
+
+    Args:
+        on_enter: function called when the first tape records.
+        on_exit: function called when it records no more, if nothing was raised.
+    """
+    tapes = []
+
+    def make_enter(stock):
+        def enter(tape):
+            entered = stock(tape)
+            if not tapes:
+                tapes.append(tape)
+                on_enter()
+            return entered
+
+        return enter
+
+    def make_exit(stock):
+        def leave(tape, kind, value, traceback):
+            result = stock(tape, kind, value, traceback)
+            if tapes[:1] == [tape] and kind is None:
+                on_exit()
+            return result
+
+        return leave
+
+    with TAPE_ENTER.by(make_enter), TAPE_EXIT.by(make_exit):
+        yield
 
 
 def losses_are_not_scaled():

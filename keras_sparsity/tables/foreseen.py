@@ -22,6 +22,11 @@ def by(source):
         _sources.pop()
 
 
+def is_entered():
+    """Whether an object foresees rows."""
+    return bool(_sources)
+
+
 def rows(table, ids, columns, dtype):
     """The rows, or None if the table is to pull them."""
     if not _sources:

@@ -6,9 +6,14 @@ those that depend on neither rows nor state, the rows are pulled together when
 the call begins. In the call itself a lookup has them if its ids are the same
 computation of the same tensors; any other pulls its rows by itself. So the
 result is right whatever the first trace has shown.
+
+A step of the user's own may call several models, or look up rows in its loss.
+It is traced once before as far as its first tape records, and the rows are
+pulled when that begins, for its tape to record the pull.
 """
 
 import contextlib
+import functools
 import logging
 
 import keras
@@ -77,7 +82,7 @@ def calls_pull_together(communicator):
 
     def make(stock):
         def call(layer, *args, **kwargs):
-            if under_way or not _may_foresee(layer):
+            if under_way or foreseen.is_entered() or not _may_foresee(layer):
                 return stock(layer, *args, **kwargs)
             under_way.append(layer)
             try:
@@ -90,6 +95,57 @@ def calls_pull_together(communicator):
         return call
 
     return patches.MODEL_CALL.by(make)
+
+
+class _Enough(BaseException):
+    """Ends a trace that is thrown away, through any code of the user's."""
+
+
+def own_step(model, step, batch, tells):
+    """A training step, whose rows are pulled when its first tape records.
+
+    Args:
+        model: an adopted model.
+        step: function of a batch: the user's step, or Keras's.
+        batch: structure of tensors.
+        tells: whether this rank says where that is impossible.
+    """
+    if not (_has_own_step(model) and _may_foresee(model)):
+        return step(batch)
+
+    scouted = _Scouted(None)
+
+    def forward(batch):
+        scouted.is_asked = False
+        with patches.first_tape_is_told(scouted.begin, scouted.end):
+            step(batch)
+
+    if not scouted.traces(forward, (batch,), {}, "step", model, tells):
+        return step(batch)
+    graph, pulled = tf.compat.v1.get_default_graph(), None
+    with contextlib.ExitStack() as under_the_tape:
+
+        def begin():
+            nonlocal pulled
+            if tf.compat.v1.get_default_graph() is graph:
+                pulled = scouted.pulled()
+            if pulled is not None:
+                under_the_tape.enter_context(foreseen.by(pulled))
+
+        with patches.first_tape_is_told(begin, under_the_tape.close):
+            logs = step(batch)
+    if pulled is not None:
+        pulled.tell_of_unused(model, tells)
+    return logs
+
+
+def _has_own_step(model):
+    """Whether a step may look up rows outside of the model's call."""
+    kind = type(model)
+    return (
+        kind.train_step is not keras.Model.train_step
+        or kind.compute_loss is not keras.Model.compute_loss
+    )
 
 
 def _may_foresee(model):
@@ -117,43 +173,65 @@ def _called(stock, model, args, kwargs, tells):
         model, args, kwargs: its arguments.
         tells: whether this rank says where that is impossible.
     """
-    pulled = None
-    try:
-        scouted = _Scouted(stock, model, args, kwargs)
-    except Exception as error:  # of the user's code, or of a graph unknown
-        # The call itself raises it again, if it is the user's.
-        why = f"{type(error).__name__}: {checks.shortened(error)}"
-        _tell(tells, model, f"its call cannot be traced twice, {why}")
-    else:
+    scouted, pulled = _Scouted(_labels_of(model)), None
+    forward = functools.partial(stock, model)
+    if scouted.traces(forward, args, kwargs, "call", model, tells):
         pulled = scouted.pulled()
     if pulled is None:
         return stock(model, *args, **kwargs)
     with foreseen.by(pulled):
         outputs = stock(model, *args, **kwargs)
     pulled.hand_over(outputs)
-    if pulled.unused:
-        _tell(
-            tells,
-            model,
-            f"{len(pulled.unused)} of its lookups are others each time that "
-            "it is traced",
-        )
+    pulled.tell_of_unused(model, tells)
     return outputs
 
 
+class _Enough(BaseException):
+    """Ends a trace that is thrown away, through any code of the user's."""
+
+
 class _Scouted:
-    """What a call of a model asks for, from a trace that is thrown away.
+    """What a function asks for, from a trace that is thrown away.
 
     Args:
-        stock: `keras.Model.__call__`.
-        model: the model.
-        args, kwargs: its arguments.
+        labels: those that tell the rows of the model's loss, or None.
+
+    Attributes:
+        is_asked: whether lookups are noted now.
     """
 
-    def __init__(self, stock, model, args, kwargs):
+    def __init__(self, labels):
         self._asked, self._computations = [], tf_subgraphs.Computations()
-        self._softmax, self._labels = None, _labels_of(model)
+        self._softmax, self._labels = None, labels
         self._graph = None  # of the trace
+        self.is_asked = True
+
+    def traces(self, run, args, kwargs, kind, model, tells):
+        """Traces a function; whether that was possible.
+
+        Args:
+            run, args, kwargs: the function, which may raise `_Enough`, and its
+                arguments.
+            kind: what it is, for a message.
+            model, tells: as for `_tell`.
+        """
+        try:
+            self._trace(run, args, kwargs)
+        except Exception as error:  # of the user's code, or a graph unknown
+            # The function itself raises it again, if it is the user's.
+            why = f"{type(error).__name__}: {checks.shortened(error)}"
+            _tell(tells, model, f"its {kind} cannot be traced twice, {why}")
+            return False
+        return True
+
+    def begin(self):
+        """Notes the lookups from now on, if they are of the trace itself."""
+        self.is_asked = tf.compat.v1.get_default_graph() is self._graph
+
+    def end(self):
+        raise _Enough
+
+    def _trace(self, run, args, kwargs):
         flat = tf.nest.flatten((args, kwargs), expand_composites=True)
         places = [i for i, x in enumerate(flat) if tf.is_symbolic_tensor(x)]
 
@@ -169,11 +247,12 @@ class _Scouted:
                 keras_scopes.tracing_shapes(),
                 current_variable.read_as_stored([]),
                 foreseen.by(self),
+                contextlib.suppress(_Enough),
             ):
-                outputs = stock(model, *args_, **kwargs_)
-            layer, is_training, _ = getattr(outputs, ORIGIN, [None] * 3)
-            if is_training and layer.may_come_with_others():
-                self._softmax = layer
+                outputs = run(*args_, **kwargs_)
+                layer, is_training, _ = getattr(outputs, ORIGIN, [None] * 3)
+                if is_training and layer.may_come_with_others():
+                    self._softmax = layer
 
         self._tensors = [flat[place] for place in places]
         specs = [tf.TensorSpec(x.shape, x.dtype) for x in self._tensors]
@@ -193,6 +272,7 @@ class _Scouted:
         self._computations.stands_for(rows, None)
         # Those of a loop's body are others in each of its runs.
         is_of_call = tf.is_symbolic_tensor(ids) and ids.graph is self._graph
+        is_of_call = is_of_call and self.is_asked
         if columns is None and table.is_sharded and is_of_call:
             self._asked.append((table, ids, dtype))
         return rows if columns is None else rows[..., slice(*columns)]
@@ -255,6 +335,15 @@ class _Pulled:
             return None
         self.unused.discard(key)
         return shaped(self._rows[key], ids)
+
+    def tell_of_unused(self, model, tells):
+        if self.unused:
+            _tell(
+                tells,
+                model,
+                f"{len(self.unused)} of its lookups are others each time that "
+                "it is traced",
+            )
 
     def hand_over(self, outputs):
         """Gives the rows of the loss to the outputs that it is called on."""

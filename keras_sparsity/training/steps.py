@@ -23,7 +23,7 @@ from keras_sparsity.global_batch import (
     step_metrics,
 )
 from keras_sparsity.global_batch.mixing import Mixing
-from keras_sparsity.training import jit
+from keras_sparsity.training import foresight, jit
 from keras_sparsity.training.binding import Binding
 
 
@@ -140,7 +140,11 @@ class Steps(Binding):
             self._collectives,
             functools.partial(keras_losses.loss_metrics, self._model),
         ) as results:
-            logs = step(batch)
+            if name == "train_step":
+                is_teller = self._collectives.rank == 0
+                logs = foresight.own_step(self._model, step, batch, is_teller)
+            else:
+                logs = step(batch)
         return self._means(logs, results, part)
 
     def _means(self, logs, results, part):

@@ -9,6 +9,7 @@ import keras_sparsity as ks
 from keras_sparsity._tf import keras_scopes
 from tests.conftest import engines
 from tests.layers.test_sharded_embedding_collection import (
+    BATCH,
     MANY,
     ROWS,
     OwnStep,
@@ -51,6 +52,42 @@ class Ids(Tables):
         return self.inner(self.known(tf.maximum(inputs, 2)[:, ::-1]))
 
 
+class Towers(Tables):
+    """Looks up rows of its second tower in its loss."""
+
+    def __init__(self, number, make, is_collection):
+        super().__init__(number, make, is_collection)
+        self.items = Tables(number, make, is_collection)
+        self.items(np.zeros((1, MANY), "int32"))
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+        products = y_pred * self.items(x[:, ::-1])
+        return super().compute_loss(x, y, products, *args, **kwargs)
+
+
+class StepOfTowers(Towers):
+    """Calls its towers one by one; a look-up precedes its tape."""
+
+    def train_step(self, batch):
+        x, y, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+        before = self.reads_before and tf.reduce_mean(self(x))
+        with tf.GradientTape() as tape:
+            queries = self(x, training=True)
+            loss = self.compute_loss(x, y, queries)
+        if self.num_tapes == 2:
+            with tf.GradientTape() as second:
+                other = self.compute_loss(x, y, self(x, training=True))
+            of_items = second.gradient(other, self.trainable_variables)
+        variables = self.trainable_variables
+        gradients = tape.gradient(loss, variables)
+        if self.num_tapes == 2:
+            gradients = list(map(added, gradients, of_items))
+        self.optimizer.apply(gradients, variables)
+        return {"loss": loss, "before": before}
+
+    reads_before, num_tapes = False, 1
+
+
 ONE = {
     "fit": (Tables, fitted, 1, stock, False),
     "own step": (OwnStep, fitted, 1, stock, False),
@@ -62,6 +99,8 @@ MORE = [
     ("fit", functional, fitted, 5, stock, keras.Model),
     ("own step", OwnStep, fitted, 5, table, False),
     ("own step", functional, fitted, 5, stock),
+    ("fit", Towers, fitted, 5, stock, False),
+    ("own step", StepOfTowers, fitted, 5, table, False),
     ("custom loop", Tables, custom_loop, MANY, stock, False),
 ]
 
@@ -77,6 +116,51 @@ def test_many_tables_make_as_many_messages_as_one(engine, cluster):
     for one, more in cluster(engine, 2).run(messages, timeout=200):
         assert min(one.values()) > 3  # a pull and a push
         assert more == [one[name] for name, *_ in MORE]
+
+
+class TwoTapes(StepOfTowers):
+    """Looks rows up before its first tape, and under another one."""
+
+    reads_before, num_tapes = True, 2
+
+
+def added(a, b):
+    if a is None or b is None:
+        return b if a is None else a
+    if not isinstance(a, tf.IndexedSlices):
+        return a + b
+    return tf.IndexedSlices(
+        tf.concat([a.values, b.values], 0),
+        tf.concat([a.indices, b.indices], 0),
+        a.dense_shape,
+    )
+
+
+def trained(kind):
+    """Weights and losses of some steps."""
+    keras.utils.set_random_seed(5)
+    x = np.random.default_rng(5).integers(ROWS, size=(3 * BATCH, MANY))
+    y = np.ones((len(x), 1), "float32")
+    model = kind(2, stock, False)
+    model(x[:1].astype("int32"))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    history = model.fit(x.astype("int32"), y, BATCH, shuffle=False, verbose=0)
+    return model.get_weights(), history.history
+
+
+def trained_on_servers(kind):
+    with ks.HybridStrategy(architecture="ps").scope():
+        return trained(kind)
+
+
+@pytest.mark.parametrize("kind", [Towers, StepOfTowers, TwoTapes])
+def test_steps_of_towers_are_those_of_one_process(kind, cluster):
+    weights, logs = trained(kind)
+    for found, found_logs in cluster("native", 2).run(trained_on_servers, kind):
+        for own, stock in zip(found, weights, strict=True):
+            np.testing.assert_allclose(own, stock, atol=1e-6)
+        for name, values in logs.items():
+            np.testing.assert_allclose(found_logs[name], values, rtol=1e-5)
 
 
 # Calls that are not the same each time.
