@@ -32,7 +32,8 @@ def filled(value, shape, dtype, trainable=False, name=None):
             dtype=tf.as_dtype(dtype),
         )
         variable.__class__ = ResourceVariable
-        _fill(variable.handle, tf.constant(value, dtype), tf.constant(shape))
+        value = tf.cast(value, dtype)
+        _fill(variable.handle, value, tf.constant(shape))
     return variable
 
 

@@ -9,6 +9,7 @@ Checked on TensorFlow 2.16 to 2.21 and Keras 3.5 to 3.15.
 import contextlib
 import functools
 import pkgutil
+import sys
 
 import keras
 import tensorflow as tf
@@ -103,6 +104,12 @@ TAPE_EXIT = Patch(
     during="the tracing of a step of the user's own",
     reason="Behind its first tape a step may have another one.",
 )
+TAPE_RESET = Patch(
+    "tensorflow:GradientTape",
+    "reset",
+    during="the tracing of a step of the user's own",
+    reason="A tape that is reset forgets what it has recorded.",
+)
 METRIC_INIT = Patch(
     "keras:Metric",
     "__init__",
@@ -182,6 +189,7 @@ ALL = (
         MODEL_CALL,
         TAPE_ENTER,
         TAPE_EXIT,
+        TAPE_RESET,
         METRIC_INIT,
         METRIC_ATTRIBUTES,
         ASSIGN,
@@ -219,35 +227,64 @@ def assignments_are_told(tell):
 
 
 @contextlib.contextmanager
-def first_tape_is_told(on_enter, on_exit):
-    """While entered, `tf.GradientTape` tells where the first one is.
+def first_tape_is_told(on_begin, on_end):
+    """While entered, `tf.GradientTape` tells where the first one records alone.
+
+    `GradientTape._watch_accessed_variables`: a tape that waits for `watch`
+    might not record what is read where it begins.
 
     Args:
-        on_enter: function called when the first tape records.
-        on_exit: function called when it records no more, if nothing was raised.
+        on_begin: function called when the first tape begins to record.
+        on_end: function called when it ends, is reset or is about to be joined
+            by another tape; and in place of `on_begin`, if it waits for
+            `watch`. Not if an exception ends it.
     """
-    tapes = []
+    first, is_over = None, False
+
+    def end():
+        nonlocal is_over
+        if not is_over:
+            is_over = True
+            on_end()
 
     def make_enter(stock):
         def enter(tape):
-            entered = stock(tape)
-            if not tapes:
-                tapes.append(tape)
-                on_enter()
-            return entered
+            nonlocal first
+            if first is not None or not tape._watch_accessed_variables:
+                end()
+                return stock(tape)
+            first = tape
+            stock(tape)
+            try:
+                on_begin()
+            except BaseException:
+                tape.__exit__(*sys.exc_info())
+                raise
+            return tape
 
         return enter
 
     def make_exit(stock):
         def leave(tape, kind, value, traceback):
-            result = stock(tape, kind, value, traceback)
-            if tapes[:1] == [tape] and kind is None:
-                on_exit()
-            return result
+            stock(tape, kind, value, traceback)
+            if tape is first and kind is None:
+                end()
 
         return leave
 
-    with TAPE_ENTER.by(make_enter), TAPE_EXIT.by(make_exit):
+    def make_reset(stock):
+        def reset(tape):
+            if tape is first:
+                end()
+            stock(tape)
+
+        return reset
+
+    with (
+        TAPE_ENTER.by(make_enter),
+        TAPE_EXIT.by(make_exit),
+        TAPE_RESET.by(make_reset),
+    ):
         yield
 
 

@@ -45,6 +45,19 @@ def is_compiled_by_xla():
     return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
+def innermost_function():
+    """The graph of the innermost `tf.function` being traced; None when eager.
+
+    Out of its loops and branches: `ControlFlowFuncGraph`.
+    """
+    from tensorflow.python.ops import control_flow_v2_func_graphs
+
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
+        graph = graph.outer_graph
+    return graph
+
+
 def captured(tensor):
     """An eager tensor, as the `tf.function` being traced sees it.
 
@@ -52,15 +65,9 @@ def captured(tensor):
     capture an eager tensor by itself, only tensors of the enclosing function.
     Not of the outermost function: several others may call an inner one.
 
-    `ControlFlowFuncGraph`, `FuncGraph.capture`.
+    `FuncGraph.capture`.
     """
-    from tensorflow.python.ops import control_flow_v2_func_graphs
-
-    if tf.executing_eagerly():
-        return tensor
-    graph = tf.compat.v1.get_default_graph()
-    while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
-        graph = graph.outer_graph
+    graph = innermost_function()
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 

@@ -31,7 +31,7 @@ _OPERATIONS = {
 _PHILOX = 1
 
 
-def draw(initializer, shape, dtype, rows, trainable=False):
+def draw(initializer, shape, dtype, rows, trainable=False, name=None):
     """Values of some rows of a table.
 
     Args:
@@ -43,6 +43,7 @@ def draw(initializer, shape, dtype, rows, trainable=False):
         dtype: name of the values' dtype.
         rows: list of int arrays, sorted ids of the rows wanted.
         trainable: whether gradient tapes watch variables that are made.
+        name: the name of these variables.
 
     Returns:
         List of arrays `(len(rows[i]), dim)`, or of `tf.Variable`s with these
@@ -57,7 +58,7 @@ def draw(initializer, shape, dtype, rows, trainable=False):
     if draw_block is None:
         whole = _evaluate(initializer, shape, dtype)
         return [whole[r] for r in rows]
-    stored = [filled(0, (len(r), dim), dtype, trainable) for r in rows]
+    stored = [filled(0, (len(r), dim), dtype, trainable, name) for r in rows]
     for block, start in enumerate(range(0, num_rows, block_rows)):
         stop = min(start + block_rows, num_rows)
         places = [np.searchsorted(wanted, (start, stop)) for wanted in rows]

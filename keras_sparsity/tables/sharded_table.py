@@ -239,6 +239,7 @@ class ShardedTable:
                 variable.dtype,
                 self._own_rows(placement),
                 variable.trainable and not (placement and placement.layout),
+                variable.name,
             )
             return self.hold(placement, rows)
 

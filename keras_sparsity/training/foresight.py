@@ -13,6 +13,7 @@ pulled when that begins, for its tape to record the pull.
 """
 
 import contextlib
+import copy
 import functools
 import logging
 
@@ -25,9 +26,11 @@ from keras_sparsity._tf import (
     keras_functional,
     keras_scopes,
     patches,
+    tf_graphs,
     tf_subgraphs,
 )
 from keras_sparsity.conversion.saving import tables_of
+from keras_sparsity.data import empty_parts
 from keras_sparsity.exchange import options
 from keras_sparsity.exchange.pull import shaped
 from keras_sparsity.exchange.together import gather_together
@@ -95,10 +98,6 @@ def calls_pull_together(communicator):
         return call
 
     return patches.MODEL_CALL.by(make)
-
-
-class _Enough(BaseException):
-    """Ends a trace that is thrown away, through any code of the user's."""
 
 
 def own_step(model, step, batch, tells):
@@ -220,7 +219,9 @@ class _Scouted:
         except Exception as error:  # of the user's code, or a graph unknown
             # The function itself raises it again, if it is the user's.
             why = f"{type(error).__name__}: {checks.shortened(error)}"
-            _tell(tells, model, f"its {kind} cannot be traced twice, {why}")
+            what = "The tables" if kind == "call" else "The calls in a step"
+            why = f"its {kind} cannot be traced twice, {why}"
+            _tell(tells, model, why, what)
             return False
         return True
 
@@ -246,6 +247,7 @@ class _Scouted:
             with (
                 keras_scopes.tracing_shapes(),
                 current_variable.read_as_stored([]),
+                self._on_part(),
                 foreseen.by(self),
                 contextlib.suppress(_Enough),
             ):
@@ -265,8 +267,19 @@ class _Scouted:
             for tensor in pair:
                 self._computations.stands_for(tensor, number)
 
+    @staticmethod
+    def _on_part():
+        """Context of the step's part, which keeps no tensor of the trace."""
+        part = empty_parts.current()
+        if part is None:
+            return contextlib.nullcontext()
+        return empty_parts.computing_on(copy.copy(part))
+
     def rows(self, table, ids, columns, dtype):
         """Notes a lookup; zeros in place of its rows, which it must not use."""
+        if tf_graphs.innermost_function() not in (None, self._graph):
+            # TensorFlow would keep that function, which gives zeros.
+            raise ValueError("it calls a tf.function that looks up rows")
         shape = tf.concat([tf.shape(ids), [table.dim]], axis=0)
         rows = tf.identity(shaped(tf.zeros(shape, dtype), ids))
         self._computations.stands_for(rows, None)
@@ -363,13 +376,15 @@ def _labels_of(model):
     return None
 
 
-def _tell(tells, model, why):
+def _tell(tells, model, why, what="The tables"):
     """Says once that a model makes more messages than it could."""
-    if getattr(model, _TOLD, False) or not tells:
+    told = getattr(model, _TOLD, ())
+    if what in told or not tells:
         return
-    object.__setattr__(model, _TOLD, True)
+    object.__setattr__(model, _TOLD, (*told, what))
     _logger.warning(
-        "The tables of '%s' pull their rows one after the other: %s.",
+        "%s of '%s' pull their rows one after the other: %s.",
+        what,
         model.name,
         why,
     )

@@ -41,7 +41,7 @@ def synchronise_model(optimizer):
 
 
 def _nothing(shape, dtype=None):
-    """An initializer in place of one that Keras 3.5 would evaluate."""
+    """An initializer in place of one whose values nobody needs."""
     return tf.zeros((), dtype)
 
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.smoke
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
 def test_it_is_a_variable_like_others(dtype):
-    variable = filled(3, (4, 2), dtype, name="slot")
+    variable = filled(3.0, (4, 2), dtype, name="slot")
     assert isinstance(variable, tf.Variable)
     assert (variable.name, variable.shape) == ("slot:0", (4, 2))
     assert variable.dtype == dtype
