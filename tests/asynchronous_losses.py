@@ -193,17 +193,23 @@ class UntilJoined(keras.callbacks.Callback):
     Args:
         folder: where that worker has made `ready` before its `fit`, and makes
             `joined` in its first step.
+
+    Attributes:
+        begun: this worker's first epoch, and its updates and weights then.
     """
 
     def __init__(self, folder):
         super().__init__()
-        self._folder = folder
+        self._folder, self.begun = folder, None
 
     def _is_there(self, name):
         return os.path.exists(os.path.join(self._folder, name))
 
     def on_epoch_begin(self, epoch, logs=None):
         self._is_last = self._is_there("joined")
+        if self.begun is None:
+            updates = int(self.model.optimizer.iterations)
+            self.begun = epoch, updates, self.model.get_weights()
 
     def on_epoch_end(self, epoch, logs=None):
         while not self._is_there("ready"):
@@ -231,13 +237,19 @@ def rejoined(folder, victim, kind):
     strategies = []
     if is_new:
         mark("ready")
+        mark(f"{victim}.csv", "of earlier epochs\n")
     callbacks = [
-        UntilJoined(folder),
+        keras.callbacks.CSVLogger(os.path.join(folder, "0.csv")),
+        until := UntilJoined(folder),
         ks.callbacks.ShardedCheckpoint(os.path.join(folder, "checkpoints")),
     ]
     found = train(begin, epochs=1000, callbacks=callbacks)
     mark("ranks", f"{found[-1]}\n")
     if is_new:
+        # A checkpoint that it makes when it has joined has others' weights.
+        epoch, updates, weights = until.begun
+        assert updates == epoch * NUM_BATCHES > 0
+        np.testing.assert_array_equal(weights, -epoch)
         # Of the last epoch, of which it was a part from the beginning.
         mark("staleness", str(max(strategies[0].staleness)))
     return found

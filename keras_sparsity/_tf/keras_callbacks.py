@@ -1,5 +1,7 @@
 """State of Keras's callbacks. Checked on Keras 3.5 to 3.15."""
 
+import keras
+
 # Attributes that change while a model trains; all else are settings.
 LEARNT = {
     "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
@@ -27,6 +29,17 @@ def learnt(callbacks):
         names = [n for n in LEARNT.get(kind, ()) if n in vars(callback)]
         found.append([kind, {n: vars(callback)[n] for n in names}])
     return found
+
+
+def append_logs(callbacks):
+    """Has each `CSVLogger` keep the lines of earlier epochs.
+
+    Args:
+        callbacks: list of callbacks of a `fit` that goes on.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            callback.append = True
 
 
 def set_all_learnt(callbacks, saved):

@@ -77,8 +77,10 @@ def begun(model, callbacks, arguments, number):
     epoch = letters.wait(number)
     first = arguments.get("initial_epoch", 0)
     arguments["initial_epoch"] = epoch
-    if checkpoint:
-        checkpoint.join(model, callbacks, epoch)
-        order_seed = checkpoint.order_seed(order_seed)
-    with patches.array_orders_change(order_seed):
+    keras_callbacks.append_logs(callbacks)
+    with contextlib.ExitStack() as stack:
+        if checkpoint:
+            stack.callback(checkpoint.end)
+            order_seed = checkpoint.join(model, callbacks, epoch, order_seed)
+        stack.enter_context(patches.array_orders_change(order_seed))
         yield checkpoint, epoch - first

@@ -208,6 +208,8 @@ class Training:
         if joins:
             joins.join()
             self._collectives.barrier("asynchronous/epoch/ended")
+            # It may be the one that saves them next.
+            self.store.download()
         elif not self._is_begun:
             self._begin()
             self._enter_epoch()

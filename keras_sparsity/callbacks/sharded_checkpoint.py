@@ -19,7 +19,7 @@ from keras_sparsity._tf import (
     keras_input,
     random_seeds,
 )
-from keras_sparsity.checkpoint import folder, lock, storage
+from keras_sparsity.checkpoint import folder, index, lock, storage
 from keras_sparsity.checkpoint.replay import replay
 from keras_sparsity.global_batch import random_states
 
@@ -184,25 +184,37 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 f"Received: initial_epoch={first}. Use a directory for each "
                 "training."
             )
-        for callback in self._others:
-            if isinstance(callback, keras.callbacks.CSVLogger):
-                callback.append = True  # else it would lose its lines
+        keras_callbacks.append_logs(self._others)
         self._latest = position["epoch"], position["step"]
         epochs = arguments.get("epochs", 1)
         has_ended = position["has_stopped"] or position["epoch"] >= epochs
         self._say_resuming(position, has_ended)
         return max(epochs, position["epoch"]) if has_ended else self._latest[0]
 
-    def join(self, model, callbacks, epoch):
+    def join(self, model, callbacks, epoch, order_seed):
         """Saves what other processes save, from the end of an epoch on.
+
+        Called while these wait, and save nothing.
 
         Args:
             model, callbacks: as for `begin`.
             epoch: the number of epochs at that end.
+            order_seed: that of this launch, see `order_seed`.
+
+        Returns:
+            The seed of the order of the others' arrays.
         """
         self._collectives = model.distribute_strategy.collectives
+        self._lock_directory()  # the lock of a lost rank 0 went with it
         self._found = None
         self._begin(callbacks, epoch - 1)
+        names = folder.complete(self.directory)
+        if names:
+            path = os.path.join(self.directory, names[-1])
+            # An earlier launch may have begun the training.
+            order_seed = index.read(path, True)["position"]["order_seed"]
+        self._order_seed = order_seed
+        return order_seed
 
     def _begin(self, callbacks, first):
         self._others = [c for c in callbacks if c is not self]

@@ -143,7 +143,7 @@ class _Watch:
     ):
         self._is_new = is_new  # and does not take part yet
         self._rank, self._root = rank, root
-        self._on_lost, self._lost = None, []
+        self._on_lost, self._lost = (lambda rank: None), []
         self._channel = channel
         self._abort = abort
         self._close = close

@@ -129,6 +129,9 @@ def _check_rejoined(folder, engine, victim, kind):
     assert int((folder / "staleness").read_text()) <= 7
     # On all three ranks.
     assert (folder / "ranks").read_text() == "[0, 1, 2]\n" * 3
+    if victim == 0:
+        lines = (folder / "0.csv").read_text().splitlines()
+        assert lines[0] == "of earlier epochs" and len(lines) > 1
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
