@@ -120,12 +120,16 @@ class Coordinator:
         self._end_if_all_have()
 
     def _end_if_all_have(self):
-        awaited = self._reports.keys() - self._new
-        if all(self._reports[rank].status == "ended" for rank in awaited):
+        awaited = self._taking_part(self._reports).values()
+        if all(report.status == "ended" for report in awaited):
             self._done = True
             # Rank 0 last: this thread dies with its process.
             for rank in sorted(self._channels, reverse=True):
                 self._channels[rank].send(kind="farewell")
+
+    def _taking_part(self, reports):
+        """The reports of ranks for which the others may wait."""
+        return {r: each for r, each in reports.items() if r not in self._new}
 
     def _hear_joined(self, rank):
         self._new.discard(rank)
@@ -218,7 +222,8 @@ class Coordinator:
 
     def _judge_calls(self, now):
         """Declares a deadlock that persists after a report of all ranks."""
-        if not verdict.find_deadlock(self._aged(now), self._timeout_seconds):
+        aged = self._taking_part(self._aged(now))
+        if not verdict.find_deadlock(aged, self._timeout_seconds):
             self._asked = None
             return
         if self._asked is None:
@@ -227,12 +232,12 @@ class Coordinator:
             return
         waited_for = [
             rank
-            for rank, report in self._reports.items()
+            for rank, report in self._taking_part(self._reports).items()
             if report.status == "blocked" or now < self._asked + 1
         ]
         if all(self._received[rank] > self._asked for rank in waited_for):
             problem = verdict.find_deadlock(
-                self._reports, self._timeout_seconds
+                self._taking_part(self._reports), self._timeout_seconds
             )
             if problem:
                 self._is_cause = True
@@ -254,7 +259,8 @@ class Coordinator:
     def _declare(self, problem):
         self._done = True
         if not self._is_cause:
-            problem = verdict.find_mismatch(self._reports) or problem
+            reports = self._taking_part(self._reports)
+            problem = verdict.find_mismatch(reports) or problem
         message = verdict.describe(problem, self._reports)
         for rank in sorted(self._channels, reverse=True):
             self._channels[rank].send(kind="failure", message=message)

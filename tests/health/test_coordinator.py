@@ -159,6 +159,29 @@ def test_the_others_do_not_wait_for_one_that_has_not_joined(joined):
         wait_for(end, "farewell")
 
 
+def test_the_others_calls_do_not_need_one_that_has_not_joined(joined):
+    server, worker, new = joined
+    new.send(kind="report", **Report("ended", stalled_seconds=5.0).to_json())
+    calls = (Call("all_reduce", name="a"),)
+    blocked = Report("blocked", calls, stalled_seconds=5.0)
+    for end in (server, worker):
+        end.send(kind="report", **blocked.to_json())
+    kinds = []
+    # All reports were heard, and then judged.
+    for seconds, end in enumerate((new, server, worker, worker), 50):
+        end.send(kind="timeout", seconds=float(seconds))
+        while (message := server.receive()) != {
+            "kind": "timeout",
+            "seconds": float(seconds),
+        }:
+            kinds.append(message["kind"])
+    assert not {"ask", "failure"} & set(kinds)
+    for end in (server, worker):
+        end.send(kind="report", **Report("ended").to_json())
+    for end in joined:
+        wait_for(end, "farewell")
+
+
 def test_one_that_has_not_joined_does_not_go_on_alone(joined):
     server, worker, new = joined
     worker.close()
