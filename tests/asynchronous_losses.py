@@ -221,6 +221,7 @@ class UntilJoined(keras.callbacks.Callback):
 def rejoined(folder, victim, kind):
     """A worker is lost in the first epoch, is started anew, and joins."""
     is_new = os.environ["KERAS_SPARSITY_RESTARTS"] != "0"
+    os.chdir(folder)  # not that of the launcher, whose paths may be relative
 
     def mark(name, text=""):
         with open(os.path.join(folder, name), "a") as file:

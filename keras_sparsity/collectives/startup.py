@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import checks, random_seeds
 from keras_sparsity._version import __version__
+from keras_sparsity.collectives import devices
 from keras_sparsity.collectives.base import (
     GROUPS,
     Collectives,
@@ -194,6 +195,8 @@ def _joined(facts, engine):
     if engine == "native":
         rank = settings.cluster_rank(settings.cluster())
     size, servers = facts["size"], facts["servers"]
+    place = topology.topologies(facts["machines"])[rank]
+    devices.pin_gpu(place.local_rank, place.local_size)
     watch.join(rank, size - servers, facts["watch"], notes)
     return Collectives(
         LocalEngine(engine),

@@ -4,6 +4,8 @@ import collections
 import os
 import sys
 
+from keras_sparsity.machines.door import JOINS_VARIABLE
+
 # The number of earlier attempts, for the script.
 RESTARTS_VARIABLE = "KERAS_SPARSITY_RESTARTS"
 
@@ -25,12 +27,18 @@ class Again:
         """Has a rank started anew, up to `most` times."""
         self._starts[rank] = start, variables, most
 
-    def __call__(self, lost):
-        """The new process of a lost rank's, or None."""
+    def __call__(self, lost, goes_on):
+        """The new process of a lost rank's, or None.
+
+        Args:
+            lost: Its `RankProcess`.
+            goes_on: Whether the run goes on, for a new process to join.
+        """
         rank, then, new = lost.rank, "", None
         start, variables, most = self._starts.get(rank, (None, None, 0))
         # Without the file, it could not join the others.
         is_due = self._numbers[rank] < most and os.path.exists(self._door)
+        is_due &= goes_on
         if is_due:
             self._numbers[rank] += 1
             then = f", and it starts anew: {self._numbers[rank]} of {most}"
@@ -39,7 +47,13 @@ class Again:
         if is_due:
             lost.end()  # it may be stopped, and has the port
             restarts = str(self._restart + self._numbers[rank])
-            new = start({**variables, RESTARTS_VARIABLE: restarts})
+            new = start(
+                {
+                    **variables,
+                    RESTARTS_VARIABLE: restarts,
+                    JOINS_VARIABLE: "1",
+                }
+            )
         return new
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 from keras_sparsity._tf import checks
 from keras_sparsity.machines import firewall
-from keras_sparsity.machines.door import DOOR_VARIABLE
+from keras_sparsity.machines.door import DOOR_VARIABLE, JOINS_VARIABLE
 from keras_sparsity.machines.settings import ENGINES, SERVERS_VARIABLE
 from keras_sparsity.machines.topology import OVERRIDE, Topology
 
@@ -27,6 +27,7 @@ _RANK_VARIABLES = (
     OVERRIDE,
     SERVERS_VARIABLE,
     DOOR_VARIABLE,
+    JOINS_VARIABLE,
     "HOROVOD_HOSTNAME",
     f"{_RENDEZVOUS}ADDR",
     f"{_RENDEZVOUS}PORT",

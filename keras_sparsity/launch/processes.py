@@ -230,11 +230,12 @@ class ProcessGroup:
     Args:
         lost_path: Path of the file in which ranks write the number of one
             without which they go on (`health/watch.py`).
-        on_lost: Function of such a rank's process, once, that returns a new
-            process of the rank, or None.
+        on_lost: Function of such a rank's process, once, and of whether the
+            others still run and go on, that returns a new process of the rank,
+            or None.
     """
 
-    def __init__(self, lost_path=None, on_lost=lambda process: None):
+    def __init__(self, lost_path=None, on_lost=lambda process, goes_on: None):
         self.processes = []
         self._lost_path, self._on_lost = lost_path, on_lost
         self._lost, self._listed_seconds = [], {}
@@ -286,10 +287,11 @@ class ProcessGroup:
         for process in list(self.processes):
             if process in self._again:
                 # Nobody is to wait for it, and the list has its rank already.
-                if process.poll() not in (None, 0):
+                # Decided when it is known whether others' end ends all.
+                is_open = self._stop_signals[:1] == [None]
+                if process.poll() not in (None, 0) and not is_open:
                     self._again.remove(process)
-                    is_in_time = self._are_needed() and not self._stop_signals
-                    if is_in_time and not process.we_ended_it:
+                    if self._go_on() and not process.we_ended_it:
                         self._lose(process)
             elif process.rank in listed and process not in self._lost:
                 since = self._listed_seconds.setdefault(process.rank, now)
@@ -320,8 +322,13 @@ class ProcessGroup:
         """Whether a process runs that is not lost."""
         return any(p not in self._lost for p in self.running())
 
+    def _go_on(self):
+        """Whether a process runs that is not lost, and nothing stops it."""
+        is_stopped = self._stop_signals[:1] not in ([], [None])
+        return self._are_needed() and not is_stopped
+
     def _lose(self, process):
-        again = self._on_lost(process)
+        again = self._on_lost(process, self._go_on())
         if again:
             self.processes[self.processes.index(process)] = again
             self._lost.append(again)

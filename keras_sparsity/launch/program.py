@@ -207,7 +207,8 @@ class _LogFolder:
 
     def __init__(self, path):
         self._is_temporary = path is None
-        self.path = path
+        # The ranks' programs may change their folder.
+        self.path = path and os.path.abspath(path)
         self.restart = 0  # number of earlier attempts
 
     def __enter__(self):

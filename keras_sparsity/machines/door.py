@@ -11,6 +11,8 @@ import os
 
 # Path of the file, in an attempt of which workers may be started anew.
 DOOR_VARIABLE = "KERAS_SPARSITY_DOOR"
+# Set in the process of a worker that was started anew.
+JOINS_VARIABLE = "KERAS_SPARSITY_JOINS"
 
 
 def is_wanted():
@@ -35,13 +37,8 @@ def open_for(facts):
 
 @functools.cache
 def facts():
-    """The facts for this process, if it is to join a run, else None.
-
-    None too in each process of the run that was there at its start: the first
-    call, at the start of the collectives, found no file yet.
-    """
-    try:
-        with open(os.environ.get(DOOR_VARIABLE, "")) as file:
-            return json.load(file)
-    except FileNotFoundError:
+    """The facts for this process, if it is to join a run, else None."""
+    if not os.environ.get(JOINS_VARIABLE):
         return None
+    with open(os.environ[DOOR_VARIABLE]) as file:
+        return json.load(file)

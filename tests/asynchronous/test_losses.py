@@ -68,7 +68,8 @@ def _launched(folder, num_servers, options, *args):
     done = subprocess.run(
         [
             *[sys.executable, "-m", "keras_sparsity.launch", "run", "-n", "2"],
-            *["--servers", str(num_servers), "--log-dir", str(folder)],
+            *["--servers", str(num_servers), "--log-dir"],
+            os.path.relpath(folder),
             *[*options, "-m", "tests.asynchronous_losses", *map(str, args)],
         ],
         capture_output=True,

@@ -132,6 +132,51 @@ def test_leaving_the_block_ends_all(tmp_path):
     assert not any(map(_is_alive, pids))
 
 
+def test_lost_ranks_start_anew_while_others_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
+    path, told = tmp_path / "lost", []
+
+    def lose(rank):
+        with open(path, "a") as file:
+            file.write(f"{rank}\n")
+
+    def on_lost(process, goes_on):
+        told.append((process.rank, goes_on))
+        if len(told) > 1:
+            return None
+        command = [sys.executable, "-c", _SLEEP]
+        return RankProcess(1, command, dict(os.environ))
+
+    def until(condition):
+        while not condition():
+            yield
+
+    def polls(group):
+        os.kill(group.processes[1].pid, signal.SIGKILL)
+        lose(1)
+        yield from until(lambda: told == [(1, True)])
+        # Its new process dies with another rank: others may not go on.
+        for rank in (2, 1):
+            process = group.processes[rank]
+            os.kill(process.pid, signal.SIGKILL)
+            yield from until(lambda p=process: p.returncode is not None)
+            yield
+        yield
+        assert told == [(1, True)]
+        lose(2)
+        yield from until(lambda: len(told) == 3)
+        assert told[1:] == [(2, True), (1, True)]
+        yield from until(group.processes[0].last_lines)
+        lose(3)
+        group.stop()
+        yield from until(lambda: False)
+
+    with ProcessGroup(str(path), on_lost) as group:
+        _start(group, [_IGNORE_SIGTERM, _SLEEP, _SLEEP, _SLEEP], tmp_path)
+        group.wait(polls(group).__next__)
+    assert told[3:] == [(3, False)]
+
+
 def test_what_a_rank_started_ends_with_it(tmp_path):
     program = (
         "import subprocess, sys; "
