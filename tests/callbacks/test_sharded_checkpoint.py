@@ -89,6 +89,13 @@ def test_unseeded_arrays_go_on_in_their_order(tmp_path):
         def result(self):
             return self.total
 
+    def joined(model, directory):
+        checkpoint = ks.callbacks.ShardedCheckpoint(directory)
+        try:
+            return checkpoint.join(model, [checkpoint], 1, order_seed=5)
+        finally:
+            checkpoint.end()
+
     def fit(*callbacks):
         import tensorflow as tf
 
@@ -107,12 +114,18 @@ def test_unseeded_arrays_go_on_in_their_order(tmp_path):
             callbacks=[checkpoint, *callbacks],
         )
         seen.extend(history.history["sum"])
+        return model
 
     with pytest.raises(functions.Interruption):
         fit(functions.InterruptAfter(17))
-    fit()
+    (name, *_) = folder.complete(tmp_path)
+    first = index.read(os.path.join(tmp_path, name))
+    model = fit()
     # Each power of two once: none twice, none left out.
     assert seen == [2.0**12 - 1] * 2
+    # A process that joins a resumed training has the order of its first run.
+    assert joined(model, tmp_path) == first["position"]["order_seed"] != 5
+    assert joined(model, tmp_path / "new") == 5
 
 
 def test_early_stopping_is_not_trained_past(tmp_path):
