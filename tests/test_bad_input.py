@@ -49,6 +49,7 @@ NOT_CALLED = {
     "callbacks.ArchitectureLogger.see": "called by `fit`",
     "callbacks.ShardedCheckpoint.begin": "called by `fit`",
     "callbacks.ShardedCheckpoint.order_seed": "called by `fit`",
+    "callbacks.ShardedCheckpoint.join": "called by `fit`",
     "callbacks.ShardedCheckpoint.use_input": "called by `fit`",
     "callbacks.ShardedCheckpoint.use_collectives": "called by `fit`",
     **dict.fromkeys(

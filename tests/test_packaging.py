@@ -160,7 +160,7 @@ OVERRIDDEN = {
         *("_handle", "_read_variable_op", "_export_to_saved_model_graph"),
     },
     "HybridOptimizer": {"_trainable_variables"},
-    "Partition": {"_path"},
+    "Partition": {"_path", "_initialize", "_value"},
     "ShardedEmbedding": {"_embeddings"},
     "TableVariable": {"_initialize_with_initializer", "_value"},
 }

@@ -189,7 +189,7 @@ def test_models_in_stages_take_no_servers(cluster):
         for name, message in zip(
             ("PipelineStrategy", "LayerPlacementStrategy"), told, strict=True
         ):
-            assert f"{name} has no sharded tables" in message
+            assert f"{name} has each weight on processes that" in message
             assert "2 servers beside 3 workers" in message
 
 

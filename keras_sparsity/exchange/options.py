@@ -15,7 +15,7 @@ _OF_ROWS = "int8"
 # Of all else where rows travel in 8 bits.
 _BESIDE_ROWS = "bfloat16"
 # Set on a communicator, which strategies share, whose machines were told of.
-_TOLD = "_uneven_machines_were_told"
+_TOLD = "_keras_sparsity_told_of_uneven_machines"
 
 
 def check_wire_dtype(wire_dtype, has_rows=False):
