@@ -11,7 +11,8 @@ import keras
 
 from keras_sparsity._tf import keras_scopes, patches
 
-# Of the entered contexts: lists of the deferred weights.
+# Of the entered contexts: lists of deferred weights, and whether their first
+# values take messages.
 _entered = []
 
 
@@ -21,7 +22,8 @@ def deferring():
 
     These get their first values, the same as without, by `initialize`, when
     something is assigned to them, or at the end. Weights whose initializer
-    may give other values later than now get them at once.
+    may give other values later than now get them at once. After an exception,
+    which other ranks may not have, those that send messages get none.
     """
 
     def make(stock):
@@ -39,16 +41,19 @@ def deferring():
     try:
         with patches.ADD_WEIGHT.by(make):
             yield
-    finally:
-        initialize(_entered.pop())
+    except BaseException:
+        initialize(v for v, sends in _entered.pop() if not sends)
+        raise
+    initialize(v for v, _ in _entered.pop())
 
 
-def made(make, initializer):
+def made(make, initializer, sends_messages=False):
     """A weight, which has no value yet where `deferring` is entered.
 
     Args:
         make: function without arguments that makes it.
         initializer: that of its first value.
+        sends_messages: whether that takes part in messages of all ranks.
     """
     is_now = not _entered or not _repeats(initializer)
     if is_now or keras_scopes.is_tracing_shapes():
@@ -57,7 +62,7 @@ def made(make, initializer):
         variable = make()
     _forget(variable)
     _defer(variable, variable._initializer)
-    _entered[-1].append(variable)
+    _entered[-1].append((variable, sends_messages))
     return variable
 
 

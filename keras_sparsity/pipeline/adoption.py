@@ -4,6 +4,7 @@ import keras
 
 from keras_sparsity._tf import keras_models, keras_optimizers
 from keras_sparsity.board import measured_plan
+from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.pipeline import cuts, tables
@@ -39,7 +40,7 @@ class Adoption:
         places = cuts.places(cutter, strategy, self._profile)
         self.parts = cutter.parts(places)
         tables.check_places(self.parts)
-        tables.check_optimizer(model.optimizer, self.parts, strategy)
+        tables.check(model.optimizer, self.parts, strategy)
         self._updates = None
         _check_scaling(model.optimizer, self.parts)
         self._bind(model, strategy)
@@ -77,8 +78,8 @@ class Adoption:
         """Keeps the stages, as the weights of others are gone."""
         _check(model, strategy)
         _check_scaling(model.optimizer, self.parts)
-        if not self._updates.is_of(model.optimizer):
-            tables.check_optimizer(model.optimizer, self.parts, strategy)
+        is_new = not self._updates.is_of(model.optimizer)
+        tables.check(model.optimizer, self.parts, strategy, is_new)
         for binding in self._bindings:
             binding.unbind()
         self._bind(model, strategy)
@@ -123,14 +124,22 @@ def _check(model, strategy):
         refused = SampledSoftmax, ShardedEmbedding
     for layer in keras_models.all_layers(model):
         if isinstance(layer, refused):
-            raise ValueError(
-                f"The layer '{layer.name}' spreads its rows over all "
-                "processes, but each weight of a model in stages is on the "
-                f"process of its stage. Received: a {type(layer).__name__}. "
-                "Use `keras.layers.Embedding` (`ks.export(model)` makes a "
-                "copy with it), or train under `ks.HybridStrategy`."
-            )
+            _refuse_rows(layer.name, type(layer).__name__)
+    if not strategy.spreads_tables:
+        for table in tables_of(model):
+            if not table.is_of_stock_layer:
+                _refuse_rows(table.owner_name, "ShardedTable")
     _check_optimizer(model.optimizer, strategy)
+
+
+def _refuse_rows(name, received):
+    raise ValueError(
+        f"The layer '{name}' spreads its rows over all processes, but each "
+        "weight of a model in stages is on the process of its stage. "
+        f"Received: a {received}. Use `keras.layers.Embedding` "
+        "(`ks.export(model)` makes a copy with it), or train under "
+        "`ks.HybridStrategy`."
+    )
 
 
 def _check_optimizer(optimizer, strategy):

@@ -6,6 +6,7 @@ from keras_sparsity.placement import choice
 from keras_sparsity.placement.alone import Alone
 from keras_sparsity.tables import whole
 from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.update import optimizer_arguments, rules
 
 
 class Placements(choice.Placements):
@@ -57,8 +58,8 @@ def spread(model, weights, strategy):
         initialize(weights)
 
 
-def check_optimizer(optimizer, parts, strategy):
-    """Raises ValueError if an optimizer has slots of tables to be spread.
+def check(optimizer, parts, strategy, is_new=True):
+    """Raises ValueError for tables that cannot be spread or trained so.
 
     On all ranks, before any of them waits for the others.
 
@@ -66,19 +67,30 @@ def check_optimizer(optimizer, parts, strategy):
         optimizer: that of a compiled model, or None.
         parts: the `Part`s of all stages.
         strategy: the `StagedStrategy`.
+        is_new: whether the model was compiled with another one, or none,
+            before.
     """
+    head = parts[0].model
+    trained = {id(variable) for variable in head.trainable_variables}
     is_alone = strategy.stages_of_ranks.count(0) == 1
-    if is_alone or not getattr(optimizer, "built", False):
-        return
-    tables = tables_of(parts[0].model)
-    if tables:
-        raise ValueError(
-            "An optimizer that is built has slots of whole tables, and cannot "
-            "go on with parts of them. Received: an optimizer that is built, "
-            f"and the table '{tables[0].owner_name}'. Give `compile` a new "
-            "one; `keras.models.load_model` in the scope, or "
-            "`ks.callbacks.ShardedCheckpoint`, gives it its state."
+    for table in tables_of(head):
+        will_be_spread = not is_alone and (
+            table.requested_architecture in (None, "ps", "auto")
         )
+        if will_be_spread:
+            table.check_can_be_spread()
+        if optimizer is None or id(table.variable) not in trained:
+            continue
+        if will_be_spread and is_new and optimizer.built:
+            raise ValueError(
+                "An optimizer that is built has slots of whole tables, and "
+                "cannot go on with parts of them. Received: an optimizer that "
+                f"is built, and the table '{table.owner_name}'. Give `compile` "
+                "a new one; `keras.models.load_model` in the scope, or "
+                "`ks.callbacks.ShardedCheckpoint`, gives it its state."
+            )
+        optimizer_arguments.check_is_rule(optimizer)
+        rules.check_applies_by_rows(optimizer_arguments.rule_of(optimizer))
 
 
 def check_places(parts):

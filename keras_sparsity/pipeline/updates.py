@@ -6,7 +6,7 @@ from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.pipeline.tables import Placements, is_spread
 from keras_sparsity.placement import choice
 from keras_sparsity.sparsity import touches
-from keras_sparsity.update import lookups, rules
+from keras_sparsity.update import lookups, optimizer_arguments, rules
 
 
 class Updates:
@@ -52,12 +52,17 @@ class Updates:
     def _build(self):
         optimizer, variables = self._optimizer, self._variables
         is_new = not optimizer.built
-        if not any(map(is_spread, variables)):
+        if is_new and not any(map(is_spread, variables)):
             optimizer.build(variables)
-        if any(map(lookups.owner_of, variables)):
+        if any(
+            map(lookups.owner_of, variables)
+        ) and optimizer_arguments.is_rule(optimizer):
             self._of_rows = HybridOptimizer(optimizer)
             with choice.entering(self._placements):
                 self._of_rows.build(variables, is_new)
+        # Keras builds that of a loaded model again; a LossScaleOptimizer would
+        # make more variables.
+        object.__setattr__(optimizer, "build", lambda variables: None)
 
     def is_of(self, optimizer):
         """Whether they are applied by this optimizer."""

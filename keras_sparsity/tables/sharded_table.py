@@ -133,6 +133,7 @@ class ShardedTable:
                 self, dtype=dtype, trainable=trainable, name=name
             ),
             self.initializer,
+            sends_messages=True,
         )
         self.variable.constraint = constraint
         self.variable.regularizer = regularizer

@@ -100,13 +100,24 @@ def check_gradients(grads, variables):
             )
 
 
+def rule_of(optimizer):
+    """An optimizer without loss scaling."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return optimizer.inner_optimizer
+    return optimizer
+
+
+def is_rule(optimizer):
+    """Whether an optimizer, but for loss scaling, has Keras's `apply`."""
+    stock = keras.optimizers.Optimizer.apply
+    return type(rule_of(optimizer)).apply is stock
+
+
 def check_is_rule(optimizer):
     """Raises for an optimizer that bypasses the aggregation."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    if type(optimizer).apply is not keras.optimizers.Optimizer.apply:
+    if not is_rule(optimizer):
         raise ValueError(
-            f"{type(optimizer).__name__} has an `apply` of its own, so its "
-            "gradients cannot be aggregated before. Use one optimizer that "
-            "updates each variable by `update_step`, as Adam does."
+            f"{type(rule_of(optimizer)).__name__} has an `apply` of its own, "
+            "so its gradients cannot be aggregated before. Use one optimizer "
+            "that updates each variable by `update_step`, as Adam does."
         )

@@ -189,25 +189,65 @@ def checkpointed(folder, epochs, num_examples):
     return model.get_weights()
 
 
+class OwnApply(keras.optimizers.SGD):
+    """A rule that no other can stand before."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply(grads, trainable_variables)
+
+
+class OwnTable(keras.layers.Layer):
+    """A layer of a user's that looks rows up in a sharded table."""
+
+    def __init__(self, name):
+        super().__init__(name=name)
+        self.table = ks.ShardedTable(40, 3, owner_name=name)
+        self.rows = self.table.variable
+
+    def call(self, ids):
+        return self.table.gather(ids)
+
+
 def refused():
     """Messages of `compile`, by what it refuses."""
-    found = {}
     strategy = strategy_of()
-    for name, make in {
-        "tail": lambda: ks.LayerPlacementStrategy(["items_"]).scope(),
-        "pipeline": lambda: ks.PipelineStrategy(
-            "1f1b", ["all", "head"]
-        ).scope(),
-        "built": strategy.scope,
-    }.items():
-        model = recommender()
-        rule = keras.optimizers.Adam()
-        if name == "built":
-            rule.build([keras.Variable(np.zeros((2, 2)))])
-        with pytest.raises(ValueError) as raised, make():
-            model.compile(rule, "sparse_categorical_crossentropy")
+    in_stages = ks.PipelineStrategy("1f1b", ["all", "head"])
+    rules = keras.optimizers
+    built = rules.Adam()
+    built.build([keras.Variable(np.zeros((2, 2)))])
+    needs_whole = keras.regularizers.OrthogonalRegularizer()
+    found = {}
+    for name, used, rule, options in [
+        ("tail", ks.LayerPlacementStrategy(["items_"]), "adam", {}),
+        ("pipeline", in_stages, "adam", {}),
+        ("built", strategy, built, {}),
+        ("rule", strategy, rules.Lamb(), {}),
+        ("scaled rule", strategy, rules.LossScaleOptimizer(rules.Lamb()), {}),
+        ("own apply", strategy, OwnApply(), {}),
+        ("regularizer", strategy, "adam", {"regularizer": needs_whole}),
+    ]:
+        with pytest.raises(ValueError) as raised, used.scope():
+            recommender(**options).compile(rule, "mse")
         found[name] = str(raised.value)
+    with pytest.raises(ValueError) as raised, in_stages.scope():
+        ids = keras.Input((), dtype="int32")
+        x = keras.layers.Dense(3, name="all")(OwnTable("own")(ids))
+        x = keras.layers.Dense(3, name="head")(x)
+        keras.Model(ids, keras.layers.Dense(3)(x)).compile("adam", "mse")
+    found["own table"] = str(raised.value)
+    _train_few(strategy, built)
     return found
+
+
+def _train_few(strategy, built):
+    """What is not refused: a built optimizer, and one for whole variables."""
+    with strategy.scope():
+        model = recommender()
+        for layer in model.layers:
+            layer.trainable = layer.name in ("head", "wide", "out")
+        model.compile(OwnApply(), "sparse_categorical_crossentropy")
+        fit(model, 8, epochs=1)
+        model.compile(built, "sparse_categorical_crossentropy")
 
 
 def left():

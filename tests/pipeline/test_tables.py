@@ -97,12 +97,13 @@ def test_as_one_process(
         assert {len(rank["messages"]) for rank in workers} == {1}
 
 
+@pytest.mark.parametrize("rule", ["adam", "scaled"])
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_saved_loaded_exported(cluster, engine, tmp_path):
+def test_saved_loaded_exported(cluster, engine, rule, tmp_path):
     ranks = cluster(engine, 3, has_groups=True).run(
-        functions.train, "adam", 17, {}, {}, str(tmp_path)
+        functions.train, rule, 17, {}, {}, str(tmp_path)
     )
-    expected, moved = _expected("adam", 17)
+    expected, moved = _expected(rule, 17)
     for rank in ranks:
         _check(rank, expected, moved)
         for name in ("loaded", "plain"):
@@ -151,6 +152,13 @@ def test_refused(cluster):
         assert "Divide the model behind it" in found["tail"]
         assert "ShardedEmbedding" in found["pipeline"]
         assert "an optimizer that is built" in found["built"]
+        for name in ("rule", "scaled rule"):
+            assert "The optimizer Lamb cannot be applied" in found[name]
+        assert "OwnApply has an `apply` of its own" in found["own apply"]
+        assert "'users'" in found["regularizer"]
+        assert "OrthogonalRegularizer" in found["regularizer"]
+        assert "The layer 'own' spreads its rows" in found["own table"]
+        assert "a ShardedTable" in found["own table"]
 
 
 def test_plan(cluster):
