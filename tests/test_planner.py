@@ -27,6 +27,7 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
         assert (best.way == "data parallelism") == (name == "HybridStrategy")
         assert plan.cluster.size == 2
         assert plan.cluster.processes_per_processor == 2
+        assert 0 < plan.cluster.message_seconds < 0.1
         if rate:
             assert plan.cluster.megabits_per_second == rate
             # 2 numbers of an example in place of all gradients.

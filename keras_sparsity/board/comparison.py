@@ -65,7 +65,7 @@ def compared(model, dataset, cluster, engine, specs, communicator):
 
 
 def _as_measured(cluster, communicator):
-    """A running cluster with the rate and latency of its links."""
+    """A running cluster, with what is measured of its messages."""
     measured = {}
     if cluster.megabits_per_second is None:
         link = speeds.measure_link(communicator)
@@ -74,6 +74,8 @@ def _as_measured(cluster, communicator):
             link.seconds_per_byte, 1e-12
         )
         measured["latency_seconds"] = link.latency_seconds
+    if cluster.message_seconds is None:
+        measured["message_seconds"] = speeds.message_seconds(communicator)
     if communicator.cross_size == 1 and not cluster.processes_per_processor:
         # As many machines, for its messages; computation is shared.
         measured["processes_per_processor"] = communicator.size

@@ -71,6 +71,33 @@ def measure_link(communicator):
     return Speed(whole.latency_seconds / (2 * others), whole.seconds_per_byte)
 
 
+def message_seconds(communicator):
+    """Processor time of a small message. A collective call, between steps.
+
+    Args:
+        communicator: `Collectives` of all ranks.
+
+    Returns:
+        Seconds where it is sent, and as many where it arrives.
+    """
+    found = []
+
+    def broadcast(rows):
+        communicator.broadcast([rows], root=0, name="speed/broadcast")
+
+    def timed(several):
+        begin = time.process_time()
+        several()
+        found.append(time.process_time() - begin)
+
+    _rounds(communicator, broadcast, _ROWS[0], timed)
+    times = communicator.gather_objects(
+        float(np.median(found)) / _REPEATS, name="speed/message"
+    )
+    # Each rank but the first gets it once.
+    return sum(times) / (2 * (communicator.size - 1))
+
+
 def _line(sizes, seconds):
     rise = (seconds[1] - seconds[0]) / max(1, sizes[1] - sizes[0])
     return Speed(seconds[0], max(0.0, rise))
@@ -107,6 +134,22 @@ def _paths(communicator):
 
 def _seconds(communicator, run, num_rows):
     """Seconds of one run: the slowest rank's median over some rounds."""
+    rounds = []
+
+    def timed(several):
+        begin = time.perf_counter()
+        several()
+        rounds.append((time.perf_counter() - begin) / _REPEATS)
+
+    _rounds(communicator, run, num_rows, timed)
+    medians = communicator.gather_objects(
+        float(np.median(rounds)), name="speed/seconds"
+    )
+    return max(medians)
+
+
+def _rounds(communicator, run, num_rows, timed):
+    """Calls `timed` some times, with a function of `_REPEATS` runs."""
     rows = tf.Variable(tf.ones([num_rows, _DIM]))
 
     @tf.function
@@ -115,16 +158,9 @@ def _seconds(communicator, run, num_rows):
             run(rows)
 
     several()  # traces
-    rounds = []
     for _ in range(_ROUNDS):
         communicator.barrier(name="speed/begin")
-        start = time.perf_counter()
-        several()
-        rounds.append((time.perf_counter() - start) / _REPEATS)
-    medians = communicator.gather_objects(
-        float(np.median(rounds)), name="speed/seconds"
-    )
-    return max(medians)
+        timed(several)
 
 
 def _update(rows):

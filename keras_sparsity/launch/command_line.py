@@ -27,6 +27,7 @@ _DESCRIBED = {
     "--processes-per-machine": (int, "L", "processes of each; by default 1"),
     "--rate": (float, "MBIT", "Mbit/s of a machine's link in each direction"),
     "--latency": (float, "MS", "milliseconds of an empty message"),
+    "--message": (float, "MS", "milliseconds of a processor that sends it"),
     "--memory": (float, "GB", "memory of a process"),
     "--speed": (
         float,
@@ -178,6 +179,7 @@ def _show_described(options):
         else options.processes_per_machine,
         megabits_per_second=options.rate,
         latency_seconds=scaled(options.latency, 1e-3),
+        message_seconds=scaled(options.message, 1e-3),
         relative_speed=1.0 if options.speed is None else options.speed,
         memory_bytes=scaled(options.memory, 1e9),
     )

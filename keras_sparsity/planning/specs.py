@@ -22,6 +22,8 @@ class Cluster:
             With it `ks.plan` predicts times. None: unknown.
         latency_seconds: time of an empty message between two machines. None:
             it is not counted.
+        message_seconds: processor time of an empty message, where it is sent
+            and where it arrives. None: it is not counted.
         relative_speed: computation of a machine, relative to the one that
             makes the plan.
         processes_per_processor: the number of processes that share the
@@ -45,6 +47,7 @@ class Cluster:
     processes_per_machine: int = 1
     megabits_per_second: float | None = None
     latency_seconds: float | None = None
+    message_seconds: float | None = None
     relative_speed: float = 1.0
     processes_per_processor: int | None = None
     memory_bytes: float | None = None
@@ -61,7 +64,10 @@ class Cluster:
                 " or None",
                 _MOST_PROCESSES,
             )
-        for name in ("megabits_per_second", "latency_seconds", "memory_bytes"):
+        for name in (
+            *("megabits_per_second", "latency_seconds", "message_seconds"),
+            "memory_bytes",
+        ):
             if getattr(self, name) is not None:
                 checks.positive_number(name, getattr(self, name), " or None")
         checks.positive_number("relative_speed", self.relative_speed)

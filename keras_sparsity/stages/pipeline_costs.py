@@ -32,6 +32,7 @@ class PipelineCosts:
         self._facts, self._cluster = facts, cluster
         self._num_stages = num_stages
         self._num_replicas = cluster.size // num_stages
+        self._shared = shared_by(cluster, cluster.size)
         self._part = max(1.0, num_examples / self._num_replicas)
         profile = facts.profile
         travels = {
@@ -74,7 +75,7 @@ class PipelineCosts:
     def _flushed(self, name, make, number):
         schedule = make(self._num_stages, number)
         forward, both = self._pass_seconds(self._part / number)
-        backward = both - forward
+        forward, backward = self._with_messages(forward, both - forward)
         seconds = self._simulated(schedule, forward, backward, number)
         held = [schedule.in_flight(k) for k in range(self._num_stages)]
         memory = [
@@ -82,7 +83,7 @@ class PipelineCosts:
             + held[k] * self._held_bytes(k, self._part / number)
             for k in range(self._num_stages)
         ]
-        work = number * both
+        work = number * (forward + backward)
         return self._cost(name, seconds, work, memory, 0, number)
 
     def _in_flight(self):
@@ -90,6 +91,7 @@ class PipelineCosts:
         forward, both = self._pass_seconds(self._part)
         # All but the last stage compute their layers again, see the Planner.
         backward = np.append(both[:-1], both[-1] - forward[-1])
+        forward, backward = self._with_messages(forward, backward)
         # A mini-batch more, once the pipeline is full.
         few, many = (
             self._simulated(
@@ -143,8 +145,21 @@ class PipelineCosts:
         )
         return self._facts.forward_share * both, both
 
+    def _with_messages(self, forward, backward):
+        """These times of passes, and those of their messages at a processor.
+
+        A pass sends to one neighbour what it has made of the other's message.
+        """
+        last = self._num_stages - 1
+        at_ends = np.array([(k > 0) + (k < last) for k in range(last + 1)])
+        seconds = at_ends * (self._cluster.message_seconds or 0)
+        return forward + seconds, backward + seconds
+
     def _simulated(self, schedule, forward, backward, number):
-        examples = self._part / number
+        examples, shared = self._part / number, self._shared
+        # Replicas of a stage on one processor take as long as all of them.
+        at_once = min(shared, self._num_replicas)
+        by_processor = max(shared, self._num_replicas)
         activations, gradients = (
             [
                 self._message_seconds(k, sizes[place] * examples)
@@ -157,11 +172,15 @@ class PipelineCosts:
         )
         return simulate(
             schedule,
-            forward.tolist(),
-            backward.tolist(),
+            (at_once * forward).tolist(),
+            (at_once * backward).tolist(),
             activations,
             gradients,
             [self._update_seconds(k) for k in range(self._num_stages)],
+            [
+                self._ranks(k)[0] // by_processor
+                for k in range(self._num_stages)
+            ],
         ).seconds
 
     def _message_seconds(self, link, num_bytes):
@@ -177,6 +196,7 @@ class PipelineCosts:
         cluster, hops = self._cluster, self._num_replicas - 1
         most = int(self._hops[stage].max())
         seconds = self._computed_update(stage)
+        seconds *= min(self._shared, self._num_replicas)
         if most:
             seconds += 2 * hops * (cluster.latency_seconds or 0)
             by_ring = most * self._ring_bytes(stage)
@@ -216,8 +236,7 @@ class PipelineCosts:
         """
         updates = [self._computed_update(k) for k in range(self._num_stages)]
         of_ranks = np.repeat(work + np.array(updates), self._num_replicas)
-        shared = shared_by(self._cluster, self._cluster.size)
-        firsts = np.arange(0, len(of_ranks), shared)
+        firsts = np.arange(0, len(of_ranks), self._shared)
         return float(np.add.reduceat(of_ranks, firsts).max())
 
     def _cost(self, name, seconds, work, memory, missed, number):

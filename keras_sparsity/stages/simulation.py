@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import heapq
 
 from keras_sparsity.stages.schedule import Kind, Task
 
@@ -42,13 +43,15 @@ def simulate(
     activation_seconds=None,
     gradient_seconds=None,
     update_seconds=None,
+    processors=None,
 ):
     """Runs a schedule in simulated time.
 
     A stage runs its tasks one after the other. A forward pass waits for the
     activations of the stage before, a backward pass for the gradients of the
     stage behind; both travel while stages compute, one message at a time in
-    each direction of a link.
+    each direction of a link. Stages that share a processor run their tasks in
+    turn, whichever can start first.
 
     Args:
         schedule: `Schedule`.
@@ -57,6 +60,8 @@ def simulate(
         activation_seconds, gradient_seconds: for each link between
             neighbours, the time of a message; by default 0.
         update_seconds: for each stage, the time of an update; by default 0.
+        processors: for each stage, the number of its processor; by default
+            each has its own.
 
     Returns:
         `Timeline`.
@@ -87,6 +92,7 @@ def simulate(
             Kind.FORWARD: activation_seconds or links,
             Kind.BACKWARD: gradient_seconds or links,
         },
+        processors or range(num_stages),
     )
     return run.timeline()
 
@@ -94,44 +100,61 @@ def simulate(
 class _Run:
     """One simulation.
 
-    Start times follow from the ends of earlier tasks alone, so stages may be
-    visited in any order: each runs until it must wait, and whatever it waits
-    for wakes it.
+    Of all tasks whose messages have been sent, the one that can start first
+    runs: what its end makes possible starts no earlier.
     """
 
-    def __init__(self, schedule, seconds, message_seconds):
+    def __init__(self, schedule, seconds, message_seconds, processors):
         self._schedule = schedule
         self._seconds = seconds
         self._message_seconds = message_seconds
+        self._processors = processors
         stages = range(schedule.num_stages)
         self._next = [0 for _ in stages]
-        self._free = [0 for _ in stages]
+        self._idle = [0 for _ in stages]  # since when
+        self._free = collections.Counter()  # processors: since when
         self._link_free = collections.Counter()
         self._arrivals = [{} for _ in stages]
+        # A heap of `(start at the earliest, ready since, task, stage)`.
+        self._ready = []
+        self._waiting = set(stages)  # for a message
         self.starts = tuple({} for _ in stages)
         self.ends = tuple({} for _ in stages)
 
     def timeline(self):
-        awake = collections.deque(range(self._schedule.num_stages))
-        while awake:
-            awake.extend(self._advance(awake.popleft()))
+        for stage in range(self._schedule.num_stages):
+            self._look_at(stage)
+        while self._ready:
+            known, *order, stage = heapq.heappop(self._ready)
+            start = max(known, self._free[self._processors[stage]])
+            if start > known:  # another stage has had the processor
+                heapq.heappush(self._ready, (start, *order, stage))
+                continue
+            self._run(stage, start)
         self._check_done()
         return Timeline(self.starts, self.ends)
 
-    def _advance(self, stage):
-        """Runs a stage's tasks until one must wait; yields woken stages."""
+    def _look_at(self, stage):
+        """Makes a stage's next task ready, if its message has been sent."""
         tasks = self._schedule.stages[stage]
-        while self._next[stage] < len(tasks):
-            task = tasks[self._next[stage]]
-            needed = self._needed(stage, task)
-            if needed and task not in self._arrivals[stage]:
-                return
-            start = max(self._free[stage], self._arrivals[stage].get(task, 0))
-            end = start + self._seconds[task.kind][stage]
-            self.starts[stage][task], self.ends[stage][task] = start, end
-            self._free[stage] = end
-            self._next[stage] += 1
-            yield from self._send(stage, task, end)
+        if stage not in self._waiting or self._next[stage] == len(tasks):
+            return
+        task = tasks[self._next[stage]]
+        if self._needed(stage, task) and task not in self._arrivals[stage]:
+            return
+        self._waiting.remove(stage)
+        ready = max(self._idle[stage], self._arrivals[stage].get(task, 0))
+        heapq.heappush(self._ready, (ready, ready, self._next[stage], stage))
+
+    def _run(self, stage, start):
+        task = self._schedule.stages[stage][self._next[stage]]
+        end = start + self._seconds[task.kind][stage]
+        self.starts[stage][task], self.ends[stage][task] = start, end
+        self._idle[stage] = self._free[self._processors[stage]] = end
+        self._next[stage] += 1
+        self._waiting.add(stage)
+        for awake in (*self._sent(stage, task, end), stage):
+            self._look_at(awake)
 
     def _needed(self, stage, task):
         """`(stage, Task)` whose message a task waits for, or None."""
@@ -143,23 +166,23 @@ class _Run:
             return stage, Task(Kind.FORWARD, task.batch)
         return None
 
-    def _send(self, stage, task, end):
-        """Sends a pass's result; yields the stage that it arrives at."""
+    def _sent(self, stage, task, end):
+        """Sends a pass's result; the stage that gets it, in a list."""
         last = self._schedule.num_stages - 1
         if task.kind is Kind.FORWARD and stage == last:
             backward = Task(Kind.BACKWARD, task.batch)
             self._arrivals[stage][backward] = end
-            return
+            return []
         step = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.UPDATE: 0}[task.kind]
         target = stage + step
         if target in (stage, -1):
-            return
+            return []
         link = (task.kind, min(stage, target))
         begin = max(end, self._link_free[link])
         arrival = begin + self._message_seconds[task.kind][link[1]]
         self._link_free[link] = arrival
         self._arrivals[target][task] = arrival
-        yield target
+        return [target]
 
     def _check_done(self):
         lines = []

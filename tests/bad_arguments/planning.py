@@ -44,6 +44,7 @@ BAD = [
         for name in (
             "megabits_per_second",
             "latency_seconds",
+            "message_seconds",
             "relative_speed",
             "memory_bytes",
         )

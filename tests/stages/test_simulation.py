@@ -57,6 +57,22 @@ def test_messages_travel_while_stages_compute_and_wait_for_their_link():
     assert timeline.bubble == pytest.approx(1 - 14 / 37)
 
 
+def test_stages_that_share_a_processor_take_turns():
+    timeline = simulate(gpipe(2, 2), [1, 2], [3, 1], processors=[0, 0])
+    first, second = timeline.starts
+    assert first[_task("f", 0)] == 0
+    # Both can start; the second stage is behind.
+    assert second[_task("f", 0)] == 1
+    assert first[_task("f", 1)] == 3
+    assert second[_task("f", 1)] == 4
+    assert second[_task("b", 0)] == 6
+    # The second stage's next pass and this one have waited since 7.
+    assert first[_task("b", 0)] == 7
+    assert second[_task("b", 1)] == 10
+    assert first[_task("b", 1)] == 11
+    assert timeline.seconds == 14  # always busy
+
+
 def test_a_schedule_that_deadlocks_names_the_waiting_tasks():
     tasks = (_task("f", 0), _task("b", 0), _task("f", 1), _task("b", 1))
     swapped = (_task("f", 1), _task("f", 0), _task("b", 0), _task("b", 1))

@@ -110,6 +110,17 @@ def test_slow_links_and_latency():
     assert found[0].schedule == "1f1b"
 
 
+def test_messages_take_the_time_of_processors():
+    cluster = Cluster(2, megabits_per_second=RATE, message_seconds=1.0)
+    _, named = costs(cluster)
+    # Both passes of the slower stage send or receive one.
+    assert named["vanilla"].step_seconds == pytest.approx(12 + 2)
+    # Smaller parts of a mini-batch cost more than they gain.
+    flushed = named["1f1b"]
+    assert flushed.num_micro_batches == 2
+    assert flushed.computation_seconds == pytest.approx(9 + 2 * 2)
+
+
 def test_stages_of_two_replicas():
     found, named = costs(Cluster(4, megabits_per_second=RATE))
     # 3 stages would leave a process over, and there are 3 calls.
