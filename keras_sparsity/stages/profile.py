@@ -18,7 +18,7 @@ class OwnedRows:
     Attributes:
         table: the table's path.
         num_rows: the number of its rows.
-        table_bytes: bytes of all of them.
+        table_bytes: bytes of all of them; 0 if an earlier call looks them up.
         num_lookups: the number of rows that an example looks up.
         pulled_bytes: bytes of a row as it travels.
         pushed_bytes: those of its gradient; 0 of a frozen table.
@@ -71,8 +71,9 @@ class GradientSize:
     @property
     def parameter_bytes(self):
         """Bytes of the trained weights."""
-        owned = {rows.table: rows.table_bytes for rows in self.owned}
-        return self.summed_bytes + sum(owned.values())
+        return self.summed_bytes + sum(
+            rows.table_bytes for rows in self.owned if rows.pushed_bytes
+        )
 
     def owned_bytes(self, num_examples):
         """Bytes of the rows that a rank pulls and pushes for its examples."""
@@ -165,7 +166,7 @@ def gradient_sizes(cutter, wire_dtype=None):
         for call in cutter.calls
         for variable in getattr(call.operation, "trainable_variables", [])
     ]
-    seen, found = set(), []
+    seen, seen_tables, found = set(), set(), []
     for call in cutter.calls:
         weights = getattr(call.operation, "trainable_variables", [])
         new = [v for v in weights if id(v) not in seen]
@@ -180,7 +181,7 @@ def gradient_sizes(cutter, wire_dtype=None):
             of_call
             or GradientSize(
                 num_bytes(v for v in new if not isinstance(v, TableVariable)),
-                owned=tuple(_owned_rows(call, wire_dtype)),
+                owned=tuple(_owned_rows(call, wire_dtype, seen_tables)),
             )
         )
     return found
@@ -200,16 +201,22 @@ def _of_rows(call, tables):
     )
 
 
-def _owned_rows(call, wire_dtype):
-    """The `OwnedRows` of each of a call's requests."""
+def _owned_rows(call, wire_dtype, seen):
+    """The `OwnedRows` of each of a call's requests.
+
+    Args:
+        call, wire_dtype: as for `gradient_sizes`.
+        seen: set of the `id`s of the tables so far, which grows.
+    """
     for table, num_lookups, dtype in _requests(call):
-        variable = table.variable
+        variable, is_new = table.variable, id(table) not in seen
+        seen.add(id(table))
         own = wire_size(tf.as_dtype(variable.dtype), wire_dtype)
         pulled = min(own, tf.as_dtype(dtype).size)
         yield OwnedRows(
             variable.path,
             table.num_rows,
-            num_bytes([variable]),
+            num_bytes([variable]) * is_new,
             num_lookups,
             table.dim * pulled,
             table.dim * own * variable.trainable,

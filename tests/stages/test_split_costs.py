@@ -5,6 +5,7 @@ import dataclasses
 import keras
 import pytest
 
+import keras_sparsity as ks
 from keras_sparsity.planning import Cluster
 from keras_sparsity.stages import timing
 from keras_sparsity.stages.cutting import Cutter
@@ -97,6 +98,30 @@ def test_gradients_of_a_model():
     assert found["regularized"] == GradientSize(10 * 16)
     assert found["half"] == GradientSize(2 * (24 * 2 + 2))
     assert found["flat"].parameter_bytes == 0
+
+
+def test_tables_that_are_called_twice_or_frozen():
+    ids = keras.Input((3,), dtype="int32")
+    twice = ks.layers.ShardedEmbedding(50, 4, name="twice")
+    frozen = ks.layers.ShardedEmbedding(70, 4, name="frozen")
+    rows = [twice(ids), twice(ids[:, :2]), frozen(ids)]
+    x = keras.layers.Concatenate(axis=1, name="all")(rows)
+    model = keras.Model(ids, keras.layers.Dense(1, name="out")(x))
+    frozen.trainable = False
+    cutter = Cutter(model)
+    of_calls = {}
+    for call, found in zip(cutter.calls, gradient_sizes(cutter), strict=True):
+        if call.operation in (twice, frozen):
+            of_calls.setdefault(call.name, []).append(found)
+    first, second = of_calls["twice"]
+    (of_frozen,) = of_calls["frozen"]
+    assert first.parameter_bytes == 50 * 4 * 4
+    assert second.parameter_bytes == of_frozen.parameter_bytes == 0
+    # Rows travel for each call, with a number of 2 bytes; their gradients do
+    # if they are trained.
+    assert first.owned_bytes(4) == 4 * 3 * (2 + 16 + 16)
+    assert second.owned_bytes(4) == 4 * 2 * (2 + 16 + 16)
+    assert of_frozen.owned_bytes(4) == 4 * 3 * (2 + 16)
 
 
 def test_narrow_activations_and_numbers():
