@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_functional, patches
 from keras_sparsity.board.stage_plan import PipelinePlan, StageCost
+from keras_sparsity.layers import ordinary
 from keras_sparsity.pipeline.memory import (
     lasting_bytes,
     num_bytes,
@@ -153,12 +154,15 @@ class Planner:
         model = self._stage.part.model
         calls = keras_functional.functional_calls(model) if tables else []
         for call, outputs in zip(calls, self._made(tensors), strict=False):
+            own = ordinary.weight_of(call.operation)
             for variable in getattr(call.operation, "trainable_variables", []):
-                ids = math.prod(outputs[0].shape[:-1])
-                looked_up[id(variable)] += ids * self._num_passes
-        # Of one that a layer holds, no number is known.
+                # Of an `Embedding` that a layer holds, no number is known.
+                number = math.inf
+                if variable is own:
+                    number = math.prod(outputs[0].shape[:-1])
+                looked_up[id(variable)] += number * self._num_passes
         return {
-            key: min(looked_up.get(key, v.shape[0]), v.shape[0])
+            key: min(looked_up.get(key, math.inf), v.shape[0])
             for key, v in tables.items()
         }
 

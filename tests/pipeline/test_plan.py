@@ -1,7 +1,11 @@
 """`ks.plan` of a model in stages, against sizes worked out by hand."""
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
+import keras_sparsity as ks
 from keras_sparsity.launch import command_line
 from tests import pipeline_functions
 from tests.conftest import engines
@@ -110,3 +114,31 @@ def test_rows_that_are_looked_up(cluster, schedule, replicas):
         summed += 2 * rows * (replicas - 1)
         assert plan.summed_bytes(stage) == summed
     assert "| rows looked up |" in plan.markdown()
+
+
+class _Holder(keras.layers.Layer):
+    """Means of the rows of an `Embedding` that it holds."""
+
+    def __init__(self, num_rows):
+        super().__init__(name="holder")
+        self.rows = keras.layers.Embedding(num_rows, 4)
+
+    def build(self, shape):
+        self.rows.build(shape)
+
+    def call(self, ids):
+        return keras.ops.mean(self.rows(ids), 1)
+
+
+def test_rows_of_an_embedding_that_a_layer_holds():
+    """Up to all of them, as the layer may look up any number."""
+    num_rows = pipeline_functions.NUM_ROWS
+    strategy = ks.PipelineStrategy("gpipe", num_micro_batches=1)
+    with strategy.scope():
+        ids = keras.Input((5,), dtype="int32")
+        model = keras.Model(ids, keras.layers.Dense(1)(_Holder(num_rows)(ids)))
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((np.zeros((8, 5)), np.zeros((8, 1))))
+    (stage,) = ks.plan(model, data).stages
+    assert stage.table_bytes == num_rows * 16
+    assert stage.row_bytes == num_rows * (16 + 2)
