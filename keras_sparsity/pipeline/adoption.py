@@ -80,6 +80,8 @@ class Adoption:
         _check_scaling(model.optimizer, self.parts)
         is_new = not self._updates.is_of(model.optimizer)
         tables.check(model.optimizer, self.parts, strategy, is_new)
+        if not is_new:
+            self._updates.check_knows(model.trainable_variables)
         for binding in self._bindings:
             binding.unbind()
         self._bind(model, strategy)

@@ -55,7 +55,7 @@ class SavedState:
         All mini-batches under way come back first.
         """
         self._steps.settle()
-        for keeper in lookups.keepers_of(self._own):
+        for keeper in lookups.keepers_of(self._updates.own_built):
             # A run that goes on from files has all rows up to date, too.
             keeper.settle()
         found = self._of_model()
@@ -93,15 +93,13 @@ class SavedState:
             own: dict from the places of this rank's to `(table, pieces)`.
             slots: list of `(ranks, (name, shape, dtype))`.
         """
-        number, places = places_among_all(
-            self._optimizer, self._model.trainable_variables, self._own
-        )
+        number, places = places_among_all(self._optimizer, self._updates)
         own = dict(zip(places, self._updates.places, strict=True))
         described = {place: _described(*of) for place, of in own.items()}
         of_ranks = self._collectives.gather_objects(
             (not self._own, described), name="pipeline/slots"
         )
-        # Last those without variables: their optimizers count no steps.
+        # Last those that train no variable: their optimizers count no steps.
         order = sorted(range(len(of_ranks)), key=lambda rank: of_ranks[rank][0])
         slots = []
         for place in range(number):

@@ -23,6 +23,9 @@ class Updates:
         before: the `Updates` of an earlier `compile`, or None.
 
     Attributes:
+        all_built, own_built: lists of the trained variables of the model and
+            of the stage when the optimizer was built; fewer may be trained
+            since.
         by_rows: list of the variables, on this rank alone, of which a step
             reads and updates the rows that it looks up.
     """
@@ -30,6 +33,8 @@ class Updates:
     def __init__(self, model, part, strategy, before=None):
         self._optimizer = model.optimizer
         self._variables = part.model.trainable_variables
+        self.all_built = list(model.trainable_variables)
+        self.own_built = list(self._variables)
         self._of_rows = None
         own = {id(variable) for variable in self._variables}
         embeddings = [
@@ -41,6 +46,8 @@ class Updates:
         self._placements = Placements(strategy)
         if before is not None and before.is_of(self._optimizer):
             self._of_rows = before._of_rows
+            self.all_built = before.all_built
+            self.own_built = before.own_built
         elif before is not None:
             before._release()
         if self._optimizer is not None and self._of_rows is None:
@@ -67,6 +74,22 @@ class Updates:
     def is_of(self, optimizer):
         """Whether they are applied by this optimizer."""
         return optimizer is self._optimizer
+
+    def check_knows(self, variables):
+        """Raises ValueError for variables that the optimizer has no slots of.
+
+        Args:
+            variables: the model's trained variables, of all stages.
+        """
+        known = set(map(id, self.all_built))
+        unknown = [v.path for v in variables if id(v) not in known]
+        if self._optimizer is not None and unknown:
+            raise ValueError(
+                "An optimizer updates the weights that it was built with, and "
+                "some that are trained now were frozen then. Received: the "
+                f"optimizer of the earlier `compile`, and {unknown}. Give "
+                "`compile` a new one."
+            )
 
     def _reads_rows_of(self, variable):
         return (

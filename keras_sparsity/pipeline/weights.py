@@ -54,9 +54,7 @@ class Weights(Binding):
         self.part_random_states()
         object.__setattr__(model, exporting.WHOLE, self._whole_everywhere)
         if model.optimizer is not None:
-            _load_own_part(
-                model.optimizer, model.trainable_variables, self._own, updates
-            )
+            _load_own_part(model.optimizer, updates)
 
     def _is_here(self, variable):
         return self._stages[id(variable)] == self._stage
@@ -152,7 +150,9 @@ class Weights(Binding):
                     self._hold(variable, value, held)
             if optimizer is not None and is_reader:
                 held.callback(setattr, model, "optimizer", optimizer)
-                model.optimizer = _with_values(optimizer, model, values)
+                model.optimizer = _with_values(
+                    optimizer, self._updates.all_built, values
+                )
             yield
 
     def _hold(self, variable, value, held):
@@ -177,12 +177,8 @@ class Weights(Binding):
         """
         # Without variables a rank's optimizer counts no steps.
         own = {}
-        if self._own:
-            _, places = places_among_all(
-                self._model.optimizer,
-                self._model.trainable_variables,
-                self._own,
-            )
+        if self._updates.own_built:
+            _, places = places_among_all(self._model.optimizer, self._updates)
             # All ranks of the stage read the slots of tables together.
             values = map(_value_of, self._updates.places)
             own = dict(zip(places, values, strict=True))
@@ -220,16 +216,16 @@ class Weights(Binding):
         return value
 
 
-def _with_values(optimizer, model, values):
+def _with_values(optimizer, variables, values):
     """A copy of an optimizer for all of a model's weights.
 
     Args:
         optimizer: a rank's, of its stage's weights.
-        model: the model.
+        variables: those of all stages.
         values: list of the values of the copy's variables.
     """
     of_all = type(optimizer).from_config(optimizer.get_config())
-    of_all.build(model.trainable_variables)
+    of_all.build(variables)
     for variable, value in zip(of_all.variables, values, strict=True):
         variable.assign(value)
     return of_all
@@ -243,19 +239,17 @@ def _value_of(place):
     return tf.convert_to_tensor(pieces[0].value)
 
 
-def _load_own_part(optimizer, variables, own, updates):
+def _load_own_part(optimizer, updates):
     """Lets a rank's optimizer load its slots from those of all weights.
 
     Args:
         optimizer: the rank's, of its stage's weights.
-        variables: all trainable variables of the model.
-        own: those of the stage.
         updates: the rank's `Updates`.
     """
     stock = type(optimizer).load_own_variables
 
     def load(store):
-        number, places = places_among_all(optimizer, variables, own)
+        number, places = places_among_all(optimizer, updates)
         if len(store.keys()) == number:
             values = [store[str(place)] for place in places]
             optimizer_state.assign(updates.places, values)
@@ -265,18 +259,22 @@ def _load_own_part(optimizer, variables, own, updates):
     object.__setattr__(optimizer, "load_own_variables", load)
 
 
-def places_among_all(optimizer, variables, own):
+def places_among_all(optimizer, updates):
     """The number of variables of an optimizer for all, and a rank's places.
 
     A place for each variable of the rank's optimizer.
+
+    Args:
+        optimizer: the rank's.
+        updates: its `Updates`.
     """
     stand_ins = {
         # As many dimensions, of which a rule's slots may depend.
         id(v): keras.Variable(np.zeros([1] * len(v.shape)), name=f"weight_{i}")
-        for i, v in enumerate(variables)
+        for i, v in enumerate(updates.all_built)
     }
     paths = []
-    for some in (variables, own):
+    for some in (updates.all_built, updates.own_built):
         alike = type(optimizer).from_config(optimizer.get_config())
         alike.build([stand_ins[id(v)] for v in some])
         paths.append([v.path for v in alike.variables])

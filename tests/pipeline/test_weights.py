@@ -4,6 +4,7 @@ import keras
 import numpy as np
 
 from tests import pipeline_functions
+from tests.pipeline import weight_functions
 
 
 def test_saved_models_are_whole(cluster, tmp_path):
@@ -32,6 +33,25 @@ def test_models_made_in_the_scope_are_whole_nowhere(cluster):
     for before, own, is_same, trained in ranks:
         assert before == 0 and 0 < own < trained and is_same
     assert sum(own for _, own, *_ in ranks) == ranks[0][-1]
+
+
+def test_layers_are_frozen_between_trainings(cluster, tmp_path):
+    """The same optimizer goes on, and keeps the slots of what is frozen."""
+    names = ["dense_0"]
+    ranks = cluster("native", 2).run(
+        weight_functions.freeze, names, str(tmp_path)
+    )
+    weights, slots = weight_functions.state_of(weight_functions.frozen(names))
+    for (found, found_slots), saved in ranks:
+        _check(found, weights)
+        _check(saved, weights)
+        _check(found_slots, slots)
+
+
+def test_weights_that_an_optimizer_does_not_know(cluster):
+    for message in cluster("native", 2).run(weight_functions.thaw):
+        assert "out/kernel" in message
+        assert "Give `compile` a new one" in message
 
 
 def _check(values, expected):

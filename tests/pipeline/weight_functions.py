@@ -1,0 +1,68 @@
+"""Functions that the processes of tests of stages' weights run."""
+
+import contextlib
+
+import keras
+import pytest
+
+import keras_sparsity as ks
+from tests import pipeline_functions
+
+
+def _fit(network):
+    x, y = pipeline_functions.data("dense", 22)
+    network.fit(
+        *(x, y, pipeline_functions.BATCH_SIZE),
+        **{"epochs": 2, "shuffle": False, "verbose": 0},
+    )
+
+
+def frozen(names, scope=contextlib.nullcontext):
+    """A model of which some layers are frozen between two trainings.
+
+    Args:
+        names: of these layers.
+        scope: that of a strategy; by default of none.
+    """
+    network = pipeline_functions.made("dense")
+    rule = keras.optimizers.Adam(0.01)
+    with scope():
+        network.compile(rule, "mse")
+    _fit(network)
+    for name in names:
+        network.get_layer(name).trainable = False
+    with scope():
+        network.compile(rule, "mse")
+    _fit(network)
+    return network
+
+
+def state_of(network):
+    """Arrays of the weights, and of the optimizer's variables."""
+    slots = [variable.numpy() for variable in network.optimizer.variables]
+    return network.get_weights(), slots
+
+
+def freeze(names, folder):
+    """The state of the whole model, and the weights of its file."""
+    strategy = ks.PipelineStrategy("1f1b", ["dense_1"], 2)
+    network = frozen(names, strategy.scope)
+    network.save(f"{folder}/frozen.keras")
+    loaded = pipeline_functions.made("dense")
+    loaded.load_weights(f"{folder}/frozen.keras")
+    return state_of(ks.export(network)), loaded.get_weights()
+
+
+def thaw():
+    """The message where a layer is trained that was frozen at first."""
+    network = pipeline_functions.made("dense")
+    network.get_layer("out").trainable = False
+    rule = keras.optimizers.Adam(0.01)
+    with ks.PipelineStrategy("1f1b", ["dense_1"]).scope():
+        network.compile(rule, "mse")
+        network.get_layer("out").trainable = True
+        with pytest.raises(ValueError) as raised:
+            network.compile(rule, "mse")
+        network.compile("adam", "mse")
+    _fit(network)
+    return str(raised.value)
