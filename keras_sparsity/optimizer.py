@@ -178,6 +178,9 @@ class HybridOptimizer(OptimizerWrapper):
         if not is_synchronised:
             start.same_on_all_ranks(placements.communicator, var_list, whole)
         inner = self.inner_optimizer
+        if self._rule.built and not inner.built:
+            # A new loss scaling, around a rule that may have trained.
+            inner.build(keras_optimizers.built_variables(self._rule))
         values = None
         if inner.built and len(whole) < len(var_list):
             # Built for whole tables, for example by `load_model`: start anew

@@ -81,7 +81,8 @@ def check(optimizer, parts, strategy, is_new=True):
             table.check_can_be_spread()
         if optimizer is None or id(table.variable) not in trained:
             continue
-        if will_be_spread and is_new and optimizer.built:
+        rule = optimizer_arguments.rule_of(optimizer)
+        if will_be_spread and is_new and rule.built:
             raise ValueError(
                 "An optimizer that is built has slots of whole tables, and "
                 "cannot go on with parts of them. Received: an optimizer that "
@@ -90,7 +91,7 @@ def check(optimizer, parts, strategy, is_new=True):
                 "`ks.callbacks.ShardedCheckpoint`, gives it its state."
             )
         optimizer_arguments.check_is_rule(optimizer)
-        rules.check_applies_by_rows(optimizer_arguments.rule_of(optimizer))
+        rules.check_applies_by_rows(rule)
 
 
 def check_places(parts):

@@ -45,9 +45,10 @@ class Updates:
         lookups.mark(embeddings, strategy.peers.size)
         self._placements = Placements(strategy)
         if before is not None and before.is_of(self._optimizer):
-            self._of_rows = before._of_rows
             self.all_built = before.all_built
             self.own_built = before.own_built
+        if before is not None and before._optimizer is self._optimizer:
+            self._of_rows = before._of_rows
         elif before is not None:
             before._release()
         if self._optimizer is not None and self._of_rows is None:
@@ -57,9 +58,10 @@ class Updates:
             variable.value.is_looked_up = True
 
     def _build(self):
-        optimizer, variables = self._optimizer, self._variables
-        is_new = not optimizer.built
-        if is_new and not any(map(is_spread, variables)):
+        optimizer, variables = self._optimizer, self.own_built
+        # A new loss scaling may be around a rule that has trained.
+        is_new = not optimizer_arguments.rule_of(optimizer).built
+        if not optimizer.built and not any(map(is_spread, variables)):
             optimizer.build(variables)
         if any(
             map(lookups.owner_of, variables)
@@ -72,8 +74,9 @@ class Updates:
         object.__setattr__(optimizer, "build", lambda variables: None)
 
     def is_of(self, optimizer):
-        """Whether they are applied by this optimizer."""
-        return optimizer is self._optimizer
+        """Whether they are applied by this optimizer, but for loss scaling."""
+        rule_of = optimizer_arguments.rule_of
+        return rule_of(optimizer) is rule_of(self._optimizer)
 
     def check_knows(self, variables):
         """Raises ValueError for variables that the optimizer has no slots of.

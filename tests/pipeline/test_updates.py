@@ -153,6 +153,29 @@ def test_compiled_again_with_another_optimizer():
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_in_stages", [True, False])
+def test_compiled_again_with_a_new_loss_scaling(is_in_stages):
+    """As Keras's `compile` makes under the policy "mixed_float16"."""
+    strategy = ks.HybridStrategy()
+    if is_in_stages:
+        strategy = ks.PipelineStrategy("gpipe", num_micro_batches=1)
+    rule, stock_rule = (keras.optimizers.SGD(0.1, momentum=0.9) for _ in "12")
+    with strategy.scope():
+        network = pipeline_functions.made("tables")
+    stock = pipeline_functions.made("tables")
+    stock.compile(DenseGradients(stock_rule), ["mse", "mae"], run_eagerly=True)
+    for num_epochs in (2, 1):
+        scaling = keras.optimizers.LossScaleOptimizer(rule, initial_scale=8.0)
+        with strategy.scope():
+            network.compile(scaling, ["mse", "mae"])
+        _fit(network, epochs=num_epochs)
+        _fit(stock, epochs=num_epochs)
+    for value, expected in zip(
+        network.get_weights(), stock.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_resumed_to_the_bit(tmp_path):
     """From a checkpoint, whose rows are up to date, and from a saved model."""
 
