@@ -1,6 +1,6 @@
 """Updates of a stage's weights: of a table, of the touched rows."""
 
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import keras_models, keras_optimizers
 from keras_sparsity.layers import ordinary
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.pipeline.tables import Placements, is_spread
@@ -59,8 +59,9 @@ class Updates:
 
     def _build(self):
         optimizer, variables = self._optimizer, self.own_built
+        rule = optimizer_arguments.rule_of(optimizer)
         # A new loss scaling may be around a rule that has trained.
-        is_new = not optimizer_arguments.rule_of(optimizer).built
+        is_new = not rule.built
         if not optimizer.built and not any(map(is_spread, variables)):
             optimizer.build(variables)
         if any(
@@ -72,6 +73,14 @@ class Updates:
         # Keras builds that of a loaded model again; a LossScaleOptimizer would
         # make more variables.
         object.__setattr__(optimizer, "build", lambda variables: None)
+
+        def finalize(variables):
+            del variables  # Keras gives it those of all stages.
+            type(rule).finalize_variable_values(
+                rule, keras_optimizers.built_variables(rule)
+            )
+
+        object.__setattr__(optimizer, "finalize_variable_values", finalize)
 
     def is_of(self, optimizer):
         """Whether they are applied by this optimizer, but for loss scaling."""

@@ -88,6 +88,22 @@ def learning_rates(compile_):
     return found, history.history
 
 
+def averages(compile_):
+    """Weights that are averages of all steps', at the end of `fit`."""
+    found = []
+    rule = keras.optimizers.SGD
+    for optimizer in (
+        keras.optimizers.Adam(0.01, use_ema=True),
+        rule(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+        keras.optimizers.LossScaleOptimizer(rule(0.1, use_ema=True)),
+    ):
+        model = dense()
+        compile_(model, optimizer, "mse")
+        history = model.fit(*_data(), 8, 3, shuffle=False, verbose=0)
+        found += model.get_weights()
+    return found, history.history
+
+
 def single_batches(compile_):
     """`train_on_batch`, `test_on_batch` and `predict_on_batch`."""
     model = dense()
@@ -206,6 +222,7 @@ TRAININGS = {
         sample_weights,
         class_weights,
         learning_rates,
+        averages,
         single_batches,
         lengths,
         optimizers,

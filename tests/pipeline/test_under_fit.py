@@ -30,6 +30,7 @@ def _check(ranks, name, rtol=1e-4, atol=1e-5):
         ("sample_weights", "1f1b", 2),
         ("class_weights", "gpipe", 4),
         ("learning_rates", "1f1b", 2),
+        ("averages", "1f1b", 2),
         ("single_batches", "gpipe", 2),
         # One, as its statistics are those of a micro-batch.
         ("lengths", "1f1b", 1),

@@ -176,6 +176,19 @@ def test_compiled_again_with_a_new_loss_scaling(is_in_stages):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
 
 
+def test_averages_of_rows_at_the_end_of_a_training():
+    rule, stock_rule = (keras.optimizers.SGD(0.1, use_ema=True) for _ in "12")
+    network = _in_stages(rule)
+    stock = pipeline_functions.made("tables")
+    stock.compile(DenseGradients(stock_rule), ["mse", "mae"], run_eagerly=True)
+    for each in (network, stock):
+        _fit(each)
+    for value, expected in zip(
+        network.get_weights(), stock.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_resumed_to_the_bit(tmp_path):
     """From a checkpoint, whose rows are up to date, and from a saved model."""
 
