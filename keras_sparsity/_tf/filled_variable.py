@@ -7,6 +7,8 @@ as long as the process lives.
 Checked on TensorFlow 2.16 to 2.21.
 """
 
+import contextlib
+
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import (
     ResourceVariable,
@@ -35,6 +37,26 @@ def filled(value, shape, dtype, trainable=False, name=None):
         value = tf.cast(value, dtype)
         _fill(variable.handle, value, tf.constant(shape))
     return variable
+
+
+@contextlib.contextmanager
+def filling(value, shape):
+    """Context in which TensorFlow makes variables of one number.
+
+    Args:
+        value: the number.
+        shape: list of dimensions.
+
+    Yields:
+        An initializer for variables that Keras makes, whose values nobody
+        needs.
+    """
+
+    def create(next_creator, *, dtype, name=None, **kwargs):
+        return filled(value, shape, dtype, name=name)
+
+    with tf.variable_creator_scope(create):
+        yield lambda shape, dtype=None: tf.zeros((), dtype)
 
 
 @tf.function(autograph=False, reduce_retracing=True)

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_optimizers
 from keras_sparsity._tf.current_variable import keeper_of
+from keras_sparsity._tf.filled_variable import filling
 from keras_sparsity.stages.decaying import DecayingRows
 from keras_sparsity.update.closed_form import closed_form_of
 from keras_sparsity.update.closed_form.momentum import Resting
@@ -201,9 +202,11 @@ class OfChanges(Predictor):
     def average(self, variable):
         """The variable with the average of another one's changes."""
         if id(variable) not in self._averages:
-            with tf.init_scope():
+            # No second copy, not even for a moment.
+            with tf.init_scope(), filling(0, variable.shape) as nothing:
                 average = keras.Variable(
-                    tf.zeros(variable.shape, variable.dtype),
+                    nothing,
+                    shape=tuple(variable.shape),
                     dtype=variable.dtype,
                     trainable=False,
                     name="average",

@@ -5,7 +5,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf.filled_variable import filled
+from keras_sparsity._tf.filled_variable import filling
 from keras_sparsity.health import agreement
 from keras_sparsity.tables import initial_values
 from keras_sparsity.tables.table_variable import TableVariable
@@ -40,11 +40,6 @@ def synchronise_model(optimizer):
     return synchronise is not None
 
 
-def _nothing(shape, dtype=None):
-    """An initializer in place of one whose values nobody needs."""
-    return tf.zeros((), dtype)
-
-
 @contextlib.contextmanager
 def slots_stored_once(rule):
     """While entered, a rule's large slots are made without a second copy.
@@ -61,11 +56,8 @@ def slots_stored_once(rule):
         if number is None or not initial_values.is_large(shape):
             return stock(shape, initializer, *args, **kwargs)
 
-        def create(next_creator, *, dtype, name=None, **kwargs):
-            return filled(number, shape, dtype, name=name)
-
-        with tf.variable_creator_scope(create):
-            return stock(shape, _nothing, *args, **kwargs)
+        with filling(number, shape) as nothing:
+            return stock(shape, nothing, *args, **kwargs)
 
     rule.__dict__["add_variable"] = add
     try:

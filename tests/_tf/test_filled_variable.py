@@ -1,11 +1,12 @@
 """Variables whose first value is never stored twice."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from keras_sparsity._tf.current_variable import CurrentVariable, make_current
-from keras_sparsity._tf.filled_variable import filled
+from keras_sparsity._tf.filled_variable import filled, filling
 
 pytestmark = pytest.mark.smoke
 
@@ -32,6 +33,17 @@ def test_tapes_watch_it_if_it_is_trainable(trainable):
     gradient = tape.gradient(loss, variable)
     assert (gradient is not None) == trainable
     assert variable.trainable == trainable
+
+
+def test_keras_makes_variables_of_it():
+    with filling(3.0, (2, 1)) as nothing:
+        variable = keras.Variable(
+            nothing, shape=(2, 1), dtype="float64", name="slot"
+        )
+    assert (variable.name, variable.dtype) == ("slot", "float64")
+    np.testing.assert_array_equal(variable, [[3.0], [3.0]])
+    variable.assign([[1.0], [2.0]])
+    np.testing.assert_array_equal(variable, [[1.0], [2.0]])
 
 
 def test_it_is_made_in_any_trace():

@@ -1,5 +1,7 @@
 """Predicted weights, against what stock Keras does in the steps that follow."""
 
+from unittest import mock
+
 import keras
 import numpy as np
 import pytest
@@ -96,6 +98,14 @@ def test_averages_follow_in_a_traced_function():
     step(tf.constant([5.0, 5.0]))
     ahead = step(tf.constant([1.0, -1.0]))
     np.testing.assert_allclose(ahead, [1 - 0.8, 2 - 0.2], rtol=1e-5)
+
+
+def test_an_average_is_stored_once():
+    variable = keras.Variable(np.ones((3, 2)), dtype="float64")
+    with mock.patch.object(tf, "zeros", side_effect=AssertionError):
+        average = OfChanges(keras.optimizers.SGD(0.1), 0.9).average(variable)
+    assert average.dtype == "float64"
+    np.testing.assert_array_equal(average, np.zeros((3, 2)))
 
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, "0.9", None])
