@@ -2,11 +2,9 @@
 
 import functools
 
-import keras
-
 from keras_sparsity.checkpoint import state
+from keras_sparsity.pipeline.slots import Slots, described, dtype_of
 from keras_sparsity.pipeline.tables import is_spread
-from keras_sparsity.pipeline.weights import places_among_all
 from keras_sparsity.update import lookups
 
 
@@ -30,9 +28,6 @@ class SavedState:
         self._optimizer = model.optimizer
         strategy = model.distribute_strategy
         self._collectives = strategy.collectives
-        self._own = parts[
-            strategy.stages_of_ranks[strategy.rank]
-        ].model.trainable_variables
         of_stages = [
             tuple(
                 rank
@@ -77,35 +72,17 @@ class SavedState:
         ]
 
     def _of_optimizer(self):
-        own, slots = self._slots
+        own = self._slots.own
         return [
             self._entry_of_pieces(
                 "optimizer", description, *own.get(place, (None, [])), ranks
             )
-            for place, (ranks, description) in enumerate(slots)
+            for place, (ranks, description) in enumerate(self._slots.of_all)
         ]
 
     @functools.cached_property
     def _slots(self):
-        """The optimizer's variables, by their places among those of all ranks.
-
-        Returns:
-            own: dict from the places of this rank's to `(table, pieces)`.
-            slots: list of `(ranks, (name, shape, dtype))`.
-        """
-        number, places = places_among_all(self._optimizer, self._updates)
-        own = dict(zip(places, self._updates.places, strict=True))
-        described = {place: _described(*of) for place, of in own.items()}
-        of_ranks = self._collectives.gather_objects(
-            (not self._own, described), name="pipeline/slots"
-        )
-        # Last those that train no variable: their optimizers count no steps.
-        order = sorted(range(len(of_ranks)), key=lambda rank: of_ranks[rank][0])
-        slots = []
-        for place in range(number):
-            ranks = tuple(r for r in order if place in of_ranks[r][1])
-            slots.append((ranks, of_ranks[ranks[0]][1][place]))
-        return own, slots
+        return Slots(self._optimizer, self._updates, self._collectives)
 
     def _of_metrics(self):
         """Each rank of the last stage counts whole batches."""
@@ -134,39 +111,30 @@ class SavedState:
         is_here = self._collectives.rank in ranks
         if is_spread(variable):
             table = variable.table
-            described = _described(table, [variable])
+            description = described(table, [variable])
             pieces = table.partitions
             return self._entry_of_pieces(
-                section, described, table, pieces, ranks
+                section, description, table, pieces, ranks
             )
         found = variable if held is None or not is_here else held(variable)
         return state.Entry(
             section,
             variable.path,
             tuple(variable.shape),
-            _dtype(variable),
+            dtype_of(variable),
             [found] if is_here else [],
             is_replicated=is_replicated,
             ranks=ranks,
         )
 
     @staticmethod
-    def _entry_of_pieces(section, described, table, pieces, ranks):
+    def _entry_of_pieces(section, description, table, pieces, ranks):
         """The `Entry` of a variable, or of a table's partitions."""
         layout = table and table.layout
         return state.Entry(
-            section, *described, pieces, layout, ranks=None if layout else ranks
+            section,
+            *description,
+            pieces,
+            layout,
+            ranks=None if layout else ranks,
         )
-
-
-def _described(table, pieces):
-    """The name, shape and dtype of a variable as one process has it."""
-    first = pieces[0]
-    shape = tuple(first.shape)
-    if table is not None:
-        shape = (table.num_rows, *shape[1:])
-    return first.path, shape, _dtype(first)
-
-
-def _dtype(variable):
-    return keras.backend.standardize_dtype(variable.dtype)

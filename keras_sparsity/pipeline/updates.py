@@ -23,6 +23,7 @@ class Updates:
         before: the `Updates` of an earlier `compile`, or None.
 
     Attributes:
+        trained: list of the stage's variables that are trained.
         all_built, own_built: lists of the trained variables of the model and
             of the stage when the optimizer was built; fewer may be trained
             since.
@@ -32,11 +33,11 @@ class Updates:
 
     def __init__(self, model, part, strategy, before=None):
         self._optimizer = model.optimizer
-        self._variables = part.model.trainable_variables
+        self.trained = part.model.trainable_variables
         self.all_built = list(model.trainable_variables)
-        self.own_built = list(self._variables)
+        self.own_built = list(self.trained)
         self._of_rows = None
-        own = {id(variable) for variable in self._variables}
+        own = {id(variable) for variable in self.trained}
         embeddings = [
             layer
             for layer in keras_models.all_layers(model)
@@ -53,7 +54,7 @@ class Updates:
             before._release()
         if self._optimizer is not None and self._of_rows is None:
             self._build()
-        self.by_rows = list(filter(self._reads_rows_of, self._variables))
+        self.by_rows = list(filter(self._reads_rows_of, self.trained))
         for variable in self.by_rows:
             variable.value.is_looked_up = True
 
@@ -127,13 +128,13 @@ class Updates:
         Args:
             gradients: list, as `merged` returns it.
         """
-        if not self._variables:
+        if not self.trained:
             return
         if self._of_rows is None:
-            self._optimizer.apply(gradients, self._variables)
+            self._optimizer.apply(gradients, self.trained)
             return
         with choice.entering(self._placements), touches.left_out():
-            self._of_rows.apply(gradients, self._variables)
+            self._of_rows.apply(gradients, self.trained)
 
     def _release(self):
         """Leaves the rows, up to date, to another optimizer."""

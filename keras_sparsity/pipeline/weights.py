@@ -2,13 +2,12 @@
 
 import contextlib
 
-import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_scopes, keras_variables
 from keras_sparsity.conversion import exporting, saving
 from keras_sparsity.global_batch import random_states
+from keras_sparsity.pipeline.slots import Slots, places_among_all
 from keras_sparsity.pipeline.tables import is_spread
 from keras_sparsity.tables import whole
 from keras_sparsity.training.binding import Binding
@@ -33,7 +32,6 @@ class Weights(Binding):
         strategy = model.distribute_strategy
         self._stages_of_ranks = strategy.stages_of_ranks
         self._stage = self._stages_of_ranks[strategy.rank]
-        self._own = parts[self._stage].model.trainable_variables
         self._stages = {
             id(variable): number
             for number, part in enumerate(parts)
@@ -142,7 +140,7 @@ class Weights(Binding):
         model, optimizer = self._model, self._model.optimizer
         values = []
         if optimizer is not None:
-            values = self._optimizer_values()
+            values = self._slot_values(is_reader)
         with contextlib.ExitStack() as held:
             for variable in model.weights:
                 value = self._value(variable)
@@ -170,36 +168,24 @@ class Weights(Binding):
         with self._whole(True):
             yield
 
-    def _optimizer_values(self):
-        """List of the values of all ranks' optimizers' variables.
+    def _slot_values(self, is_reader):
+        """List of the values of an optimizer for all weights, at readers.
 
-        As an optimizer of all weights has them.
+        Every rank calls it. Slots travel one after the other: ranks that only
+        send theirs hold one of the others' at a time.
         """
-        # Without variables a rank's optimizer counts no steps.
-        own = {}
-        if self._updates.own_built:
-            _, places = places_among_all(self._model.optimizer, self._updates)
-            # All ranks of the stage read the slots of tables together.
-            values = map(_value_of, self._updates.places)
-            own = dict(zip(places, values, strict=True))
-        if self._stages_of_ranks.index(self._stage) != self._collectives.rank:
-            own = {}
-        found = {}
-        of_ranks = self._collectives.gather_objects(
-            [(place, v.shape, v.dtype) for place, v in own.items()],
-            name="pipeline/slots",
-        )
-        for rank, described in enumerate(of_ranks):
-            sent = self._collectives.broadcast(
-                list(own.values())
-                if rank == self._collectives.rank
-                else [tf.zeros(*each) for _, *each in described],
-                root=rank,
-                name="pipeline/slots/values",
+        slots = Slots(self._model.optimizer, self._updates, self._collectives)
+        found = []
+        for place, (ranks, (_, *shape_and_dtype)) in enumerate(slots.of_all):
+            # All ranks of a stage read the slot of a table together.
+            own = slots.own.get(place)
+            value = _value_of(own) if own else tf.zeros(*shape_and_dtype)
+            (value,) = self._collectives.broadcast(
+                [value], root=ranks[0], name="pipeline/slots/values"
             )
-            places = [place for place, *_ in described]
-            found.update(zip(places, sent, strict=True))
-        return [found[place] for place in sorted(found)]
+            if is_reader:
+                found.append(value)
+        return found
 
     def _value(self, variable):
         """A weight's value, on every rank; every rank calls it."""
@@ -257,26 +243,3 @@ def _load_own_part(optimizer, updates):
             stock(optimizer, store)
 
     object.__setattr__(optimizer, "load_own_variables", load)
-
-
-def places_among_all(optimizer, updates):
-    """The number of variables of an optimizer for all, and a rank's places.
-
-    A place for each variable of the rank's optimizer.
-
-    Args:
-        optimizer: the rank's.
-        updates: its `Updates`.
-    """
-    stand_ins = {
-        # As many dimensions, of which a rule's slots may depend.
-        id(v): keras.Variable(np.zeros([1] * len(v.shape)), name=f"weight_{i}")
-        for i, v in enumerate(updates.all_built)
-    }
-    paths = []
-    for some in (updates.all_built, updates.own_built):
-        alike = type(optimizer).from_config(optimizer.get_config())
-        alike.build([stand_ins[id(v)] for v in some])
-        paths.append([v.path for v in alike.variables])
-    of_all, of_own = paths
-    return len(of_all), [of_all.index(path) for path in of_own]

@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import pytest
 
 from tests import pipeline_functions
 from tests.pipeline import weight_functions
@@ -35,9 +36,10 @@ def test_models_made_in_the_scope_are_whole_nowhere(cluster):
     assert sum(own for _, own, *_ in ranks) == ranks[0][-1]
 
 
-def test_layers_are_frozen_between_trainings(cluster, tmp_path):
+# Of the first stage one, or all.
+@pytest.mark.parametrize("names", [["dense_0"], ["dense_0", "dense_1"]])
+def test_layers_are_frozen_between_trainings(cluster, tmp_path, names):
     """The same optimizer goes on, and keeps the slots of what is frozen."""
-    names = ["dense_0"]
     ranks = cluster("native", 2).run(
         weight_functions.freeze, names, str(tmp_path)
     )
@@ -46,6 +48,17 @@ def test_layers_are_frozen_between_trainings(cluster, tmp_path):
         _check(found, weights)
         _check(saved, weights)
         _check(found_slots, slots)
+
+
+def test_saving_holds_one_variable_at_a_time(cluster, tmp_path):
+    """On the rank that does not write the file."""
+    (_, total), (held, sent) = cluster("native", 2).run(
+        weight_functions.held_while_saving, str(tmp_path)
+    )
+    # Weights, and two slots of each.
+    assert sent == total > 3 * 4 * 233
+    # The largest is a kernel of 7 x 7; of the one before, the name is left.
+    assert held <= 2 * 4 * 49
 
 
 def test_weights_that_an_optimizer_does_not_know(cluster):

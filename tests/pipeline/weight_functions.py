@@ -1,9 +1,12 @@
 """Functions that the processes of tests of stages' weights run."""
 
 import contextlib
+import weakref
+from unittest import mock
 
 import keras
 import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from tests import pipeline_functions
@@ -51,6 +54,30 @@ def freeze(names, folder):
     loaded = pipeline_functions.made("dense")
     loaded.load_weights(f"{folder}/frozen.keras")
     return state_of(ks.export(network)), loaded.get_weights()
+
+
+def held_while_saving(folder):
+    """Bytes of others' values that a rank holds at most, and of all of them."""
+    network = pipeline_functions.made("dense")
+    with ks.PipelineStrategy("1f1b", ["dense_1"], 2).scope():
+        network.compile("adam", "mse")
+    communicator = network.distribute_strategy.collectives
+    stock, seen, most = communicator.broadcast, [], 0
+
+    def broadcast(*args, **kwargs):
+        nonlocal most
+        found = stock(*args, **kwargs)
+        seen.extend((weakref.ref(each), _num_bytes(each)) for each in found)
+        most = max(most, sum(size for ref, size in seen if ref() is not None))
+        return found
+
+    with mock.patch.object(communicator, "broadcast", broadcast):
+        network.save(f"{folder}/held.keras")
+    return most, sum(size for _, size in seen)
+
+
+def _num_bytes(tensor):
+    return int(tf.size(tensor)) * tensor.dtype.size
 
 
 def thaw():
