@@ -22,10 +22,11 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     variable gets the architecture with the fewest bytes on the network, see
     `ks.planning.plan`. No variable changes.
 
-    Of a functional or sequential model of ordinary layers, all ways to train
-    it are compared, too: data parallelism with these architectures, layer
+    Of a functional or sequential model without `SampledSoftmax`, all ways to
+    train it are compared, too: data parallelism with these architectures, layer
     placement, and pipelines of 2 and more stages by each schedule, with as many
-    replicas as there are processes for. Rank 0 measures the model's layers;
+    replicas as there are processes for; with sharded layers no pipelines, and
+    layer placement with these layers in its head. Rank 0 measures the layers;
     the times of steps are predicted for the running cluster, whose links are
     measured, or for another one with `megabits_per_second`.
 
@@ -91,9 +92,9 @@ def _best_strategy(plan, asynchronous):
     if plan.comparison is None:
         raise ValueError(
             "The ways to train this model were not compared: that takes a "
-            "functional or sequential model of ordinary layers, and several "
-            "processes or a cluster with `megabits_per_second`. Received: "
-            f"cluster={plan.cluster}. Train another model under "
+            "functional or sequential model without `SampledSoftmax`, and "
+            "several processes or a cluster with `megabits_per_second`. "
+            f"Received: cluster={plan.cluster}. Train another model under "
             "`ks.HybridStrategy`."
         )
     size = collectives.start().size

@@ -1,12 +1,14 @@
 """Functions of ranks that plan a model and train it as planned."""
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
 
-WIDTH, EXAMPLES = 8, 12
+WIDTH, EXAMPLES, NUM_ROWS = 8, 12, 1000
 
 
 def new_model(width=256):
@@ -26,6 +28,30 @@ def new_model(width=256):
     return model
 
 
+def new_recommender(width=256):
+    """A sharded table in front of wide layers."""
+    keras.utils.set_random_seed(3)
+    ids = keras.Input((2,), dtype="int32")
+    numbers = keras.Input((WIDTH,))
+    rows = ks.layers.ShardedEmbedding(NUM_ROWS, 4, name="rows")(ids)
+    first = keras.layers.Dense(2, activation="tanh", name="first")(numbers)
+    flat = keras.layers.Flatten(name="flat")(rows)
+    x = keras.layers.Concatenate(name="all")([flat, first])
+    x = keras.layers.Dense(width, activation="tanh", name="wide")(x)
+    model = keras.Model([ids, numbers], keras.layers.Dense(1, name="out")(x))
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    return model
+
+
+def recommender_data():
+    draws = np.random.default_rng(0)
+    numbers = draws.normal(size=(EXAMPLES * 4, WIDTH)).astype("float32")
+    ids = draws.integers(0, NUM_ROWS, (EXAMPLES * 4, 2))
+    y = np.sin(ids[:, :1] + numbers[:, :1])
+    data = tf.data.Dataset.from_tensor_slices(((ids, numbers), y))
+    return data.batch(EXAMPLES)
+
+
 def data():
     draws = np.random.default_rng(0)
     x = draws.normal(size=(EXAMPLES * 4, WIDTH)).astype("float32")
@@ -33,8 +59,12 @@ def data():
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(EXAMPLES)
 
 
-def planned_and_trained(rate):
+def planned_and_trained(rate, has_table=False):
     """Plans for links of a rate, and trains by the best exact strategy.
+
+    Args:
+        rate: in Mbit/s; None: as measured.
+        has_table: whether the model has a sharded table.
 
     Returns:
         `(plan without its function, strategy's name and cuts, weights)`.
@@ -45,11 +75,17 @@ def planned_and_trained(rate):
         cluster = ks.planning.Cluster(
             communicator.size, megabits_per_second=rate
         )
-    plan = ks.plan(new_model(), data(), cluster)
+    make, batches, scope = new_model, data(), contextlib.nullcontext()
+    if has_table:
+        make, batches = new_recommender, recommender_data()
+        scope = ks.HybridStrategy().scope()
+    with scope:
+        planned = make()
+    plan = ks.plan(planned, batches, cluster)
     strategy = plan.strategy()
     with strategy.scope():
-        model = new_model()
-    model.fit(data(), epochs=2, shuffle=False, verbose=0)
+        model = make()
+    model.fit(batches, epochs=2, shuffle=False, verbose=0)
     cuts = getattr(strategy, "stages", None)
     weights = ks.export(model).get_weights()
     return plan.comparison, type(strategy).__name__, cuts, weights

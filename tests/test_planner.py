@@ -43,6 +43,59 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
+def test_layer_placement_of_a_recommender(cluster, engine):
+    alone = planner_functions.new_recommender()
+    batches = planner_functions.recommender_data()
+    alone.fit(batches, epochs=2, shuffle=False, verbose=0)
+    for plan, name, _, weights in cluster(engine, 2).run(
+        planner_functions.planned_and_trained, 0.1, True
+    ):
+        # With one tail worker; and no pipelines.
+        assert [cost.way for cost in plan.costs] == [
+            "layer placement",
+            "data parallelism",
+        ]
+        assert name == "LayerPlacementStrategy"
+        assert plan.costs[0].stages[0] in ("rows", "flat")
+        # One worker has all rows: two of an example travel to the tail.
+        assert plan.costs[0].busiest_bytes == 12 * 2 * 4 * 4
+        for value, expected in zip(weights, alone.get_weights(), strict=True):
+            np.testing.assert_allclose(value, expected, atol=1e-5)
+
+
+def test_sharded_tables_are_shared_by_workers():
+    width = 16
+    cluster = ks.planning.Cluster(4, megabits_per_second=100.0)
+    model = planner_functions.new_recommender(width)
+    plan = ks.plan(model, planner_functions.recommender_data(), cluster)
+    ways = {(cost.way, cost.num_tails): cost for cost in plan.strategies}
+    assert set(ways) == {
+        ("data parallelism", 0),
+        ("layer placement", 1),
+        ("layer placement", 2),
+    }
+    table, first = 4 * 4 * planner_functions.NUM_ROWS, 4 * (8 * 2 + 2)
+    tail = 4 * (10 * width + width + width + 1)
+    # Momentum: weights, gradients, one slot; and outputs of 3 examples.
+    outputs = 4 * (8 + 2 + 8 + 10 + width + 1)
+    whole = ways["data parallelism", 0]
+    assert whole.memory_bytes == pytest.approx(
+        [3 * (first + tail + table / 4) + 3 * outputs]
+    )
+    for num_tails in (1, 2):
+        placed = ways["layer placement", num_tails]
+        shared = table / (4 - num_tails)
+        most = 3 * (shared + first + tail) + 12 * outputs
+        assert 3 * shared <= placed.memory_bytes[0] <= most
+
+
+def test_a_sampled_softmax_is_not_compared():
+    layers = [keras.Input((8,)), ks.layers.SampledSoftmax(1000, 8)]
+    model = keras.Sequential(layers)
+    assert not comparison.can_be_cut(model)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_models_that_are_trained_already_can_be_planned(cluster, engine):
     found = cluster(engine, 2).run(planner_functions.planned_under_hybrid)
     assert found[0] == found[1]

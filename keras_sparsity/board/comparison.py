@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from keras_sparsity._tf import keras_functional
+from keras_sparsity._tf import keras_functional, keras_models
 from keras_sparsity.board.strategy_plan import StrategyPlan
 from keras_sparsity.collectives import speeds
-from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.data.batches import num_examples
+from keras_sparsity.layers import SampledSoftmax
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.stages import model_facts
 from keras_sparsity.stages.cutting import Cutter
@@ -16,11 +16,12 @@ from keras_sparsity.stages.strategy_costs import strategy_costs
 def can_be_cut(model):
     """Whether a model can be trained in stages.
 
-    Rows of sharded layers are on all processes, so these cannot be cut; and a
-    model of a fixed batch size has no parts of a batch.
+    Classes of a `SampledSoftmax` are on all processes, so it cannot be cut; and
+    a model of a fixed batch size has no parts of a batch.
     """
     functional = keras_functional.functional_of(model)
-    if functional is None or tables_of(model):
+    layers = keras_models.all_layers(model)
+    if functional is None or any(isinstance(x, SampledSoftmax) for x in layers):
         return False
     return all(each.shape[0] is None for each in functional.inputs)
 

@@ -43,7 +43,7 @@ def described(path, cluster, num_examples=None, alpha=None):
         raise ValueError(
             f"The model in {path!r} cannot be cut into stages. Received: a "
             f"{type(model).__name__}; expected: a functional or sequential "
-            "model of ordinary layers. Save `ks.export(model)`, or call "
+            "model without `SampledSoftmax`. Save `ks.export(model)`, or call "
             "`ks.plan(model, dataset, cluster)` for the bytes of its tables."
         )
     cutter = Cutter(model)

@@ -22,7 +22,11 @@ from keras_sparsity.pipeline.staged import (
 )
 from keras_sparsity.placement import choice
 from keras_sparsity.stages import layer_placement, timing
-from keras_sparsity.stages.profile import Profile, gradient_sizes
+from keras_sparsity.stages.profile import (
+    Profile,
+    gradient_sizes,
+    with_tables_in_head,
+)
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
 from keras_sparsity.stages.split_costs import fastest, split_costs
 from keras_sparsity.strategy import HybridStrategy
@@ -235,19 +239,13 @@ class LayerPlacementStrategy(StagedStrategy):
             (seconds, max(of_links, default=0.0)), name="pipeline/seconds"
         )
         gradients = gradient_sizes(cutter, self._wire_dtype)
-        last = max((i for i, g in enumerate(gradients) if g.owned), default=0)
+        crossing = timing.crossing_bytes(cutter, 1, self._wire_dtype)
         return Profile(
             names=tuple(call.name for call in cutter.calls),
             sizes=tuple(layer_placement.layer_sizes(cutter)),
             seconds=tuple(found[0][0]),
             num_examples=self.num_examples,
-            crossing_bytes={
-                place: size
-                for place, size in timing.crossing_bytes(
-                    cutter, 1, self._wire_dtype
-                ).items()
-                if place >= last  # tables are in the head
-            },
+            crossing_bytes=with_tables_in_head(crossing, gradients),
             seconds_per_byte=max(slowest for _, slowest in found),
             gradients=tuple(gradients),
             wire_share=0.5 if self._wire_dtype else 1.0,

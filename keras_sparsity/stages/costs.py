@@ -20,7 +20,7 @@ class ModelFacts:
             and the backward pass.
         returned_bytes: dict from a cut's place to the bytes of gradients that
             cross it, of one example.
-        weight_bytes: tuple of the bytes of the calls' weights.
+        weight_bytes: tuple of the bytes of the calls' weights, tables whole.
         output_bytes: tuple of the bytes that the calls make of one example.
         num_slots: slots of the optimizer for each trained weight.
         num_averages: values that `"spectrain"` keeps for each trained weight.
@@ -37,16 +37,27 @@ class ModelFacts:
     num_averages: int
     specs: tuple
 
-    def trained_bytes(self, calls):
-        """Bytes of the trained weights of some calls, a slice."""
-        gradients = self.profile.gradients[calls]
-        return sum(each.parameter_bytes for each in gradients)
+    @property
+    def has_tables(self):
+        """Whether there are sharded tables, which are in a head alone."""
+        return any(each.owned for each in self.profile.gradients)
 
-    def state_bytes(self, calls, num_copies=0):
-        """Weights, gradients, slots, and more copies of trained weights."""
-        weights = sum(self.weight_bytes[calls])
-        num_alike = 1 + self.num_slots + num_copies
-        return weights + num_alike * self.trained_bytes(calls)
+    def state_bytes(self, calls, num_copies=0, num_owners=1):
+        """Weights, gradients, slots, and more copies of trained weights.
+
+        Args:
+            calls: a slice.
+            num_copies: the number of these copies.
+            num_owners: the number of processes that share sharded tables.
+        """
+        weights, trained = sum(self.weight_bytes[calls]), 0
+        for gradient in self.profile.gradients[calls]:
+            trained += gradient.parameter_bytes
+            for rows in gradient.owned:
+                elsewhere = rows.table_bytes * (1 - 1 / num_owners)
+                weights -= elsewhere
+                trained -= elsewhere * bool(rows.pushed_bytes)
+        return weights + (1 + self.num_slots + num_copies) * trained
 
 
 @dataclasses.dataclass(frozen=True)

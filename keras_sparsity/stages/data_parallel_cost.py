@@ -37,7 +37,8 @@ def data_parallel(facts, cluster, num_examples, engine):
         link_seconds=dense + rows,
         busiest_bytes=busiest,
         memory_bytes=(
-            facts.state_bytes(calls) + part * sum(facts.output_bytes),
+            facts.state_bytes(calls, num_owners=cluster.size)
+            + part * sum(facts.output_bytes),
         ),
         num_replicas=cluster.size,
     )

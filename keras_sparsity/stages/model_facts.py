@@ -1,5 +1,7 @@
 """The facts of a model that its costs depend on, measured in one process."""
 
+import collections
+
 import keras
 import tensorflow as tf
 
@@ -8,7 +10,13 @@ from keras_sparsity.stages import timing
 from keras_sparsity.stages.costs import ModelFacts
 from keras_sparsity.stages.layer_placement import layer_sizes
 from keras_sparsity.stages.prediction import predictor_of
-from keras_sparsity.stages.profile import Profile, gradient_sizes, num_bytes
+from keras_sparsity.stages.profile import (
+    Profile,
+    gradient_sizes,
+    num_bytes,
+    with_tables_in_head,
+)
+from keras_sparsity.tables.table_variable import TableVariable
 
 # Passes of more examples are taken to be slower in proportion.
 _MOST_EXAMPLES = 32
@@ -60,7 +68,9 @@ def measured(cutter, num_examples, optimizer, specs=None):
         sizes=tuple(layer_sizes(cutter)),
         seconds=tuple(each * whole / sum(seconds) for each in seconds),
         num_examples=number,
-        crossing_bytes=_named(cutter, timing.crossing_bytes(cutter, 1)),
+        crossing_bytes=with_tables_in_head(
+            _named(cutter, timing.crossing_bytes(cutter, 1)), gradients
+        ),
         seconds_per_byte=0.0,
         gradients=tuple(gradients),
         update_seconds=tuple(
@@ -110,16 +120,22 @@ def variable_specs(cutter, alpha=None, num_examples=1):
         EuroSys 3.1 (alpha).
     """
     seen, found = set(), []
-    for call, size in zip(cutter.calls, gradient_sizes(cutter), strict=True):
+    sizes = gradient_sizes(cutter)
+    of_tables = collections.Counter()
+    for rows in (each for size in sizes for each in size.owned):
+        of_tables[rows.table] += rows.num_lookups
+    for call, size in zip(cutter.calls, sizes, strict=True):
         for variable in getattr(call.operation, "trainable_variables", []):
             if id(variable) in seen:
                 continue
             seen.add(id(variable))
-            rows = None
-            if size.table_bytes:
+            rows, num_lookups = None, size.num_lookups
+            if isinstance(variable, TableVariable):
+                num_lookups = num_lookups or of_tables[variable.path]
+            if num_lookups:
                 rows = alpha
                 if alpha is None:
-                    touched = num_examples * size.num_lookups
+                    touched = num_examples * num_lookups
                     rows = min(1.0, touched / variable.shape[0])
             found.append(
                 VariableSpec(

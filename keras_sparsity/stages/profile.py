@@ -106,8 +106,8 @@ class Profile:
             cross it, of one example.
         seconds_per_byte: of the slowest link.
         gradients: tuple of the calls' `GradientSize`s.
-        update_seconds: tuple of the times of their weights' updates; empty if
-            not measured.
+        update_seconds: tuple of the times of their weights' updates, without
+            those of sharded tables; empty if not measured.
         fixed_share: the share of `seconds`, from 0 to 1, that a pass of any
             number of examples takes.
         wire_share: bytes of gradients as data parallelism sends them, over
@@ -185,6 +185,33 @@ def gradient_sizes(cutter, wire_dtype=None):
             )
         )
     return found
+
+
+def with_tables_in_head(sizes, gradients):
+    """Of a dict from cuts' places, those behind the last sharded table.
+
+    Args:
+        sizes: the dict.
+        gradients: list of the calls' `GradientSize`s.
+
+    Returns:
+        Dict.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> owned = OwnedRows("table", 2, 8, 1, 4, 4)
+    >>> of_table = GradientSize(owned=(owned,))
+    >>> with_tables_in_head({0: 4, 1: 8}, [GradientSize(), of_table])
+    {1: 8}
+
+    References:
+        None: a rule of `ks.LayerPlacementStrategy`.
+    """
+    last = max((i for i, each in enumerate(gradients) if each.owned), default=0)
+    return {place: size for place, size in sizes.items() if place >= last}
 
 
 def _of_rows(call, tables):

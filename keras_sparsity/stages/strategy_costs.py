@@ -22,7 +22,8 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
     placement with 1 to 4 tail workers, each with its fastest split; pipelines
     of N stages of R processes each, for all N R = the number of processes, by
     each schedule, with the number of micro-batches that makes it fastest.
-    Stage k is on the ranks k R to (k + 1) R - 1.
+    Stage k is on the ranks k R to (k + 1) R - 1. Models with sharded tables are
+    not trained in pipelines; layer placement has the tables in its head.
 
     Pipelines are simulated, with their messages; without a flush, the time of
     a step is that of a mini-batch more once the pipeline is full. Under data
@@ -65,6 +66,8 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
         for num_tails in range(1, min(_MOST_TAILS, cluster.size // 2) + 1):
             found.append(_placed(facts, cluster, num_examples, num_tails))
         most = len(facts.profile.crossing_bytes) + 1
+        if facts.has_tables:
+            most = 1  # no pipeline
         for num_stages in range(2, min(cluster.size, most, _MOST_STAGES) + 1):
             if cluster.size % num_stages == 0:
                 pipeline = PipelineCosts(
@@ -101,7 +104,8 @@ def _placed(facts, cluster, num_examples, num_tails):
         link_seconds=best.link_seconds,
         busiest_bytes=best.busiest_bytes,
         memory_bytes=(
-            facts.state_bytes(front) + of_worker * made[0],
+            facts.state_bytes(front, num_owners=num_workers)
+            + of_worker * made[0],
             facts.state_bytes(back) + of_tail * (arriving + made[1]),
         ),
         stages=(profile.names[best.place],),

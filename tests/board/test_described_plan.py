@@ -119,14 +119,35 @@ def test_wrong_usage_is_explained(arguments, message, saved, tmp_path, capsys):
     assert re.search(message, told), told
 
 
-def test_models_of_sharded_layers_are_refused(tmp_path):
+def test_rows_of_sharded_layers(tmp_path):
     model = keras.Sequential(
         [
             keras.Input((2,), dtype="int32"),
-            ks.layers.ShardedEmbedding(10, 2),
-            keras.layers.Dense(1),
+            ks.layers.ShardedEmbedding(100, 2, name="rows"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1, use_bias=False),
         ]
     )
+    model.compile("sgd", "mse")
+    model.save(tmp_path / "sharded.keras")
+    cluster = ks.planning.Cluster(2, megabits_per_second=1.0)
+    for alpha, part in ((None, 3 * 2 / 100), (0.5, 0.5)):
+        plan = described_plan.described(
+            str(tmp_path / "sharded.keras"), cluster, 6, alpha
+        )
+        ways = {cost.way: cost for cost in plan.costs}
+        assert set(ways) == {"data parallelism", "layer placement"}
+        table = ks.planning.VariableSpec("rows", (100, 2), part)
+        dense = ks.planning.VariableSpec("out", (4, 1))
+        total = ks.planning.plan([table, dense], cluster, engine="native").total
+        assert ways["data parallelism"].busiest_bytes == max(
+            *total.sent_bytes, *total.received_bytes
+        )
+
+
+def test_models_of_a_sampled_softmax_are_refused(tmp_path):
+    layers = [keras.Input((8,)), ks.layers.SampledSoftmax(1000, 8)]
+    model = keras.Sequential(layers)
     model.save(tmp_path / "sharded.keras")
     cluster = ks.planning.Cluster(2, megabits_per_second=1.0)
     with pytest.raises(ValueError, match=r"cannot be cut.*ks.export\(model\)"):
