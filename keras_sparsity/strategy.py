@@ -122,6 +122,10 @@ class HybridStrategy(ProcessStrategy):
         staleness_aware: True, with `delay="bounded"`: the learning rate of an
             update is divided by the number of updates since its worker's pull,
             if that is more than 1.
+        delay_compensation: a number c from 0: in place of a gradient g of old
+            weights w', g + c g g (w - w') is applied to the present weights w,
+            element by element. None: g itself. With `delay="bounded"` each
+            push carries w', too.
 
     Attributes:
         collectives: `ks.collectives.Collectives` of all processes.
@@ -153,7 +157,8 @@ class HybridStrategy(ProcessStrategy):
     References:
         EuroSys 3.1 (hybrid architecture), 4.3 (placement), Table 4 (the
         architectures for comparison), 2.1 (asynchronous training); Ho et al.,
-        NIPS 2013 (the bound); Zhang et al., IJCAI 2016 (`staleness_aware`).
+        NIPS 2013 (the bound); Zhang et al., IJCAI 2016 (`staleness_aware`);
+        Zheng et al., ICML 2017 (`delay_compensation`).
     """
 
     def __init__(
@@ -173,10 +178,14 @@ class HybridStrategy(ProcessStrategy):
         max_staleness=None,
         delay="bounded",
         staleness_aware=False,
+        delay_compensation=None,
     ):
         choice.check("architecture", architecture)
         _check_options(wire_dtype, local_aggregation, bucket_bytes, prefetch)
-        modes.checked(synchronous, max_staleness, delay, staleness_aware)
+        modes.checked(
+            *(synchronous, max_staleness, delay),
+            *(staleness_aware, delay_compensation),
+        )
         if not synchronous:
             modes.check_supports(architecture, prefetch)
             # Variables stay where they are while gradients wait.
@@ -184,6 +193,7 @@ class HybridStrategy(ProcessStrategy):
         self.synchronous, self.max_staleness = synchronous, max_staleness
         self.delay, self.staleness = delay, {}
         self.staleness_aware = bool(staleness_aware)
+        self.delay_compensation = delay_compensation
         self.epoch_figures = (
             EpochFigures() if modes.is_by_servers(self) else None
         )

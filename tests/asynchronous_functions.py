@@ -12,6 +12,9 @@ import keras_sparsity as ks
 from tests import delayed_loop
 
 BATCH, COUNT, WORDS, EPOCHS = 12, 55, 40, 2
+# Of a long table, rows that no batch touches are brought up to date when they
+# are read.
+LONG = 12_000
 
 
 def data(count=COUNT):
@@ -36,11 +39,11 @@ def network(embedding=keras.layers.Embedding, words=WORDS):
     return keras.Model(inputs, keras.layers.Dense(2)(hidden))
 
 
-def train_delayed(rule, staleness, embedding, words):
+def train_delayed(rule, staleness, embedding, words, **options):
     """`(weights, optimizer's state, history)` of `delay="fixed"`."""
     layer = getattr(ks.layers, embedding, None) or keras.layers.Embedding
     strategy = ks.HybridStrategy(
-        synchronous=False, max_staleness=staleness, delay="fixed"
+        synchronous=False, max_staleness=staleness, delay="fixed", **options
     )
     with strategy.scope():
         model = network(layer, words)
@@ -51,8 +54,12 @@ def train_delayed(rule, staleness, embedding, words):
     return model.get_weights(), model.optimizer.state(), history
 
 
-def train_several(cells):
-    return [train_delayed(*cell) for cell in cells]
+def train_several(cells, **options):
+    return [train_delayed(*cell, **options) for cell in cells]
+
+
+def train_compensated(cells, strength):
+    return train_several(cells, delay_compensation=strength)
 
 
 def dense():
@@ -181,6 +188,67 @@ def one_waits(bound, path, **options):
 
 def one_waits_and_is_aware(path):
     return one_waits(None, path, staleness_aware=True)
+
+
+class Waiting(keras.layers.Layer):
+    """Returns its input, in training when a function has returned.
+
+    Args:
+        wait: the function.
+    """
+
+    def __init__(self, wait):
+        super().__init__()
+        self._wait = wait
+
+    def call(self, inputs, training=False):
+        if not training:
+            return inputs
+        with tf.control_dependencies([inputs]):
+            waited = tf.numpy_function(self._wait, [], tf.float32)
+        with tf.control_dependencies([waited]):
+            return tf.identity(inputs)
+
+
+def compensated(path, strength):
+    """Rank 1 pushes one gradient, after three others since its pull.
+
+    Returns:
+        The weights of a kernel and of rows whose gradients are `[1, 2, 2]`,
+        and 0.5 and 1 of the rows 1 and 2, in all of four steps.
+    """
+    strategy = ks.HybridStrategy(synchronous=False, delay_compensation=strength)
+    rank = strategy.rank
+
+    def wait():
+        if rank == 1:
+            pathlib.Path(f"{path}-begun").touch()
+        while not os.path.exists(path if rank == 1 else f"{path}-begun"):
+            time.sleep(0.01)
+        return np.float32(0)
+
+    inputs = keras.Input((3,), dtype="int32")
+    embedding = keras.layers.Embedding(4, 2, embeddings_initializer="zeros")
+    rows = keras.ops.sum(embedding(inputs), (1, 2), keepdims=False)
+    product = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+    outputs = product(keras.ops.cast(inputs, "float32"))[:, 0] + 0.5 * rows
+    model = keras.Model(inputs, Waiting(wait)(outputs))
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(1.0), first_output)
+    steps = []
+
+    def end_step(batch, logs):
+        steps.append(batch)
+        if rank == 0 and len(steps) == 3:
+            pathlib.Path(path).touch()
+
+    model.fit(
+        *(np.array([[1, 2, 2]] * 4, "int32"), np.zeros(4, "float32"), 1),
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end_step)],
+        verbose=0,
+    )
+    (kernel,), (table,) = product.get_weights(), embedding.get_weights()
+    return kernel[:, 0], table, len(steps)
 
 
 def linear(bound, folder):

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 
-def train(model, optimizer, loss, epochs, staleness):
+def train(model, optimizer, loss, epochs, staleness, compensation=0.0):
     """Trains a model; returns the mean loss of each epoch.
 
     Args:
@@ -17,6 +17,8 @@ def train(model, optimizer, loss, epochs, staleness):
         loss: function of labels and predictions.
         epochs: list of lists of batches `(x, y)`.
         staleness: s. An epoch begins with the weights of all updates so far.
+        compensation: how much of each gradient's square, times the distance
+            that weights have moved since, is added to it.
     """
     variables = model.trainable_variables
     optimizer.build(variables)
@@ -29,6 +31,12 @@ def train(model, optimizer, loss, epochs, staleness):
             value, gradients = _gradients(model, variables, read, loss, x, y)
             # All updates so far, and one more.
             _assign(variables, versions[step])
+            gradients = [
+                g + compensation * g**2 * (now - old)
+                for g, now, old in zip(
+                    gradients, versions[step], read, strict=True
+                )
+            ]
             optimizer.apply(gradients, variables)
             versions.append([v.numpy() for v in variables])
             losses.append(value * len(x))

@@ -25,13 +25,17 @@ def compile_delayed(stock, model, args, kwargs, strategy):
         strategy: the `HybridStrategy`, with a `max_staleness` of at least 1.
 
     Raises:
-        ValueError: if the optimizer scales losses.
+        ValueError: if the optimizer scales losses, or has
+            `transform_gradients` beside `delay_compensation`.
     """
     compile_adopted(stock, model, args, kwargs, strategy)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         check_scales_no_loss(optimizer.inner_optimizer)
-        optimizer.delay = Delay(strategy.max_staleness)
+        compensation = strategy.delay_compensation
+        if compensation is not None:
+            _check_transforms_nothing(optimizer)
+        optimizer.delay = Delay(strategy.max_staleness, compensation)
     if getattr(model, _DELAYED, None) is None:
         object.__setattr__(model, _DELAYED, DelayedRuns(model))
 
@@ -43,6 +47,15 @@ def check_scales_no_loss(optimizer):
             "of the loss may be another one. Received: a LossScaleOptimizer, "
             'which Keras also adds under the policy "mixed_float16". Use '
             '"mixed_bfloat16" or "float32".'
+        )
+
+
+def _check_transforms_nothing(optimizer):
+    if optimizer.transform_gradients is not None:
+        raise ValueError(
+            "`delay_compensation` corrects gradients by the rows that each "
+            "process owns, and `transform_gradients` is to see those of whole "
+            "variables. Received: both. Leave one of them out."
         )
 
 

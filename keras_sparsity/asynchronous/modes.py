@@ -1,5 +1,7 @@
 """The training that `synchronous`, `max_staleness` and `delay` name."""
 
+import math
+
 from keras_sparsity._tf import checks, patches
 from keras_sparsity.asynchronous.compiling import compile_served
 from keras_sparsity.asynchronous.delayed import compile_delayed
@@ -9,7 +11,9 @@ from keras_sparsity.training.compiling import compile_adopted
 DELAYS = ("bounded", "fixed")
 
 
-def checked(synchronous, max_staleness, delay, staleness_aware):
+def checked(
+    synchronous, max_staleness, delay, staleness_aware, delay_compensation
+):
     """Checks the arguments of `HybridStrategy` of these names.
 
     Raises:
@@ -28,6 +32,7 @@ def checked(synchronous, max_staleness, delay, staleness_aware):
         max_staleness,
         "a number of steps from 0, or None for any",
     )
+    _check_compensation(delay_compensation, synchronous)
     if synchronous and (max_staleness is not None or delay != DELAYS[0]):
         raise ValueError(
             "`max_staleness` and `delay` are of asynchronous training. "
@@ -45,6 +50,25 @@ def checked(synchronous, max_staleness, delay, staleness_aware):
             'With `delay="fixed"` weights are exactly `max_staleness` steps '
             "old. Received: max_staleness=None. Give a number of steps, or "
             'use `delay="bounded"`.'
+        )
+
+
+def _check_compensation(delay_compensation, synchronous):
+    if delay_compensation is None:
+        return
+    checks.check(
+        isinstance(delay_compensation, (int, float))
+        and not isinstance(delay_compensation, bool)
+        and 0 <= delay_compensation < math.inf,
+        "delay_compensation",
+        delay_compensation,
+        "a finite number from 0, or None for no compensation",
+    )
+    if synchronous:
+        raise ValueError(
+            "`delay_compensation` is of gradients of old weights. Received: "
+            f"delay_compensation={delay_compensation}, synchronous=True. Add "
+            "`synchronous=False`, or leave it out."
         )
 
 

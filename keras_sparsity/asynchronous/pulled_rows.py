@@ -1,5 +1,6 @@
 """Rows of an `Embedding` that a step reads at a server."""
 
+import numpy as np
 import tensorflow as tf
 
 
@@ -18,12 +19,36 @@ class PulledRows:
     def __init__(self, variable, pull, layer_name):
         self._variable, self._pull = variable, pull
         self._layer_name = layer_name
+        self._pulled = []  # in this step, `(row numbers, rows)`
+
+    def forget(self):
+        """Begins a step."""
+        self._pulled = []
+
+    def read(self, ids):
+        """Rows that were read in this step, by their numbers."""
+        rows = tf.numpy_function(
+            self._read, [ids], self._variable.dtype, stateful=True
+        )
+        return tf.ensure_shape(rows, [None, *self._variable.shape[1:]])
+
+    def _read(self, ids):
+        known, rows = map(np.concatenate, zip(*self._pulled, strict=True))
+        order = np.argsort(known, kind="stable")
+        # Of a row that was read again, the last one.
+        last = np.searchsorted(known, ids, side="right", sorter=order) - 1
+        return rows[order[last]]
+
+    def _pull_and_keep(self, ids):
+        rows = self._pull(ids)
+        self._pulled.append((ids, rows))
+        return rows
 
     def rows_now(self, variable, ids, rows):
         """Rows from their server, with the gradient of the stored ones."""
         unique, index = tf.unique(tf.reshape(tf.cast(ids, tf.int64), [-1]))
         pulled = tf.numpy_function(
-            self._pull, [unique], variable.dtype, stateful=True
+            self._pull_and_keep, [unique], variable.dtype, stateful=True
         )
         pulled.set_shape([None, *variable.shape[1:]])
         current = tf.reshape(tf.gather(pulled, index), tf.shape(rows))

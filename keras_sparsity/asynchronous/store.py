@@ -12,6 +12,7 @@ from keras_sparsity.asynchronous.clocks import Clocks
 from keras_sparsity.asynchronous.rule import updated
 from keras_sparsity.asynchronous.stored import placed
 from keras_sparsity.board.epoch_figures import ServerTraffic
+from keras_sparsity.update.compensation import compensated
 
 
 class Store:
@@ -29,6 +30,7 @@ class Store:
         bound: see `Clocks`.
         is_staleness_aware: whether a push's learning rate is divided by the
             number of updates since its pull.
+        compensation: the strength of `compensated`, or None.
         name: begins the names by which workers share it.
     """
 
@@ -41,9 +43,11 @@ class Store:
         of_rows,
         bound,
         is_staleness_aware,
+        compensation,
         name,
     ):
         self._is_staleness_aware = is_staleness_aware
+        self._compensation = compensation
         self._optimizer, self._rank = optimizer, rank
         self._stored = placed(optimizer, variables, of_rows, servers.owners)
         self._of = {id(each.variable): each for each in self._stored}
@@ -211,13 +215,14 @@ class Store:
 
         It takes the batch's number, the version of the pull, the learning rate
         and, for each variable, the gradient, or the row numbers (no row twice)
-        and the rows' gradients; and returns
-        `[version before, clocks after]`.
+        and the rows' gradients, and with `compensation` the weights, or rows,
+        that the worker has read; and returns `[version before, clocks after]`.
         """
         push = self._call(("push", *map(id, variables)), self._made_push)
         numbers = []  # the server of each value
+        has_read = self._compensation is not None
         for stored in (self._of[id(variable)] for variable in variables):
-            numbers += [stored.server] * (1 + stored.is_of_rows)
+            numbers += [stored.server] * (1 + stored.is_of_rows + has_read)
 
         def counted(batch, version, rate, *values):
             results = push(batch, version, rate, *values)
@@ -362,9 +367,13 @@ class Store:
                     ids = tf.compat.v1.placeholder(tf.int64, [None])
                     feeds.append(ids)
                     shape = (None, *shape[1:])
-                value = tf.compat.v1.placeholder(dtype, shape)
-                feeds.append(value)
-            gradients.setdefault(stored.server, []).append((stored, ids, value))
+                value, *read = [
+                    tf.compat.v1.placeholder(dtype, shape)
+                    for _ in range(1 + (self._compensation is not None))
+                ]
+            feeds += [value, *read]
+            sent = (stored, ids, value, *read)
+            gradients.setdefault(stored.server, []).append(sent)
         counts = []
         for number in self._numbers:
             here = gradients.get(number, [])
@@ -406,8 +415,15 @@ class Store:
         count = self._counts[number].read()
         if self._is_staleness_aware:
             rate /= tf.cast(tf.maximum(count - version, 1), rate.dtype)
+        if self._compensation is not None:
+            gradients = [self._compensated(*sent) for sent in gradients]
         assigned = updated(self._optimizer, gradients, rate, count)
         with tf.control_dependencies(assigned):
             counted = self._counts[number].assign(count + 1)
         with tf.control_dependencies([counted]):
             return tf.identity(count)
+
+    def _compensated(self, stored, ids, gradient, read):
+        now = stored.cell.read() if ids is None else stored.cell.rows(ids)
+        strength = self._compensation
+        return stored, ids, compensated(gradient, strength, now, read)

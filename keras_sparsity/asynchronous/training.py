@@ -62,6 +62,7 @@ class Training:
             [layer.embeddings for layer in self._layers],
             strategy.max_staleness,
             strategy.staleness_aware,
+            strategy.delay_compensation,
             f"training/{number}",
         )
         self._keepers = [
@@ -71,6 +72,7 @@ class Training:
         # Whether this worker waits for slower ones before a step.
         self.is_bounded = True
         self._version = None  # of the last pull
+        self._compensates = strategy.delay_compensation is not None
         self._staleness = collections.Counter()
         self._is_begun = False
         if self._servers.is_first:
@@ -146,6 +148,8 @@ class Training:
         )
 
     def _pulled(self):
+        for _, keeper in self._keepers:
+            keeper.forget()
         _, self._version, *values = self.store.pull(self.is_bounded)
         return [self._version, *values]
 
@@ -155,7 +159,7 @@ class Training:
             self._optimizer, list(grads), list(trainable_variables)
         )
         push = self.store.pusher(variables)
-        of_rows = {id(variable) for variable, _ in self._keepers}
+        of_rows = {id(variable): keeper for variable, keeper in self._keepers}
         ids, values = [], []
         for gradient, variable in zip(grads, variables, strict=True):
             ids.append([])
@@ -165,8 +169,14 @@ class Training:
                 gradient = gradient.values
             values.append(tf.convert_to_tensor(gradient))
         sent = [tf.cast(self._optimizer.learning_rate, tf.float32)]
-        for rows, value in zip(ids, self._clipped(values), strict=True):
+        for variable, rows, value in zip(
+            variables, ids, self._clipped(values), strict=True
+        ):
             sent += [*rows, value]
+            if self._compensates and rows:
+                sent.append(of_rows[id(variable)].read(*rows))
+            elif self._compensates:
+                sent.append(tf.convert_to_tensor(variable.value))
 
         def pushed(*values):
             before, _ = push(self.batch, self._version, *values)

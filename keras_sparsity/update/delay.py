@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity._tf.own_variable import OwnVariable
+from keras_sparsity.update.compensation import compensated_update, weights_of
 
 
 class Delay:
@@ -13,19 +14,21 @@ class Delay:
 
     Args:
         num_steps: s, at least 1.
+        compensation: the strength of `compensated`; None: gradients are applied
+            as they are.
 
     References:
         Stale synchronous parallel training (Ho et al., NIPS 2013), with a
         delay that is always the largest.
     """
 
-    def __init__(self, num_steps):
-        self.num_steps = num_steps
+    def __init__(self, num_steps, compensation=None):
+        self.num_steps, self._compensation = num_steps, compensation
         # Whether each of the last steps left gradients, the oldest first.
         self._is_waiting = [
             OwnVariable(False, tf.bool) for _ in range(num_steps)
         ]
-        self._queues = []
+        self._queues, self._weights = [], []
         self._updates = None  # the last ones, whose gradients are replaced
 
     def step(self, updates, apply):
@@ -37,13 +40,21 @@ class Delay:
         """
         if not self._queues:
             self._queues = [_queue(u, self.num_steps) for u in updates]
+            if self._compensation is not None:
+                self._weights = [_weights(u, self.num_steps) for u in updates]
         self._check_is_same(updates)
         self._updates = updates
         oldest = [
             queue.exchange(update.gradient)
             for queue, update in zip(self._queues, updates, strict=True)
         ]
-        self._apply_if_due(oldest, True, apply)
+        read = []
+        if self._compensation is not None:
+            read = [
+                kept.exchange(weights_of(update))
+                for kept, update in zip(self._weights, updates, strict=True)
+            ]
+        self._apply_if_due(oldest, read, True, apply)
 
     def apply_next(self, apply):
         """Applies the oldest gradients that wait, if any do.
@@ -52,7 +63,8 @@ class Delay:
             apply: as for `step`.
         """
         oldest = [queue.exchange(queue.nothing) for queue in self._queues]
-        self._apply_if_due(oldest, False, apply)
+        read = [kept.exchange(kept.nothing) for kept in self._weights]
+        self._apply_if_due(oldest, read, False, apply)
 
     def is_waiting(self):
         """Whether gradients wait. Not in a traced function."""
@@ -70,25 +82,29 @@ class Delay:
                 "applied. Move them between calls of `fit`: under "
                 "`synchronous=False` nothing waits at the end of an epoch."
             )
-        return Delay(self.num_steps)
+        return Delay(self.num_steps, self._compensation)
 
     def clear(self):
         """Forgets all gradients, as after a step that has failed."""
         for variable in self._is_waiting:
             variable.assign(False)
 
-    def _apply_if_due(self, oldest, leaves_gradients, apply):
+    def _apply_if_due(self, oldest, read, leaves_gradients, apply):
         is_due = _shifted(self._is_waiting, tf.constant(leaves_gradients))
 
         def due():
-            apply(
-                [
-                    update.replaced(queue.whole(gradient))
-                    for update, queue, gradient in zip(
-                        self._updates, self._queues, oldest, strict=True
-                    )
+            updates = [
+                update.replaced(queue.whole(gradient))
+                for update, queue, gradient in zip(
+                    self._updates, self._queues, oldest, strict=True
+                )
+            ]
+            if self._compensation is not None:
+                updates = [
+                    compensated_update(update, self._compensation, weights)
+                    for update, weights in zip(updates, read, strict=True)
                 ]
-            )
+            apply(updates)
             return True
 
         tf.cond(is_due, due, lambda: False)
@@ -116,23 +132,34 @@ def _queue(update, num_steps):
     return (_Slices if is_of_rows else _Dense)(update, num_steps)
 
 
-class _Dense:
-    """The gradients of a variable, of the last steps."""
+class _Kept:
+    """Tensors of the last steps: of a variable's rank, of any shape."""
 
-    def __init__(self, update, num_steps):
-        self.kind = _kind(update)
-        shape, dtype = update.variable.shape, update.gradient.dtype
+    def __init__(self, variable, dtype, num_steps):
+        rank = len(variable.shape)
         with tf.init_scope():
-            self.nothing = tf.zeros([0] * len(shape), dtype)
-        anything = tf.TensorShape([None] * len(shape))
-        self._shape = shape
+            self.nothing = tf.zeros([0] * rank, dtype)
+        anything = tf.TensorShape([None] * rank)
         self._kept = [
             OwnVariable(self.nothing, dtype, anything) for _ in range(num_steps)
         ]
 
-    def exchange(self, gradient):
-        """Keeps a gradient; returns the oldest one, or `nothing`."""
-        return _shifted(self._kept, gradient)
+    def exchange(self, tensor):
+        """Keeps a tensor; returns the oldest one, or `nothing`."""
+        return _shifted(self._kept, tensor)
+
+
+def _weights(update, num_steps):
+    return _Kept(update.variable, update.variable.dtype, num_steps)
+
+
+class _Dense(_Kept):
+    """The gradients of a variable, of the last steps."""
+
+    def __init__(self, update, num_steps):
+        self.kind = _kind(update)
+        self._shape = update.variable.shape
+        super().__init__(update.variable, update.gradient.dtype, num_steps)
 
     def whole(self, gradient):
         return tf.ensure_shape(gradient, self._shape)

@@ -11,20 +11,18 @@ from tests import asynchronous_functions as functions
 from tests import delayed_loop
 from tests.conftest import engines
 
-# A rule, s, the kind of a table, and its number of rows. Of a long table, rows
-# that no batch touches are brought up to date when they are read.
-_LONG = 12_000
+# A rule, s, the kind of a table, and its number of rows.
 _CELLS = [
     ("adagrad", 4, "ShardedEmbedding", functions.WORDS),
     ("momentum", 1, "Embedding", functions.WORDS),
-    ("adam", 2, "ShardedEmbedding", _LONG),
+    ("adam", 2, "ShardedEmbedding", functions.LONG),
 ]
 _ALL = [
     (rule, staleness, kind, words)
     for rule in delayed_loop.RULES
     for staleness in (0, 1, 2, 4)
     for kind in ("Embedding", "ShardedEmbedding")
-    for words in (functions.WORDS, _LONG)
+    for words in (functions.WORDS, functions.LONG)
 ]
 
 

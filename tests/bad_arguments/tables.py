@@ -42,6 +42,14 @@ BAD = [
                 {"synchronous": True, "staleness_aware": True},
                 "staleness_aware=True, synchronous=True.*leave it out",
             ),
+            *(
+                ({"delay_compensation": c}, f"from 0, or None.*sation={c!r}")
+                for c in (-1.0, True, "1", float("inf"))
+            ),
+            (
+                {"synchronous": True, "delay_compensation": 1.0},
+                "delay_compensation=1.0, synchronous=True.*leave it out",
+            ),
             ({"architecture": "measured"}, "'measured' with synchronous=False"),
             ({"prefetch": True}, "prefetch=True with synchronous=False"),
             (
