@@ -127,6 +127,16 @@ class Window:
         self.seconds = found[0]
         self._found[self._rate] = (num_steps, *found)
 
+    def extend(self, moment):
+        """Has the last window end later, when other processes have.
+
+        Args:
+            moment: Of `time.perf_counter`.
+        """
+        self.seconds = moment - self._before[0]
+        num_steps, _, *others = self._found[self._rate]
+        self._found[self._rate] = (num_steps, self.seconds, *others)
+
     def idle(self):
         """Rests as long as a window, to measure the traffic of idling."""
         longest = max(seconds for _, seconds, _, _ in self._found.values())

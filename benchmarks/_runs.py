@@ -52,6 +52,10 @@ WAYS = {
     "horovod": Way(peer="horovod_tape.py"),
     "horovod fp16": Way(("--fp16",), "horovod_tape.py"),
     "horovod dense": Way(("--dense",), "horovod_tape.py"),
+    "ordinary": Way(("--ordinary",)),
+    "asynchronous, 4": Way(("--asynchronous", "4")),
+    "asynchronous, 16": Way(("--asynchronous", "16")),
+    "asynchronous": Way(("--asynchronous", "none")),
     "tensorflow ps": Way((), "parameter_server.py", makes_cluster=True),
 }
 

@@ -8,7 +8,7 @@ workers and one server, the first machine the coordinator, too.
 It is asynchronous: a worker reads the variables' current values, and no worker
 waits for another. A reported step is one of each worker, on average. The other
 peers are synchronous: compare words/s and bytes, not losses after a number of
-steps.
+steps. With `--target` the coordinator evaluates between steps.
 
 Keras 3 does not support this strategy (keras#18624): a Keras variable cannot be
 one of the strategy's. So the variables are TensorFlow's; embeddings and the
@@ -104,7 +104,7 @@ class Embedding(keras.layers.Layer):
 
 
 class SampledSoftmax(_stock.SampledSoftmax):
-    """The same with rows on the servers, for training alone.
+    """The same with rows on the servers.
 
     Args:
         servers: `Servers`.
@@ -123,6 +123,12 @@ class SampledSoftmax(_stock.SampledSoftmax):
 
     def compute_output_spec(self, hidden, training=None):
         return keras.KerasTensor(hidden.shape, hidden.dtype)
+
+    def call(self, hidden, training=None):
+        if training:
+            return hidden
+        kernel, bias = (tf.concat(p, 0) for p in self.weights_and_biases())
+        return tf.einsum("...d,vd->...v", hidden, kernel) + bias
 
     def weights_and_biases(self):
         return pieces(self._kernel), pieces(self._bias)
@@ -195,7 +201,9 @@ class Coordinator:
         )
         self._num_workers = num_workers
         servers = Servers(strategy)
-        workload, _ = _common.made(module, servers.kit(), args, num_workers)
+        workload, self._held_out = _common.made(
+            module, servers.kit(), args, num_workers
+        )
         self.workload, model = workload, workload.model
         loss_of = keras.losses.get(workload.loss)
         dense = [servers.make(v.numpy()) for v in model.trainable_variables]
@@ -217,6 +225,12 @@ class Coordinator:
             return loss
 
         @tf.function
+        def loss_of_held_out(x, y):
+            values = [tf.convert_to_tensor(v) for v in dense]
+            outputs, _ = model.stateless_call(values, others, x)
+            return tf.reduce_mean(loss_of(y, outputs))
+
+        @tf.function
         def step(iterator):
             return strategy.run(on_worker, args=next(iterator))
 
@@ -228,7 +242,7 @@ class Coordinator:
             examples = examples.shuffle(len(workload.y)).repeat()
             return examples.batch(args.batch).prefetch(2)
 
-        self._step = step
+        self._step, self._loss_of_held_out = step, loss_of_held_out
         self._batches = iter(
             self._coordinator.create_per_worker_dataset(batches)
         )
@@ -242,6 +256,31 @@ class Coordinator:
         self._coordinator.join()
         return float(tf.reduce_mean(self._coordinator.fetch(losses)))
 
+    def loss(self):
+        """Of the held-out examples, all classes; computed here."""
+        batches = _common.dataset(
+            *self._held_out,
+            _common.HELD_OUT_BATCH,
+            len(self._held_out[1]) // _common.HELD_OUT_BATCH,
+        )
+        losses = [self._loss_of_held_out(*batch) for batch in batches]
+        return float(tf.reduce_mean(losses))
+
+    def until_target(self, args, window):
+        """Trains to a target; returns the figures of `_common.fit`."""
+        curve = _common.Curve(args, self.workload, self._held_out)
+        window.limit(window.rates[0])
+        self.train(1)  # which traces the model
+        for epoch in range(args.most_steps // args.every):
+            num_steps = args.every - (epoch == 0)
+            window.begin()
+            self.train(num_steps)
+            window.end(num_steps)
+            if curve.add(window.seconds, num_steps, self.loss()):
+                break
+        window.idle()
+        return curve.figures()
+
     def num_parameters(self):
         return sum(v.shape.num_elements() for v in self._variables)
 
@@ -254,14 +293,17 @@ def coordinate(module, args, cluster_spec):
     window.open()
     coordinator = Coordinator(module, args, num_workers, num_servers)
     # `train` ends when all steps are done: no need to wait for each other.
-    for num_steps in _common.measured(window, args, lambda name: None):
-        loss = coordinator.train(num_steps)
+    if args.target is None:
+        for num_steps in _common.measured(window, args, lambda name: None):
+            figures = {"loss": coordinator.train(num_steps)}
+    else:
+        figures = coordinator.until_target(args, window)
     window.report(
         coordinator.workload.words * args.batch * num_workers,
         engine="TensorFlow's parameter servers, asynchronous",
         workload=vars(args),
         num_parameters=coordinator.num_parameters(),
-        loss=loss,
+        **figures,
     )
 
 
@@ -304,11 +346,8 @@ def on_cluster(args):
 
 def main():
     module, args = _stock.parse(__doc__, cluster.options)
-    if args.target is not None or module.__name__ not in WORKLOADS:
-        sys.exit(
-            "parameter_server.py trains "
-            f"{', '.join(WORKLOADS)}, for a number of steps."
-        )
+    if module.__name__ not in WORKLOADS:
+        sys.exit(f"parameter_server.py trains {', '.join(WORKLOADS)}.")
     if "TF_CONFIG" in os.environ:
         config = json.loads(os.environ["TF_CONFIG"])
         if config["task"]["type"] == "chief":

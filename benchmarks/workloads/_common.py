@@ -22,6 +22,7 @@ import _network
 import keras
 import numpy as np
 import tensorflow as tf
+from workloads import _pause
 
 NAMES = ("lm", "nmt", "recommender", "resnet50", "inception_v3")
 # Of all processes together: logits of all classes take memory.
@@ -117,6 +118,7 @@ def parse(module, parser, arguments=None):
     )
     add("--warm-up", type=int, default=10, help="steps before them")
     add("--learning-rate", type=float, help="by default the workload's own")
+    add("--pause", type=float, help="seconds of each step, see _pause.py")
     module.options(add)
     parser.set_defaults(target=None)
     parser.epilog = "Options of --size: " + "; ".join(
@@ -218,6 +220,8 @@ def made(module, kit, args, size):
     )
     if args.learning_rate is not None:
         workload.optimizer.learning_rate = args.learning_rate
+    if args.pause:
+        workload = _pause.paused(workload, args.pause)
     if args.target is None:
         return workload, None
     held_out, workload = workload.split(held_out)

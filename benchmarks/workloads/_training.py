@@ -3,6 +3,7 @@
 import argparse
 import functools
 
+import _asynchronous
 import _common
 import _facts
 import _network
@@ -35,22 +36,18 @@ def run(name):
     window = _network.Window(is_first=strategy.rank == 0)
     if args.architecture != "measured":  # which measures the links
         window.open()
-    workload, held_out = _common.made(module, KIT, args, strategy.size)
+    is_ordinary = args.ordinary or not strategy.synchronous
+    kit = _asynchronous.KIT if is_ordinary else KIT
+    workload, held_out = _common.made(module, kit, args, strategy.size)
     if args.clip == "owners":
         workload.optimizer.global_clipnorm = NORM
     with strategy.scope():
         workload.model.compile(workload.optimizer, workload.loss)
-    figures = _common.fit(
-        workload,
-        held_out,
-        args,
-        strategy.size,
-        window,
-        strategy.collectives.barrier,
-    )
-    figures["variables"] = _facts.of_variables(
-        workload.model, workload.x, args.batch * strategy.size, strategy
-    )
+    figures = _fit(workload, held_out, args, strategy, window)
+    if not is_ordinary:
+        figures["variables"] = _facts.of_variables(
+            workload.model, workload.x, args.batch * strategy.size, strategy
+        )
     if args.alone and held_out is None:
         figures["seconds_alone"] = _facts.seconds_alone(
             lambda: _alone(module, args),
@@ -67,6 +64,15 @@ def run(name):
     )
 
 
+def _fit(workload, held_out, args, strategy, window):
+    ranks = strategy.collectives
+    if not strategy.synchronous:
+        return _asynchronous.fit(workload, held_out, args, window, ranks)
+    return _common.fit(
+        workload, held_out, args, strategy.size, window, ranks.barrier
+    )
+
+
 def _options(add):
     add("--architecture", default="hybrid", help="of the strategy")
     add("--wire-dtype", help="of the strategy")
@@ -78,6 +84,12 @@ def _options(add):
     )
     add("--prefetch", action="store_true", help="of the strategy")
     add("--alone", action="store_true", help="also time it without exchange")
+    add("--ordinary", action="store_true", help="`Embedding`s, no tables")
+    add(
+        "--asynchronous",
+        metavar="BOUND",
+        help="of ordinary `Embedding`s, with this `max_staleness`, or none",
+    )
     add(
         "--clip",
         choices=["owners", "workers"],
@@ -87,6 +99,12 @@ def _options(add):
 
 
 def _strategy(args):
+    if args.asynchronous is not None:
+        is_bounded = args.asynchronous != "none"
+        return ks.HybridStrategy(
+            synchronous=False,
+            max_staleness=int(args.asynchronous) if is_bounded else None,
+        )
     return ks.HybridStrategy(
         architecture=args.architecture,
         wire_dtype=args.wire_dtype,

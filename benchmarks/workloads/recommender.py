@@ -22,6 +22,7 @@ def options(add):
     add("--largest", type=int, help="table's number of rows")
     add("--dim", type=int, help="width of all tables")
     add("--hot", type=int, help="ids of an example in a table")
+    _common.target_options(add)
 
 
 class Recommender(keras.Model):
@@ -81,13 +82,48 @@ def make(kit, args, num_examples, generator, is_functional=True):
         generator.random((num_examples, NUM_NUMBERS), "float32"),
         np.stack(drawn, axis=1),
     )
+    y, least_loss = x[1][:, :, 0].sum(axis=1, keepdims=True) % 2, None
+    if args.target is not None:  # to which nobody learns a parity
+        source = Source(sizes, generator)
+        y, least_loss = source.labels(x, generator), source.least_loss
     return _common.Workload(
         model,
         x,
-        (x[1][:, :, 0].sum(axis=1, keepdims=True) % 2).astype("float32"),
+        y.astype("float32"),
         "binary_crossentropy",
         keras.optimizers.Adagrad(0.01),
+        least_loss=least_loss,
     )
+
+
+class Source:
+    """A source of labels: each id has a weight, whose sum is a logit.
+
+    Args:
+        sizes: the tables' numbers of rows.
+        generator: NumPy's, to draw the weights.
+    """
+
+    def __init__(self, sizes, generator):
+        self._weights = [generator.normal(size=size) for size in sizes]
+
+    def labels(self, x, generator):
+        probability = self._probability(x)
+        return generator.random(probability.shape) < probability
+
+    def least_loss(self, x, y):
+        """Mean of -log of the probability of each label."""
+        probability = self._probability(x)
+        return float(-np.log(np.where(y, probability, 1 - probability)).mean())
+
+    def _probability(self, x):
+        logits = sum(
+            weights[ids].sum(axis=-1)
+            for weights, ids in zip(
+                self._weights, x[1].swapaxes(0, 1), strict=True
+            )
+        )
+        return 1 / (1 + np.exp(-logits[:, np.newaxis] / x[1].shape[1] ** 0.5))
 
 
 if __name__ == "__main__":

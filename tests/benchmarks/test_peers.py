@@ -113,16 +113,19 @@ def test_stock_layers_make_as_many_parameters(name):
     assert sizes[0] == sizes[1]
 
 
-def test_stock_sampled_softmax_evaluates_all_classes():
-    import_common()
+@pytest.mark.parametrize("is_of_rows", [False, True])
+def test_sampled_softmax_evaluates_all_classes(is_of_rows):
+    common = import_common()
     from peers import _stock
 
-    softmax = _stock.KIT.softmax(9, 9)
+    kit = common.module("_asynchronous").KIT if is_of_rows else _stock.KIT
+    softmax = kit.softmax(9, 9)
     hidden = np.random.default_rng(0).normal(size=(2, 3, 4)).astype("float32")
     labels = np.arange(6).reshape(2, 3)
     logits = softmax(hidden)
     full = softmax.loss()(labels, logits)
     kernel, bias = softmax.get_weights()
+    bias = bias.reshape(-1)
     np.testing.assert_allclose(logits, hidden @ kernel.T + bias, atol=1e-6)
     log_sum = np.log(np.exp(logits).sum(-1))
     own = np.take_along_axis(logits.numpy(), labels[..., None], -1)[..., 0]

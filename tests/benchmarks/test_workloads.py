@@ -60,6 +60,51 @@ def test_training_ends_at_the_target():
         )
 
 
+def test_the_least_loss_of_labels_is_their_entropy():
+    recommender = import_common().module("recommender")
+    generator = np.random.default_rng(1)
+    source = recommender.Source([3, 5], generator)
+    x = None, generator.integers(0, 3, (50_000, 2, 1))
+    labels = source.labels(x, generator)[:, 0]
+    kind = x[1][:, 0, 0] * 3 + x[1][:, 1, 0]
+    share = (np.bincount(kind, labels) / np.bincount(kind))[kind]
+    entropy = -np.log(np.where(labels, share, 1 - share)).mean()
+    least = source.least_loss(x, labels[:, np.newaxis])
+    assert 0.3 < least == pytest.approx(entropy, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    "name, target", [("lm", None), ("lm", 100.0), ("recommender", 0.0)]
+)
+def test_asynchronous_workloads_are_measured(name, target):
+    common = import_common()
+    _asynchronous = common.module("_asynchronous")
+    options = "--pause 0.001"
+    if target is not None:
+        options += f" --target {target} --every 2 --most-steps 6 --held-out 64"
+    strategy = ks.HybridStrategy(synchronous=False)
+    workload, held_out, args = make_small(
+        name, _asynchronous.KIT, strategy.size, options
+    )
+    with strategy.scope():
+        workload.model.compile(workload.optimizer, workload.loss)
+    window = _network.Window()
+    figures = _asynchronous.fit(
+        workload, held_out, args, window, strategy.collectives
+    )
+    assert np.isfinite(figures["loss"])
+    (measured,) = window.figures(1)["windows"]
+    assert measured["seconds"] > 0
+    # All of an epoch but the very first one.
+    is_first = target == 100
+    assert sum(strategy.staleness.values()) == measured["steps"] + is_first
+    if target is not None:
+        steps = 2 if target else 6
+        assert figures["to_target"]["steps"] == steps
+        found = workload.model.evaluate(*held_out, verbose=0)
+        assert figures["loss"] == pytest.approx(found, abs=1e-4)
+
+
 def test_sizes_are_defaults():
     common = import_common()
     lm = common.module("lm")

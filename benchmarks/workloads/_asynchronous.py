@@ -1,0 +1,189 @@
+"""The workloads of ordinary `Embedding`s, synchronous or not.
+
+An asynchronous `fit` has no steps of all processes: epochs are measured, each
+from its beginning to the end of the last batch of any.
+"""
+
+import time
+
+import _common
+import keras
+import tensorflow as tf
+from peers import _stock
+
+
+class SampledSoftmax(keras.layers.Layer):
+    """As that of `_stock`, of rows of `Embedding`s.
+
+    Args:
+        num_classes: In all.
+        num_sampled: In a sample.
+    """
+
+    def __init__(self, num_classes, num_sampled):
+        super().__init__()
+        self.num_classes, self.num_sampled = num_classes, num_sampled
+
+    def build(self, input_shape):
+        rows, dim = self.num_classes, input_shape[-1]
+        self.kernel = keras.layers.Embedding(rows, dim, "glorot_uniform")
+        self.bias = keras.layers.Embedding(rows, 1, "zeros")
+        for layer in (self.kernel, self.bias):
+            layer.build()
+
+    def call(self, hidden, training=None):
+        if training:
+            return hidden
+        kernel, bias = (
+            tf.convert_to_tensor(layer.embeddings.value)
+            for layer in (self.kernel, self.bias)
+        )
+        return tf.einsum("...d,vd->...v", hidden, kernel) + bias[:, 0]
+
+    def compute_output_spec(self, hidden, training=None):
+        shape = hidden.shape
+        if not training:
+            shape = (*shape[:-1], self.num_classes)
+        return keras.KerasTensor(shape, hidden.dtype)
+
+    def loss(self):
+        return self._losses_of
+
+    def _losses_of(self, labels, outputs):
+        labels = tf.cast(labels, tf.int64)
+        if outputs.shape[-1] == self.num_classes:
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(
+                labels, outputs
+            )
+        own = tf.reshape(labels, [-1])
+        hidden = tf.reshape(outputs, [-1, outputs.shape[-1]])
+        sampled, own_count, counts = tf.random.log_uniform_candidate_sampler(
+            own[:, tf.newaxis], 1, self.num_sampled, True, self.num_classes
+        )
+        # One lookup of each table.
+        classes = tf.concat([own, sampled], 0)
+        sizes = [tf.size(own), self.num_sampled]
+        kernel, others = tf.split(self.kernel(classes), sizes)
+        bias, other_biases = tf.split(self.bias(classes)[:, 0], sizes)
+        logit = tf.reduce_sum(hidden * kernel, -1) + bias
+        logit -= tf.math.log(own_count[:, 0])
+        logits = tf.matmul(hidden, others, transpose_b=True) + other_biases
+        logits -= tf.math.log(counts)
+        is_own = tf.equal(own[:, tf.newaxis], sampled)
+        logits = tf.where(is_own, logits.dtype.min, logits)
+        in_all = tf.reduce_logsumexp(
+            tf.concat([logit[:, tf.newaxis], logits], 1), 1
+        )
+        return tf.reshape(in_all - logit, tf.shape(labels))
+
+
+KIT = _stock.KIT._replace(softmax=SampledSoftmax)
+
+
+def fit(workload, held_out, args, window, collectives):
+    """As `_common.fit`, of a model whose workers pull and push.
+
+    `--steps` and `--every` are those of each worker, on average.
+    """
+    size = collectives.size
+    if held_out is None:
+        steps, measured = max(args.steps), _Rates
+        epochs, options = 1 + len(window.rates), {}
+    else:
+        steps, measured = args.every, _Target
+        epochs = args.most_steps // args.every
+        options = {
+            "validation_data": _common.dataset(
+                *held_out,
+                _common.HELD_OUT_BATCH,
+                args.held_out // _common.HELD_OUT_BATCH,
+            )
+        }
+    callback = measured(window, steps, collectives)
+    if held_out is not None:
+        callback.curve = _common.Curve(args, workload, held_out)
+    history = workload.model.fit(
+        _batches(workload, args, steps * size),
+        epochs=epochs,
+        callbacks=[callback],
+        shuffle=False,
+        verbose=0,
+        **options,
+    ).history
+    window.idle()
+    collectives.barrier("timed/idle")
+    if held_out is not None:
+        return callback.curve.figures()
+    return {"loss": history["loss"][-1]}
+
+
+def _batches(workload, args, number):
+    """`tf.data` of batches, in each epoch others of the examples."""
+    in_all = len(workload.y) // args.batch
+    arrays = tf.nest.map_structure(tf.constant, (workload.x, workload.y))
+
+    def take(index):
+        index = index * args.batch + tf.range(args.batch, dtype="int64")
+        return tf.nest.map_structure(lambda a: tf.gather(a, index), arrays)
+
+    order = tf.data.Dataset.range(in_all).shuffle(in_all, seed=1)
+    # Of measured steps there may be more than different examples.
+    return order.repeat(-(-number // in_all)).take(number).map(take).prefetch(2)
+
+
+class _Epochs(keras.callbacks.Callback):
+    """Measures each epoch, the first one from the end of its first batch."""
+
+    def __init__(self, window, num_steps, collectives):
+        super().__init__()
+        self.window, self.collectives = window, collectives
+        self._num_steps = num_steps
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._ended = 0
+        self._is_first = epoch == 0  # which traces the model
+        self.collectives.barrier("timed/begin")
+        self.window.begin()
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._is_first and not self._ended:
+            self.window.begin()
+        self.window.end(self._num_steps - self._is_first)
+        self._ended = time.perf_counter()
+
+    def on_epoch_end(self, epoch, logs=None):
+        # One clock: all machines are this one.
+        ended = self.collectives.gather_objects(self._ended, "timed/end")
+        self.window.extend(max(ended))
+
+
+class _Rates(_Epochs):
+    """Measures an epoch at each rate, after a first one without a limit."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.window.limit(self.window.rates[epoch - 1] if epoch else 0)
+        super().on_epoch_begin(epoch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch:
+            super().on_epoch_end(epoch)
+
+
+class _Target(_Epochs):
+    """Ends a `fit` at a target.
+
+    Attributes:
+        curve: `_common.Curve`.
+    """
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.window.limit(self.window.rates[0])
+        super().on_epoch_begin(epoch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        super().on_epoch_end(epoch)
+        num_timed = self._num_steps - self._is_first
+        # The same on all, to the last bit.
+        loss = self.collectives.gather_objects(logs["val_loss"], "timed/loss")
+        if self.curve.add(self.window.seconds, num_timed, loss[0]):
+            self.model.stop_training = True
