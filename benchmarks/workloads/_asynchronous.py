@@ -85,36 +85,65 @@ def fit(workload, held_out, args, window, collectives):
 
     `--steps` and `--every` are those of each worker, on average.
     """
+    fitted = _fit_timed if held_out is None else _fit_to_target
+    return fitted(workload, held_out, args, window, collectives)
+
+
+def _fit_timed(workload, _, args, window, collectives):
+    # All in one epoch, at whose end each process takes all weights. Behind the
+    # last step there are batches for rank 0, which may not have the last one.
     size = collectives.size
-    if held_out is None:
-        steps, measured = max(args.steps), _Rates
-        epochs, options = 1 + len(window.rates), {}
-    else:
-        steps, measured = args.every, _Target
-        epochs = args.most_steps // args.every
-        options = {
-            "validation_data": _common.dataset(
-                *held_out,
-                _common.HELD_OUT_BATCH,
-                args.held_out // _common.HELD_OUT_BATCH,
-            )
-        }
-    callback = measured(window, steps, collectives)
-    if held_out is not None:
-        callback.curve = _common.Curve(args, workload, held_out)
+    timed = _Timed(window, args, size)
     history = workload.model.fit(
-        _batches(workload, args, steps * size),
-        epochs=epochs,
+        _batches(workload, args, (_common.num_steps(args) + 2) * size),
+        callbacks=[timed] if collectives.rank == 0 else [],
+        shuffle=False,
+        verbose=0,
+    ).history
+    return {"loss": history["loss"][-1]}
+
+
+class _Timed(keras.callbacks.Callback):
+    """Measures by the numbers of the batches that rank 0 takes."""
+
+    def __init__(self, window, args, size):
+        super().__init__()
+        self._window, self._size = window, size
+        self._left = _common.measured(window, args, lambda name: None)
+        self._next = next(self._left)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if self._next is None or batch + 1 < self._next * self._size:
+            return
+        steps = next(self._left, None)
+        self._next = None if steps is None else self._next + steps
+        if self._next is None:
+            self._window.limit(0)
+
+
+def _fit_to_target(workload, held_out, args, window, collectives):
+    callback = _Target(
+        window,
+        args.every,
+        collectives,
+        _common.Curve(args, workload, held_out),
+    )
+    window.limit(window.rates[0])
+    workload.model.fit(
+        _batches(workload, args, args.every * collectives.size),
+        epochs=args.most_steps // args.every,
+        validation_data=_common.dataset(
+            *held_out,
+            _common.HELD_OUT_BATCH,
+            args.held_out // _common.HELD_OUT_BATCH,
+        ),
         callbacks=[callback],
         shuffle=False,
         verbose=0,
-        **options,
-    ).history
+    )
     window.idle()
     collectives.barrier("timed/idle")
-    if held_out is not None:
-        return callback.curve.figures()
-    return {"loss": history["loss"][-1]}
+    return callback.curve.figures()
 
 
 def _batches(workload, args, number):
@@ -131,13 +160,23 @@ def _batches(workload, args, number):
     return order.repeat(-(-number // in_all)).take(number).map(take).prefetch(2)
 
 
-class _Epochs(keras.callbacks.Callback):
-    """Measures each epoch, the first one from the end of its first batch."""
+class _Target(keras.callbacks.Callback):
+    """Measures each epoch, and ends a `fit` at a target.
 
-    def __init__(self, window, num_steps, collectives):
+    From the beginning of an epoch, of the first one from the end of its first
+    batch, to the end of the last batch of any worker.
+
+    Args:
+        window: `_network.Window`.
+        num_steps: of an epoch, of each worker.
+        collectives: `Collectives` of all ranks.
+        curve: `_common.Curve`.
+    """
+
+    def __init__(self, window, num_steps, collectives, curve):
         super().__init__()
         self.window, self.collectives = window, collectives
-        self._num_steps = num_steps
+        self._num_steps, self.curve = num_steps, curve
 
     def on_epoch_begin(self, epoch, logs=None):
         self._ended = 0
@@ -152,38 +191,11 @@ class _Epochs(keras.callbacks.Callback):
         self._ended = time.perf_counter()
 
     def on_epoch_end(self, epoch, logs=None):
+        gather = self.collectives.gather_objects
         # One clock: all machines are this one.
-        ended = self.collectives.gather_objects(self._ended, "timed/end")
-        self.window.extend(max(ended))
-
-
-class _Rates(_Epochs):
-    """Measures an epoch at each rate, after a first one without a limit."""
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.window.limit(self.window.rates[epoch - 1] if epoch else 0)
-        super().on_epoch_begin(epoch)
-
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch:
-            super().on_epoch_end(epoch)
-
-
-class _Target(_Epochs):
-    """Ends a `fit` at a target.
-
-    Attributes:
-        curve: `_common.Curve`.
-    """
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self.window.limit(self.window.rates[0])
-        super().on_epoch_begin(epoch)
-
-    def on_epoch_end(self, epoch, logs=None):
-        super().on_epoch_end(epoch)
-        num_timed = self._num_steps - self._is_first
+        self.window.extend(max(gather(self._ended, "timed/end")))
         # The same on all, to the last bit.
-        loss = self.collectives.gather_objects(logs["val_loss"], "timed/loss")
-        if self.curve.add(self.window.seconds, num_timed, loss[0]):
+        loss = gather(logs["val_loss"], "timed/loss")[0]
+        num_timed = self._num_steps - self._is_first
+        if self.curve.add(self.window.seconds, num_timed, loss):
             self.model.stop_training = True
