@@ -393,12 +393,18 @@ def _trained_in_flight(
 
 
 def _adopted(
-    model, optimizer, stages, schedule="1f1b", wire_dtype=None, replicas=1
+    model,
+    optimizer,
+    stages,
+    schedule="1f1b",
+    wire_dtype=None,
+    replicas=1,
+    num_micro_batches=None,
 ):
     strategy = PipelineStrategy(
         schedule,
         stages,
-        NUM_MICRO_BATCHES // replicas,
+        num_micro_batches or NUM_MICRO_BATCHES // replicas,
         wire_dtype=wire_dtype,
         replicas=replicas,
     )
@@ -442,12 +448,21 @@ def train(
     wire_dtype=None,
     replicas=1,
     check=lambda network: None,
+    num_micro_batches=None,
 ):
     """The weights of this rank's stage, and what `fit` and the like give.
 
     After a function has checked the network.
     """
-    network = _adopted(model, optimizer, stages, schedule, wire_dtype, replicas)
+    network = _adopted(
+        model,
+        optimizer,
+        stages,
+        schedule,
+        wire_dtype,
+        replicas,
+        num_micro_batches,
+    )
     x, y = data(model, num_examples)
     options = {"batch_size": BATCH_SIZE, "verbose": 0}
     history = network.fit(x, y, epochs=2, shuffle=False, **options).history

@@ -1,6 +1,7 @@
 """The plan of a model in stages: its cuts, and the cost of each stage."""
 
 import dataclasses
+import itertools
 
 from keras_sparsity.board.written_plan import (
     WrittenPlan,
@@ -11,6 +12,7 @@ from keras_sparsity.board.written_plan import (
 
 _HEAD = (
     "stage",
+    "ranks",
     "layers",
     "weights",
     "forward pass",
@@ -28,12 +30,13 @@ class StageCost:
     """One stage of a `PipelinePlan`, in a step.
 
     Attributes:
+        ranks: tuple of the ranks that train it; the costs are those of one.
         layers: tuple of its layers' names.
         weight_bytes, gradient_bytes: bytes of its weights, and of those that
             are trained.
-        forward_seconds, backward_seconds: time of its passes of the whole
-            mini-batch, without the messages and the loss. Where a backward
-            pass computes the layers again, that counts.
+        forward_seconds, backward_seconds: time of its passes of a rank's share
+            of the mini-batch, without the messages and the loss. Where a
+            backward pass computes the layers again, that counts.
         update_seconds: time of its optimizer's update, of an `Embedding` that
             is updated by rows that of the looked-up ones.
         sent_bytes, returned_bytes: bytes of activations that it sends to the
@@ -49,6 +52,7 @@ class StageCost:
             of one process in a step, at most.
     """
 
+    ranks: tuple
     layers: tuple
     weight_bytes: int
     gradient_bytes: int
@@ -93,34 +97,46 @@ class PipelinePlan(WrittenPlan):
     @property
     def bubble(self):
         """The share of the stages' time in which they wait, from 0 to 1."""
-        busy = sum(stage.seconds for stage in self.stages)
-        return 1 - busy / (self.step_seconds * len(self.stages))
+        busy = sum(stage.seconds * len(stage.ranks) for stage in self.stages)
+        return 1 - busy / (self.step_seconds * self.num_ranks)
+
+    @property
+    def num_ranks(self):
+        """The number of all processes."""
+        return sum(len(stage.ranks) for stage in self.stages)
 
     @property
     def busiest_bytes(self):
         """Bytes that the busiest process sends and receives in a step."""
         links = [0]
-        for stage, behind in zip(self.stages, self.stages[1:], strict=False):
-            links.append(stage.sent_bytes + behind.returned_bytes)
+        for stage, behind in itertools.pairwise(self.stages):
+            links.append(
+                stage.sent_bytes * len(stage.ranks)
+                + behind.returned_bytes * len(behind.ranks)
+            )
         links.append(0)
-        summed = map(self.summed_bytes, self.stages)
-        return max(map(sum, zip(links, links[1:], summed, strict=False)))
+        return max(
+            (before + after) / len(stage.ranks) + self.summed_bytes(stage)
+            for stage, before, after in zip(
+                self.stages, links, links[1:], strict=False
+            )
+        )
 
     def summed_bytes(self, stage):
         """Bytes that a rank of a stage sends and receives to sum gradients.
 
-        Over the replicas, by AllReduce; looked-up rows by AllGather.
+        By AllReduce; looked-up rows by AllGather.
         """
         dense = stage.gradient_bytes - stage.table_bytes
-        of_rows = 2 * (self.replicas - 1) * stage.row_bytes
-        return _ring(dense, self.replicas) + of_rows
+        of_rows = 2 * (len(stage.ranks) - 1) * stage.row_bytes
+        return _ring(dense, len(stage.ranks)) + of_rows
 
     @property
     def allreduce_bytes(self):
         """Those of data parallelism by AllReduce, for comparison."""
         return _ring(
             sum(stage.gradient_bytes for stage in self.stages),
-            len(self.stages) * self.replicas,
+            self.num_ranks,
         )
 
     def markdown(self):
@@ -130,7 +146,7 @@ class PipelinePlan(WrittenPlan):
             head = (*head, "rows looked up")
             for row, stage in zip(rows, self.stages, strict=True):
                 row.append(_looked_up(stage))
-        if self.replicas > 1:
+        if self.num_ranks > len(self.stages):
             head = (*head, "sums gradients")
             for row, stage in zip(rows, self.stages, strict=True):
                 row.append(in_bytes(self.summed_bytes(stage)))
@@ -162,6 +178,7 @@ def _ring(num_bytes, size):
 def _row(number, stage):
     return [
         str(number),
+        ", ".join(map(str, stage.ranks)),
         _span(stage.layers),
         in_bytes(stage.weight_bytes),
         in_milliseconds(stage.forward_seconds),

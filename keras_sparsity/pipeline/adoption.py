@@ -43,6 +43,7 @@ class Adoption:
         tables.check(model.optimizer, self.parts, strategy)
         self._updates = None
         _check_scaling(model.optimizer, self.parts)
+        strategy.divide_ranks(places, self._profile)
         self._bind(model, strategy)
 
     def _bind(self, model, strategy):

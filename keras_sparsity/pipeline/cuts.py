@@ -1,8 +1,11 @@
 """Where a model is cut: as the user says, or by measured times."""
 
+import dataclasses
+
 from keras_sparsity._tf import checks
 from keras_sparsity.stages import timing
-from keras_sparsity.stages.cutting import balanced
+from keras_sparsity.stages.cutting import shared
+from keras_sparsity.stages.profile import gradient_sizes
 
 
 def places(cutter, strategy, profile):
@@ -16,7 +19,7 @@ def places(cutter, strategy, profile):
     Raises:
         ValueError: if `stages` does not fit the model or the processes.
     """
-    size, stages = max(strategy.stages_of_ranks) + 1, strategy.stages
+    size, stages = strategy.num_stages, strategy.stages
     if stages is None:
         return strategy.found_places(cutter, profile)
     if stages and isinstance(stages[0], list):
@@ -57,26 +60,65 @@ def _ends_of_lists(cutter, stages):
     return ends
 
 
-def measured_places(cutter, strategy):
-    """The cuts with the smallest largest stage, or message if that is larger.
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The times by which a model is cut, of a mini-batch of 32 examples.
 
-    By rank 0's times and the slowest link.
+    Attributes:
+        places: list of the possible cuts.
+        seconds: list of the times of the calls' passes, on rank 0.
+        crossing_seconds: dict from a cut's place to the time in which the
+            tensors that cross it travel, by the slowest link.
+        sum_seconds: list of the times in which the gradients of the calls'
+            weights travel once.
     """
-    communicator, num_stages = strategy.collectives, strategy.num_stages
-    if num_stages == 1:
-        return []
+
+    places: list
+    seconds: list
+    crossing_seconds: dict
+    sum_seconds: list
+
+    def shared(self, num_ranks, size, places=None):
+        """The cuts with the smallest largest stage or message, and ranks.
+
+        Args:
+            num_ranks: for each stage, the possible numbers of its ranks.
+            size: the number of all ranks.
+            places: those of the cuts, if they are known.
+
+        Returns:
+            `(list of places, list of the numbers of ranks)`.
+        """
+        return shared(
+            self.seconds,
+            self.places if places is None else places,
+            num_ranks,
+            size,
+            self.crossing_seconds,
+            self.sum_seconds,
+        )
+
+
+def measured(cutter, strategy):
+    """`Measured`, the same on all ranks; every rank calls it."""
+    communicator = strategy.collectives
     of_links = [link.seconds_per_byte() for link in strategy.links if link]
     seconds = None
     if communicator.rank == 0:
         seconds = timing.call_seconds(cutter)
     found = communicator.gather_objects(
-        (seconds, max(of_links)), name="pipeline/seconds"
+        (seconds, max(of_links, default=0.0)), name="pipeline/seconds"
     )
     # Activations and gradients travel in opposite directions, at once.
     slowest = max(each for _, each in found)
-    crossing_seconds = {
-        place: size * slowest
-        for place, size in timing.crossing_bytes(cutter).items()
-    }
-    seconds, _ = found[0]
-    return balanced(seconds, cutter.places, num_stages, crossing_seconds)
+    return Measured(
+        places=cutter.places,
+        seconds=found[0][0],
+        crossing_seconds={
+            place: size * slowest
+            for place, size in timing.crossing_bytes(cutter).items()
+        },
+        sum_seconds=[
+            each.dense_bytes * slowest for each in gradient_sizes(cutter)
+        ],
+    )

@@ -1,53 +1,67 @@
-"""Messages between tails and the heads of their workers."""
+"""Messages between stages of which one has more ranks than the other."""
+
+import functools
+import itertools
+import math
 
 import tensorflow as tf
 
 from keras_sparsity.collectives.base import divided
-from keras_sparsity.pipeline.links import Link
+from keras_sparsity.pipeline.links import Link, links
 from keras_sparsity.pipeline.micro_batches import shares
 
 
 class Fan:
-    """The ways from workers to their tail, as one link to the stage before.
+    """The ways to several ranks of a neighbouring stage, as one link.
 
-    The workers' parts become one batch, in the order of ranks.
+    Each of them has some pieces of a batch, in the order of ranks.
 
     Args:
-        links: dict from the number of a worker's micro-batch to its `Link`.
+        links: dict from the number of a piece, in order, to the `Link` to the
+            rank that has it.
+        num_pieces: the number of pieces of each batch.
     """
 
-    def __init__(self, links):
-        self._links = links
+    def __init__(self, links, num_pieces):
+        self._links, self._num_pieces = links, num_pieces
 
     def of(self, batch):
-        """The link for a micro-batch, or for a range of them as one."""
-        if isinstance(batch, range):
-            return Fan({place: self._links[place] for place in batch})
-        return self._links[batch]
+        """The link for a piece, or for a range of them as one."""
+        if not isinstance(batch, range):
+            return self._links[batch % self._num_pieces]
+        places = [piece % self._num_pieces for piece in batch]
+        return Fan({p: self._links[p] for p in places}, self._num_pieces)
 
     @property
     def pairs(self):
-        """List of the `Collectives` of each worker and this rank."""
-        return [pair for link in self._links.values() for pair in link.pairs]
+        """List of the `Collectives` of this rank and each of the others."""
+        return [pair for link in self._each for pair in link.pairs]
 
     @property
     def wire(self):
-        return next(iter(self._links.values())).wire
+        return self._each[0].wire
 
     def seconds_per_byte(self):
         """Measures the links, one after the other; the slowest counts."""
-        return max(link.seconds_per_byte() for link in self._links.values())
+        return max(link.seconds_per_byte() for link in self._each)
+
+    def send_activations(self, crossing, tensors, loss):
+        """Sends each rank its part; see `Link.send_activations`."""
+        values = crossing.with_masks(tensors)
+        for link, _, part in self._divided(values):
+            link.send_activations(crossing, crossing.without_masks(part), loss)
+            loss = tf.zeros_like(loss)  # once
 
     def receive_activations(self, crossing, num_examples):
-        """The tensors of all workers, with their masks, and the sum of losses.
+        """The tensors of all ranks, with their masks, and the sum of losses.
 
         Args:
             crossing: `Crossing`.
-            num_examples: the number of the workers' examples.
+            num_examples: the number of the ranks' examples.
         """
         parts, total = [], tf.zeros([])
         for link, number in self._with_numbers(num_examples):
-            # A worker without examples sends those of a stand-in.
+            # A rank without examples sends those of a stand-in.
             tensors, loss = link.receive_activations(
                 crossing, tf.maximum(number, 1)
             )
@@ -57,19 +71,52 @@ class Fan:
         whole = [tf.concat(each, 0) for each in zip(*parts, strict=True)]
         return crossing.without_masks(whole), total
 
-    def send_gradients(self, tensors):
-        """Sends each worker the gradients of its part."""
-        if not tensors:
-            return
+    def send_gradients(self, tensors, numbers=()):
+        """Sends each rank the gradients of its part, and the same numbers."""
         begin = 0
-        for link, number in self._with_numbers(tf.shape(tensors[0])[0]):
+        for link, number in self._with_numbers(_num_examples(tensors)):
             parts = [tensor[begin : begin + number] for tensor in tensors]
             begin += number
-            link.send_gradients([_at_least_one(part) for part in parts])
+            link.send_gradients(
+                [_at_least_one(part) for part in parts], numbers
+            )
+
+    def receive_gradients(self, sent, numbers=()):
+        """Gradients of all ranks' parts; see `Link.receive_gradients`."""
+        parts, received = [], []
+        for link, number, part in self._divided(sent):
+            found = link.receive_gradients(part, numbers)
+            parts.append([each[:number] for each in found[: len(sent)]])
+            received = found[len(sent) :]  # the same of all
+        whole = [tf.concat(each, 0) for each in zip(*parts, strict=True)]
+        return [*whole, *received]
+
+    @property
+    def _each(self):
+        """List of the links, each once."""
+        return list(dict.fromkeys(self._links.values()))
 
     def _with_numbers(self, num_examples):
-        numbers = shares(num_examples, len(self._links))
-        return zip(self._links.values(), numbers, strict=True)
+        """Pairs of a link and the number of its examples."""
+        of_pieces = iter(shares(num_examples, len(self._links)))
+        for link, pieces in itertools.groupby(self._links.values()):
+            yield link, tf.add_n([next(of_pieces) for _ in pieces])
+
+    def _divided(self, tensors):
+        """Triples of a link, the number of its examples, and its part.
+
+        The part of no examples is one of its neighbour's, as a stand-in.
+        """
+        begin, num_examples = 0, _num_examples(tensors)
+        for link, number in self._with_numbers(num_examples):
+            first = tf.minimum(begin, num_examples - 1)
+            end = first + tf.maximum(number, 1)
+            yield link, number, [tensor[first:end] for tensor in tensors]
+            begin += number
+
+
+def _num_examples(tensors):
+    return tf.shape(tensors[0])[0] if tensors else tf.zeros([], tf.int32)
 
 
 def _at_least_one(part):
@@ -87,17 +134,76 @@ def fan(collectives, workers_of_tails, wire_dtype=None):
         workers_of_tails: dict from a tail's rank to the range of its workers.
         wire_dtype: see `Link`.
     """
-    found = {}
-    for tail, workers in workers_of_tails.items():
-        for worker in workers:
-            pair = [worker, tail]
-            alone = [
-                [rank] for rank in range(collectives.size) if rank not in pair
-            ]
-            found[worker] = divided(
-                collectives, [pair, *alone], f"tail/{tail}/{worker}"
-            )
+    found = {
+        worker: _pair(collectives, worker, tail)
+        for tail, workers in workers_of_tails.items()
+        for worker in workers
+    }
     if collectives.rank in found:
         return None, Link(found[collectives.rank], wire_dtype)
     own = workers_of_tails[collectives.rank]
-    return Fan({rank: Link(found[rank], wire_dtype) for rank in own}), None
+    before = {rank: Link(found[rank], wire_dtype) for rank in own}
+    return Fan(before, len(found)), None
+
+
+@functools.cache
+def _pair(collectives, first, second):
+    """`Collectives` of two ranks, at these; all ranks call it."""
+    pair = [first, second]
+    alone = [[rank] for rank in range(collectives.size) if rank not in pair]
+    return divided(collectives, [pair, *alone], f"pair/{first}/{second}")
+
+
+def between(collectives, num_ranks, wire_dtype=None):
+    """`(link to the stage before, link to the one behind)`; None at an end.
+
+    Args:
+        collectives: `Collectives` of all ranks.
+        num_ranks: for each stage, the number of its ranks, which follow each
+            other.
+        wire_dtype: see `Link`.
+    """
+    if len(set(num_ranks)) == 1:
+        return links(collectives, len(num_ranks), wire_dtype)
+    # To the stage before, and to the one behind; of each piece.
+    found = {}, {}
+    for ranks, pieces in _meetings(num_ranks):
+        pair = _pair(collectives, *ranks)
+        if collectives.rank in ranks:
+            link = Link(pair, wire_dtype)
+            found[1 - pair.rank].update(dict.fromkeys(pieces, link))
+    num_pieces = math.lcm(*num_ranks)
+    return tuple(_as_one(of_pieces, num_pieces) for of_pieces in found)
+
+
+def _as_one(of_pieces, num_pieces):
+    if len(set(of_pieces.values())) > 1:
+        return Fan(of_pieces, num_pieces)
+    return next(iter(of_pieces.values()), None)
+
+
+def _meetings(num_ranks):
+    """Pairs of ranks of neighbouring stages, with the pieces that they share.
+
+    Example:
+
+    >>> list(_meetings([1, 2]))
+    [((0, 1), range(0, 1)), ((0, 2), range(1, 2))]
+    """
+    num_pieces, first = math.lcm(*num_ranks), 0
+    for here, behind in itertools.pairwise(num_ranks):
+        for i, j in itertools.product(range(here), range(behind)):
+            own = own_pieces(num_pieces, here, i)
+            others = own_pieces(num_pieces, behind, j)
+            shared = range(
+                max(own.start, others.start), min(own.stop, others.stop)
+            )
+            if shared:
+                yield (first + i, first + here + j), shared
+        first += here
+
+
+def own_pieces(num_pieces, num_ranks, rank):
+    """The range of a rank's pieces of each batch, of a stage's ranks."""
+    width = num_pieces // num_ranks
+    return range(rank * width, (rank + 1) * width)

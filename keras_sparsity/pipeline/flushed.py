@@ -32,9 +32,12 @@ class FlushedRun:
         self._stage, self._objective = stage, objective
         self._together = together
         self._tasks = schedule.stages[stage.number]
+        self._are_shared = schedule.num_pieces > 1
         self._training = training
         functional = keras_functional.functional_of(model)
-        self.batches = MicroBatches(functional, data, schedule.num_batches)
+        self.batches = MicroBatches(
+            functional, data, schedule.num_batches, schedule.num_pieces
+        )
         self._passes, self._outputs = {}, {}
         self._whole_outputs = None
         self.gradients, self.loss = None, tf.zeros([])
@@ -74,12 +77,17 @@ class FlushedRun:
         All ranks of this stage call it.
         """
         if self._stage.is_last and self._whole_outputs is None:
-            parts = self._outputs.values()  # in the order of examples
+            numbers = [self.batches.number(place) for place in self._outputs]
             self._whole_outputs = [
-                self._together.whole(each, self.num_examples)
-                for each in zip(*parts, strict=True)
+                self._together.whole(each, numbers, self._in_order)
+                for each in zip(*self._outputs.values(), strict=True)
             ]
         return self._whole_outputs
+
+    def _in_order(self, rows):
+        if not self._are_shared:
+            return rows
+        return self.batches.in_order(rows, len(next(iter(self._outputs))))
 
     def _forward(self, batch):
         inputs, *labels = self.batches.part(batch)

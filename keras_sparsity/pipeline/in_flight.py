@@ -17,8 +17,8 @@ class InFlight:
     backward pass of mini-batch t - (N - 1 - k), which the stage behind has run
     in its turn t - 1. Gradients leave a stage in the turn after, so that no
     message is under way between turns. A backward pass computes the layers
-    again, with its own weights. Of each mini-batch a rank computes the part of
-    its replica; a stage's gradients are summed over the replicas.
+    again, with its own weights. Of each mini-batch a rank computes its own
+    pieces; a stage's gradients are summed over its ranks.
 
     Args:
         model: the whole model.
@@ -37,7 +37,8 @@ class InFlight:
         self, model, stage, num_stages, objective, logs, versions, together
     ):
         self._model, self._stage = model, stage
-        self._together, self._peers = together, model.distribute_strategy.peers
+        self._together = together
+        self._num_pieces, self._own = model.distribute_strategy.pieces
         self._num_stages, self._objective = num_stages, objective
         self._logs, self._versions = logs, versions
         self._num_ahead = num_stages - 1 - stage.number
@@ -66,9 +67,9 @@ class InFlight:
         Returns:
             float32 vector of the logs of N - 1 turns ago, on all ranks alike.
         """
-        stage, replica = self._stage, self._peers.rank
-        batches = MicroBatches(self._functional, data, self._peers.size)
-        received, loss = stage.receive(batches.size(replica))
+        stage, own = self._stage, self._own
+        batches = MicroBatches(self._functional, data, 1, self._num_pieces)
+        received, loss = stage.receive(batches.size(own), own)
         self._send_result()
         if stage.is_last:
             row = self._both_passes(batches, received, loss)
@@ -80,9 +81,7 @@ class InFlight:
                 lambda: row,
             )
         self._turn.assign_add(1)
-        self._together.combine_statistics(
-            stage.part.model, batches.number(replica)
-        )
+        self._together.combine_statistics(stage.part.model, batches.number(own))
         return self._late_logs.push(row)
 
     def drain(self):
@@ -120,7 +119,7 @@ class InFlight:
     def _turn_of_drain(self):
         self._send_result()
         if not self._stage.is_last:
-            # As in a step, the sum over replicas combines their parts.
+            # As in a step, the sum over ranks combines their parts.
             with loss_scale.of_own_part():
                 tf.cond(
                     (self._turn >= self._num_ahead) & (self._passes.size > 0),
@@ -146,8 +145,8 @@ class InFlight:
     def _forward(self, batches, received, loss):
         """A forward pass; returns the logs that this stage can tell."""
         stage = self._stage
-        inputs, *labels = batches.part(self._peers.rank)
-        share = batches.share(self._peers.rank)
+        inputs, *labels = batches.part(self._own)
+        share = batches.share(self._own)
         weights = self._versions.forward(
             tf.minimum(self._turn, self._num_ahead)
         )
@@ -185,17 +184,17 @@ class InFlight:
 
     def _both_passes(self, batches, received, loss):
         """The last stage's turn: its passes have the same weights."""
-        replica, together = self._peers.rank, self._together
-        inputs, *labels = batches.part(replica)
+        own_pieces, together = self._own, self._together
+        inputs, *labels = batches.part(own_pieces)
         weights = self._versions.forward(0)
         found, own = self._computed(
-            inputs, labels, received, batches.share(replica), weights, None
+            inputs, labels, received, batches.share(own_pieces), weights, None
         )
         row = self._logs.of_batch(
             together.total(loss + own),
             batches,
             lambda: [
-                together.whole([output], batches.number(replica))
+                together.whole([output], [batches.number(own_pieces)])
                 for output in found.outputs
             ],
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import time
 
 import numpy as np
@@ -306,16 +307,17 @@ def _own_pairs(collectives, num_stages):
 
 
 @functools.cache
-def peers(collectives, num_stages):
-    """`Collectives` of the ranks of this rank's stage, one of each pipeline.
+def peers(collectives, num_ranks):
+    """`Collectives` of the ranks of this rank's stage.
 
     Args:
         collectives: `Collectives` of all ranks.
-        num_stages: the number of ranks of each pipeline.
+        num_ranks: tuple of the number of ranks of each stage.
     """
-    replicas = collectives.size // num_stages
+    ends = list(itertools.accumulate(num_ranks))
     groups = [
-        list(range(first, first + replicas))
-        for first in range(0, collectives.size, replicas)
+        list(range(end - number, end))
+        for number, end in zip(num_ranks, ends, strict=True)
     ]
-    return divided(collectives, groups, f"pipeline/{num_stages}/peers")
+    label = "/".join(map(str, num_ranks))
+    return divided(collectives, groups, f"pipeline/peers/{label}")

@@ -92,15 +92,22 @@ class Limit:
         self._functional = keras_functional.functional_of(model)
         self._parts, self._schedule = parts, schedule
         self._is_flushed = versions is None
-        self._num_parts = schedule.num_batches
-        if not self._is_flushed:
-            self._num_parts = strategy.replicas
+        passes = 1
+        if self._is_flushed:
+            passes = schedule.num_batches // strategy.replicas
+        stages = strategy.stages_of_ranks
+        # Of a mini-batch, at each stage.
+        self._num_parts = [
+            passes * stages.count(number) for number in range(len(parts))
+        ]
         self._most, self._known = strategy.memory_bytes, set()
         own = lasting_bytes(stage, model.optimizer, versions, len(parts))
         of_ranks = strategy.collectives.gather_objects(
             own, name="pipeline/memory"
         )
-        self._lasting = of_ranks[:: strategy.replicas]
+        self._lasting = [
+            of_ranks[stages.index(number)] for number in range(len(parts))
+        ]
         self._check(self._lasting, "without the activations of a step")
 
     def checked(self, data):
@@ -131,9 +138,8 @@ class Limit:
         Args:
             shapes: the shapes of the model's inputs, of a whole batch.
         """
-        size = -(-shapes[0][0] // self._num_parts)
         values = {
-            id(symbolic): keras.KerasTensor((size, *shape[1:]), symbolic.dtype)
+            id(symbolic): keras.KerasTensor(shape, symbolic.dtype)
             for symbolic, shape in zip(
                 self._functional.inputs, shapes, strict=True
             )
@@ -144,23 +150,30 @@ class Limit:
                 self._schedule,
                 number,
                 self._is_flushed,
-                *self._of_pass(part, values),
+                *self._of_pass(part, values, -(-shapes[0][0] // num_parts)),
             )
-            for number, (part, lasting) in enumerate(
-                zip(self._parts, self._lasting, strict=True)
+            for number, (part, lasting, num_parts) in enumerate(
+                zip(self._parts, self._lasting, self._num_parts, strict=True)
             )
         ]
 
-    def _of_pass(self, part, values):
+    def _of_pass(self, part, values, num_examples):
         """Bytes that a pass takes, and that it makes.
 
         Args:
             part: the stage's `Part`.
             values: dict from the ids of symbolic tensors to their shapes, as
                 `keras.KerasTensor`; those that the stage makes are added.
+            num_examples: those of the pass.
         """
-        inputs = [values[id(self._functional.inputs[i])] for i in part.inputs]
-        received = [values[id(symbolic)] for symbolic in part.received]
+
+        def arriving(symbolic):
+            value = values[id(symbolic)]
+            shape = num_examples, *value.shape[1:]
+            return keras.KerasTensor(shape, value.dtype)
+
+        inputs = [arriving(self._functional.inputs[i]) for i in part.inputs]
+        received = [arriving(symbolic) for symbolic in part.received]
         whole = with_all_outputs(part)
         made = keras.tree.flatten(
             whole.compute_output_spec(

@@ -17,19 +17,26 @@ class MicroBatches:
         functional: the model's `Functional`.
         data: a batch, as `train_step` gets it.
         number: the number of parts.
+        num_pieces: the number of pieces of a part, as even. A place is then
+            that of pieces.
 
     Attributes:
         num_examples: int32 scalar, of the whole batch.
         batch: `(x, y, sample_weight)` of the whole batch.
     """
 
-    def __init__(self, functional, data, number):
+    def __init__(self, functional, data, number, num_pieces=1):
         self.batch = keras.utils.unpack_x_y_sample_weight(data)
         x, y, sample_weight = self.batch
         inputs = keras_functional.flat_inputs(functional, x)
         self._parts = inputs, x, y, sample_weight
         self.num_examples = tf.shape(inputs[0])[0]
-        self._numbers = shares(self.num_examples, number)
+        self._numbers = [
+            piece
+            for part in shares(self.num_examples, number)
+            for piece in shares(part, num_pieces)
+        ]
+        self._num_pieces = num_pieces
 
     def part(self, place):
         """`(inputs, x, y, sample_weight)`, of one part."""
@@ -55,6 +62,24 @@ class MicroBatches:
     def share(self, place):
         """float32 scalar: a part's share of the batch."""
         return tf.cast(self.number(place) / self.num_examples, tf.float32)
+
+    def in_order(self, rows, width):
+        """Rows in the order of the batch.
+
+        Args:
+            rows: those of the ranks that share each part, in rank order.
+            width: the number of a rank's pieces of a part.
+        """
+        if width == self._num_pieces:
+            return rows
+        places = [
+            range(first + own, first + own + width)
+            for own in range(0, self._num_pieces, width)
+            for first in range(0, len(self._numbers), self._num_pieces)
+        ]
+        parts = tf.split(rows, [self.number(place) for place in places])
+        order = sorted(range(len(places)), key=lambda i: places[i].start)
+        return tf.concat([parts[i] for i in order], 0)
 
 
 def _sum(numbers):

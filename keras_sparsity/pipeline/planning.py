@@ -39,10 +39,10 @@ class Planner:
         self._model, self._stage = model, stage
         self._schedule, self._versions = schedule, versions
         self._strategy = model.distribute_strategy
-        replicas = self._strategy.replicas
-        # Of the whole mini-batch, and of a replica's part.
-        self._num_parts = replicas if versions else schedule.num_batches
-        self._num_passes = self._num_parts // replicas
+        # Of a rank.
+        self._num_passes = 1
+        if versions is None:
+            self._num_passes = schedule.num_batches // self._strategy.replicas
 
     def plan(self, dataset):
         """The plan; every rank calls it.
@@ -61,10 +61,16 @@ class Planner:
         of_ranks = self._strategy.collectives.gather_objects(
             self._cost(tensors), name="pipeline/plan"
         )
-        replicas = self._strategy.replicas
+        stages = self._strategy.stages_of_ranks
         costs = [
-            _largest(of_ranks[first : first + replicas])
-            for first in range(0, len(of_ranks), replicas)
+            _largest(
+                [
+                    cost
+                    for cost, k in zip(of_ranks, stages, strict=True)
+                    if k == number
+                ]
+            )
+            for number in range(self._schedule.num_stages)
         ]
         return PipelinePlan(
             schedule=self._strategy.schedule,
@@ -88,9 +94,9 @@ class Planner:
             return self._strategy.run(run)
 
         def run():
-            batches = MicroBatches(functional, data, self._num_parts)
-            inputs, *_ = batches.part(0)
-            received, loss = stage.receive(batches.size(0))
+            batches, own = self._batches(functional, data)
+            inputs, *_ = batches.part(own)
+            received, loss = stage.receive(batches.size(own), own)
             arrived = stage.received.with_masks(received)
             outputs, _ = stage.compute(inputs, received, False)
             stage.send(outputs, loss)
@@ -99,6 +105,17 @@ class Planner:
 
         tensors, number = forward()
         return tensors, int(number)
+
+    def _batches(self, functional, data):
+        """A mini-batch's parts, and the place of this rank's first."""
+        if self._versions:
+            num_pieces, own = self._strategy.pieces
+            return MicroBatches(functional, data, 1, num_pieces), own
+        schedule = self._schedule
+        batches = MicroBatches(
+            functional, data, schedule.num_batches, schedule.num_pieces
+        )
+        return batches, schedule.stages[self._stage.number][0].batch
 
     def _compute(self, tensors):
         inputs, received = self._divided(tensors)
@@ -135,6 +152,11 @@ class Planner:
             returned_bytes=number * _wire_bytes(stage.before, floats(received)),
             memory_bytes=self._memory(tensors),
             missed_updates=self._missed_updates(),
+            ranks=tuple(
+                rank
+                for rank, number in enumerate(self._strategy.stages_of_ranks)
+                if number == stage.number
+            ),
             table_bytes=num_bytes(stage.updates.by_rows),
             row_bytes=sum(
                 rows[id(v)]
@@ -181,9 +203,9 @@ class Planner:
 
         # Of copies, which go when it is measured; of tables, as many rows as
         # are updated.
-        replicas = self._strategy.replicas
+        num_ranks = self._strategy.peers.size
         shapes = [
-            (min(rows[id(v)] * replicas, v.shape[0]), *v.shape[1:])
+            (min(rows[id(v)] * num_ranks, v.shape[0]), *v.shape[1:])
             if id(v) in rows
             else v.shape
             for v in variables

@@ -49,7 +49,7 @@ class Stage:
         """Of each of the variables, whether this rank has some rows alone."""
         return [is_spread(variable) for variable in self.variables]
 
-    def receive(self, num_examples, batch=0):
+    def receive(self, num_examples, batch):
         """The message of the stage before: its tensors and the loss so far.
 
         Args:

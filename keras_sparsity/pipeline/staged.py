@@ -56,6 +56,11 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
         self.links, self.stages = links, _checked_stages(stages)
         super().__init__(_Extended(self, peers))
 
+    def connect(self, peers, links):
+        """Replaces `peers` and `links`, before a model is cut."""
+        self.peers, self.links = peers, links
+        self.extended.share_with(peers)
+
     def gradients_summed(self):
         """Context of an update; the optimizer sums no gradients of its own."""
         return self.extended.gradients_summed()
@@ -72,6 +77,18 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
 
     def profile(self, cutter):
         """Measurements of a whole model, before its weights are freed."""
+
+    @property
+    def num_stages(self):
+        return max(self.stages_of_ranks) + 1
+
+    def divide_ranks(self, places, profile):
+        """Decides the ranks of each stage, where only a model tells.
+
+        Args:
+            places: those of the model's cuts.
+            profile: as the function of this name gives it.
+        """
 
     @abc.abstractmethod
     def found_places(self, cutter, profile):
@@ -144,6 +161,9 @@ class _Extended(HybridExtended):
     def __init__(self, strategy, peers):
         super().__init__(strategy, peers)
         self._are_summed = False
+
+    def share_with(self, peers):
+        self._collectives = peers
 
     @contextlib.contextmanager
     def gradients_summed(self):

@@ -1,6 +1,7 @@
 """The steps of a model whose stages live on the ranks."""
 
 import contextlib
+import dataclasses
 
 import tensorflow as tf
 
@@ -12,7 +13,7 @@ from keras_sparsity.pipeline.links import Crossing
 from keras_sparsity.pipeline.logs import Logs
 from keras_sparsity.pipeline.objective import Objective
 from keras_sparsity.pipeline.together import Together
-from keras_sparsity.stages.schedule import Kind, Schedule
+from keras_sparsity.stages.schedule import Kind
 from keras_sparsity.training.binding import Binding
 
 
@@ -141,9 +142,9 @@ class Steps(Binding):
     @property
     def _forward(self):
         """The forward passes of the schedule."""
-        return Schedule(
-            self._schedule.num_batches,
-            tuple(
+        return dataclasses.replace(
+            self._schedule,
+            stages=tuple(
                 tuple(task for task in tasks if task.kind is Kind.FORWARD)
                 for tasks in self._schedule.stages
             ),

@@ -1,9 +1,12 @@
 """`PipelineStrategy`: each process trains one stage of a model."""
 
+import math
+
 from keras_sparsity._tf import checks
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.pipeline import cuts, versions
-from keras_sparsity.pipeline.links import links, peers
+from keras_sparsity.pipeline.fan import between, own_pieces
+from keras_sparsity.pipeline.links import peers
 from keras_sparsity.pipeline.memory import Limit
 from keras_sparsity.pipeline.planning import Planner
 from keras_sparsity.pipeline.staged import (
@@ -25,10 +28,12 @@ class PipelineStrategy(StagedStrategy):
 
     `compile` inside of its scope cuts a functional or sequential model into
     as many stages as there are processes, or with `replicas` as there are
-    processes for each. A process holds the weights and optimizer slots of its
-    stage alone; activations and their gradients travel between neighbours.
-    Every process reads whole batches: inputs are used by the stages that take
-    them, labels by the last one. Logs are the same on all processes.
+    processes for each. If there are more processes than stages, several of
+    them share the mini-batches of the slowest stages. A process holds the
+    weights and optimizer slots of its stage alone; activations and their
+    gradients travel between neighbours. Every process reads whole batches:
+    inputs are used by the stages that take them, labels by the last one. Logs
+    are the same on all processes.
 
     Args:
         schedule: the order of forward and backward passes.
@@ -47,7 +52,8 @@ class PipelineStrategy(StagedStrategy):
             N - k.
         stages: where the model is cut. None, or the number N of stages: so
             that the slowest stage or message is as fast as can be, by the
-            layers' times, which rank 0 measures, and those of the links. Or a
+            layers' times, which rank 0 measures, and those of the links. None:
+            as many stages as processes, or as the model can be cut into. Or a
             list of the names of the layers after which the model is cut, or a
             list of the layers' names for each stage; of a model within the
             model `"encoder/dense"`.
@@ -65,7 +71,11 @@ class PipelineStrategy(StagedStrategy):
             consecutive processes; N x R is the number of processes. Each
             trains on its part of every mini-batch. A stage's gradients are
             summed over its R processes by AllReduce, those of rows that an
-            `Embedding` looks up by AllGather.
+            `Embedding` looks up by AllGather. Of one pipeline, with fewer
+            stages than processes, those that are left share the mini-batches
+            of the slowest stages, by the measured times; the first model that
+            is compiled decides. Or a list of N numbers, whose sum is that of
+            the processes: so many share the mini-batches of each stage.
         memory_bytes: the most bytes that a stage may hold by the plan: weights,
             gradients, slots, copies of weights, and layers' outputs, see
             `ks.plan`. A model whose stage exceeds it is an error of `compile`,
@@ -78,13 +88,13 @@ class PipelineStrategy(StagedStrategy):
         rank, size: this process's number, and the number of processes.
 
     Raises:
-        ValueError: if an argument is not valid, or N x R is not the number of
-            processes; see also `ks.HybridStrategy`. By `compile`: if the
-            model is a subclass, has sharded layers or fewer layers than
-            stages, if a layer's weights are used on both sides of a cut, or
-            if, without a flush, the optimizer needs a number of all stages
-            (`global_clipnorm`, loss scaling), or if a stage exceeds
-            `memory_bytes`.
+        ValueError: if an argument is not valid, or the processes are not as
+            many as `stages` and `replicas` say; see also `ks.HybridStrategy`.
+            By `compile`: if the model is a subclass, has sharded layers or
+            fewer layers than stages, if a layer's weights are used on both
+            sides of a cut, or if, without a flush, the optimizer needs a
+            number of all stages (`global_clipnorm`, loss scaling), or if a
+            stage exceeds `memory_bytes`.
         tf.errors.InvalidArgumentError: in the first step, on every rank, if a
             stage exceeds `memory_bytes` by the layers' outputs.
 
@@ -125,7 +135,6 @@ class PipelineStrategy(StagedStrategy):
         checks.one_of("schedule", schedule, SCHEDULES)
         checks.one_of("prediction", prediction, ("paper", "sequential"))
         checks.positive_integer("num_micro_batches", num_micro_batches)
-        checks.positive_integer("replicas", replicas)
         if memory_bytes is not None:
             checks.positive_integer("memory_bytes", memory_bytes, " or None")
         checks.check(
@@ -141,13 +150,28 @@ class PipelineStrategy(StagedStrategy):
         self.prediction, self.decay = prediction, decay
         self.memory_bytes = memory_bytes
         communicator = start_without_servers(engine, timeout, self)
-        self.num_stages = _num_stages(stages, replicas, communicator.size)
-        self.replicas = replicas
+        self._num_ranks = _num_ranks(stages, replicas, communicator.size)
+        self._num_stages = len(self._num_ranks)
+        self._wire_dtype, self._is_open = wire_dtype, False
+        self._may_be_fewer = stages is None
+        self.replicas = 1
+        if not isinstance(replicas, (list, tuple)):
+            self.replicas = replicas
+            self._is_open = replicas == 1
+        if self._is_open:
+            # Until a model is cut, a rank for each stage and the others, too.
+            self._num_ranks = (1,) * communicator.size
         super().__init__(
             communicator,
-            peers(communicator, self.num_stages),
-            links(communicator, self.num_stages, wire_dtype),
+            *self._ways(communicator),
             None if _is_number(stages) else stages,
+        )
+
+    def _ways(self, communicator):
+        """`(peers, links)` of this rank."""
+        return (
+            peers(communicator, self._num_ranks),
+            between(communicator, self._num_ranks, self._wire_dtype),
         )
 
     @property
@@ -155,11 +179,51 @@ class PipelineStrategy(StagedStrategy):
         return self.schedule in _FLUSHED
 
     @property
+    def num_stages(self):
+        return self._num_stages
+
+    @property
     def stages_of_ranks(self):
-        return tuple(rank // self.replicas for rank in range(self.size))
+        return tuple(
+            stage
+            for stage, number in enumerate(self._num_ranks)
+            for _ in range(number)
+        )
+
+    @property
+    def pieces(self):
+        """`(number of a mini-batch's pieces, range of this rank's)`."""
+        number = math.lcm(*self._num_ranks)
+        return number, own_pieces(number, self.peers.size, self.peers.rank)
+
+    def profile(self, cutter):
+        if self._is_open and self._may_be_fewer:
+            self._num_stages = min(self.size, len(cutter.places) + 1)
+        is_cut_by_times = self.stages is None and self._num_stages > 1
+        are_left = self._is_open and self._num_stages < self.size
+        if is_cut_by_times or are_left:
+            return cuts.measured(cutter, self)
+        return None
 
     def found_places(self, cutter, profile):
-        return cuts.measured_places(cutter, self)
+        if self._num_stages == 1:
+            return []
+        return profile.shared(self._possible_ranks(), self.size)[0]
+
+    def divide_ranks(self, places, profile):
+        if self._is_open and self._num_stages < self.size:
+            possible = self._possible_ranks()
+            _, found = profile.shared(possible, self.size, places)
+            self._num_ranks = tuple(found)
+            self.connect(*self._ways(self.collectives))
+        self._is_open = False
+
+    def _possible_ranks(self):
+        """For each stage, the possible numbers of its ranks."""
+        if not self._is_open:
+            return [[number] for number in self._num_ranks]
+        left = self.size - self._num_stages
+        return [range(1, left + 2)] * self._num_stages
 
     def limit(self, model, parts, stage, passes):
         if self.memory_bytes is None:
@@ -175,7 +239,11 @@ class PipelineStrategy(StagedStrategy):
         schedule = make(self.num_stages, self.num_micro_batches)
         # An error, if stages would wait for each other for ever.
         simulate(schedule)
-        schedule = schedule.of_replica(self.peers.rank, self.replicas)
+        if self.replicas > 1:
+            schedule = schedule.of_replica(self.peers.rank, self.replicas)
+        elif self._num_stages < self.size:
+            num_pieces, own = self.pieces
+            schedule = schedule.of_pieces(own, num_pieces)
         if name in _FLUSHED or optimizer is None:
             return schedule, None
         # So many mini-batches that the pipeline fills, is full and empties.
@@ -194,24 +262,46 @@ def _is_number(stages):
     return not (stages is None or isinstance(stages, (list, tuple)))
 
 
-def _num_stages(stages, replicas, size):
-    """The number of stages of each replica."""
-    number = size // replicas
+def _num_ranks(stages, replicas, size):
+    """The number of ranks of each stage; of one pipeline, one at least."""
+    number = None
     if _is_number(stages):
         number = checks.positive_integer(
             "stages",
             stages,
             ", None, a list of layers' names, or a list of such lists",
         )
-    if number * replicas != size:
+    if isinstance(replicas, (list, tuple)):
+        for stage, each in enumerate(replicas):
+            checks.positive_integer(f"replicas[{stage}]", each)
+        if sum(replicas) != size or number not in (None, len(replicas)):
+            raise ValueError(
+                "A list of `replicas` has a number for each stage, and their "
+                "sum is the number of processes. Received: "
+                f"stages={checks.spell(stages)}, "
+                f"replicas={checks.spell(replicas)} and {size} processes."
+            )
+        return tuple(replicas)
+    checks.positive_integer("replicas", replicas, " or a list of such")
+    is_fitting = number is None or number * replicas == size
+    if replicas == 1 and (is_fitting or number < size):
+        return (1,) * min(size, number or _num_named(stages) or size)
+    if not is_fitting or size % replicas:
         fitting = [n for n in range(1, size + 1) if size % n == 0]
         raise ValueError(
-            "As many processes as stages train each replica. Received: "
-            f"stages={checks.spell(stages)}, replicas={replicas} and {size} "
-            "processes. Expected: "
+            "As many processes as stages train each replica, or more if there "
+            f"is one. Received: stages={checks.spell(stages)}, "
+            f"replicas={replicas} and {size} processes. Expected: "
             + " or ".join(
                 f"stages={n} with replicas={size // n}" for n in fitting
             )
             + "."
         )
-    return number
+    return (replicas,) * (size // replicas)
+
+
+def _num_named(stages):
+    """The number of stages that names tell; 0 if they do not."""
+    if not (isinstance(stages, (list, tuple)) and stages):
+        return 0
+    return len(stages) + (not isinstance(stages[0], (list, tuple)))

@@ -81,22 +81,27 @@ class Together:
         (loss,) = self._peers.all_reduce([loss], name="pipeline/loss")
         return loss
 
-    def whole(self, parts, num_examples):
+    def whole(self, parts, numbers, in_order=lambda rows: rows):
         """An output for the whole batch, with its mask, without stand-ins.
 
         Args:
             parts: list of the outputs of this rank, which carry their masks.
-            num_examples: int32 scalar, the number of this rank's examples.
+            numbers: list of int32 scalars, the numbers of their examples.
+            in_order: function of all ranks' rows, in rank order, that gives
+                them in the order of the batch.
         """
-        whole = self._of_peers(parts, num_examples)
+        whole = in_order(self._of_peers(parts, numbers))
         masks = [keras_losses.keras_mask(part) for part in parts]
         if masks[0] is not None:
-            masks = self._of_peers(masks, num_examples)
+            masks = in_order(self._of_peers(masks, numbers))
             keras_losses.set_keras_mask(whole, masks)
         return whole
 
-    def _of_peers(self, parts, num_examples):
-        own = tf.concat(parts, 0)[:num_examples]
+    def _of_peers(self, parts, numbers):
+        parts = [
+            part[:number] for part, number in zip(parts, numbers, strict=True)
+        ]
+        own = tf.concat(parts, 0)
         if self._peers.size == 1:
             return own
         return self._peers.all_gather(own, name="pipeline/outputs")

@@ -6,9 +6,11 @@ between two calls is a cut, unless a layer's weights are used on both sides of
 it. Any number of tensors may cross.
 """
 
+import bisect
 import collections
 import dataclasses
 import functools
+import itertools
 
 import keras
 
@@ -245,6 +247,43 @@ def balanced(seconds, places, num_stages, crossing_seconds=None):
         PipeDream (arXiv:1806.03377), 3.1 (its dynamic program, without
         replication).
     """
+    one_each = [[1]] * num_stages
+    return shared(seconds, places, one_each, num_stages, crossing_seconds)[0]
+
+
+def shared(
+    seconds, places, num_ranks, size, crossing_seconds=None, sum_seconds=None
+):
+    """The cuts, and the ranks of each stage, with the smallest largest stage.
+
+    The ranks of a stage share each mini-batch: with m of them its passes take
+    the m-th part of the time, and its gradients are summed,
+
+        seconds / m + 2 (m - 1) / m sum_seconds
+
+    Args:
+        seconds, places, crossing_seconds: as for `balanced`.
+        num_ranks: for each stage, the possible numbers of its ranks.
+        size: the number of all ranks.
+        sum_seconds: list of the times in which the gradients of the calls'
+            weights travel once; by default 0.
+
+    Returns:
+        `(list of N - 1 places, list of the numbers of ranks)`.
+
+    Raises:
+        ValueError: if there are not enough places.
+
+    Example:
+
+    >>> shared([1.0, 9.0, 1.0], [0, 1], [[1, 2]] * 2, size=3)
+    ([0], [1, 2])
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.1 (its dynamic program). That hides
+        sums behind computation; here they come after it.
+    """
+    num_stages = len(num_ranks)
     if len(places) < num_stages - 1:
         raise ValueError(
             f"A model with {len(places)} possible cuts cannot be cut into "
@@ -252,27 +291,41 @@ def balanced(seconds, places, num_stages, crossing_seconds=None):
             "of more layers."
         )
     crossing_seconds = crossing_seconds or {}
-    sums = [0.0]
-    for each in seconds:
-        sums.append(sums[-1] + each)
+    computed = [0.0, *itertools.accumulate(seconds)]
+    summed = [0.0] * len(computed)
+    if sum_seconds:
+        summed = [0.0, *itertools.accumulate(sum_seconds)]
+
+    def cost(cut, end, number):
+        """The time of the calls behind a cut, up to another."""
+        work = computed[end + 1] - computed[cut + 1]
+        sums = 2 * (number - 1) * (summed[end + 1] - summed[cut + 1])
+        return (work + sums) / number
+
     ends = [*sorted(places), len(seconds) - 1]
-    # For each end: the bottleneck of the stages so far, and their cuts.
-    best = {end: (sums[end + 1], []) for end in ends}
-    for number in range(1, num_stages):
+    # For each end, and number of ranks up to it: the bottleneck of the stages
+    # so far, their cuts, and their ranks.
+    first, *others = num_ranks
+    best = {
+        (end, number): (cost(-1, end, number), [], [number])
+        for end in ends
+        for number in first
+    }
+    for allowed in others:
         found = {}
-        for i, end in enumerate(ends):
-            options = [
-                (
-                    max(
-                        best[cut][0],
-                        sums[end + 1] - sums[cut + 1],
-                        crossing_seconds.get(cut, 0),
-                    ),
-                    [*best[cut][1], cut],
-                )
-                for cut in ends[number - 1 : i]
-            ]
-            if options:
-                found[end] = min(options)
+        for (cut, used), (slowest, cuts, ranks) in best.items():
+            crossing = max(slowest, crossing_seconds.get(cut, 0))
+            for end in ends[bisect.bisect(ends, cut) :]:
+                for number in allowed:
+                    if used + number > size:
+                        continue
+                    option = (
+                        max(crossing, cost(cut, end, number)),
+                        [*cuts, cut],
+                        [*ranks, number],
+                    )
+                    key = end, used + number
+                    found[key] = min(option, found.get(key, option))
         best = found
-    return best[ends[-1]][1]
+    _, cuts, ranks = best[ends[-1], size]
+    return cuts, ranks

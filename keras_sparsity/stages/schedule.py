@@ -40,10 +40,13 @@ class Schedule:
         num_batches: the number of micro-batches or mini-batches.
         stages: for each stage, from the first, a tuple of its `Task`s in the
             order in which it runs them.
+        num_pieces: the number of pieces of each batch, if the ranks of a stage
+            share it; else 1.
     """
 
     num_batches: int
     stages: tuple
+    num_pieces: int = 1
 
     @property
     def num_stages(self):
@@ -81,6 +84,33 @@ class Schedule:
             for tasks in self.stages
         ]
         return Schedule(num_replicas * self.num_batches, tuple(stages))
+
+    def of_pieces(self, own, num_pieces):
+        """This schedule for a rank that shares each batch with others.
+
+        Args:
+            own: the range of the rank's pieces of a batch.
+            num_pieces: the number of pieces of a batch.
+
+        Returns:
+            `Schedule` of as many batches; the batch of a task is the range of
+            the rank's pieces among those of all batches.
+
+        Example:
+
+        >>> shared = gpipe(1, 2).of_pieces(range(1, 2), num_pieces=2)
+        >>> [task.batch for task in shared.stages[0]][:2]
+        [range(1, 2), range(3, 4)]
+        """
+
+        def shared(task):
+            first = task.batch * num_pieces
+            return task._replace(
+                batch=range(first + own.start, first + own.stop)
+            )
+
+        stages = tuple(tuple(map(shared, tasks)) for tasks in self.stages)
+        return Schedule(self.num_batches, stages, num_pieces)
 
 
 def gpipe(num_stages, num_batches):

@@ -22,10 +22,10 @@ def normed():
     return keras.Sequential(layers)
 
 
-def resumed(folder):
+def resumed(folder, replicas=2):
     """The logs of two mini-batches; weights after two more, and resumed."""
     options = {"batch_size": _SIZE, "shuffle": False, "verbose": 0}
-    strategy = _strategy("spectrain", "rows")
+    strategy = _strategy("spectrain", "rows", replicas)
     model = pipeline_functions.made("masks")
     with strategy.scope():
         model.compile(**pipeline_functions.compile_options("masks", "adam"))
@@ -39,8 +39,10 @@ def resumed(folder):
     return history, model.get_weights(), loaded.get_weights()
 
 
-def _strategy(schedule, cut):
-    return ks.PipelineStrategy(schedule, [cut], num_micro_batches=2, replicas=2)
+def _strategy(schedule, cut, replicas=2):
+    return ks.PipelineStrategy(
+        schedule, [cut], num_micro_batches=2, replicas=replicas
+    )
 
 
 def planned():
@@ -63,7 +65,7 @@ def planned():
             lambda given=given: ks.PipelineStrategy(**given)
         )
         for given in (
-            {"stages": 3},
+            {"stages": 5},
             {"replicas": 3},
             {"stages": 4, "replicas": 2},
         )

@@ -39,10 +39,11 @@ def interrupt():
     raise Interruption
 
 
-def pipeline(schedule, rule, stages):
+def pipeline(schedule, rule, stages, replicas=1):
     """A compiled model with random states, statistics and metrics."""
     network = pipeline_functions.made("line32")
-    with ks.PipelineStrategy(schedule, stages).scope():
+    strategy = ks.PipelineStrategy(schedule, stages, replicas=replicas)
+    with strategy.scope():
         network.compile(RULES[rule](), "mse", metrics=["mae"])
     return network
 

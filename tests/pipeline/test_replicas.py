@@ -104,7 +104,7 @@ def test_plan_statistics_and_errors(cluster):
 
 
 _ERRORS = [
-    "stages=3, replicas=1 and 4 processes.*stages=1 with replicas=4 or "
+    "stages=5, replicas=1 and 4 processes.*stages=1 with replicas=4 or "
     "stages=2 with replicas=2 or stages=4 with replicas=1",
     "stages=None, replicas=3 and 4 processes",
     "stages=4, replicas=2 and 4 processes",
