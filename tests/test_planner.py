@@ -19,7 +19,7 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
     alone = planner_functions.new_model()
     alone.fit(planner_functions.data(), epochs=2, shuffle=False, verbose=0)
     run = cluster(engine, 2).run
-    for rate in (None, 0.1):
+    for rate in (None, 0.01):
         found = run(planner_functions.planned_and_trained, rate)
         assert found[0][:3] == found[1][:3]
         plan, name, cuts, weights = found[0]
