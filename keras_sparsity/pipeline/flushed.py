@@ -44,13 +44,18 @@ class FlushedRun:
         self._previous = []
 
     def run(self):
+        earlier = []
         for task in self._tasks:
+            # It arrives while the task ahead computes.
+            with tf.control_dependencies(earlier):
+                arrived = self._arriving(task)
+            earlier = self._previous
             # In the schedule's order, not TensorFlow's.
             with tf.control_dependencies(self._previous):
                 if task.kind is Kind.FORWARD:
-                    self._forward(task.batch)
+                    self._forward(task.batch, *arrived)
                 elif task.kind is Kind.BACKWARD:
-                    self._backward(task.batch)
+                    self._backward(task.batch, arrived)
         if not self._stage.is_last:
             return
         self.loss = self._together.total(self.loss)
@@ -89,10 +94,24 @@ class FlushedRun:
             return rows
         return self.batches.in_order(rows, len(next(iter(self._outputs))))
 
-    def _forward(self, batch):
+    def _arriving(self, task):
+        """The message that a task waits for.
+
+        Of a forward pass the received tensors and the loss, of a backward pass
+        the list of the gradients of its outputs.
+        """
+        stage, batch = self._stage, task.batch
+        if task.kind is Kind.FORWARD:
+            return stage.receive(self.batches.size(batch), batch)
+        if task.kind is Kind.UPDATE or stage.is_last:
+            return []
+        return stage.behind.receive_gradients(
+            floats(self._passes[batch].outputs)
+        )
+
+    def _forward(self, batch, received, loss):
         inputs, *labels = self.batches.part(batch)
         stage, training = self._stage, bool(self._training)
-        received, loss = stage.receive(self.batches.size(batch), batch)
         with tf.GradientTape() as tape:
             tape.watch(floats(received))
             outputs, losses = stage.compute(inputs, received, training)
@@ -121,11 +140,8 @@ class FlushedRun:
             return self._objective.of_layers(losses, share)
         return self._objective.of_training(labels, outputs, losses, share)
 
-    def _backward(self, batch):
+    def _backward(self, batch, upstream):
         found, stage = self._passes.pop(batch), self._stage
-        upstream = []
-        if not stage.is_last:
-            upstream = stage.behind.receive_gradients(floats(found.outputs))
         gradients, of_received = found.gradients(upstream)
         if not stage.is_first:
             stage.before.of(batch).send_gradients(of_received)

@@ -1,0 +1,24 @@
+"""Messages arrive while the pass ahead of their own computes.
+
+That pass waits for the message. If it were asked for later, it would not come.
+"""
+
+import pytest
+
+from tests.conftest import engines
+from tests.pipeline import arrival_functions
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize(
+    ("schedule", "which"),
+    [
+        ("1f1b", "gradients"),
+        ("1f1b", "activations"),
+        ("vanilla", "gradients"),
+    ],
+)
+def test_during_the_pass_ahead(cluster, engine, schedule, which):
+    ranks = cluster(engine, 2).run(arrival_functions.waited, schedule, which)
+    waiting = ranks[0 if which == "gradients" else 1]
+    assert waiting == [True] * arrival_functions.NUM_BATCHES
