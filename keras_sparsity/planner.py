@@ -111,7 +111,9 @@ def strategy_of(cost):
     """Makes the strategy of a `StrategyCost`."""
     if cost.way == LAYER_PLACEMENT:
         return LayerPlacementStrategy(
-            list(cost.stages), num_tail_workers=cost.num_tails
+            list(cost.stages),
+            num_tail_workers=cost.num_tails,
+            tail_split=cost.tail_split,
         )
     if cost.way == PIPELINE:
         return PipelineStrategy(

@@ -172,7 +172,9 @@ def test_strategies_of_costs():
             )
         elif cost.way == "layer placement":
             placement.assert_called_once_with(
-                list(cost.stages), num_tail_workers=cost.num_tails
+                list(cost.stages),
+                num_tail_workers=cost.num_tails,
+                tail_split=cost.tail_split,
             )
         else:
             assert isinstance(strategy, ks.HybridStrategy)

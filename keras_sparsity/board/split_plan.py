@@ -50,8 +50,14 @@ class SplitPlan(WrittenPlan):
 
     def markdown(self):
         has_rows = any(cost.row_bytes for cost in self.costs)
-        head = [*_HEAD[:3], *["rows of a worker"] * has_rows, *_HEAD[3:]]
-        rows = [self._row(cost, has_rows) for cost in self.costs]
+        has_tails = self.num_tails > 1
+        head = [
+            *_HEAD[:3],
+            *["rows of a worker"] * has_rows,
+            *["tail workers divide"] * has_tails,
+            *_HEAD[3:],
+        ]
+        rows = [self._row(cost, has_rows, has_tails) for cost in self.costs]
         lines = as_table(head, rows)
         about = (
             f"Mini-batches of {self.num_examples} examples; workers: "
@@ -61,7 +67,7 @@ class SplitPlan(WrittenPlan):
         )
         return "\n".join([*lines, "", about])
 
-    def _row(self, cost, has_rows):
+    def _row(self, cost, has_rows, has_tails):
         is_split = cost.place is not None
         marks = {
             "chosen": cost.place == self.chosen,
@@ -73,6 +79,7 @@ class SplitPlan(WrittenPlan):
             in_bytes(cost.head_bytes),
             in_bytes(cost.sent_bytes),
             *[in_bytes(cost.row_bytes)] * has_rows,
+            *[cost.tail_split if is_split else ""] * has_tails,
             in_bytes(cost.busiest_bytes),
             in_bytes(cost.star_bytes) if is_split else "",
             in_milliseconds(cost.seconds),

@@ -114,7 +114,8 @@ def _row(cost):
 
 def _processes(cost):
     if cost.way == LAYER_PLACEMENT:
-        return f"{cost.num_replicas} + {cost.num_tails} of the tail"
+        divided = f", {cost.tail_split}" if cost.num_tails > 1 else ""
+        return f"{cost.num_replicas} + {cost.num_tails} of the tail{divided}"
     if cost.way == PIPELINE:
         of_stage = f" x {cost.num_replicas} replicas"
         number = f"{len(cost.stages) + 1} stages"

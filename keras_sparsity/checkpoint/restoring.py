@@ -29,7 +29,9 @@ def restore(entry, number, record, file, num_processes, communicator):
     saved_by = tuple(record.get("ranks") or range(num_processes))
     is_as_saved = saved_by == holders
     sources = _files(record, saved_by)
-    if is_as_saved and len(sources) > 1:
+    if random_states.is_shared(entry.variable):
+        sources, is_as_saved = sources[:1], True
+    elif is_as_saved and len(sources) > 1:
         sources = [folder.rank_file(communicator.rank)]
     is_split = not is_as_saved and _is_split(entry, record)
     shape = tuple(entry.variable.shape)

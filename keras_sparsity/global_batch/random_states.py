@@ -18,9 +18,23 @@ def is_own(variable):
 
     Layers whose draws all ranks must share have none of their own.
     """
-    return variable.name == "seed_generator_state" and not getattr(
-        variable, "is_same_on_all_ranks", False
-    )
+    return is_state(variable) and not is_shared(variable)
+
+
+def is_state(variable):
+    """Whether a variable is the random state of a layer."""
+    return variable.name == "seed_generator_state"
+
+
+def is_shared(variable):
+    """Whether all ranks that have a random state draw alike."""
+    return getattr(variable, "is_same_on_all_ranks", False)
+
+
+def share(variables, are_shared):
+    """Says whether ranks draw alike by the random states among variables."""
+    for variable in filter(is_state, variables):
+        variable.is_same_on_all_ranks = are_shared
 
 
 def fold_rank(state, rank):

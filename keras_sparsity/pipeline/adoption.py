@@ -65,6 +65,7 @@ class Adoption:
             self._updates,
             strategy.options,
         )
+        strategy.divide_columns(stage, self.parts, self._profile, optimizer)
         passes = strategy.passes(stage, optimizer)
         limit = strategy.limit(model, self.parts, stage, passes)
         head_sums = strategy.head_sums(self.parts)

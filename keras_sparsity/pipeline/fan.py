@@ -25,6 +25,15 @@ class Fan:
     def __init__(self, links, num_pieces):
         self._links, self._num_pieces = links, num_pieces
 
+    def shared(self, peers, workers_of_tails):
+        """A `SharedFan`, by which all tails have the parts of all workers.
+
+        Args:
+            peers: `Collectives` of the tails.
+            workers_of_tails: as for `fan`.
+        """
+        return SharedFan(self._links, peers, list(workers_of_tails.values()))
+
     def of(self, batch):
         """The link for a piece, or for a range of them as one."""
         if not isinstance(batch, range):
@@ -60,7 +69,7 @@ class Fan:
             num_examples: the number of the ranks' examples.
         """
         parts, total = [], tf.zeros([])
-        for link, number in self._with_numbers(num_examples):
+        for link, _, number in self._bounds(num_examples):
             # A rank without examples sends those of a stand-in.
             tensors, loss = link.receive_activations(
                 crossing, tf.maximum(number, 1)
@@ -73,10 +82,8 @@ class Fan:
 
     def send_gradients(self, tensors, numbers=()):
         """Sends each rank the gradients of its part, and the same numbers."""
-        begin = 0
-        for link, number in self._with_numbers(_num_examples(tensors)):
+        for link, begin, number in self._bounds(_num_examples(tensors)):
             parts = [tensor[begin : begin + number] for tensor in tensors]
-            begin += number
             link.send_gradients(
                 [_at_least_one(part) for part in parts], numbers
             )
@@ -96,23 +103,70 @@ class Fan:
         """List of the links, each once."""
         return list(dict.fromkeys(self._links.values()))
 
-    def _with_numbers(self, num_examples):
-        """Pairs of a link and the number of its examples."""
+    def _bounds(self, num_examples):
+        """Triples of a link, its first example, and the number of them."""
         of_pieces = iter(shares(num_examples, len(self._links)))
+        begin = 0
         for link, pieces in itertools.groupby(self._links.values()):
-            yield link, tf.add_n([next(of_pieces) for _ in pieces])
+            number = tf.add_n([next(of_pieces) for _ in pieces])
+            yield link, begin, number
+            begin += number
 
     def _divided(self, tensors):
         """Triples of a link, the number of its examples, and its part.
 
         The part of no examples is one of its neighbour's, as a stand-in.
         """
-        begin, num_examples = 0, _num_examples(tensors)
-        for link, number in self._with_numbers(num_examples):
+        num_examples = _num_examples(tensors)
+        for link, begin, number in self._bounds(num_examples):
             first = tf.minimum(begin, num_examples - 1)
             end = first + tf.maximum(number, 1)
             yield link, number, [tensor[first:end] for tensor in tensors]
-            begin += number
+
+
+class SharedFan(Fan):
+    """A `Fan` of which all tails have the whole batch.
+
+    Args:
+        links: as for `Fan`: those of the own workers.
+        peers: `Collectives` of the tails.
+        workers: list of the range of each tail's workers.
+    """
+
+    def __init__(self, links, peers, workers):
+        super().__init__(links, workers[-1].stop)
+        self._peers, self._workers = peers, workers
+
+    def of(self, batch):
+        """This: all workers' micro-batches are one."""
+        del batch
+        return self
+
+    def receive_activations(self, crossing, num_examples):
+        own, loss = super().receive_activations(crossing, num_examples)
+        numbers = shares(num_examples, self._workers[-1].stop)
+        counts = tf.stack(
+            [
+                tf.add_n(numbers[each.start : each.stop])
+                for each in self._workers
+            ]
+        )
+        whole = [
+            self._peers.all_gather(value, f"tail/parts/{place}", counts)
+            for place, value in enumerate(crossing.with_masks(own))
+        ]
+        for value, spec in zip(whole, crossing.specs, strict=True):
+            value.set_shape(spec.shape)
+        (loss,) = self._peers.all_reduce([loss], name="tail/losses")
+        return crossing.without_masks(whole), loss
+
+    def _bounds(self, num_examples):
+        numbers = shares(num_examples, self._workers[-1].stop)
+        begins = list(itertools.accumulate(numbers, initial=0))
+        return [
+            (link, begins[worker], numbers[worker])
+            for worker, link in self._links.items()
+        ]
 
 
 def _num_examples(tensors):
@@ -144,6 +198,15 @@ def fan(collectives, workers_of_tails, wire_dtype=None):
     own = workers_of_tails[collectives.rank]
     before = {rank: Link(found[rank], wire_dtype) for rank in own}
     return Fan(before, len(found)), None
+
+
+def workers_of_tails(num_workers, num_tails):
+    """Dict from the rank of each tail to the range of its workers."""
+    bounds = [i * num_workers // num_tails for i in range(num_tails + 1)]
+    return {
+        num_workers + i: range(begin, end)
+        for i, (begin, end) in enumerate(itertools.pairwise(bounds))
+    }
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 
 import keras
 import tensorflow as tf
@@ -14,7 +13,9 @@ from keras_sparsity.board.split_plan import SplitPlan
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives.base import divided
 from keras_sparsity.exchange.options import check_wire_dtype
-from keras_sparsity.pipeline.fan import fan
+from keras_sparsity.global_batch import random_states
+from keras_sparsity.pipeline import columns
+from keras_sparsity.pipeline.fan import fan, workers_of_tails
 from keras_sparsity.pipeline.head_sums import HeadSums
 from keras_sparsity.pipeline.staged import (
     StagedStrategy,
@@ -22,6 +23,7 @@ from keras_sparsity.pipeline.staged import (
 )
 from keras_sparsity.placement import choice
 from keras_sparsity.stages import layer_placement, timing
+from keras_sparsity.stages.column_split import column_sizes
 from keras_sparsity.stages.profile import (
     Profile,
     gradient_sizes,
@@ -60,6 +62,12 @@ class LayerPlacementStrategy(StagedStrategy):
             tail's gradients are summed over them by AllReduce. Statistics of
             a batch in the tail are then those of its own part, if the layer
             is not `synchronized`.
+        tail_split: what several tail workers divide. `"batch"`: as above.
+            `"columns"`: each has the whole batch, and of the widest `Dense`
+            layers, where that saves bytes, computes and updates its columns
+            alone; outputs are gathered, and gradients of inputs summed, in
+            place of the kernels' gradients. None: whichever is less on the
+            busiest link, for `num_examples`.
         tail_batches: `"whole"`: a tail computes the parts of its workers as
             one batch. `"by_worker"`: one after the other, which holds the
             activations of one part at a time; statistics of a batch are then
@@ -124,10 +132,20 @@ class LayerPlacementStrategy(StagedStrategy):
         wire_dtype=None,
         engine=None,
         timeout=None,
+        tail_split=None,
     ):
         checks.positive_integer("num_tail_workers", num_tail_workers)
         checks.one_of("tail_batches", tail_batches, ("whole", "by_worker"))
         checks.one_of("head_gradients", head_gradients, ("allreduce", "server"))
+        if tail_split is not None:
+            known = ("batch", "columns")
+            checks.one_of("tail_split", tail_split, known, " or None")
+        if tail_split == "columns" and tail_batches == "by_worker":
+            raise ValueError(
+                "Tail workers that divide columns compute whole batches. "
+                'Received: tail_split="columns" and tail_batches="by_worker". '
+                'Use tail_batches="whole", or tail_split="batch".'
+            )
         checks.one_of("rule", rule, ("published", "fastest"))
         checks.positive_integer("num_examples", num_examples)
         checks.check(
@@ -140,7 +158,7 @@ class LayerPlacementStrategy(StagedStrategy):
         check_wire_dtype(wire_dtype)
         self.num_tail_workers = num_tail_workers
         self.tail_batches, self.num_examples = tail_batches, num_examples
-        self.head_gradients = head_gradients
+        self.head_gradients, self.tail_split = head_gradients, tail_split
         self.rule, self.threshold = rule, threshold
         self._wire_dtype = wire_dtype
         self.options = dataclasses.replace(self.options, wire_dtype=wire_dtype)
@@ -158,7 +176,7 @@ class LayerPlacementStrategy(StagedStrategy):
                 f"expected: at most {size // 2}."
             )
         first = size - num_tail_workers
-        self._workers_of_tails = _blocks(first, num_tail_workers)
+        self._workers_of_tails = workers_of_tails(first, num_tail_workers)
         super().__init__(
             communicator,
             divided(
@@ -249,6 +267,7 @@ class LayerPlacementStrategy(StagedStrategy):
             seconds_per_byte=max(slowest for _, slowest in found),
             gradients=tuple(gradients),
             wire_share=0.5 if self._wire_dtype else 1.0,
+            columns=tuple(column_sizes(cutter.calls)),
         )
 
     def found_places(self, cutter, profile):
@@ -307,7 +326,31 @@ class LayerPlacementStrategy(StagedStrategy):
             num_tails,
             num_examples,
             is_star=self.head_gradients == "server",
+            tail_split="batch" if self._by_worker else self.tail_split,
         )
+
+    @property
+    def _by_worker(self):
+        return self.tail_batches == "by_worker"
+
+    def divide_columns(self, stage, parts, profile, optimizer):
+        num_tails = min(self.num_tail_workers, self.size - 1)
+        if num_tails < 2 or self._by_worker or self.tail_split == "batch":
+            return
+        number = self.num_examples * self._num_workers
+        tail, place = parts[1].model, len(parts[0].names) - 1
+        is_asked = self.tail_split == "columns"
+        layers = columns.to_divide(tail, optimizer, number, is_asked)
+        if not is_asked and not any(
+            cost.place == place and cost.tail_split == "columns"
+            for cost in self._costs(profile, number)
+        ):
+            layers = []
+        random_states.share(tail.variables, bool(layers))
+        if stage.is_last and layers:
+            stage.columns = columns.Columns(layers, optimizer, self.peers)
+            workers = self._workers_of_tails
+            stage.before = stage.before.shared(self.peers, workers)
 
     def head_sums(self, parts):
         weights = parts[0].model.trainable_variables
@@ -334,6 +377,8 @@ class LayerPlacementStrategy(StagedStrategy):
             tasks = _in_turn([self.rank]), ()
         else:
             own = self._workers_of_tails[self.rank]
+            if stage.columns is not None:
+                own = range(self._num_workers)
             is_whole = self.tail_batches == "whole"
             tasks = (), _in_turn([own] if is_whole else own)
         # Of the other stage it knows nothing.
@@ -346,15 +391,6 @@ class _NoGain(Exception):
     def __init__(self, profile):
         super().__init__(profile)
         self.profile = profile
-
-
-def _blocks(num_workers, num_tails):
-    """Dict from the rank of each tail to the range of its workers."""
-    bounds = [i * num_workers // num_tails for i in range(num_tails + 1)]
-    return {
-        num_workers + i: range(begin, end)
-        for i, (begin, end) in enumerate(itertools.pairwise(bounds))
-    }
 
 
 def _in_turn(batches):

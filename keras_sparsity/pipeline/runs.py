@@ -75,7 +75,10 @@ class Runs(Binding):
         with collectives.explained(f"model.{name}"):
             self._steps.settle()
             self._weights.part_random_states()
-            return self._stock[name](**arguments)
+            found = self._stock[name](**arguments)
+            # Before anybody reads weights of a tail.
+            self._steps.settle_columns()
+            return found
 
 
 def _check_callbacks(callbacks, strategy):

@@ -1,6 +1,7 @@
 """The computation of one stage."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import tensorflow as tf
 
@@ -23,7 +24,10 @@ class Stage:
 
     Attributes:
         received, sent: `Crossing`s.
+        columns: `Columns` of layers that its ranks divide, or None.
     """
+
+    columns = None
 
     def __init__(self, number, part, before, behind, updates, options):
         self.number, self.part, self.updates = number, part, updates
@@ -46,8 +50,12 @@ class Stage:
 
     @property
     def are_spread(self):
-        """Of each of the variables, whether this rank has some rows alone."""
-        return [is_spread(variable) for variable in self.variables]
+        """Of each of the variables, whether this rank has a part alone."""
+        return [
+            is_spread(variable)
+            or (self.columns is not None and self.columns.has(variable))
+            for variable in self.variables
+        ]
 
     def receive(self, num_examples, batch):
         """The message of the stage before: its tensors and the loss so far.
@@ -89,7 +97,8 @@ class Stage:
             *(inputs[place] for place in part.inputs),
             *(received[place] for place in part.taken),
         ]
-        with self._joint_pull.entered():
+        columns = self.columns.entered() if self.columns else nullcontext()
+        with self._joint_pull.entered(), columns:
             made = part.compute(given, training)
         values = {
             id(symbolic): value

@@ -113,6 +113,19 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
             parts: the `Part`s of all stages.
         """
 
+    def divide_columns(self, stage, parts, profile, optimizer):
+        """Gives the `Stage` `Columns`, if its ranks divide wide layers.
+
+        Args:
+            stage: this rank's `Stage`.
+            parts: the `Part`s of all stages.
+            profile: as the function of this name gives it.
+            optimizer: the rank's optimizer, or None.
+
+        Raises:
+            ValueError: on all ranks, if they cannot.
+        """
+
     def head_sums(self, parts):
         """The `HeadSums` of the first stage's gradients, or None.
 

@@ -61,6 +61,7 @@ class Steps(Binding):
             model.distribute_strategy.peers,
             stage.are_spread,
             head_sums,
+            stage.columns is not None,
         )
         self._in_flight = versions and InFlight(
             model,
@@ -76,11 +77,26 @@ class Steps(Binding):
     def _last(self):
         return self._collectives.size - 1
 
+    @property
+    def columns(self):
+        """The `Columns` of the stage, or None."""
+        return self._stage.columns
+
+    def unbind(self):
+        self.settle_columns()
+        super().unbind()
+
+    def settle_columns(self):
+        """Gives each rank of a tail the columns of all; eagerly."""
+        if self.columns is not None:
+            self.columns.settle()
+
     def settle(self):
         """Ends all backward passes; eagerly, on all ranks.
 
         After a step that has failed midway their mini-batches are forgotten.
         """
+        self.settle_columns()
         if self._in_flight is None or self._collectives.size == 1:
             return
         turns = self._collectives.gather_objects(
@@ -101,6 +117,8 @@ class Steps(Binding):
             gradients = self._together.agreed(gradients)
             with self._model.distribute_strategy.gradients_summed():
                 self._stage.updates.apply(gradients)
+            if self.columns is not None:
+                self.columns.note_step()
             self._together.combine_statistics(
                 self._stage.part.model, run.num_examples
             )

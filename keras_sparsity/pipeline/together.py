@@ -19,11 +19,20 @@ class Together:
             has alone, and of all ranks already.
         head_sums: `HeadSums`, by which dense gradients of a head are summed;
             None: by AllReduce.
+        are_alike: whether each rank of the stage computes the whole batch, so
+            that their sums are means.
     """
 
     def __init__(
-        self, optimizer, collectives, peers, are_spread, head_sums=None
+        self,
+        optimizer,
+        collectives,
+        peers,
+        are_spread,
+        head_sums=None,
+        are_alike=False,
     ):
+        self._are_alike = are_alike
         self._optimizer, self._collectives = optimizer, collectives
         self._peers, self._are_spread = peers, are_spread
         self._head_sums = head_sums
@@ -60,6 +69,8 @@ class Together:
                 is_sent = is_at_server and not is_of_rows
                 (sent if is_sent else others).append(place)
         sums = self._all_reduced([gradients[place] for place in others])
+        if self._are_alike:
+            sums = [_times(each, 1 / self._peers.size) for each in sums]
         if is_at_server:
             sums += self._head_sums.summed([gradients[place] for place in sent])
         found = dict(zip([*others, *sent], sums, strict=True))
@@ -76,7 +87,7 @@ class Together:
 
     def total(self, loss):
         """The sum of a float32 scalar over the ranks of this stage."""
-        if self._peers.size == 1:
+        if self._peers.size == 1 or self._are_alike:
             return loss
         (loss,) = self._peers.all_reduce([loss], name="pipeline/loss")
         return loss
@@ -102,7 +113,7 @@ class Together:
             part[:number] for part, number in zip(parts, numbers, strict=True)
         ]
         own = tf.concat(parts, 0)
-        if self._peers.size == 1:
+        if self._peers.size == 1 or self._are_alike:
             return own
         return self._peers.all_gather(own, name="pipeline/outputs")
 

@@ -84,10 +84,10 @@ class Weights(Binding):
         states = [
             variable
             for variable in self._of_stage.variables
-            if random_states.is_own(variable)
+            if random_states.is_state(variable)
         ]
         self._share(states)
-        for state in states:
+        for state in filter(random_states.is_own, states):
             random_states.fold_rank(state, self._peers.rank)
 
     def _share(self, weights):

@@ -81,7 +81,8 @@ class StrategyCost:
             stage's.
         num_replicas: processes of a stage; of layer placement those of the
             head.
-        num_tails: tail workers.
+        num_tails: tail workers, and
+        tail_split: what several of them divide, "batch" or "columns".
         num_micro_batches: parts of a mini-batch.
     """
 
@@ -97,6 +98,7 @@ class StrategyCost:
     stages: tuple = ()
     num_replicas: int = 1
     num_tails: int = 0
+    tail_split: str = "batch"
     num_micro_batches: int = 1
 
     @property

@@ -112,6 +112,8 @@ class Profile:
             number of examples takes.
         wire_share: bytes of gradients as data parallelism sends them, over
             those of their own dtype.
+        columns: tuple of the calls' `ColumnSize`s, None of a call that has no
+            columns to divide; empty if no call has any.
     """
 
     names: tuple
@@ -124,6 +126,7 @@ class Profile:
     update_seconds: tuple = ()
     fixed_share: float = 0.0
     wire_share: float = 1.0
+    columns: tuple = ()
 
     def time_share(self, num_examples):
         """The time of other examples' passes, relative to `seconds`."""

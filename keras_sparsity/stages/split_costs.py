@@ -6,6 +6,7 @@ import numpy as np
 
 from keras_sparsity._tf import checks
 from keras_sparsity.planning.specs import Cluster
+from keras_sparsity.stages.column_split import chosen_calls
 from keras_sparsity.stages.machine_links import (
     crossings,
     machine_of,
@@ -29,6 +30,7 @@ class SplitCost:
         link_seconds: the part of it in which messages travel.
         row_bytes: bytes of the rows of sharded tables that a worker pulls from
             their owners, of their gradients and numbers.
+        tail_split: what several tail workers divide, "batch" or "columns".
     """
 
     place: int | None
@@ -39,6 +41,7 @@ class SplitCost:
     seconds: float
     link_seconds: float = 0.0
     row_bytes: float = 0.0
+    tail_split: str = "batch"
 
 
 def split_costs(
@@ -48,6 +51,7 @@ def split_costs(
     num_examples,
     cluster=None,
     is_star=False,
+    tail_split=None,
 ):
     r"""Costs of data parallelism, and of each possible split.
 
@@ -56,6 +60,12 @@ def split_costs(
     of a worker carry, in each direction,
 
     .. math:: W O / M + 2 T (M-1)/M, \quad O + 2 P (W-1)/W
+
+    If the tail workers divide the columns of wide layers, of K bytes, each has
+    the whole batch. Of such a layer, which makes Y bytes of X bytes of a batch,
+    outputs are gathered and gradients of inputs summed:
+
+    .. math:: W O / M + (W O + Y + 2 X + 2 (T - K)) (M-1)/M
 
     The rows that a worker looks up in tables of the head, R bytes, are
     gathered: R (W-1) more. Of those in sharded tables E bytes travel, with
@@ -74,6 +84,8 @@ def split_costs(
             which send back the sums; else by AllReduce. Then P, of dense
             gradients, travels as O does, and several tail workers sum it by
             AllReduce.
+        tail_split: what several tail workers divide: `"batch"`, `"columns"`,
+            or None: of each split whichever is less on the busiest link.
 
     Returns:
         List of `SplitCost`; the first is that of data parallelism over W + M
@@ -124,17 +136,23 @@ def split_costs(
         whole.row_bytes(calls),
     )
     fan = _fan(num_workers, num_tails, cluster)
-    of_splits = [
-        _of_split(
-            place,
-            crossing * num_examples / num_workers,
-            head,
-            tail,
-            fan,
-            is_star and num_workers > 1,
-        )
-        for place, crossing in profile.crossing_bytes.items()
-    ]
+    of_splits = []
+    for place, crossing in profile.crossing_bytes.items():
+        ways = ["batch"]
+        if num_tails > 1 and any(profile.columns[place + 1 :]):
+            ways = [tail_split] if tail_split else ["batch", "columns"]
+        tried = [
+            _of_split(
+                place,
+                crossing * num_examples / num_workers,
+                head,
+                _Tail(tail, slice(place + 1, None), way == "columns"),
+                fan,
+                is_star and num_workers > 1,
+            )
+            for way in ways
+        ]
+        of_splits.append(min(tried, key=lambda cost: cost.busiest_bytes))
     return [of_whole, *of_splits]
 
 
@@ -144,41 +162,98 @@ def _of_split(place, sent, head, tail, fan, is_star):
     Args:
         place: the place of the head's last call.
         sent: bytes of the activations of one worker.
-        head, tail: `_Group`s.
+        head, tail: `_Group` and `_Tail`.
         fan: as `_fan` returns it.
         is_star: as for `split_costs`.
     """
     out, into = fan
-    front, back = slice(place + 1), slice(place + 1, None)
-    sums = tail.ring_bytes(back) + head.owned_bytes(front)
+    front = slice(place + 1)
+    sums = tail.ring_bytes(sent * len(head.ranks)) + head.owned_bytes(front)
     # Activations one way, and as many gradients the other way.
     to_tail, num_messages = sent, 2 * bool(sent)
     dense = head.dense_bytes(front)
     if is_star:
         to_tail, num_messages = sent + dense, num_messages + 2
-        sums = sums + head.gathered_bytes(front) + tail.sum_bytes(dense)
+        sums = sums + head.gathered_bytes(front) + tail.group.sum_bytes(dense)
     else:
         sums = sums + head.ring_bytes(front)
     both_ways = to_tail * (out + into)
     one_way = to_tail * float(np.maximum(out, into).max())
-    travels = max(head.latency_seconds, tail.latency_seconds)
+    travels = max(head.latency_seconds, tail.latency_seconds())
     travels += head.message_seconds(2 * one_way, num_messages)
     travels += head.message_seconds(
         float(sums.max()), head.num_exchanges(front)
     )
     star = len(head.ranks) * (sent + head.summed_bytes(front))
     # A process alone makes all passes.
-    last = tail if len(tail.ranks) else head
+    is_alone = not len(tail.group.ranks)
+    last = head.seconds(tail.calls) if is_alone else tail.seconds()
     return SplitCost(
         place,
         head.parameter_bytes(front),
         sent,
         float((both_ways + sums).max()),
-        star if len(tail.ranks) else 0,
-        head.seconds(front) + last.seconds(back) + travels,
+        0 if is_alone else star,
+        head.seconds(front) + last + travels,
         travels,
         head.row_bytes(front),
+        tail.split,
     )
+
+
+class _Tail:
+    """The tail workers, which divide a batch or columns.
+
+    Args:
+        group: their `_Group`.
+        calls: a slice of the tail's calls.
+        has_columns: whether they divide columns.
+    """
+
+    def __init__(self, group, calls, has_columns):
+        self.group, self.calls = group, calls
+        self.split = "columns" if has_columns else "batch"
+        self._columns = {}
+        if has_columns:
+            sizes = group.profile.columns[calls]
+            chosen = chosen_calls(sizes, group.num_examples)
+            self._columns = {i: sizes[i] for i in chosen}
+
+    def ring_bytes(self, arriving):
+        """Bytes that each machine sends but to workers: an array.
+
+        Args:
+            arriving: bytes of the activations of all workers.
+        """
+        group, number = self.group, self.group.num_examples
+        if not self._columns:
+            return group.ring_bytes(self.calls)
+        columns = self._columns.values()
+        dense = group.dense_bytes(self.calls)
+        # All of its parts but a rank's own travel once, of sums twice.
+        once = arriving + sum(each.traveling_bytes(number) for each in columns)
+        twice = dense - sum(each.kernel_bytes for each in columns)
+        rows = group.gathered_bytes(self.calls, number)
+        return group.sum_bytes(twice + once / 2) + rows
+
+    def seconds(self):
+        """Time of the passes and the update."""
+        group = self.group
+        if not self._columns:
+            return group.seconds(self.calls)
+        first = self.calls.start
+        found = group.seconds(self.calls, group.num_examples)
+        for place in self._columns:
+            call = slice(first + place, first + place + 1)
+            found += group.seconds(call)
+            found -= group.seconds(call, group.num_examples)
+        return found
+
+    def latency_seconds(self):
+        """That of sums of gradients, and of what the layers wait for."""
+        # Activations; outputs of layers, and gradients of their inputs.
+        rounds = 1 + (1 + 3 * len(self._columns)) / 2 * bool(self._columns)
+        return rounds * self.group.latency_seconds
 
 
 class _Group:
@@ -191,8 +266,8 @@ class _Group:
     """
 
     def __init__(self, profile, cluster, ranks, num_examples):
-        self._profile, self._cluster = profile, cluster
-        self.ranks = ranks
+        self.profile, self._cluster = profile, cluster
+        self.ranks, self.num_examples = ranks, num_examples
         self._hops = ring_hops(ranks, cluster)
         self._size = max(1, len(ranks))
         self._examples = num_examples / self._size
@@ -209,11 +284,15 @@ class _Group:
         """Those of which the ranks sum so many bytes by AllReduce."""
         return self._hops * (2 * dense * (self._size - 1) / self._size)
 
-    def gathered_bytes(self, calls):
-        """Those of rows, which all ranks get."""
-        rows = sum(
-            each.row_bytes(self._examples) for each in self._gradients(calls)
-        )
+    def gathered_bytes(self, calls, num_examples=None):
+        """Those of rows, which all ranks get.
+
+        Args:
+            calls: a slice.
+            num_examples: of a rank; by default its part of the batch.
+        """
+        number = num_examples or self._examples
+        rows = sum(each.row_bytes(number) for each in self._gradients(calls))
         return self._hops * (rows * (self._size - 1))
 
     def dense_bytes(self, calls):
@@ -246,7 +325,7 @@ class _Group:
     def message_seconds(self, num_bytes, num_messages=0):
         """Time of bytes on a link, and of the latency of messages."""
         latency = num_messages * (self._cluster.latency_seconds or 0)
-        return latency + num_bytes * self._profile.seconds_per_byte
+        return latency + num_bytes * self.profile.seconds_per_byte
 
     @property
     def latency_seconds(self):
@@ -254,17 +333,17 @@ class _Group:
         hops = 2 * (self._size - 1) if self._hops.any() else 0
         return hops * (self._cluster.latency_seconds or 0)
 
-    def seconds(self, calls):
-        """Time of the passes and the update."""
-        profile = self._profile
-        share = profile.time_share(self._examples)
+    def seconds(self, calls, num_examples=None):
+        """Time of the passes and the update; as for `gathered_bytes`."""
+        profile = self.profile
+        share = profile.time_share(num_examples or self._examples)
         seconds = share * sum(profile.seconds[calls])
         seconds += sum(profile.update_seconds[calls])
         busy = shared_by(self._cluster, self._size)
         return seconds * busy / self._cluster.relative_speed
 
     def _gradients(self, calls):
-        return self._profile.gradients[calls]
+        return self.profile.gradients[calls]
 
 
 def _fan(num_workers, num_tails, cluster):

@@ -94,7 +94,9 @@ def _placed(facts, cluster, num_examples, num_tails):
     )
     best = min(splits, key=lambda cost: cost.seconds)
     front, back = slice(best.place + 1), slice(best.place + 1, None)
-    of_worker, of_tail = num_examples / num_workers, num_examples / num_tails
+    of_worker, of_tail = num_examples / num_workers, num_examples
+    if best.tail_split == "batch":
+        of_tail = num_examples / num_tails
     made = [sum(facts.output_bytes[calls]) for calls in (front, back)]
     arriving = profile.crossing_bytes[best.place]
     return StrategyCost(
@@ -111,4 +113,5 @@ def _placed(facts, cluster, num_examples, num_tails):
         stages=(profile.names[best.place],),
         num_replicas=num_workers,
         num_tails=num_tails,
+        tail_split=best.tail_split,
     )

@@ -52,6 +52,11 @@ BAD = [
             ({"num_tail_workers": 0}, "a positive integer.*workers=0"),
             ({"tail_batches": "each"}, "'whole' or 'by_worker'.*='each'"),
             ({"head_gradients": "ps"}, "'allreduce' or 'server'.*='ps'"),
+            ({"tail_split": "rows"}, "'batch' or 'columns' or None.*='rows'"),
+            (
+                {"tail_split": "columns", "tail_batches": "by_worker"},
+                "compute whole batches.*tail_batches=.by_worker",
+            ),
             ({"num_examples": 0.5}, "a positive integer.*examples=0.5"),
             ({"threshold": "low"}, "a number.*threshold='low'"),
             ({"wire_dtype": "int8"}, "None or one of.*wire_dtype='int8'"),

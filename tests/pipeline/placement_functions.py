@@ -44,8 +44,31 @@ def ids():
     return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
 
 
-MODELS = {"convolutional": convolutional, "ids": ids}
-STAGES = {"convolutional": None, "ids": ["rows"]}
+def wide():
+    """A tail of layers whose columns can be divided, unevenly, or cannot."""
+    x = inputs = keras.Input((6,))
+    x = keras.layers.Dense(12, activation="tanh", name="first")(x)
+    x = keras.layers.Dense(41, use_bias=False, name="wide")(x)
+    x = keras.layers.BatchNormalization(name="norm")(x)
+    x = keras.layers.Dropout(0.25, seed=5, name="drop")(x)
+    # Of all columns together.
+    x = keras.layers.Dense(17, activation="softmax", name="second")(x)
+    x = keras.layers.Dense(8, kernel_regularizer="l2", name="regular")(x)
+    return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
+
+
+MODELS = {"convolutional": convolutional, "ids": ids, "wide": wide}
+STAGES = {"convolutional": None, "ids": ["rows"], "wide": ["first"]}
+RULES = {
+    # With the usual epsilon, the smallest gradients' noise makes steps.
+    "adam": lambda: keras.optimizers.Adam(
+        0.01, epsilon=1e-3, global_clipnorm=0.5
+    ),
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "scaled": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01, epsilon=1e-3)
+    ),
+}
 
 
 def data(name, num_examples):
@@ -53,7 +76,8 @@ def data(name, num_examples):
     if name == "ids":
         x = draws.integers(0, 30, (num_examples, 5))
     else:
-        x = draws.normal(size=(num_examples, 8, 8, 2)).astype("float32")
+        shape = (6,) if name == "wide" else (8, 8, 2)
+        x = draws.normal(size=(num_examples, *shape)).astype("float32")
     return (
         x,
         draws.integers(0, 3, num_examples),
@@ -61,21 +85,18 @@ def data(name, num_examples):
     )
 
 
-def compiled(name, strategy=None):
+def compiled(name, strategy=None, rule="adam"):
     """A model, with a strategy one that is made inside of its scope."""
     keras.utils.set_random_seed(3)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = MODELS[name]()
-        model.compile(**_options())
+        model.compile(**_options(rule))
     return model
 
 
-def _options():
+def _options(rule="adam"):
     return {
-        # With the usual epsilon, the smallest gradients' noise makes steps.
-        "optimizer": keras.optimizers.Adam(
-            0.01, epsilon=1e-3, global_clipnorm=0.5
-        ),
+        "optimizer": RULES[rule](),
         "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         "weighted_metrics": ["accuracy"],
     }
@@ -103,12 +124,12 @@ def results(model, name, num_examples):
     }
 
 
-def train(name, num_examples, folder, options):
+def train(name, num_examples, folder, options, rule="adam"):
     """The results, and those of a model that is saved and loaded half-way."""
     strategy = ks.LayerPlacementStrategy(
         STAGES[name], threshold=-0.2, **options
     )
-    model = compiled(name, strategy)
+    model = compiled(name, strategy, rule)
     found = results(model, name, num_examples)
     part = model._keras_sparsity_pipeline.parts[0]
     if strategy.size == 1:
@@ -129,6 +150,98 @@ def train(name, num_examples, folder, options):
         "gone_on": model.get_weights(),
         "resumed": loaded.get_weights(),
     }
+
+
+def train_columns(name, num_examples, folder, options, rule):
+    """As `train`, with more of a tail whose columns are divided.
+
+    Shapes of what is summed over a tail's ranks in a step; this rank's own
+    values of the tail's kernels after training; the exported model's weights;
+    weights after a layer was frozen and the model compiled again.
+    """
+    peers = []
+
+    def noted(strategy):
+        stock = strategy.peers.all_reduce
+
+        def all_reduce(tensors, *args, **kwargs):
+            peers.extend(tuple(tensor.shape) for tensor in tensors)
+            return stock(tensors, *args, **kwargs)
+
+        return mock.patch.object(strategy.peers, "all_reduce", all_reduce)
+
+    strategy = ks.LayerPlacementStrategy(
+        STAGES[name], num_examples=4, **options
+    )
+    with noted(strategy):
+        model = compiled(name, strategy, rule)
+        found = results(model, name, num_examples)
+    is_tail = strategy.stages_of_ranks[strategy.rank] == 1
+    kernels = [model.get_layer(x).kernel for x in ("wide", "second")]
+    found["kernels"] = [v.numpy() for v in kernels if is_tail]
+    found["sums"] = peers if is_tail else []
+    plain = ks.export(model)
+    found["exported"] = plain.get_weights()
+    found["slots"] = [v.numpy() for v in plain.optimizer.variables]
+    model.save(f"{folder}/columns.keras")
+    with strategy.scope():
+        loaded = keras.models.load_model(f"{folder}/columns.keras")
+    # Which Keras does not save.
+    states = [x.get_layer("drop").seed_generator.state for x in (model, loaded)]
+    states[1].assign(states[0].numpy())
+    x, y, _ = data(name, num_examples)
+    for each in (model, loaded):
+        each.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)
+    found["gone_on"] = model.get_weights()
+    found["resumed"] = loaded.get_weights()
+    model.get_layer("second").trainable = False
+    with strategy.scope():
+        model.compile(model.optimizer, model.loss)
+    found["compiled_again"] = model.get_weights()
+    model.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)
+    found["frozen"] = model.get_weights()
+    return found
+
+
+def go_on_frozen(model, name, num_examples):
+    """Weights of one process, trained and trained with a frozen layer."""
+    x, y, _ = data(name, num_examples)
+    model.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)
+    before = model.get_weights()
+    model.get_layer("second").trainable = False
+    model.compile(model.optimizer, model.loss)
+    model.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)
+    return before, model.get_weights()
+
+
+def planned_columns():
+    """The plan of a model with a tail on two processes."""
+    strategy = ks.LayerPlacementStrategy(
+        STAGES["wide"], num_tail_workers=2, num_examples=4
+    )
+    model = compiled("wide", strategy)
+    x, y, _ = data("wide", 8)
+    return ks.plan(model, tf.data.Dataset.from_tensors((x, y)))
+
+
+def refused_columns():
+    """Messages of optimizers and models that cannot divide columns."""
+    found = []
+    for rule, stages in [
+        (keras.optimizers.SGD(clipnorm=1.0), ["first"]),
+        (keras.optimizers.Lamb(), ["first"]),
+        ("sgd", ["regular"]),
+    ]:
+        strategy = ks.LayerPlacementStrategy(
+            stages, num_tail_workers=2, tail_split="columns"
+        )
+        model = wide()
+        if stages == ["regular"]:
+            model.get_layer("out").trainable = False
+        with pytest.raises(ValueError) as raised, strategy.scope():
+            model.compile(rule, "mse")
+        found.append(str(raised.value))
+    return found
 
 
 def _held(model):

@@ -48,7 +48,7 @@ def pipeline(schedule, rule, stages, replicas=1):
     return network
 
 
-def divided(head, num_tail_workers=1):
+def divided(head, num_tail_workers=1, tail_split="batch"):
     """A compiled model of which the workers draw differently."""
     keras.utils.set_random_seed(3)
     network = keras.Sequential(
@@ -62,8 +62,12 @@ def divided(head, num_tail_workers=1):
         ],
         name="divided",
     )
+    has_columns = tail_split == "columns"
     strategy = ks.LayerPlacementStrategy(
-        [head], num_tail_workers, tail_batches="by_worker"
+        [head],
+        num_tail_workers,
+        tail_batches="whole" if has_columns else "by_worker",
+        tail_split=tail_split,
     )
     with strategy.scope():
         network.compile(RULES["adam"](), "mse", metrics=["mae"])

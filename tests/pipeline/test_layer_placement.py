@@ -76,6 +76,80 @@ def test_as_one_process(
         assert ranks[0]["head"] == ("conv", "head", "relu", "pool")
 
 
+@pytest.mark.parametrize(
+    ("engine", "size", "num_examples", "rule", "tail_split"),
+    [
+        ("native", 4, 22, "momentum", "columns"),
+        *(
+            pytest.param("native", *each, marks=pytest.mark.all_cells)
+            for each in [(5, 17, "adam", None), (5, 22, "scaled", "columns")]
+        ),
+        # The last batch has one example.
+        pytest.param(
+            *("horovod", 5, 17, "adam", None), marks=engines("horovod")[0].marks
+        ),
+        pytest.param(
+            *("horovod", 4, 22, "momentum", "columns"),
+            marks=[*engines("horovod")[0].marks, pytest.mark.all_cells],
+        ),
+    ],
+)
+def test_tails_that_divide_columns(
+    cluster, engine, size, num_examples, rule, tail_split, tmp_path
+):
+    options = {"num_tail_workers": 2, "tail_split": tail_split}
+    ranks = cluster(engine, size, has_groups=True).run(
+        placement_functions.train_columns,
+        *("wide", num_examples, str(tmp_path), options, rule),
+    )
+    model = placement_functions.compiled("wide", rule=rule)
+    before = model.get_weights()
+    expected = placement_functions.results(model, "wide", num_examples)
+    slots = [variable.numpy() for variable in model.optimizer.variables]
+    kernels = [model.get_layer(x).kernel.numpy() for x in ("wide", "second")]
+    gone_on, frozen = placement_functions.go_on_frozen(
+        model, "wide", num_examples
+    )
+    moved = _distance(expected["weights"], before)
+    assert moved > 0.1
+    for rank in ranks:
+        for found, values in [
+            (rank["weights"], expected["weights"]),
+            (rank["exported"], expected["weights"]),
+            (rank["gone_on"], gone_on),
+            (rank["compiled_again"], gone_on),
+            (rank["frozen"], frozen),
+        ]:
+            assert _distance(found, values) <= 1e-5 * moved
+        for key, values in expected["history"].items():
+            np.testing.assert_allclose(rank["history"][key], values, rtol=1e-5)
+        np.testing.assert_allclose(
+            rank["evaluated"], expected["evaluated"], rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            rank["predicted"], expected["predicted"], rtol=1e-4, atol=1e-5
+        )
+        for value, other in zip(rank["slots"], slots, strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-3, atol=1e-6)
+        for value, other in zip(rank["gone_on"], rank["resumed"], strict=True):
+            np.testing.assert_array_equal(value, other)
+    for rank in ranks[-2:]:
+        for value, kernel in zip(rank["kernels"], kernels, strict=True):
+            np.testing.assert_allclose(value, kernel, rtol=1e-3, atol=1e-5)
+        # Of kernels but for those that are divided.
+        assert (17, 8) in rank["sums"]
+        assert not {(12, 41), (41, 17)} & set(rank["sums"])
+
+
+def test_what_cannot_divide_columns(cluster):
+    for messages in cluster("native", 4, has_groups=True).run(
+        placement_functions.refused_columns
+    ):
+        assert "clipnorm=1.0 needs the norms" in messages[0]
+        assert "the rule of Lamb needs whole kernels" in messages[1]
+        assert "no `Dense` layer to divide" in messages[2]
+
+
 @pytest.mark.parametrize("engine", engines())
 def test_models_that_gain_nothing_are_left_to_data_parallelism(cluster, engine):
     ranks = cluster(engine, 2).run(placement_functions.left, {})
@@ -136,6 +210,29 @@ def test_plan(cluster, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "before training" in shown and "(data parallelism)" in shown
     assert "the paper's" in shown
+
+
+def test_plan_of_columns(cluster):
+    plans = cluster("native", 4, has_groups=True).run(
+        placement_functions.planned_columns
+    )
+    plan = plans[0]
+    assert all(other == plan for other in plans)
+    (split,) = [cost for cost in plan.costs if cost.place == plan.chosen]
+    assert (plan.names[plan.chosen], split.tail_split) == ("first", "columns")
+    # Of 4 examples, 12 numbers from each of the tail's workers: one of 2.
+    arriving = 4 * 12 * 4
+    divided = 12 * 41, 41 * 17
+    gathered = 8 * 4 * (41 + 17) + 8 * 4 * 2 * (12 + 41)
+    rest = 2 * 41 + 17 + 17 * 8 + 8 + 8 * 3 + 3
+    assert (
+        split.busiest_bytes
+        == arriving + (2 * arriving + gathered + 2 * 4 * rest) * (2 - 1) / 2
+    )
+    whole = next(cost for cost in plan.costs if cost.place is None)
+    assert whole.busiest_bytes == 2 * 4 * (sum(divided) + rest + 84) * 3 / 4
+    assert "tail workers divide" in plan.markdown()
+    assert "| columns |" in plan.markdown()
 
 
 @pytest.mark.parametrize("engine", engines())

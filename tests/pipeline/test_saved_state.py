@@ -195,6 +195,16 @@ def test_workers_that_draw_differently(cluster, tmp_path):
     assert not found[0].keys() & found[2].keys()
 
 
+def test_tails_that_divide_columns(cluster, tmp_path):
+    """Files have whole kernels and slots."""
+    arguments = "drop", 2, "columns"
+    ranks = cluster("native", 4, has_groups=True).run(
+        *(functions.train_and_resume, "divided", arguments, str(tmp_path)),
+        *(_NUM_EXAMPLES, _STOPPED_BEFORE),
+    )
+    _check_resumed(ranks)
+
+
 @pytest.mark.parametrize(
     ("schedule", "rule"),
     [

@@ -8,6 +8,11 @@ import pytest
 import keras_sparsity as ks
 from keras_sparsity.planning import Cluster
 from keras_sparsity.stages import timing
+from keras_sparsity.stages.column_split import (
+    ColumnSize,
+    chosen_calls,
+    column_sizes,
+)
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.stages.layer_placement import LayerSize
 from keras_sparsity.stages.profile import (
@@ -161,6 +166,65 @@ def test_rows_of_sharded_tables_travel_to_and_from_their_owners():
     assert first.link_seconds == pytest.approx(
         7 * 10 + 1e-3 * first.busiest_bytes
     )
+
+
+def test_columns_of_two_tails():
+    # The last call's kernel, of 3,600 bytes; of an example 7 bytes to 3.
+    size = ColumnSize(3_600, 7, 3)
+    profile = dataclasses.replace(PROFILE, columns=(None, None, size))
+    places = split_costs(profile, 2, 2, num_examples=24)
+    batch = split_costs(profile, 2, 2, num_examples=24, tail_split="batch")
+    assert [cost.tail_split for cost in places] == ["batch", *["columns"] * 2]
+    # Workers send activations, rows, and sums of the second call's gradients.
+    of_worker = 12 * 50 + 12 * 100, 12 * 5 + 12 * 100 + 1_000
+    for place, arriving, rest in ((0, 50, 1_400), (1, 5, 400)):
+        found, of_batch = places[place + 1], batch[place + 1]
+        assert of_batch.tail_split == "batch"
+        tail = 5_000 - 1_000 * place
+        assert of_batch.busiest_bytes == 12 * arriving + tail
+        # To the other tail: its workers' activations, half of the outputs,
+        # gradients of inputs and of all but the kernel.
+        to_other = 12 * arriving + 12 * 3 + 24 * 7 + rest
+        of_tail = 12 * arriving + to_other
+        assert found.busiest_bytes == max(of_tail, of_worker[place])
+    # Each computes the whole batch, of the last call half.
+    passes = (1.0 * 24 / 2 + (1.0 + 2.0 / 2) * 24) / 8
+    alone = dataclasses.replace(profile, seconds_per_byte=0.0)
+    _, first, _ = split_costs(alone, 2, 2, num_examples=24)
+    assert first.seconds == pytest.approx(passes)
+    # Of many examples, gradients of the kernel are less.
+    _, first, _ = split_costs(profile, 2, 2, num_examples=24_000)
+    assert first.tail_split == "batch"
+
+
+def test_layers_that_have_columns():
+    x = inputs = keras.Input((5,))
+    kinds = {
+        "plain": {},
+        "narrow": {"units": 1},
+        "regular": {"kernel_regularizer": "l2"},
+        "bounded": {"kernel_constraint": "non_neg"},
+        "frozen": {"trainable": False},
+    }
+    for name, options in kinds.items():
+        x = keras.layers.Dense(name=name, **{"units": 6, **options})(x)
+    twice = keras.layers.Dense(6, name="twice")
+    cutter = Cutter(keras.Model(inputs, twice(twice(x))))
+    sizes = column_sizes(cutter.calls)
+    found = {
+        call.name: size
+        for call, size in zip(cutter.calls, sizes, strict=True)
+        if size
+    }
+    assert found == {
+        "plain": ColumnSize(4 * 30, 20, 24),
+        "narrow": ColumnSize(4 * 6, 24, 4),
+    }
+    # 240 bytes of sums for 64 of each example; else the widest.
+    assert chosen_calls(sizes, 3) == {0}
+    assert chosen_calls(sizes, 4) == {0}
+    assert chosen_calls([None, found["narrow"]], 1) == {1}
+    assert chosen_calls([None], 1) == set()
 
 
 def test_a_tail_worker_sums_the_gradients_of_the_head():

@@ -1,0 +1,186 @@
+"""Wide layers of a tail: each of its ranks computes some of the columns."""
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_functional, keras_optimizers
+from keras_sparsity.stages.column_split import chosen_calls, column_sizes
+from keras_sparsity.update import optimizer_arguments, rules
+from keras_sparsity.update.rows import slots_of
+
+
+class Columns:
+    """Divides the kernels of some layers by columns among a stage's ranks.
+
+    All ranks compute the whole batch. Of these layers each computes its own
+    columns; the results are gathered, and gradients of the layers' inputs are
+    summed. Gradients of the kernels travel nowhere: a rank updates its own
+    columns, and the others are out of date until `settle`.
+
+    Args:
+        layers: list of built `keras.layers.Dense`.
+        optimizer: that which updates them, or None.
+        peers: `Collectives` of the stage's ranks.
+    """
+
+    def __init__(self, layers, optimizer, peers):
+        self._layers, self._optimizer, self._peers = layers, optimizer, peers
+        self._ids = {id(layer.kernel) for layer in layers}
+        with tf.init_scope():
+            self._is_behind = tf.Variable(False, trainable=False)
+
+    def has(self, variable):
+        """Whether a rank updates some columns of a variable alone."""
+        return id(variable) in self._ids
+
+    @contextlib.contextmanager
+    def entered(self):
+        """Context in which the layers compute their own columns."""
+        for place, layer in enumerate(self._layers):
+            role = f"tail/columns/{place}"
+            call = _Call(layer, self._peers, self._widths(layer), role)
+            object.__setattr__(layer, "call", call)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                object.__delattr__(layer, "call")
+
+    def _widths(self, layer):
+        """List of the number of columns of each rank."""
+        size, width = self._peers.size, layer.kernel.shape[-1]
+        return [
+            (i + 1) * width // size - i * width // size for i in range(size)
+        ]
+
+    def note_step(self):
+        """Says that a step has updated the columns; in that step."""
+        self._is_behind.assign(True)
+
+    def settle(self):
+        """Brings the columns of all ranks up to date; eagerly, on all ranks.
+
+        Also those of the optimizer's slots.
+        """
+        if not self._is_behind.numpy():
+            return
+        for layer in self._layers:
+            widths = self._widths(layer)
+            own = _own(widths, self._peers)
+            for variable in self._with_slots(layer.kernel):
+                columns = tf.convert_to_tensor(variable)[:, own]
+                role = "tail/columns/settled"
+                variable.assign(_gathered(columns, widths, self._peers, role))
+        self._is_behind.assign(False)
+
+    def _with_slots(self, kernel):
+        """A kernel and its slots."""
+        found = [kernel]
+        rule = optimizer_arguments.rule_of(self._optimizer)
+        built = keras_optimizers.built_variables(rule)
+        if any(variable is kernel for variable in built):
+            found += [slot for (slot,) in slots_of(rule, [kernel]).values()]
+        return [each for each in found if each.shape == kernel.shape]
+
+
+class _Call:
+    """The call of a `Dense` layer of which this rank computes some columns.
+
+    Args:
+        layer: the layer.
+        peers: `Collectives` of the ranks that compute the others.
+        widths: list of the number of columns of each rank.
+        role: the name of its messages.
+    """
+
+    def __init__(self, layer, peers, widths, role):
+        self._layer, self._peers = layer, peers
+        self._widths, self._role = widths, role
+
+    def __call__(self, inputs, training=None):
+        del training
+        layer, role = self._layer, self._role
+        own = _own(self._widths, self._peers)
+        kernel = tf.convert_to_tensor(layer.kernel)[:, own]
+
+        @tf.custom_gradient
+        def shared(values):
+            def gradient(upstream):
+                (total,) = self._peers.all_reduce(
+                    [upstream], name=f"{role}/inputs"
+                )
+                return total
+
+            return tf.identity(values), gradient
+
+        @tf.custom_gradient
+        def whole(columns):
+            gathered = _gathered(
+                columns, self._widths, self._peers, f"{role}/outputs"
+            )
+            return gathered, lambda upstream: upstream[..., own]
+
+        x = whole(keras.ops.matmul(shared(inputs), kernel))
+        if layer.bias is not None:
+            x = keras.ops.add(x, layer.bias)
+        return x if layer.activation is None else layer.activation(x)
+
+
+def _own(widths, peers):
+    """The slice of a rank's columns."""
+    begin = sum(widths[: peers.rank])
+    return slice(begin, begin + widths[peers.rank])
+
+
+def _gathered(columns, widths, peers, name):
+    """All ranks' columns, in their order, of a tensor `(..., columns)`."""
+    rows = tf.transpose(tf.reshape(columns, [-1, widths[peers.rank]]))
+    counts = np.array(widths, np.int32)
+    whole = tf.transpose(peers.all_gather(rows, name=name, counts=counts))
+    shape = tf.concat([tf.shape(columns)[:-1], tf.shape(whole)[1:]], 0)
+    return tf.reshape(whole, shape)
+
+
+def to_divide(model, optimizer, num_examples, is_asked):
+    """The layers of a stage whose columns its ranks divide.
+
+    Args:
+        model: the `keras.Model` of the stage.
+        optimizer: that which updates them, or None.
+        num_examples: the number of examples of the whole batch.
+        is_asked: whether the user wants it.
+
+    Returns:
+        List of `keras.layers.Dense`; empty if it is not possible.
+
+    Raises:
+        ValueError: if it is not possible and `is_asked`.
+    """
+    calls = keras_functional.functional_calls(model)
+    places = sorted(chosen_calls(column_sizes(calls), num_examples))
+    reason = _why_not(optimizer)
+    if not places:
+        reason = "its tail has no `Dense` layer to divide"
+    if reason and is_asked:
+        raise ValueError(
+            f"The tail's columns cannot be divided: {reason}. Received: "
+            'tail_split="columns". Use tail_split="batch".'
+        )
+    return [] if reason else [calls[place].operation for place in places]
+
+
+def _why_not(optimizer):
+    """Why an optimizer cannot update columns apart; None if it can."""
+    if optimizer is None:
+        return None
+    rule = optimizer_arguments.rule_of(optimizer)
+    if not optimizer_arguments.is_rule(optimizer):
+        return f"{type(rule).__name__} has an `apply` of its own"
+    if not rules.is_by_rows(rule):
+        return f"the rule of {type(rule).__name__} needs whole kernels"
+    if getattr(rule, "clipnorm", None):
+        return f"clipnorm={rule.clipnorm} needs the norms of whole kernels"
+    return None

@@ -1,0 +1,96 @@
+"""Wide layers whose columns are divided among the ranks of a stage."""
+
+import dataclasses
+import math
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity.stages.timing import UNKNOWN_SIZE
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnSize:
+    """A layer whose kernel can be divided by its columns.
+
+    Attributes:
+        kernel_bytes: bytes of its kernel.
+        input_bytes: bytes of what an example brings; gradients of it are
+            summed over the ranks.
+        output_bytes: bytes of what it makes of an example; they are gathered.
+    """
+
+    kernel_bytes: int
+    input_bytes: int
+    output_bytes: int
+
+    def traveling_bytes(self, num_examples):
+        """Bytes of which each rank sends all but its own part.
+
+        Args:
+            num_examples: the number of examples of the whole batch.
+        """
+        return num_examples * (2 * self.input_bytes + self.output_bytes)
+
+    def gains(self, num_examples):
+        """Whether the gradients of its kernel are more bytes, summed."""
+        return 2 * self.kernel_bytes > self.traveling_bytes(num_examples)
+
+
+def column_sizes(calls):
+    """The `ColumnSize` of each call of a model; None where there is none.
+
+    Args:
+        calls: list of the model's or a stage's `Call`s.
+    """
+    layers = [call.operation for call in calls]
+    return [
+        _size(call) if _has_columns(call.operation, layers) else None
+        for call in calls
+    ]
+
+
+def _has_columns(layer, layers):
+    """Whether the columns of a layer's kernel can be computed apart."""
+    return (
+        type(layer) is keras.layers.Dense
+        and layer.kernel.trainable
+        and layer.kernel_regularizer is None
+        and layer.kernel_constraint is None
+        and not layer.lora_enabled
+        and layer.quantization_mode is None
+        and sum(each is layer for each in layers) == 1
+    )
+
+
+def chosen_calls(sizes, num_examples):
+    """The calls of a stage whose columns are divided; the widest, if none.
+
+    Args:
+        sizes: list of the calls' `ColumnSize`s, or None.
+        num_examples: the number of examples of the whole batch.
+
+    Returns:
+        Set of the places in the list where that saves bytes; if it does
+        nowhere, of that of the largest kernel; empty if no call has columns.
+    """
+    possible = {place: size for place, size in enumerate(sizes) if size}
+    gaining = {i for i, size in possible.items() if size.gains(num_examples)}
+    if gaining or not possible:
+        return gaining
+    return {max(possible, key=lambda place: possible[place].kernel_bytes)}
+
+
+def _size(call):
+    kernel = call.operation.kernel
+    (inputs,), (outputs,) = call.inputs, call.outputs
+    return ColumnSize(
+        math.prod(kernel.shape) * tf.as_dtype(kernel.dtype).size,
+        _bytes(inputs),
+        _bytes(outputs),
+    )
+
+
+def _bytes(tensor):
+    sizes = [size or UNKNOWN_SIZE for size in tensor.shape[1:]]
+    return math.prod(sizes) * tf.as_dtype(tensor.dtype).size
