@@ -6,11 +6,19 @@ several processes with `ShardedCheckpoint`, under `keras-sparsity run
 checkpoint is written, in the others at any instant of the training. The
 processes restart, and the final weights and optimizer slots must equal those of
 an undisturbed training, to the bit.
+
+With `--kill worker` or `--kill server` workers pull from dedicated servers and
+push to them: `HybridStrategy(synchronous=False)`. Each batch then marks its own
+weight, so that the final weights are how often each batch was applied, and its
+number is its loss, so that the last epoch's is how often each was counted. A
+worker is killed at any instant, and the others end the training. A server is
+killed as a rank is, and the processes restart.
 """
 
 import argparse
 import hashlib
 import os
+import pathlib
 import random
 import re
 import shutil
@@ -23,6 +31,7 @@ import time
 import _program
 import keras
 import numpy as np
+import tensorflow as tf
 
 import keras_sparsity as ks
 
@@ -32,26 +41,29 @@ TIMEOUT_SECONDS = 300
 def main():
     args = parse_arguments()
     if args.train_in:
-        train(args)
+        (train_asynchronously if args.kill else train)(args)
         return
     chance = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         expected, seconds = undisturbed(args, os.path.join(folder, "first"))
         print(f"undisturbed: {seconds:.0f} s, weights {expected}", flush=True)
         rounds = []
-        for number in range(args.rounds):
-            path = os.path.join(folder, f"round-{number}")
+        while len(rounds) < args.rounds:
+            path = os.path.join(folder, f"round-{len(rounds)}")
             outcome = disturbed(args, path, chance)
+            shutil.rmtree(path)
+            if outcome is None:
+                print("the training ended before the kill", flush=True)
+                continue
             outcome["is_equal"] = outcome["weights"] == expected
             rounds.append(outcome)
             print(
-                f"round {number + 1:3}: rank {outcome['rank']} killed "
+                f"round {len(rounds):3}: rank {outcome['rank']} killed "
                 f"{outcome['when']}, {outcome['checkpoints']} checkpoints "
                 f"complete; "
                 + ("equal" if outcome["is_equal"] else "NOT EQUAL"),
                 flush=True,
             )
-            shutil.rmtree(path)
     num_equal = sum(each["is_equal"] for each in rounds)
     num_killed = sum(each["restarts"] > 0 for each in rounds)
     misses = []
@@ -68,6 +80,8 @@ def main():
                 not e["checkpoints"] for e in rounds
             ),
             "num_processes": args.num_processes,
+            "num_servers": args.servers,
+            "kill": args.kill or "rank",
             "engine": args.engine,
         },
         misses,
@@ -78,13 +92,11 @@ def main():
 
 
 def train(args):
-    """On each rank: trains, or resumes, and prints the weights' digest."""
+    """On each rank: trains, or resumes; rank 0 tells the weights' digest."""
     # No architecture chosen by times: runs are compared to the bit.
     strategy = ks.HybridStrategy(architecture="hybrid")
-    folder = args.train_in
     rank, size = strategy.rank, strategy.size
-    with open(os.path.join(folder, f"rank-{rank}.pid"), "w") as file:
-        file.write(str(os.getpid()))
+    tell_pid(args, rank)
     keras.utils.set_random_seed(1)
     chance = np.random.default_rng(2)
     ids = (chance.zipf(1.3, (args.steps * 12, 5)) - 1) % 200
@@ -107,15 +119,81 @@ def train(args):
         verbose=0,
         callbacks=[
             ks.callbacks.ShardedCheckpoint(
-                os.path.join(folder, "checkpoints"), every_steps=3
+                os.path.join(args.train_in, "checkpoints"), every_steps=3
             )
         ],
     )
-    digest = hashlib.blake2b(digest_size=8)
-    for value in [*model.get_weights(), *model.optimizer.state()]:
-        digest.update(np.ascontiguousarray(value).tobytes())
+    # Reading a table is a call of all ranks.
+    values = [*model.get_weights(), *model.optimizer.state()]
     if rank == 0:
-        print(f"weights {digest.hexdigest()}", flush=True)
+        tell_digest(args, rank, values)
+
+
+def train_asynchronously(args):
+    """On each rank: trains, or resumes; all workers tell the digest."""
+    strategy = ks.HybridStrategy(synchronous=False, max_staleness=4)
+    tell_pid(args, strategy.rank)
+    layer = Marks(args.steps)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), layer])
+        model.compile(keras.optimizers.SGD(1.0), mean_output)
+    x = np.arange(args.steps, dtype="float32")[:, None]
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(1)
+    callbacks = []
+    if args.kill == "server":
+        folder = os.path.join(args.train_in, "checkpoints")
+        callbacks = [ks.callbacks.ShardedCheckpoint(folder)]
+    history = model.fit(
+        data.shuffle(args.steps, seed=3),
+        epochs=args.epochs,
+        callbacks=callbacks,
+        verbose=0,
+    ).history
+    if not strategy.collectives.is_server:
+        weights, loss = model.get_weights(), np.float64(history["loss"][-1])
+        np.testing.assert_array_equal(weights, -args.epochs)
+        np.testing.assert_array_equal(loss, (args.steps - 1) / 2)
+        tell_digest(args, strategy.rank, [*weights, loss])
+
+
+class Marks(keras.layers.Layer):
+    """Its output is the batch's number; its gradient marks it in two weights.
+
+    On two servers, if there are two.
+
+    Args:
+        num_batches: of an epoch.
+    """
+
+    def __init__(self, num_batches):
+        super().__init__()
+        self._size = num_batches
+        self.marks = [
+            self.add_weight(shape=(num_batches,), initializer="zeros")
+            for _ in range(2)
+        ]
+
+    def call(self, x):
+        mark = tf.one_hot(tf.cast(x[0, 0], tf.int32), self._size)
+        product = tf.add_n([tf.reduce_sum(m * mark) for m in self.marks])
+        return x + product - tf.stop_gradient(product)
+
+
+def mean_output(y, outputs):
+    return tf.reduce_mean(outputs)
+
+
+def tell_pid(args, rank):
+    with open(os.path.join(args.train_in, f"rank-{rank}.pid"), "w") as file:
+        file.write(str(os.getpid()))
+
+
+def tell_digest(args, rank, values):
+    digest = hashlib.blake2b(digest_size=8)
+    for value in values:
+        digest.update(np.ascontiguousarray(value).tobytes())
+    with open(os.path.join(args.train_in, f"rank-{rank}.end"), "w") as file:
+        file.write(digest.hexdigest())
 
 
 # The kills.
@@ -123,11 +201,15 @@ def train(args):
 
 def start(args, folder):
     os.makedirs(folder)
+    options = ["--servers", str(args.servers)] if args.servers else []
+    if args.kill != "worker":
+        options += ["--max-restarts", "3"]
+    own = ["--kill", args.kill] if args.kill else []
     return subprocess.Popen(
         [
             *[sys.executable, "-m", "keras_sparsity.launch", "run"],
             *["-n", str(args.num_processes), "--engine", args.engine],
-            *["--max-restarts", "3", os.path.abspath(__file__)],
+            *[*options, os.path.abspath(__file__), *own],
             *["--train-in", folder, "--engine", args.engine],
             *["--steps", str(args.steps), "--epochs", str(args.epochs)],
         ],
@@ -137,18 +219,24 @@ def start(args, folder):
     )
 
 
-def end(process):
-    """The weights' digest that rank 0 printed, and the errors."""
+def end(process, folder, num_ends):
+    """The weights' digest that so many ranks told, and the errors."""
     try:
         output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         process.terminate()
         output, errors = process.communicate()
-    found = re.findall(r"^weights (\w+)$", output, re.MULTILINE)
-    if process.returncode or not found:
-        print(output + errors, file=sys.stderr)
+    found = ended(folder)
+    if process.returncode or len(found) < num_ends or len(set(found)) != 1:
+        print(f"{output}{errors}{found}", file=sys.stderr)
         return None, errors
-    return found[-1], errors
+    return found[0], errors
+
+
+def ended(folder):
+    """The digests of the ranks that have ended their training."""
+    paths = pathlib.Path(folder).glob("rank-*.end")
+    return [path.read_text() for path in paths]
 
 
 def undisturbed(args, folder):
@@ -156,21 +244,31 @@ def undisturbed(args, folder):
     process = start(args, folder)
     wait_for_ranks(args, folder)
     began = time.monotonic()
-    weights, _ = end(process)
+    while process.poll() is None and not ended(folder):
+        time.sleep(0.05)
+    args.seconds = time.monotonic() - began
+    num_ends = args.num_processes if args.kill else 1
+    weights, _ = end(process, folder, num_ends)
     if weights is None:
         sys.exit("The undisturbed training failed.")
-    args.seconds = time.monotonic() - began
     return weights, args.seconds
 
 
 def disturbed(args, folder, chance):
-    """Trains, kills a rank once, and returns the outcome."""
+    """Trains, kills a rank once, and returns the outcome.
+
+    None if a rank had ended its training by then.
+    """
     process = start(args, folder)
     pids = wait_for_ranks(args, folder)
     rank = chance.randrange(args.num_processes)
+    num_checkpoints = args.steps * args.epochs // 4
+    if args.kill == "server":
+        rank = args.num_processes + chance.randrange(args.servers)
+        num_checkpoints = args.epochs
     checkpoints = os.path.join(folder, "checkpoints")
-    if chance.random() < 0.5:
-        number = chance.randrange(1, 1 + args.steps * args.epochs // 4)
+    if args.kill != "worker" and chance.random() < 0.5:
+        number = chance.randrange(1, 1 + num_checkpoints)
         when = f"while writing a checkpoint, after {number} looks"
         wait_for_writing(checkpoints, number)
         time.sleep(chance.uniform(0, 0.03))
@@ -180,17 +278,21 @@ def disturbed(args, folder, chance):
         time.sleep(seconds)
     names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
     is_writing = any(name.endswith(".partial") for name in names)
-    try:
+    is_late = bool(ended(folder))
+    if not is_late:
         os.kill(pids[rank], signal.SIGKILL)
-    except ProcessLookupError:
-        when += " (too late)"
-    weights, errors = end(process)
+    num_ends = args.num_processes - (args.kill == "worker")
+    weights, errors = end(process, folder, num_ends if args.kill else 1)
+    if is_late:
+        return None
     return {
         "rank": rank,
         "when": when,
         "is_writing": is_writing,
         "checkpoints": sum(not name.startswith(".") for name in names),
-        "restarts": len(re.findall(r"restart \d+ of \d+", errors)),
+        "restarts": len(
+            re.findall(r"restart \d+ of \d+|others go on\.", errors)
+        ),
         "weights": weights,
     }
 
@@ -199,11 +301,11 @@ def wait_for_ranks(args, folder):
     """The process ids of all ranks, once each has written its own."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     pids = {}
-    while len(pids) < args.num_processes:
+    while len(pids) < args.num_processes + args.servers:
         if time.monotonic() > deadline:
             sys.exit("The ranks did not start.")
         time.sleep(0.05)
-        for rank in range(args.num_processes):
+        for rank in range(args.num_processes + args.servers):
             path = os.path.join(folder, f"rank-{rank}.pid")
             if rank not in pids and os.path.exists(path):
                 with open(path) as file:
@@ -231,11 +333,18 @@ def parse_arguments():
     add("--rounds", type=int, default=5)
     add("--num-processes", type=int, default=3)
     add("--engine", default="native", choices=["native", "horovod"])
+    add("--kill", choices=["worker", "server"], help="asynchronous training")
+    add("--servers", type=int, help="by default 1 with --kill")
     add("--seed", type=int, default=None, help="of the kills")
-    add("--steps", type=int, default=16, help="steps of an epoch")
+    add("--steps", type=int, help="steps of an epoch")
     add("--epochs", type=int, default=2)
     add("--train-in", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.servers is None:
+        args.servers = 1 if args.kill else 0
+    if args.steps is None:
+        args.steps = 1000 if args.kill else 16
+    return args
 
 
 if __name__ == "__main__":
