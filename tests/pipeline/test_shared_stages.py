@@ -45,10 +45,6 @@ _MORE = pytest.mark.all_cells
             *([2, 2], 3),
             marks=_MORE,
         ),
-        pytest.param(
-            *("native", "mixed", "scaled", ["dense_1"], "gpipe", [1, 3], 3),
-            marks=_MORE,
-        ),
     ],
 )
 def test_with_a_flush(
