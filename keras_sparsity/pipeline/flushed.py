@@ -32,6 +32,13 @@ class FlushedRun:
         self._stage, self._objective = stage, objective
         self._together = together
         self._tasks = schedule.stages[stage.number]
+        if tf.executing_eagerly():
+            # A message that is sent waits for its receiver: with passes in
+            # turn, two stages would send to each other.
+            order = Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE
+            self._tasks = sorted(
+                self._tasks, key=lambda task: order.index(task.kind)
+            )
         self._are_shared = schedule.num_pieces > 1
         self._training = training
         functional = keras_functional.functional_of(model)

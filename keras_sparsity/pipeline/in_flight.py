@@ -51,10 +51,6 @@ class InFlight:
         self._passes = None  # before the first one
         received = floats(stage.received.specs[: len(stage.part.received)])
         self._results = Store(1, [*received, tf.TensorSpec([None])])
-        # The numbers of examples, and unknown sizes, of the sent tensors.
-        self._sizes = Store(
-            self._num_ahead + 1, [tf.TensorSpec([None], tf.int32)]
-        )
         self._late_logs = LateLogs(stage.number)
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False)
@@ -78,12 +74,11 @@ class InFlight:
         if stage.is_last:
             row = self._both_passes(batches, received, loss)
         else:
-            # It arrives during the forward pass.
-            is_full = self._turn >= self._num_ahead
-            message = tf.cond(is_full, self._message, self._no_message)
             row = self._forward(batches, received, loss)
             row = tf.cond(
-                is_full, lambda: self._backward(message, None), lambda: row
+                self._turn >= self._num_ahead,
+                lambda: self._backward(row, None),
+                lambda: row,
             )
         self._turn.assign_add(1)
         self._together.combine_statistics(stage.part.model, batches.number(own))
@@ -118,7 +113,6 @@ class InFlight:
         if self._passes:
             self._passes.clear()
         self._results.clear()
-        self._sizes.clear()
         self._late_logs.clear()
         self._turn.assign(0)
 
@@ -130,7 +124,7 @@ class InFlight:
                 tf.cond(
                     (self._turn >= self._num_ahead) & (self._passes.size > 0),
                     lambda: self._backward(
-                        self._message(), self._passes.size - 1
+                        tf.zeros([self._logs.size]), self._passes.size - 1
                     ),
                     lambda: tf.zeros([self._logs.size]),
                 )
@@ -148,35 +142,6 @@ class InFlight:
 
         tf.cond(self._results.size > 0, send, lambda: False)
 
-    def _message(self):
-        """The message of the stage behind: the oldest mini-batch's.
-
-        Returns:
-            List of the gradients of the outputs, and the logs.
-        """
-        (sizes,) = self._sizes.take()
-        sent = self._stage.sent
-        shapes = sent.shapes(sizes[0], sizes[1:])
-        like = [
-            tf.ensure_shape(tf.zeros(shape, spec.dtype), spec.shape)
-            for shape, spec in zip(shapes, sent.specs, strict=True)
-        ]
-        return self._stage.behind.receive_gradients(
-            floats(like[: len(sent.tensors)]), [tf.zeros([self._logs.size])]
-        )
-
-    def _no_message(self):
-        """In its place, while the pipeline fills."""
-        sent = self._stage.sent
-        specs = floats(sent.specs[: len(sent.tensors)])
-        return [
-            *(
-                tf.zeros([size or 0 for size in spec.shape], spec.dtype)
-                for spec in specs
-            ),
-            tf.zeros([self._logs.size]),
-        ]
-
     def _forward(self, batches, received, loss):
         """A forward pass; returns the logs that this stage can tell."""
         stage = self._stage
@@ -191,11 +156,6 @@ class InFlight:
         own = self._objective.of_training(labels, outputs, losses, share)
         self._assign_updates(scope)
         stage.send(outputs, loss if own is None else loss + own)
-        sizes = stage.sent.unknown_sizes(stage.sent.with_masks(outputs))
-        number = batches.size(self._own)[None]
-        self._sizes.put(
-            [number if sizes is None else tf.concat([number, sizes], 0)]
-        )
         kept = self._versions.kept(weights)
         self._store_of_passes(kept).put(
             [
@@ -208,13 +168,16 @@ class InFlight:
         )
         return self._logs.of_batch(None, batches, None)
 
-    def _backward(self, message, num_later):
+    def _backward(self, no_logs, num_later):
         """The oldest mini-batch's backward pass; returns its logs."""
-        *upstream, row = message
+        stage = self._stage
         inputs, received, states, kept, share = self._taken()
         weights = self._versions.backward(kept, num_later)
         found, _ = self._computed(
             inputs, None, received, share, weights, states
+        )
+        *upstream, row = stage.behind.receive_gradients(
+            floats(found.outputs), [no_logs]
         )
         self._finish(found, upstream, row)
         return row

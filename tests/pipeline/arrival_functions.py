@@ -15,17 +15,10 @@ _SECONDS = 10
 
 
 class Arrivals:
-    """Counts messages; passes wait until enough of them have come.
+    """Counts messages; passes wait until enough of them have come."""
 
-    Args:
-        are_made_again: whether passes are computed a second time, for their
-            backward pass. Only those then wait, as more would block all of
-            TensorFlow's threads.
-    """
-
-    def __init__(self, are_made_again):
+    def __init__(self):
         self._changed, self._count = threading.Condition(), 0
-        self._are_made_again, self._known = are_made_again, set()
         self.in_time = []
 
     def note(self, received):
@@ -36,12 +29,7 @@ class Arrivals:
 
     def wait(self, values, number):
         """Gives the values when so many messages have come."""
-        number = int(number)
-        if self._are_made_again and number not in self._known:
-            self._known.add(number)
-            return values
-        # That of its own gradients, too.
-        most = min(number + self._are_made_again, NUM_BATCHES)
+        most = min(int(number), NUM_BATCHES)
         with self._changed:
             self.in_time.append(
                 self._changed.wait_for(lambda: self._count >= most, _SECONDS)
@@ -65,7 +53,7 @@ class Waiting(keras.layers.Layer):
 
     Args:
         arrivals: `Arrivals`.
-        of_forward, of_backward: the number of messages of mini-batches or
+        of_forward, of_backward: the number of messages of
             micro-batches behind its own that a pass waits for; None: of none.
     """
 
@@ -104,19 +92,17 @@ def _called(function, values, *args):
     return tf.ensure_shape(made, values.shape)
 
 
-def waited(schedule, which):
+def waited(which):
     """Whether each message came while the pass ahead of it still ran.
 
     Args:
-        schedule: the schedule.
         which: `"gradients"`, for which forward passes of the first stage wait,
             or `"activations"`, for which backward passes of the last wait.
 
     Returns:
         List of bools of the rank that waits.
     """
-    is_flushed = schedule in ("gpipe", "1f1b")
-    arrivals = Arrivals(are_made_again=not is_flushed)
+    arrivals = Arrivals()
     options = {"of_forward": 0}, {}
     if which == "activations":
         options = {}, {"of_backward": 2}
@@ -127,7 +113,7 @@ def waited(schedule, which):
     y = keras.layers.Dense(4, name="second")(y)
     y = Waiting(arrivals, **options[1])([y, numbers])
     model = keras.Model([x, numbers], keras.layers.Dense(2)(y))
-    with ks.PipelineStrategy(schedule, ["cut"], NUM_BATCHES).scope():
+    with ks.PipelineStrategy("1f1b", ["cut"], NUM_BATCHES).scope():
         model.compile("sgd", "mse")
     name = f"receive_{which}"
     noting = arrivals.noting(getattr(Link, name))
@@ -137,7 +123,7 @@ def waited(schedule, which):
         model.fit(
             [x, numbers],
             x[:, :2],
-            batch_size=len(x) if is_flushed else 2,
+            batch_size=len(x),
             shuffle=False,
             verbose=0,
         )

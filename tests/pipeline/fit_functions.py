@@ -16,6 +16,19 @@ from tests import pipeline_functions
 _SIZE = 24
 
 
+def eager(schedule):
+    """Weights after an eager training, and after a traced one."""
+    found = []
+    for is_eager in (True, False):
+        strategy, model = PipelineStrategy(schedule, ["first"], 2), dense()
+        with strategy.scope():
+            model.compile("adam", "mse", run_eagerly=is_eager)
+        x, y = np.split(np.random.default_rng(0).normal(size=(22, 8)), [6], 1)
+        model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    return found
+
+
 def dense(**options):
     """A model of two stages, cut after `first`."""
     keras.utils.set_random_seed(3)

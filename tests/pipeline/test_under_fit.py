@@ -90,3 +90,13 @@ def test_nan_ends_all_ranks(cluster, schedule, last):
     ):
         assert seen == list(range(last + 1))
         assert num_epochs == 1
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "spectrain"])
+def test_eager_steps_are_those_of_traced_ones(cluster, schedule):
+    """No message is waited for before what it depends on is sent."""
+    for found, expected in cluster("native", 2).run(
+        fit_functions.eager, schedule, timeout=60
+    ):
+        for value, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
