@@ -36,11 +36,12 @@ class Adoption:
     def __init__(self, model, strategy):
         _check(model, strategy)
         cutter = Cutter(model)
-        self._profile = strategy.profile(cutter)
+        self._profile = strategy.profile(cutter, model.optimizer)
         places = cuts.places(cutter, strategy, self._profile)
         self.parts = cutter.parts(places)
         tables.check_places(self.parts)
         tables.check(model.optimizer, self.parts, strategy)
+        strategy.check_columns(self.parts, model.optimizer)
         self._updates = None
         _check_scaling(model.optimizer, self.parts)
         strategy.divide_ranks(places, self._profile)
@@ -80,6 +81,7 @@ class Adoption:
         """Keeps the stages, as the weights of others are gone."""
         _check(model, strategy)
         _check_scaling(model.optimizer, self.parts)
+        strategy.check_columns(self.parts, model.optimizer)
         is_new = not self._updates.is_of(model.optimizer)
         tables.check(model.optimizer, self.parts, strategy, is_new)
         if not is_new:

@@ -7,8 +7,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_optimizers
-from keras_sparsity.stages.column_split import chosen_calls, column_sizes
-from keras_sparsity.update import optimizer_arguments, rules
+from keras_sparsity.stages.column_split import (
+    chosen_calls,
+    column_sizes,
+    why_not,
+)
+from keras_sparsity.update import optimizer_arguments
 from keras_sparsity.update.rows import slots_of
 
 
@@ -161,7 +165,7 @@ def to_divide(model, optimizer, num_examples, is_asked):
     """
     calls = keras_functional.functional_calls(model)
     places = sorted(chosen_calls(column_sizes(calls), num_examples))
-    reason = _why_not(optimizer)
+    reason = why_not(optimizer, is_asked)
     if not places:
         reason = "its tail has no `Dense` layer to divide"
     if reason and is_asked:
@@ -170,17 +174,3 @@ def to_divide(model, optimizer, num_examples, is_asked):
             'tail_split="columns". Use tail_split="batch".'
         )
     return [] if reason else [calls[place].operation for place in places]
-
-
-def _why_not(optimizer):
-    """Why an optimizer cannot update columns apart; None if it can."""
-    if optimizer is None:
-        return None
-    rule = optimizer_arguments.rule_of(optimizer)
-    if not optimizer_arguments.is_rule(optimizer):
-        return f"{type(rule).__name__} has an `apply` of its own"
-    if not rules.is_by_rows(rule):
-        return f"the rule of {type(rule).__name__} needs whole kernels"
-    if getattr(rule, "clipnorm", None):
-        return f"clipnorm={rule.clipnorm} needs the norms of whole kernels"
-    return None

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity.collectives.base import divided
 from keras_sparsity.pipeline.links import Link, links
-from keras_sparsity.pipeline.micro_batches import shares
+from keras_sparsity.pipeline.micro_batches import first_example
 
 
 class Fan:
@@ -105,12 +105,11 @@ class Fan:
 
     def _bounds(self, num_examples):
         """Triples of a link, its first example, and the number of them."""
-        of_pieces = iter(shares(num_examples, len(self._links)))
-        begin = 0
+        first = 0
         for link, pieces in itertools.groupby(self._links.values()):
-            number = tf.add_n([next(of_pieces) for _ in pieces])
-            yield link, begin, number
-            begin += number
+            own = range(first, first + len(list(pieces)))
+            yield link, *_bounds(num_examples, len(self._links), own)
+            first = own.stop
 
     def _divided(self, tensors):
         """Triples of a link, the number of its examples, and its part.
@@ -144,29 +143,41 @@ class SharedFan(Fan):
 
     def receive_activations(self, crossing, num_examples):
         own, loss = super().receive_activations(crossing, num_examples)
-        numbers = shares(num_examples, self._workers[-1].stop)
+        number = self._workers[-1].stop
         counts = tf.stack(
-            [
-                tf.add_n(numbers[each.start : each.stop])
-                for each in self._workers
-            ]
+            [_bounds(num_examples, number, each)[1] for each in self._workers]
         )
-        whole = [
-            self._peers.all_gather(value, f"tail/parts/{place}", counts)
-            for place, value in enumerate(crossing.with_masks(own))
-        ]
-        for value, spec in zip(whole, crossing.specs, strict=True):
-            value.set_shape(spec.shape)
+        whole = []
+        for value, spec in zip(
+            crossing.with_masks(own), crossing.specs, strict=True
+        ):
+            wire = self.wire(value.dtype)
+            gathered = self._peers.all_gather(
+                wire.encode(value), f"tail/parts/{len(whole)}", counts
+            )
+            whole.append(tf.ensure_shape(wire.decode(gathered), spec.shape))
         (loss,) = self._peers.all_reduce([loss], name="tail/losses")
         return crossing.without_masks(whole), loss
 
     def _bounds(self, num_examples):
-        numbers = shares(num_examples, self._workers[-1].stop)
-        begins = list(itertools.accumulate(numbers, initial=0))
-        return [
-            (link, begins[worker], numbers[worker])
-            for worker, link in self._links.items()
-        ]
+        number = self._workers[-1].stop
+        for worker, link in self._links.items():
+            own = range(worker, worker + 1)
+            yield link, *_bounds(num_examples, number, own)
+
+
+def _bounds(num_examples, number, own):
+    """The first example of some of a batch's parts, and their number.
+
+    Args:
+        num_examples, number: as for `first_example`.
+        own: the range of these parts.
+    """
+    begin, end = (
+        first_example(num_examples, number, place)
+        for place in (own.start, own.stop)
+    )
+    return begin, end - begin
 
 
 def _num_examples(tensors):

@@ -23,7 +23,7 @@ from keras_sparsity.pipeline.staged import (
 )
 from keras_sparsity.placement import choice
 from keras_sparsity.stages import layer_placement, timing
-from keras_sparsity.stages.column_split import column_sizes
+from keras_sparsity.stages.column_split import column_sizes, why_not
 from keras_sparsity.stages.profile import (
     Profile,
     gradient_sizes,
@@ -248,7 +248,7 @@ class LayerPlacementStrategy(StagedStrategy):
         num_tails = self.num_tail_workers
         return (*([0] * (self.size - num_tails)), *([1] * num_tails))
 
-    def profile(self, cutter):
+    def profile(self, cutter, optimizer):
         of_links = [link.seconds_per_byte() for link in self.links if link]
         seconds = None
         if self.rank == 0:
@@ -267,7 +267,9 @@ class LayerPlacementStrategy(StagedStrategy):
             seconds_per_byte=max(slowest for _, slowest in found),
             gradients=tuple(gradients),
             wire_share=0.5 if self._wire_dtype else 1.0,
-            columns=tuple(column_sizes(cutter.calls)),
+            columns=()
+            if why_not(optimizer, self.tail_split == "columns")
+            else tuple(column_sizes(cutter.calls)),
         )
 
     def found_places(self, cutter, profile):
@@ -299,7 +301,7 @@ class LayerPlacementStrategy(StagedStrategy):
         return SplitPlan(
             num_examples=num_examples,
             num_workers=self._num_workers,
-            num_tails=min(self.num_tail_workers, self.size - 1),
+            num_tails=self._num_tails,
             costs=tuple(costs),
             names={
                 place: profile.names[place] for place in profile.crossing_bytes
@@ -319,11 +321,10 @@ class LayerPlacementStrategy(StagedStrategy):
         )
 
     def _costs(self, profile, num_examples):
-        num_tails = min(self.num_tail_workers, self.size - 1)
         return split_costs(
             profile,
             self._num_workers,
-            num_tails,
+            self._num_tails,
             num_examples,
             is_star=self.head_gradients == "server",
             tail_split="batch" if self._by_worker else self.tail_split,
@@ -333,20 +334,33 @@ class LayerPlacementStrategy(StagedStrategy):
     def _by_worker(self):
         return self.tail_batches == "by_worker"
 
+    def check_columns(self, parts, optimizer):
+        if self.tail_split == "columns" and self._num_tails > 1:
+            self._to_divide(parts, optimizer)
+
+    def _to_divide(self, parts, optimizer):
+        return columns.to_divide(
+            parts[1].model,
+            optimizer,
+            self.num_examples * self._num_workers,
+            self.tail_split == "columns",
+        )
+
+    @property
+    def _num_tails(self):
+        return min(self.num_tail_workers, self.size - 1)
+
     def divide_columns(self, stage, parts, profile, optimizer):
-        num_tails = min(self.num_tail_workers, self.size - 1)
-        if num_tails < 2 or self._by_worker or self.tail_split == "batch":
+        if self._num_tails < 2 or self._by_worker or self.tail_split == "batch":
             return
+        layers, place = self._to_divide(parts, optimizer), len(parts[0].names)
         number = self.num_examples * self._num_workers
-        tail, place = parts[1].model, len(parts[0].names) - 1
-        is_asked = self.tail_split == "columns"
-        layers = columns.to_divide(tail, optimizer, number, is_asked)
-        if not is_asked and not any(
-            cost.place == place and cost.tail_split == "columns"
+        if self.tail_split is None and not any(
+            cost.place == place - 1 and cost.tail_split == "columns"
             for cost in self._costs(profile, number)
         ):
             layers = []
-        random_states.share(tail.variables, bool(layers))
+        random_states.share(parts[1].model.variables, bool(layers))
         if stage.is_last and layers:
             stage.columns = columns.Columns(layers, optimizer, self.peers)
             workers = self._workers_of_tails

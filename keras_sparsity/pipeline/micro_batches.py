@@ -31,18 +31,12 @@ class MicroBatches:
         inputs = keras_functional.flat_inputs(functional, x)
         self._parts = inputs, x, y, sample_weight
         self.num_examples = tf.shape(inputs[0])[0]
-        self._numbers = [
-            piece
-            for part in shares(self.num_examples, number)
-            for piece in shares(part, num_pieces)
-        ]
-        self._num_pieces = num_pieces
+        self._number, self._num_pieces = number, num_pieces
 
     def part(self, place):
         """`(inputs, x, y, sample_weight)`, of one part."""
         first = place.start if isinstance(place, range) else place
-        begin = _sum(self._numbers[:first])
-        begin = tf.minimum(begin, self.num_examples - 1)
+        begin = tf.minimum(self._begin(first), self.num_examples - 1)
         end = begin + self.size(place)
         return keras.tree.map_structure(
             lambda tensor: None if tensor is None else tensor[begin:end],
@@ -51,9 +45,18 @@ class MicroBatches:
 
     def number(self, place):
         """int32 scalar: the number of a part's examples."""
-        if isinstance(place, range):
-            return _sum(self._numbers[place.start : place.stop])
-        return self._numbers[place]
+        if not isinstance(place, range):
+            place = range(place, place + 1)
+        return self._begin(place.stop) - self._begin(place.start)
+
+    def _begin(self, place):
+        """int32 scalar: the first example of a piece."""
+        part, piece = divmod(place, self._num_pieces)
+        begin = first_example(self.num_examples, self._number, part)
+        if not piece:
+            return begin
+        end = first_example(self.num_examples, self._number, part + 1)
+        return begin + first_example(end - begin, self._num_pieces, piece)
 
     def size(self, place):
         """int32 scalar: the number of a part's examples, at least 1."""
@@ -75,23 +78,22 @@ class MicroBatches:
         places = [
             range(first + own, first + own + width)
             for own in range(0, self._num_pieces, width)
-            for first in range(0, len(self._numbers), self._num_pieces)
+            for first in range(
+                0, self._number * self._num_pieces, self._num_pieces
+            )
         ]
         parts = tf.split(rows, [self.number(place) for place in places])
         order = sorted(range(len(places)), key=lambda i: places[i].start)
         return tf.concat([parts[i] for i in order], 0)
 
 
-def _sum(numbers):
-    return tf.add_n([tf.zeros([], tf.int32), *numbers])
-
-
-def shares(num_examples, number):
-    """The sizes of a batch's parts: a list of int32 scalars.
+def first_example(num_examples, number, place):
+    """The first example of a batch's part, as an int32 scalar.
 
     Args:
         num_examples: int32 scalar, of the whole batch.
         number: the number of parts.
+        place: that of the part.
     """
     size, rest = num_examples // number, num_examples % number
-    return [size + tf.cast(place < rest, tf.int32) for place in range(number)]
+    return place * size + tf.minimum(place, rest)

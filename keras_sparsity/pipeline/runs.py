@@ -73,11 +73,11 @@ class Runs(Binding):
         if self._collectives.rank != 0:
             arguments["verbose"] = 0
         with collectives.explained(f"model.{name}"):
-            self._steps.settle()
+            self._steps.end_passes()
             self._weights.part_random_states()
             found = self._stock[name](**arguments)
-            # Before anybody reads weights of a tail.
-            self._steps.settle_columns()
+            if name == "fit":  # before anybody reads weights of a tail
+                self._steps.settle_columns()
             return found
 
 

@@ -75,7 +75,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
     def stages_of_ranks(self):
         """Tuple of the number of each rank's stage."""
 
-    def profile(self, cutter):
+    def profile(self, cutter, optimizer):
         """Measurements of a whole model, before its weights are freed."""
 
     @property
@@ -113,6 +113,14 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
             parts: the `Part`s of all stages.
         """
 
+    def check_columns(self, parts, optimizer):
+        """Raises ValueError, on all ranks, if no columns can be divided.
+
+        Args:
+            parts: the `Part`s of all stages.
+            optimizer: the optimizer, or None.
+        """
+
     def divide_columns(self, stage, parts, profile, optimizer):
         """Gives the `Stage` `Columns`, if its ranks divide wide layers.
 
@@ -121,9 +129,6 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
             parts: the `Part`s of all stages.
             profile: as the function of this name gives it.
             optimizer: the rank's optimizer, or None.
-
-        Raises:
-            ValueError: on all ranks, if they cannot.
         """
 
     def head_sums(self, parts):

@@ -92,11 +92,18 @@ class Steps(Binding):
             self.columns.settle()
 
     def settle(self):
+        """Makes all weights those of the steps so far; eagerly, on all ranks.
+
+        See `end_passes`.
+        """
+        self.settle_columns()
+        self.end_passes()
+
+    def end_passes(self):
         """Ends all backward passes; eagerly, on all ranks.
 
         After a step that has failed midway their mini-batches are forgotten.
         """
-        self.settle_columns()
         if self._in_flight is None or self._collectives.size == 1:
             return
         turns = self._collectives.gather_objects(

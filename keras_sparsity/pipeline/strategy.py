@@ -196,7 +196,8 @@ class PipelineStrategy(StagedStrategy):
         number = math.lcm(*self._num_ranks)
         return number, own_pieces(number, self.peers.size, self.peers.rank)
 
-    def profile(self, cutter):
+    def profile(self, cutter, optimizer):
+        del optimizer
         if self._is_open and self._may_be_fewer:
             self._num_stages = min(self.size, len(cutter.places) + 1)
         is_cut_by_times = self.stages is None and self._num_stages > 1

@@ -129,6 +129,10 @@ class Updates:
             gradients: list, as `merged` returns it.
         """
         if not self.trained:
+            if self._optimizer is not None:
+                # As one optimizer of all stages counts its steps.
+                rule = optimizer_arguments.rule_of(self._optimizer)
+                keras_optimizers.iterations(rule).assign_add(1)
             return
         if self._of_rows is None:
             self._optimizer.apply(gradients, self.trained)

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity.stages.timing import UNKNOWN_SIZE
+from keras_sparsity.update import optimizer_arguments, rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +60,34 @@ def _has_columns(layer, layers):
         and layer.kernel_constraint is None
         and not layer.lora_enabled
         and layer.quantization_mode is None
-        and sum(each is layer for each in layers) == 1
+        and sum(_holds(each, layer.kernel) for each in layers) == 1
     )
+
+
+def _holds(layer, variable):
+    return any(v is variable for v in getattr(layer, "variables", []))
+
+
+def why_not(optimizer, is_asked=False):
+    """Why an optimizer cannot update columns apart; None if it can.
+
+    Args:
+        optimizer: Keras's, or None.
+        is_asked: whether the user wants it, and knows rules of their own.
+    """
+    if optimizer is None:
+        return None
+    rule = optimizer_arguments.rule_of(optimizer)
+    name = type(rule).__name__
+    if not optimizer_arguments.is_rule(optimizer):
+        return f"{name} has an `apply` of its own"
+    if not rules.is_by_rows(rule):
+        return f"the rule of {name} needs whole kernels"
+    if getattr(rule, "clipnorm", None):
+        return f"clipnorm={rule.clipnorm} needs the norms of whole kernels"
+    if not is_asked and type(rule) is not getattr(keras.optimizers, name, None):
+        return f"the rule of {name} may need whole kernels"
+    return None
 
 
 def chosen_calls(sizes, num_examples):

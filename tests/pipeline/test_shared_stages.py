@@ -3,10 +3,14 @@
 import itertools
 import re
 
+import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
+from keras_sparsity._tf import keras_functional
 from keras_sparsity.launch import command_line
+from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.stages.cutting import shared
 from tests import pipeline_functions
 from tests.conftest import engines
@@ -212,6 +216,33 @@ def test_resumed_from_a_checkpoint(cluster, tmp_path):
             np.testing.assert_array_equal(value, resumed[1][path])
         assert whole[2:] == resumed[2:]
         assert np.abs(stopped[0][0] - whole[0][0]).max() > 1e-4
+
+
+@pytest.mark.parametrize("num_examples", [1, 5, 17, 1000])
+def test_pieces_of_micro_batches(num_examples):
+    """Their sizes differ by one at most, and cost a few operations."""
+    number, num_pieces = 3, 504  # of 7, 8 and 9 ranks
+
+    def sizes(x):
+        batches = MicroBatches(functional, (x,), number, num_pieces)
+        return [batches.number(place) for place in places]
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    functional = keras_functional.functional_of(model)
+    x = tf.zeros([num_examples, 1])
+    places = range(number * num_pieces)
+    found = tf.function(sizes, autograph=False)(x)
+    pieces = [
+        len(piece)
+        for part in np.array_split(np.arange(num_examples), number)
+        for piece in np.array_split(part, num_pieces)
+    ]
+    np.testing.assert_array_equal(found, pieces)
+    for own in (range(504 + 63, 504 + 2 * 63), range(1008, 1512)):
+        places = [own]
+        traced = tf.function(sizes, autograph=False).get_concrete_function(x)
+        assert len(traced.graph.get_operations()) < 100
+        assert int(traced(x)[0]) == sum(pieces[own.start : own.stop])
 
 
 def test_the_cuts_and_the_ranks_are_the_best_of_all():

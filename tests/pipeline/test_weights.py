@@ -39,7 +39,10 @@ def test_models_made_in_the_scope_are_whole_nowhere(cluster):
 # Of the first stage one, or all.
 @pytest.mark.parametrize("names", [["dense_0"], ["dense_0", "dense_1"]])
 def test_layers_are_frozen_between_trainings(cluster, tmp_path, names):
-    """The same optimizer goes on, and keeps the slots of what is frozen."""
+    """The same optimizer goes on, and keeps the slots of what is frozen.
+
+    Its rates depend on the number of steps, which a frozen stage counts, too.
+    """
     ranks = cluster("native", 2).run(
         weight_functions.freeze, names, str(tmp_path)
     )

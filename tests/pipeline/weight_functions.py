@@ -21,7 +21,7 @@ def _fit(network):
 
 
 def frozen(names, scope=contextlib.nullcontext):
-    """A model of which some layers are frozen between two trainings.
+    """A model of which some layers are frozen in the second of trainings.
 
     Args:
         names: of these layers.
@@ -32,11 +32,12 @@ def frozen(names, scope=contextlib.nullcontext):
     with scope():
         network.compile(rule, "mse")
     _fit(network)
-    for name in names:
-        network.get_layer(name).trainable = False
-    with scope():
-        network.compile(rule, "mse")
-    _fit(network)
+    for are_trained in (False, True):
+        for name in names:
+            network.get_layer(name).trainable = are_trained
+        with scope():
+            network.compile(rule, "mse")
+        _fit(network)
     return network
 
 

@@ -12,6 +12,7 @@ from keras_sparsity.stages.column_split import (
     ColumnSize,
     chosen_calls,
     column_sizes,
+    why_not,
 )
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.stages.layer_placement import LayerSize
@@ -197,6 +198,43 @@ def test_columns_of_two_tails():
     assert first.tail_split == "batch"
 
 
+class Reader(keras.layers.Layer):
+    """Computes with another layer's whole kernel."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, inputs):
+        return keras.ops.matmul(inputs, self.layer.kernel)
+
+
+class Centered(keras.optimizers.SGD):
+    """Looks at a whole gradient."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        gradient = gradient - keras.ops.mean(gradient)
+        super().update_step(gradient, variable, learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        (None, None),
+        (keras.optimizers.Adam(global_clipnorm=1.0), None),
+        (keras.optimizers.SGD(clipnorm=1.0), "clipnorm=1.0 needs"),
+        (keras.optimizers.Lamb(), "Lamb needs whole kernels"),
+        (Centered(), "Centered may need whole kernels"),
+    ],
+)
+def test_optimizers_that_update_no_columns(optimizer, reason):
+    found = why_not(optimizer)
+    assert found is None if reason is None else reason in found
+    # Whoever asks for columns knows the own rule.
+    assert "may" in (found or "may") or why_not(optimizer, True) == found
+    assert why_not(Centered(), is_asked=True) is None
+
+
 def test_layers_that_have_columns():
     x = inputs = keras.Input((5,))
     kinds = {
@@ -209,7 +247,10 @@ def test_layers_that_have_columns():
     for name, options in kinds.items():
         x = keras.layers.Dense(name=name, **{"units": 6, **options})(x)
     twice = keras.layers.Dense(6, name="twice")
-    cutter = Cutter(keras.Model(inputs, twice(twice(x))))
+    x = twice(twice(x))
+    read = keras.layers.Dense(6, name="read")
+    x = Reader(read)(read(x))
+    cutter = Cutter(keras.Model(inputs, x))
     sizes = column_sizes(cutter.calls)
     found = {
         call.name: size
