@@ -171,9 +171,9 @@ def _fastest(costs):
     """The fastest way of each kind, and its predicted seconds."""
     found = {}
     for cost in costs:
-        kind = cost.way, len(cost.stages), cost.num_tails
-        if cost.is_exact and kind[:2] not in found:
-            found[kind[:2]] = _as_way(cost), cost.step_seconds
+        kind = cost.way, len(cost.stages)
+        if cost.is_exact and kind not in found:
+            found[kind] = _as_way(cost), cost.step_seconds
     return dict(found.values())
 
 
@@ -188,6 +188,7 @@ def _as_way(cost):
             cost.num_replicas,
             cost.num_tails,
             cost.num_micro_batches,
+            cost.tail_split,
         ]
     )
 
@@ -195,7 +196,8 @@ def _as_way(cost):
 def _as_cost(way):
     way, *others = json.loads(way)
     names = "schedule", "stages", "num_replicas", "num_tails"
-    facts = dict(zip((*names, "num_micro_batches"), others, strict=False))
+    names = *names, "num_micro_batches", "tail_split"
+    facts = dict(zip(names, others, strict=False))
     return StrategyCost(way, 0, 0, 0, 0, (), **facts)
 
 

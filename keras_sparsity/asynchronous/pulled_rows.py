@@ -11,14 +11,15 @@ class PulledRows:
         variable: the model's variable.
         pull: function of row numbers, a NumPy array, that returns the rows.
         layer_name: the layer's name, for messages.
+        keeps: whether `read` is to give the rows of a step.
     """
 
     # What `CurrentVariable` asks for.
     is_writing = is_replica = False
 
-    def __init__(self, variable, pull, layer_name):
+    def __init__(self, variable, pull, layer_name, keeps):
         self._variable, self._pull = variable, pull
-        self._layer_name = layer_name
+        self._layer_name, self._keeps = layer_name, keeps
         self._pulled = []  # in this step, `(row numbers, rows)`
 
     def forget(self):
@@ -41,7 +42,8 @@ class PulledRows:
 
     def _pull_and_keep(self, ids):
         rows = self._pull(ids)
-        self._pulled.append((ids, rows))
+        if self._keeps:
+            self._pulled.append((ids, rows))
         return rows
 
     def rows_now(self, variable, ids, rows):

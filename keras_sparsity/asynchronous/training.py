@@ -65,6 +65,7 @@ class Training:
             strategy.delay_compensation,
             f"training/{number}",
         )
+        self._compensates = strategy.delay_compensation is not None
         self._keepers = [
             (layer.embeddings, self._keeper(layer)) for layer in self._layers
         ]
@@ -72,7 +73,6 @@ class Training:
         # Whether this worker waits for slower ones before a step.
         self.is_bounded = True
         self._version = None  # of the last pull
-        self._compensates = strategy.delay_compensation is not None
         self._staleness = collections.Counter()
         self._is_begun = False
         if self._servers.is_first:
@@ -116,7 +116,7 @@ class Training:
         def pull(ids):
             return self.store.rows(variable, ids)
 
-        return PulledRows(variable.value, pull, layer.name)
+        return PulledRows(variable.value, pull, layer.name, self._compensates)
 
     # A step.
 

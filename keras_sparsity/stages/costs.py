@@ -42,18 +42,22 @@ class ModelFacts:
         """Whether there are sharded tables, which are in a head alone."""
         return any(each.owned for each in self.profile.gradients)
 
-    def state_bytes(self, calls, num_copies=0, num_owners=1):
+    def state_bytes(self, calls, num_copies=0, num_owners=1, spread=None):
         """Weights, gradients, slots, and more copies of trained weights.
 
         Args:
             calls: a slice.
             num_copies: the number of these copies.
             num_owners: the number of processes that share sharded tables.
+            spread: set of the names of the tables that they share; by default
+                all.
         """
         weights, trained = sum(self.weight_bytes[calls]), 0
         for gradient in self.profile.gradients[calls]:
             trained += gradient.parameter_bytes
             for rows in gradient.owned:
+                if spread is not None and rows.table not in spread:
+                    continue  # each process has the whole table
                 elsewhere = rows.table_bytes * (1 - 1 / num_owners)
                 weights -= elsewhere
                 trained -= elsewhere * bool(rows.pushed_bytes)

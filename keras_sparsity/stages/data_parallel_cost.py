@@ -29,7 +29,11 @@ def data_parallel(facts, cluster, num_examples, engine):
     total = plan.total
     busiest = max(*total.sent_bytes, *total.received_bytes)
     dense, rows = _link_seconds(plan, cluster, busiest)
-    calls = slice(None)
+    spread = {
+        choice.variable.name
+        for choice in plan.choices
+        if choice.architecture == "ps"
+    }
     return StrategyCost(
         way=DATA_PARALLELISM,
         step_seconds=_overlapped(facts, passes, dense) + rows + updates,
@@ -37,7 +41,9 @@ def data_parallel(facts, cluster, num_examples, engine):
         link_seconds=dense + rows,
         busiest_bytes=busiest,
         memory_bytes=(
-            facts.state_bytes(calls, num_owners=cluster.size)
+            facts.state_bytes(
+                slice(None), num_owners=cluster.size, spread=spread
+            )
             + part * sum(facts.output_bytes),
         ),
         num_replicas=cluster.size,

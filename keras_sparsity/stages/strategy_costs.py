@@ -89,9 +89,18 @@ def _order(cost):
 def _placed(facts, cluster, num_examples, num_tails):
     profile = facts.profile
     num_workers = cluster.size - num_tails
-    _, *splits = split_costs(
-        profile, num_workers, num_tails, num_examples, cluster
-    )
+    splits = [
+        cost
+        for way in ("batch", "columns")
+        for cost in split_costs(
+            profile,
+            num_workers,
+            num_tails,
+            num_examples,
+            cluster,
+            tail_split=way,
+        )[1:]
+    ]
     best = min(splits, key=lambda cost: cost.seconds)
     front, back = slice(best.place + 1), slice(best.place + 1, None)
     of_worker, of_tail = num_examples / num_workers, num_examples

@@ -10,9 +10,11 @@ import pytest
 
 from keras_sparsity.board.strategy_plan import StrategyPlan
 from keras_sparsity.planning import Cluster, VariableSpec
+from keras_sparsity.stages.column_split import ColumnSize
 from keras_sparsity.stages.costs import ModelFacts
 from keras_sparsity.stages.layer_placement import LayerSize
-from keras_sparsity.stages.profile import GradientSize, Profile
+from keras_sparsity.stages.profile import GradientSize, OwnedRows, Profile
+from keras_sparsity.stages.split_costs import split_costs
 from keras_sparsity.stages.strategy_costs import strategy_costs
 
 SIZES = (100, 1_000, 10_000)  # parameters
@@ -205,6 +207,41 @@ def test_late_updates_only_where_they_are_allowed():
     assert named["vanilla"].step_seconds == pytest.approx(12 / 8)
     assert plan.best().schedule in ("gpipe", "1f1b", None)
     assert plan.best().is_exact
+
+
+def test_several_tails_divide_what_is_faster():
+    """By columns, each computes the second layer for the whole batch."""
+    size = ColumnSize(40_000, 10, 40)
+    columns = {"columns": (None, None, size), "crossing_bytes": {0: 1}}
+    cluster = Cluster(4, megabits_per_second=RATE)
+    found, _ = costs(cluster, **columns)
+    (placed,) = (cost for cost in found if cost.num_tails == 2)
+    profile = dataclasses.replace(
+        facts(**columns).profile, seconds_per_byte=cluster.seconds_per_byte
+    )
+    by_bytes, *_ = (
+        split_costs(profile, 2, 2, EXAMPLES, cluster, tail_split=way)[1]
+        for way in (None, "batch")
+    )
+    assert by_bytes.tail_split == "columns"
+    assert placed.tail_split == "batch"
+    assert placed.step_seconds < by_bytes.seconds
+
+
+@pytest.mark.parametrize(("alpha", "share"), [(0.2, 1 / 2), (1.0, 1)])
+def test_memory_of_tables_that_each_process_has_whole(alpha, share):
+    owned = OwnedRows("table", 100, 400, 1, 4, 4)
+    made = facts(
+        gradients=(GradientSize(owned=(owned,)), *facts().profile.gradients[1:])
+    )
+    table = VariableSpec("table", (100, 1), alpha)
+    made = dataclasses.replace(made, specs=(table, *made.specs[1:]))
+    cluster = Cluster(2, megabits_per_second=RATE)
+    found = strategy_costs(made, cluster, EXAMPLES)
+    whole = next(c for c in found if c.way == "data parallelism")
+    # Weights, gradients and two slots.
+    state = 4 * (share * 400 + 4_000 + 40_000)
+    assert whole.memory_bytes == (state + 4 * 1_014,)
 
 
 def test_models_without_cuts_are_trained_by_data_parallelism():
