@@ -12,17 +12,8 @@ import tensorflow as tf
 from peers import _stock
 
 
-class SampledSoftmax(keras.layers.Layer):
-    """As that of `_stock`, of rows of `Embedding`s.
-
-    Args:
-        num_classes: In all.
-        num_sampled: In a sample.
-    """
-
-    def __init__(self, num_classes, num_sampled):
-        super().__init__()
-        self.num_classes, self.num_sampled = num_classes, num_sampled
+class SampledSoftmax(_stock.SampledSoftmax):
+    """As that of `_stock`, of rows of `Embedding`s."""
 
     def build(self, input_shape):
         rows, dim = self.num_classes, input_shape[-1]
@@ -45,9 +36,6 @@ class SampledSoftmax(keras.layers.Layer):
         if not training:
             shape = (*shape[:-1], self.num_classes)
         return keras.KerasTensor(shape, hidden.dtype)
-
-    def loss(self):
-        return self._losses_of
 
     def _losses_of(self, labels, outputs):
         labels = tf.cast(labels, tf.int64)

@@ -111,22 +111,32 @@ _ERRORS = [
 ]
 
 
-def _statistics():
-    """The mean of the two replicas', of 4 and 3 examples, two parts each."""
+def statistics(x, parts_of_ranks):
+    """The mean of two ranks' statistics, of 4 and 3 examples.
+
+    Args:
+        x: the examples.
+        parts_of_ranks: for each rank, the slices that it normalizes apart.
+    """
     model = replica_functions.normed()
-    x, _ = pipeline_functions.data("dense", 8)
     kernel, bias = model.get_layer("dense").get_weights()
-    made = np.tanh(x[:7] @ kernel + bias)
+    made = np.tanh(x @ kernel + bias)
     means, variances = [], []
-    for parts in ((made[:2], made[2:4]), (made[4:6], made[6:])):
+    for parts in parts_of_ranks:
         mean, variance = np.zeros(7), np.ones(7)
-        for part in parts:
+        for part in (made[each] for each in parts):
             kept = replica_functions.MOMENTUM
             mean = kept * mean + (1 - kept) * part.mean(0)
             variance = kept * variance + (1 - kept) * part.var(0)
         means.append(mean)
         variances.append(variance)
     return [np.average(each, 0, (4, 3)) for each in (means, variances)]
+
+
+def _statistics():
+    x, _ = pipeline_functions.data("dense", 8)
+    parts = [[slice(0, 2), slice(2, 4)], [slice(4, 6), slice(6, 7)]]
+    return statistics(x[:7], parts)
 
 
 def _check_plan(plan):

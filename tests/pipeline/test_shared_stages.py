@@ -19,6 +19,7 @@ from tests.pipeline import (
     saved_state_functions,
     shared_functions,
     test_in_flight,
+    test_replicas,
     test_steps,
 )
 
@@ -162,24 +163,14 @@ def test_statistics_are_the_mean_of_the_ranks(cluster):
     ranks = cluster("native", 3, has_groups=True).run(
         shared_functions.statistics
     )
-    model = replica_functions.normed()
     x, _ = pipeline_functions.data("dense", 7)
-    kernel, bias = model.get_layer("dense").get_weights()
-    made = np.tanh(x @ kernel + bias)
-    means, variances = [], []
     # Micro-batches of 4 and 3 examples, in two pieces each.
-    for parts in ((made[:2], made[4:6]), (made[2:4], made[6:])):
-        mean, variance = np.zeros(7), np.ones(7)
-        for part in parts:
-            kept = replica_functions.MOMENTUM
-            mean = kept * mean + (1 - kept) * part.mean(0)
-            variance = kept * variance + (1 - kept) * part.var(0)
-        means.append(mean)
-        variances.append(variance)
-    for statistics in ranks[:2]:
-        for value, parts in zip(statistics, (means, variances), strict=True):
-            expected = np.average(parts, 0, (4, 3))
-            np.testing.assert_allclose(value, expected, rtol=1e-5)
+    expected = test_replicas.statistics(
+        x, [[slice(0, 2), slice(4, 6)], [slice(2, 4), slice(6, 7)]]
+    )
+    for found in ranks[:2]:
+        for value, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(value, other, rtol=1e-5)
     assert ranks[2] is None
 
 
