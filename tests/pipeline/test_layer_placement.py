@@ -14,12 +14,26 @@ from tests.conftest import engines
 from tests.pipeline import placement_functions
 
 
-def _distance(values, others):
+def distance(values, others):
     return np.sqrt(
         sum(
             np.square(value.astype("float64") - other).sum()
             for value, other in zip(values, others, strict=True)
         )
+    )
+
+
+def check(rank, expected, moved):
+    """Compares a rank's `results` with those of one process."""
+    assert moved > 0.1
+    assert distance(rank["weights"], expected["weights"]) <= 1e-5 * moved
+    for key, values in expected["history"].items():
+        np.testing.assert_allclose(rank["history"][key], values, rtol=1e-5)
+    np.testing.assert_allclose(
+        rank["evaluated"], expected["evaluated"], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        rank["predicted"], expected["predicted"], rtol=1e-4, atol=1e-5
     )
 
 
@@ -53,18 +67,10 @@ def test_as_one_process(
     model = placement_functions.compiled(name)
     before = model.get_weights()
     expected = placement_functions.results(model, name, num_examples)
-    moved = _distance(expected["weights"], before)
+    moved = distance(expected["weights"], before)
     assert moved > 0.1
     for rank in ranks:
-        assert _distance(rank["weights"], expected["weights"]) <= 1e-5 * moved
-        for key, values in expected["history"].items():
-            np.testing.assert_allclose(rank["history"][key], values, rtol=1e-5)
-        np.testing.assert_allclose(
-            rank["evaluated"], expected["evaluated"], rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            rank["predicted"], expected["predicted"], rtol=1e-4, atol=1e-5
-        )
+        check(rank, expected, moved)
         for value, other in zip(rank["gone_on"], rank["resumed"], strict=True):
             np.testing.assert_array_equal(value, other)
     total = sum(value.size for value in expected["weights"])
@@ -110,25 +116,17 @@ def test_tails_that_divide_columns(
     gone_on, frozen = placement_functions.go_on_frozen(
         model, "wide", num_examples
     )
-    moved = _distance(expected["weights"], before)
+    moved = distance(expected["weights"], before)
     assert moved > 0.1
     for rank in ranks:
         for found, values in [
-            (rank["weights"], expected["weights"]),
             (rank["exported"], expected["weights"]),
             (rank["gone_on"], gone_on),
             (rank["compiled_again"], gone_on),
             (rank["frozen"], frozen),
         ]:
-            assert _distance(found, values) <= 1e-5 * moved
-        for key, values in expected["history"].items():
-            np.testing.assert_allclose(rank["history"][key], values, rtol=1e-5)
-        np.testing.assert_allclose(
-            rank["evaluated"], expected["evaluated"], rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            rank["predicted"], expected["predicted"], rtol=1e-4, atol=1e-5
-        )
+            assert distance(found, values) <= 1e-5 * moved
+        check(rank, expected, moved)
         for value, other in zip(rank["slots"], slots, strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-3, atol=1e-6)
         for value, other in zip(rank["gone_on"], rank["resumed"], strict=True):
@@ -156,11 +154,11 @@ def test_models_that_gain_nothing_are_left_to_data_parallelism(cluster, engine):
     model = placement_functions.compiled("ids")
     before = model.get_weights()
     expected = placement_functions.results(model, "ids", 22)
-    moved = _distance(expected["weights"], before)
+    moved = distance(expected["weights"], before)
     for found, _, strategy, plan in ranks:
         assert plan.chosen is None and plan.published is None
         assert strategy == "HybridStrategy"
-        assert _distance(found["weights"], expected["weights"]) <= 1e-5 * moved
+        assert distance(found["weights"], expected["weights"]) <= 1e-5 * moved
         np.testing.assert_allclose(
             found["evaluated"], expected["evaluated"], rtol=1e-5
         )
