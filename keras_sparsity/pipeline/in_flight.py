@@ -51,6 +51,14 @@ class InFlight:
         self._passes = None  # before the first one
         received = floats(stage.received.specs[: len(stage.part.received)])
         self._results = Store(1, [*received, tf.TensorSpec([None])])
+        # The numbers of examples, and unknown sizes, of the sent tensors.
+        self._sizes = Store(
+            self._num_ahead + 1, [tf.TensorSpec([None], tf.int32)]
+        )
+        # A message of the stage behind.
+        self._arrived = Store(
+            1, [*self._floats_sent, tf.TensorSpec([None], tf.float32)]
+        )
         self._late_logs = LateLogs(stage.number)
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False)
@@ -74,12 +82,15 @@ class InFlight:
         if stage.is_last:
             row = self._both_passes(batches, received, loss)
         else:
+            is_full = self._turn >= self._num_ahead
+            if not tf.executing_eagerly():
+                # They arrive during the forward pass.
+                tf.cond(is_full, self._await_gradients, lambda: False)
             row = self._forward(batches, received, loss)
-            row = tf.cond(
-                self._turn >= self._num_ahead,
-                lambda: self._backward(row, None),
-                lambda: row,
-            )
+            if tf.executing_eagerly():
+                # The stage behind sends them when it has this pass's outputs.
+                tf.cond(is_full, self._await_gradients, lambda: False)
+            row = tf.cond(is_full, lambda: self._backward(None), lambda: row)
         self._turn.assign_add(1)
         self._together.combine_statistics(stage.part.model, batches.number(own))
         return self._late_logs.push(row)
@@ -113,6 +124,8 @@ class InFlight:
         if self._passes:
             self._passes.clear()
         self._results.clear()
+        self._sizes.clear()
+        self._arrived.clear()
         self._late_logs.clear()
         self._turn.assign(0)
 
@@ -123,9 +136,7 @@ class InFlight:
             with loss_scale.of_own_part():
                 tf.cond(
                     (self._turn >= self._num_ahead) & (self._passes.size > 0),
-                    lambda: self._backward(
-                        tf.zeros([self._logs.size]), self._passes.size - 1
-                    ),
+                    self._drained,
                     lambda: tf.zeros([self._logs.size]),
                 )
         self._turn.assign_add(1)
@@ -142,6 +153,28 @@ class InFlight:
 
         tf.cond(self._results.size > 0, send, lambda: False)
 
+    def _await_gradients(self):
+        """Keeps the message of the stage behind: the oldest mini-batch's."""
+        (sizes,) = self._sizes.take()
+        sent = self._stage.sent
+        shapes = sent.shapes(sizes[0], sizes[1:])
+        like = [
+            tf.ensure_shape(tf.zeros(shape, spec.dtype), spec.shape)
+            for shape, spec in zip(shapes, sent.specs, strict=True)
+        ]
+        self._arrived.put(
+            self._stage.behind.receive_gradients(
+                floats(like[: len(sent.tensors)]), [tf.zeros([self._logs.size])]
+            )
+        )
+        return True
+
+    @property
+    def _floats_sent(self):
+        """`tf.TensorSpec`s of the sent tensors that have gradients."""
+        sent = self._stage.sent
+        return floats(sent.specs[: len(sent.tensors)])
+
     def _forward(self, batches, received, loss):
         """A forward pass; returns the logs that this stage can tell."""
         stage = self._stage
@@ -156,6 +189,11 @@ class InFlight:
         own = self._objective.of_training(labels, outputs, losses, share)
         self._assign_updates(scope)
         stage.send(outputs, loss if own is None else loss + own)
+        sizes = stage.sent.unknown_sizes(stage.sent.with_masks(outputs))
+        number = batches.size(self._own)[None]
+        self._sizes.put(
+            [number if sizes is None else tf.concat([number, sizes], 0)]
+        )
         kept = self._versions.kept(weights)
         self._store_of_passes(kept).put(
             [
@@ -168,19 +206,26 @@ class InFlight:
         )
         return self._logs.of_batch(None, batches, None)
 
-    def _backward(self, no_logs, num_later):
+    def _backward(self, num_later):
         """The oldest mini-batch's backward pass; returns its logs."""
-        stage = self._stage
         inputs, received, states, kept, share = self._taken()
         weights = self._versions.backward(kept, num_later)
         found, _ = self._computed(
             inputs, None, received, share, weights, states
         )
-        *upstream, row = stage.behind.receive_gradients(
-            floats(found.outputs), [no_logs]
-        )
+        # The weights are read before gradients can update them. A store keeps
+        # this order: TensorFlow's graph optimizer drops the dependency of an
+        # update on a read where it first finds a path by a shape between them,
+        # and then takes the shape for a constant.
+        with tf.control_dependencies(found.outputs):
+            *upstream, row = self._arrived.take()
         self._finish(found, upstream, row)
-        return row
+        return tf.ensure_shape(row, [self._logs.size])
+
+    def _drained(self):
+        """A backward pass while the pipeline empties; returns its logs."""
+        self._await_gradients()
+        return self._backward(self._passes.size - 1)
 
     def _both_passes(self, batches, received, loss):
         """The last stage's turn: its passes have the same weights."""

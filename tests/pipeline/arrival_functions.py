@@ -15,10 +15,17 @@ _SECONDS = 10
 
 
 class Arrivals:
-    """Counts messages; passes wait until enough of them have come."""
+    """Counts messages; passes wait until enough of them have come.
 
-    def __init__(self):
+    Args:
+        are_made_again: whether passes are computed a second time, for their
+            backward pass. Only those then wait, as more would block all of
+            TensorFlow's threads.
+    """
+
+    def __init__(self, are_made_again):
         self._changed, self._count = threading.Condition(), 0
+        self._are_made_again, self._known = are_made_again, set()
         self.in_time = []
 
     def note(self, received):
@@ -29,7 +36,12 @@ class Arrivals:
 
     def wait(self, values, number):
         """Gives the values when so many messages have come."""
-        most = min(int(number), NUM_BATCHES)
+        number = int(number)
+        if self._are_made_again and number not in self._known:
+            self._known.add(number)
+            return values
+        # That of its own gradients, too.
+        most = min(number + self._are_made_again, NUM_BATCHES)
         with self._changed:
             self.in_time.append(
                 self._changed.wait_for(lambda: self._count >= most, _SECONDS)
@@ -53,7 +65,7 @@ class Waiting(keras.layers.Layer):
 
     Args:
         arrivals: `Arrivals`.
-        of_forward, of_backward: the number of messages of
+        of_forward, of_backward: the number of messages of mini-batches or
             micro-batches behind its own that a pass waits for; None: of none.
     """
 
@@ -92,17 +104,19 @@ def _called(function, values, *args):
     return tf.ensure_shape(made, values.shape)
 
 
-def waited(which):
+def waited(schedule, which):
     """Whether each message came while the pass ahead of it still ran.
 
     Args:
+        schedule: the schedule.
         which: `"gradients"`, for which forward passes of the first stage wait,
             or `"activations"`, for which backward passes of the last wait.
 
     Returns:
         List of bools of the rank that waits.
     """
-    arrivals = Arrivals()
+    is_flushed = schedule in ("gpipe", "1f1b")
+    arrivals = Arrivals(are_made_again=not is_flushed)
     options = {"of_forward": 0}, {}
     if which == "activations":
         options = {}, {"of_backward": 2}
@@ -113,7 +127,7 @@ def waited(which):
     y = keras.layers.Dense(4, name="second")(y)
     y = Waiting(arrivals, **options[1])([y, numbers])
     model = keras.Model([x, numbers], keras.layers.Dense(2)(y))
-    with ks.PipelineStrategy("1f1b", ["cut"], NUM_BATCHES).scope():
+    with ks.PipelineStrategy(schedule, ["cut"], NUM_BATCHES).scope():
         model.compile("sgd", "mse")
     name = f"receive_{which}"
     noting = arrivals.noting(getattr(Link, name))
@@ -123,7 +137,7 @@ def waited(which):
         model.fit(
             [x, numbers],
             x[:, :2],
-            batch_size=len(x),
+            batch_size=len(x) if is_flushed else 2,
             shuffle=False,
             verbose=0,
         )

@@ -10,8 +10,15 @@ from tests.pipeline import arrival_functions
 
 
 @pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("which", ["gradients", "activations"])
-def test_during_the_pass_ahead(cluster, engine, which):
-    ranks = cluster(engine, 2).run(arrival_functions.waited, which)
+@pytest.mark.parametrize(
+    ("schedule", "which"),
+    [
+        ("1f1b", "gradients"),
+        ("1f1b", "activations"),
+        ("vanilla", "gradients"),
+    ],
+)
+def test_during_the_pass_ahead(cluster, engine, schedule, which):
+    ranks = cluster(engine, 2).run(arrival_functions.waited, schedule, which)
     waiting = ranks[0 if which == "gradients" else 1]
     assert waiting == [True] * arrival_functions.NUM_BATCHES
