@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_optimizers
+from keras_sparsity.data.batches import bounds
 from keras_sparsity.stages.column_split import (
     chosen_calls,
     column_sizes,
@@ -56,9 +57,8 @@ class Columns:
     def _widths(self, layer):
         """List of the number of columns of each rank."""
         size, width = self._peers.size, layer.kernel.shape[-1]
-        return [
-            (i + 1) * width // size - i * width // size for i in range(size)
-        ]
+        parts = [range(*bounds(width, i, size)) for i in range(size)]
+        return [len(part) for part in parts]
 
     def note_step(self):
         """Says that a step has updated the columns; in that step."""

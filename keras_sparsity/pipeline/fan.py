@@ -7,6 +7,7 @@ import math
 import tensorflow as tf
 
 from keras_sparsity.collectives.base import divided
+from keras_sparsity.data import batches
 from keras_sparsity.pipeline.links import Link, links
 from keras_sparsity.pipeline.micro_batches import first_example
 
@@ -213,10 +214,9 @@ def fan(collectives, workers_of_tails, wire_dtype=None):
 
 def workers_of_tails(num_workers, num_tails):
     """Dict from the rank of each tail to the range of its workers."""
-    bounds = [i * num_workers // num_tails for i in range(num_tails + 1)]
     return {
-        num_workers + i: range(begin, end)
-        for i, (begin, end) in enumerate(itertools.pairwise(bounds))
+        num_workers + i: range(*batches.bounds(num_workers, i, num_tails))
+        for i in range(num_tails)
     }
 
 

@@ -23,7 +23,7 @@ from keras_sparsity.pipeline.staged import (
 )
 from keras_sparsity.placement import choice
 from keras_sparsity.stages import layer_placement, timing
-from keras_sparsity.stages.column_split import column_sizes, why_not
+from keras_sparsity.stages.column_split import column_sizes
 from keras_sparsity.stages.profile import (
     Profile,
     gradient_sizes,
@@ -267,9 +267,9 @@ class LayerPlacementStrategy(StagedStrategy):
             seconds_per_byte=max(slowest for _, slowest in found),
             gradients=tuple(gradients),
             wire_share=0.5 if self._wire_dtype else 1.0,
-            columns=()
-            if why_not(optimizer, self.tail_split == "columns")
-            else tuple(column_sizes(cutter.calls)),
+            columns=column_sizes(
+                cutter.calls, optimizer, self.tail_split == "columns"
+            ),
         )
 
     def found_places(self, cutter, profile):

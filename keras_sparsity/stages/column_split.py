@@ -38,17 +38,23 @@ class ColumnSize:
         return 2 * self.kernel_bytes > self.traveling_bytes(num_examples)
 
 
-def column_sizes(calls):
+def column_sizes(calls, optimizer=None, is_asked=False):
     """The `ColumnSize` of each call of a model; None where there is none.
 
     Args:
         calls: list of the model's or a stage's `Call`s.
+        optimizer, is_asked: as for `why_not`.
+
+    Returns:
+        Tuple; empty if the optimizer cannot update columns apart.
     """
+    if why_not(optimizer, is_asked):
+        return ()
     layers = [call.operation for call in calls]
-    return [
+    return tuple(
         _size(call) if _has_columns(call.operation, layers) else None
         for call in calls
-    ]
+    )
 
 
 def _has_columns(layer, layers):

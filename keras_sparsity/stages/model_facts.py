@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from keras_sparsity.planning import VariableSpec
 from keras_sparsity.stages import timing
-from keras_sparsity.stages.column_split import column_sizes, why_not
+from keras_sparsity.stages.column_split import column_sizes
 from keras_sparsity.stages.costs import ModelFacts
 from keras_sparsity.stages.layer_placement import layer_sizes
 from keras_sparsity.stages.prediction import predictor_of
@@ -80,7 +80,7 @@ def measured(cutter, num_examples, optimizer, specs=None):
             for each in gradients
         ),
         fixed_share=fixed_share,
-        columns=() if why_not(optimizer) else tuple(column_sizes(cutter.calls)),
+        columns=column_sizes(cutter.calls, optimizer),
     )
     return ModelFacts(
         profile=profile,
