@@ -10,6 +10,7 @@ from keras_sparsity.layers import SampledSoftmax
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.stages import model_facts
 from keras_sparsity.stages.cutting import Cutter
+from keras_sparsity.stages.machine_links import shared_by
 from keras_sparsity.stages.strategy_costs import strategy_costs
 
 
@@ -67,17 +68,25 @@ def compared(model, dataset, cluster, engine, specs, communicator):
 
 def _as_measured(cluster, communicator):
     """A running cluster, with what is measured of its messages."""
+    if communicator.cross_size == 1 and not cluster.processes_per_processor:
+        # As many machines, for its messages; computation is shared.
+        cluster = dataclasses.replace(
+            cluster, processes_per_processor=communicator.size
+        )
+    if None not in (cluster.megabits_per_second, cluster.message_seconds):
+        return cluster
+    link, processor = speeds.measure_messages(
+        communicator, shared_by(cluster, cluster.size)
+    )
     measured = {}
     if cluster.megabits_per_second is None:
-        link = speeds.measure_link(communicator)
         # Of a network too fast to measure, some rate.
         measured["megabits_per_second"] = 8e-6 / max(
             link.seconds_per_byte, 1e-12
         )
-        measured["latency_seconds"] = link.latency_seconds
+        measured["latency_seconds"] = link.latency_seconds or None
     if cluster.message_seconds is None:
-        measured["message_seconds"] = speeds.message_seconds(communicator)
-    if communicator.cross_size == 1 and not cluster.processes_per_processor:
-        # As many machines, for its messages; computation is shared.
-        measured["processes_per_processor"] = communicator.size
+        measured["message_seconds"] = processor.latency_seconds
+        per_byte = processor.seconds_per_byte or None
+        measured["message_seconds_per_byte"] = per_byte
     return dataclasses.replace(cluster, **measured)

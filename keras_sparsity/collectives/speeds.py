@@ -8,6 +8,7 @@ import tensorflow as tf
 
 _DIM = 16
 _ROWS = (8, 20_000)  # of 64 bytes
+_NUM_PARTS = 4
 _REPEATS = 5
 _ROUNDS = 3
 _IDLE_SECONDS = 0.05
@@ -54,52 +55,63 @@ def measure(communicator, num_bytes):
     return found
 
 
-def measure_link(communicator):
-    """Times AllReduce at two sizes. A collective call, between steps.
+def measure_messages(communicator, num_sharing):
+    """Times AllReduce and a broadcast. A collective call, between steps.
+
+    A ring has 2 (S-1) hops, but its processor time is counted as that of one
+    message sent and one received: of 4 ranks with 6 hops it was 2 ms each, that
+    of a broadcast 0.5 ms at each end. Links have what processors leave of a
+    sum's time.
 
     Args:
         communicator: `Collectives` of all ranks.
+        num_sharing: the number of processes that share a processor.
 
     Returns:
-        `Speed` of a message on a link: seconds for each byte in one direction,
-        and those of an empty message.
+        `(Speed of a link, Speed of a processor)`: of a message in one
+        direction; of its sender, and of its receiver.
     """
-    run = _paths(communicator)["allreduce"]
-    others = communicator.size - 1
-    seconds = [_seconds(communicator, run, rows) for rows in _ROWS]
-    sizes = [2 * rows * _DIM * 4 * others / (others + 1) for rows in _ROWS]
-    whole = _line(sizes, seconds)
-    # A ring's messages follow each other.
-    return Speed(whole.latency_seconds / (2 * others), whole.seconds_per_byte)
-
-
-def message_seconds(communicator):
-    """Processor time of a small message. A collective call, between steps.
-
-    Args:
-        communicator: `Collectives` of all ranks.
-
-    Returns:
-        Seconds where it is sent, and as many where it arrives.
-    """
-    found, idle = [], _idle_share()
 
     def broadcast(rows):
         communicator.broadcast([rows], root=0, name="speed/broadcast")
 
-    def timed(several):
-        begin, since = time.process_time(), time.perf_counter()
-        several()
-        waited = idle * (time.perf_counter() - since)
-        found.append(time.process_time() - begin - waited)
+    def all_reduce(rows):
+        # As of several gradients, which are packed.
+        parts = tf.split(rows, _NUM_PARTS)
+        communicator.all_reduce(parts, name="speed/allreduce")
 
-    _rounds(communicator, broadcast, _ROWS[0], timed)
-    times = communicator.gather_objects(
-        max(_LEAST_SECONDS, float(np.median(found))) / _REPEATS,
-        name="speed/message",
+    others = communicator.size - 1
+    sent = [2 * rows * _DIM * 4 * others / (others + 1) for rows in _ROWS]
+    idle = _idle_share()
+    whole, works = zip(
+        *(_both_seconds(communicator, all_reduce, n, idle) for n in _ROWS),
+        strict=True,
     )
-    # Each rank but the first gets it once.
-    return sum(times) / (2 * (communicator.size - 1))
+    _, works_once = _both_seconds(communicator, broadcast, _ROWS[0], idle)
+    # All that a rank sends another one receives; of a broadcast, each but the
+    # first one message.
+    processor = Speed(
+        max(_LEAST_SECONDS, works_once * (others + 1) / (2 * others)),
+        _line(sent, works).seconds_per_byte / 2,
+    )
+    return _of_link(sent, whole, processor, num_sharing, others), processor
+
+
+def _of_link(sent, whole, processor, num_sharing, others):
+    """The `Speed` of a link, by the times of sums in a ring.
+
+    Args:
+        sent: two numbers of bytes that each rank sends.
+        whole: the times of these sums.
+        processor: `Speed` of a message's sender, and of its receiver.
+        num_sharing: as for `measure_messages`.
+        others: the number of ranks less one.
+    """
+    ends = 2 * num_sharing
+    found = _line(sent, whole)
+    latency = found.latency_seconds - ends * processor.latency_seconds
+    per_byte = found.seconds_per_byte - ends * processor.seconds_per_byte
+    return Speed(max(0.0, latency) / (2 * others), max(0.0, per_byte))
 
 
 def _idle_share():
@@ -149,23 +161,19 @@ def _paths(communicator):
 
 def _seconds(communicator, run, num_rows):
     """Seconds of one run: the slowest rank's median over some rounds."""
-    rounds = []
-
-    def timed(several):
-        begin = time.perf_counter()
-        several()
-        rounds.append((time.perf_counter() - begin) / _REPEATS)
-
-    _rounds(communicator, run, num_rows, timed)
-    medians = communicator.gather_objects(
-        float(np.median(rounds)), name="speed/seconds"
-    )
-    return max(medians)
+    return _both_seconds(communicator, run, num_rows)[0]
 
 
-def _rounds(communicator, run, num_rows, timed):
-    """Calls `timed` some times, with a function of `_REPEATS` runs."""
+def _both_seconds(communicator, run, num_rows, idle=0.0):
+    """`(seconds of one run, processor time of a rank)`.
+
+    The median over some rounds: of the slowest rank, and the mean of all.
+
+    Args:
+        idle: as `_idle_share` returns it.
+    """
     rows = tf.Variable(tf.ones([num_rows, _DIM]))
+    rounds = []
 
     @tf.function
     def several():
@@ -175,7 +183,15 @@ def _rounds(communicator, run, num_rows, timed):
     several()  # traces
     for _ in range(_ROUNDS):
         communicator.barrier(name="speed/begin")
-        timed(several)
+        worked, begin = time.process_time(), time.perf_counter()
+        several()
+        seconds = time.perf_counter() - begin
+        worked = time.process_time() - worked - idle * seconds
+        rounds.append((seconds / _REPEATS, worked / _REPEATS))
+    medians = communicator.gather_objects(
+        np.median(rounds, axis=0), name="speed/seconds"
+    )
+    return float(np.max(medians, axis=0)[0]), float(np.mean(medians, axis=0)[1])
 
 
 def _update(rows):

@@ -28,6 +28,7 @@ _DESCRIBED = {
     "--rate": (float, "MBIT", "Mbit/s of a machine's link in each direction"),
     "--latency": (float, "MS", "milliseconds of an empty message"),
     "--message": (float, "MS", "milliseconds of a processor that sends it"),
+    "--message-byte": (float, "NS", "nanoseconds of it for each byte"),
     "--memory": (float, "GB", "memory of a process"),
     "--speed": (
         float,
@@ -180,6 +181,7 @@ def _show_described(options):
         megabits_per_second=options.rate,
         latency_seconds=scaled(options.latency, 1e-3),
         message_seconds=scaled(options.message, 1e-3),
+        message_seconds_per_byte=scaled(options.message_byte, 1e-9),
         relative_speed=1.0 if options.speed is None else options.speed,
         memory_bytes=scaled(options.memory, 1e9),
     )

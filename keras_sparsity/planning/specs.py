@@ -20,10 +20,12 @@ class Cluster:
         processes_per_machine: L, at least 1.
         megabits_per_second: rate of a machine's link, in each direction.
             With it `ks.plan` predicts times. None: unknown.
-        latency_seconds: time of an empty message between two machines. None:
-            it is not counted.
+        latency_seconds: time of an empty message on a link, without the
+            processors' time at its ends. None: it is not counted.
         message_seconds: processor time of an empty message, where it is sent
             and where it arrives. None: it is not counted.
+        message_seconds_per_byte: processor time of each byte of a message,
+            where it is sent and where it arrives. None: it is not counted.
         relative_speed: computation of a machine, relative to the one that
             makes the plan.
         processes_per_processor: the number of processes that share the
@@ -48,6 +50,7 @@ class Cluster:
     megabits_per_second: float | None = None
     latency_seconds: float | None = None
     message_seconds: float | None = None
+    message_seconds_per_byte: float | None = None
     relative_speed: float = 1.0
     processes_per_processor: int | None = None
     memory_bytes: float | None = None
@@ -66,7 +69,7 @@ class Cluster:
             )
         for name in (
             *("megabits_per_second", "latency_seconds", "message_seconds"),
-            "memory_bytes",
+            *("message_seconds_per_byte", "memory_bytes"),
         ):
             if getattr(self, name) is not None:
                 checks.positive_number(name, getattr(self, name), " or None")

@@ -2,7 +2,11 @@
 
 from keras_sparsity import planning
 from keras_sparsity.stages.costs import DATA_PARALLELISM, StrategyCost
-from keras_sparsity.stages.machine_links import shared_by
+from keras_sparsity.stages.machine_links import (
+    link_seconds,
+    processor_seconds,
+    shared_by,
+)
 
 # As `HybridStrategy` has it by default.
 _BUCKET_BYTES = 8 * 2**20
@@ -20,7 +24,8 @@ def data_parallel(facts, cluster, num_examples, engine):
     profile = facts.profile
     plan = planning.plan(list(facts.specs), cluster, engine=engine)
     part = max(1.0, num_examples / cluster.size)
-    slower = shared_by(cluster, cluster.size) / cluster.relative_speed
+    shared = shared_by(cluster, cluster.size)
+    slower = shared / cluster.relative_speed
     passes = [
         slower * profile.time_share(part) * seconds
         for seconds in profile.seconds
@@ -28,7 +33,8 @@ def data_parallel(facts, cluster, num_examples, engine):
     updates = slower * sum(profile.update_seconds)
     total = plan.total
     busiest = max(*total.sent_bytes, *total.received_bytes)
-    dense, rows = _link_seconds(plan, cluster, busiest)
+    dense = _Sums(facts, plan, cluster, shared)
+    rows = _of_rows(plan, cluster, shared, busiest - dense.link_bytes)
     spread = {
         choice.variable.name
         for choice in plan.choices
@@ -36,9 +42,11 @@ def data_parallel(facts, cluster, num_examples, engine):
     }
     return StrategyCost(
         way=DATA_PARALLELISM,
-        step_seconds=_overlapped(facts, passes, dense) + rows + updates,
-        computation_seconds=sum(passes) + updates,
-        link_seconds=dense + rows,
+        step_seconds=dense.overlapped(passes) + sum(rows) + updates,
+        computation_seconds=(
+            sum(passes) + dense.seconds[1] + rows[1] + updates
+        ),
+        link_seconds=dense.seconds[0] + rows[0],
         busiest_bytes=busiest,
         memory_bytes=(
             facts.state_bytes(
@@ -50,14 +58,14 @@ def data_parallel(facts, cluster, num_examples, engine):
     )
 
 
-def _link_seconds(plan, cluster, busiest):
-    """Time in which dense gradients travel, and that of all rows."""
-    # In a ring all machines send the same.
-    dense_bytes = sum(
-        choice.costs[choice.architecture].sent_bytes[0]
-        for choice in plan.choices
-        if not choice.variable.is_sparse
-    )
+def _of_rows(plan, cluster, shared, num_bytes):
+    """`(time of links, time of processors)` of the rows of all variables.
+
+    Args:
+        plan, cluster: as in `data_parallel`.
+        shared: the number of processes that share a processor.
+        num_bytes: bytes on the busiest link, in one direction.
+    """
     others = cluster.num_machines - 1
     # Messages after each other: in a ring, and to and from owners.
     hops = {"allreduce": 2 * others, "allgather": others, "ps": 3}
@@ -66,34 +74,91 @@ def _link_seconds(plan, cluster, busiest):
         for choice in plan.choices
         if choice.variable.is_sparse
     }
-    latency = cluster.latency_seconds or 0 if others else 0
+    if not others:
+        return 0.0, 0.0
+    num_operations = sum({"ps": 3}.get(path, 1) for path in paths)
+    # Those of a machine's processes together.
+    of_process = num_bytes / cluster.processes_per_machine
     return (
-        dense_bytes * cluster.seconds_per_byte
-        + latency * hops["allreduce"] * bool(dense_bytes),
-        (busiest - dense_bytes) * cluster.seconds_per_byte
-        + latency * sum(hops[path] for path in paths),
+        link_seconds(cluster, num_bytes, sum(hops[path] for path in paths)),
+        shared * processor_seconds(cluster, 2 * of_process, 2 * num_operations),
     )
 
 
-def _overlapped(facts, passes, dense_seconds):
-    """Time until all passes are made and all dense gradients are summed.
-
-    A message is full with the gradients of some calls, from the last one on,
-    and travels while earlier ones are computed.
+class _Sums:
+    """Sums of dense gradients over all processes, bucket by bucket.
 
     Args:
-        facts: `ModelFacts`.
-        passes: list of the times of the calls' passes.
-        dense_seconds: time in which all dense gradients travel.
+        facts, plan, cluster: as in `data_parallel`.
+        shared: the number of processes that share a processor.
     """
-    sizes = [each.dense_bytes for each in facts.profile.gradients]
-    of_byte = dense_seconds / max(1, sum(sizes))
-    ready = facts.forward_share * sum(passes)
-    arrived = waiting = 0.0
-    for size, seconds in reversed(list(zip(sizes, passes, strict=True))):
-        if waiting and waiting + size > _BUCKET_BYTES:
-            arrived = max(arrived, ready) + waiting * of_byte
-            waiting = 0.0
-        ready += (1 - facts.forward_share) * seconds
-        waiting += size
-    return max(arrived, ready) + waiting * of_byte
+
+    def __init__(self, facts, plan, cluster, shared):
+        self._facts, self._cluster, self._shared = facts, cluster, shared
+        dense = sum(
+            choice.variable.num_bytes()
+            for choice in plan.choices
+            if not choice.variable.is_sparse
+        )
+        size = cluster.size
+        # Of a process, and, as the ring leaves each machine once, of a link.
+        self._ring_bytes = 2 * dense * (size - 1) / size
+        sizes = [each.dense_bytes for each in facts.profile.gradients]
+        self._of_byte = self._ring_bytes / max(1, sum(sizes))
+        self._buckets = _buckets(sizes)
+
+    @property
+    def link_bytes(self):
+        """Bytes on a machine's link, in one direction."""
+        return self._ring_bytes * (self._cluster.num_machines > 1)
+
+    @property
+    def seconds(self):
+        """`(time of links, time of processors)` of all sums."""
+        found = [self._seconds(size) for _, size in self._buckets]
+        return tuple(sum(each) for each in zip(*found, strict=True))
+
+    def overlapped(self, passes):
+        """Time until all passes are made and all gradients are summed.
+
+        A bucket has the gradients of some calls, from the last one on, and
+        travels while earlier ones are computed; its messages take processor
+        time from them.
+
+        Args:
+            passes: list of the times of the calls' passes.
+        """
+        share = self._facts.forward_share
+        ready, arrived = share * sum(passes), 0.0
+        for calls, size in self._buckets:
+            ready += (1 - share) * sum(passes[calls])
+            on_link, at_processor = self._seconds(size)
+            arrived = max(arrived, ready) + on_link + at_processor
+            ready += at_processor
+        return max(arrived, ready)
+
+    def _seconds(self, size):
+        """`(time of links, time of processors)` of a bucket's sum."""
+        cluster, sent = self._cluster, size * self._of_byte
+        if not sent:
+            return 0.0, 0.0
+        at_processor = self._shared * processor_seconds(cluster, 2 * sent, 2)
+        others = cluster.num_machines - 1
+        if not others:
+            return 0.0, at_processor
+        return link_seconds(cluster, sent, 2 * others), at_processor
+
+
+def _buckets(sizes):
+    """List of pairs of some calls, a slice, and the bytes of their gradients.
+
+    Args:
+        sizes: list of the bytes of each call's dense gradients.
+    """
+    found, end, waiting = [], len(sizes), 0
+    for place in reversed(range(len(sizes))):
+        if waiting and waiting + sizes[place] > _BUCKET_BYTES:
+            found.append((slice(place + 1, end), waiting))
+            end, waiting = place + 1, 0
+        waiting += sizes[place]
+    return [*found, (slice(0, end), waiting)]

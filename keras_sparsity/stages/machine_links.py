@@ -1,6 +1,9 @@
-"""Messages that cross the links of machines, and processes that share one.
+"""Messages on links and at processors, and processes that share a machine.
 
-Ranks are numbered machine by machine: messages within one are free.
+Ranks are numbered machine by machine: links within one take no time. A message
+takes the time of its link, and before and behind that the time of the
+processors that send and receive it. All ranks of a collective operation send
+and receive in it.
 """
 
 import numpy as np
@@ -95,3 +98,61 @@ def shared_by(cluster, num_processes):
     """
     most = cluster.processes_per_processor or cluster.processes_per_machine
     return min(most, num_processes)
+
+
+def link_seconds(cluster, num_bytes, num_messages=1):
+    """Time of messages that follow each other on a link.
+
+    Args:
+        cluster: `planning.Cluster` whose rate is known.
+        num_bytes: bytes of all of them.
+        num_messages: their number.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> from keras_sparsity.planning import Cluster
+    >>> cluster = Cluster(2, megabits_per_second=8, latency_seconds=1.0)
+    >>> link_seconds(cluster, 500_000, num_messages=2)
+    2.5
+
+    References:
+        LogGP (Alexandrov et al., SPAA 1995): L and G.
+    """
+    latency = cluster.latency_seconds or 0
+    return num_messages * latency + num_bytes * cluster.seconds_per_byte
+
+
+def processor_seconds(cluster, num_bytes, num_messages=1):
+    """Time in which a processor sends or receives messages.
+
+    Args:
+        cluster: `planning.Cluster`.
+        num_bytes: bytes of all of them.
+        num_messages: their number.
+
+    Returns:
+        Seconds.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> from keras_sparsity.planning import Cluster
+    >>> cluster = Cluster(
+    ...     2, message_seconds=1.0, message_seconds_per_byte=0.5)
+    >>> processor_seconds(cluster, 3, num_messages=2)
+    3.5
+
+    References:
+        LogGP (Alexandrov et al., SPAA 1995): o, here also of each byte.
+    """
+    of_message = cluster.message_seconds or 0
+    of_byte = cluster.message_seconds_per_byte or 0
+    return num_messages * of_message + num_bytes * of_byte

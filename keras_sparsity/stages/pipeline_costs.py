@@ -5,7 +5,13 @@ import numpy as np
 from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages.costs import PIPELINE, StrategyCost
 from keras_sparsity.stages.cutting import balanced
-from keras_sparsity.stages.machine_links import crossings, ring_hops, shared_by
+from keras_sparsity.stages.machine_links import (
+    crossings,
+    link_seconds,
+    processor_seconds,
+    ring_hops,
+    shared_by,
+)
 from keras_sparsity.stages.schedule import Kind, Task
 from keras_sparsity.stages.simulation import simulate
 from keras_sparsity.stages.versions import missed_updates
@@ -74,13 +80,14 @@ class PipelineCosts:
 
     def _flushed(self, name, make, number):
         schedule = make(self._num_stages, number)
-        forward, both = self._pass_seconds(self._part / number)
-        forward, backward = self._with_messages(forward, both - forward)
+        part = self._part / number
+        forward, both = self._pass_seconds(part)
+        forward, backward = self._with_messages(forward, both - forward, part)
         seconds = self._simulated(schedule, forward, backward, number)
         held = [schedule.in_flight(k) for k in range(self._num_stages)]
         memory = [
             self._facts.state_bytes(self._calls[k])
-            + held[k] * self._held_bytes(k, self._part / number)
+            + held[k] * self._held_bytes(k, part)
             for k in range(self._num_stages)
         ]
         work = number * (forward + backward)
@@ -91,7 +98,7 @@ class PipelineCosts:
         forward, both = self._pass_seconds(self._part)
         # All but the last stage compute their layers again, see the Planner.
         backward = np.append(both[:-1], both[-1] - forward[-1])
-        forward, backward = self._with_messages(forward, backward)
+        forward, backward = self._with_messages(forward, backward, self._part)
         # A mini-batch more, once the pipeline is full.
         few, many = (
             self._simulated(
@@ -145,30 +152,36 @@ class PipelineCosts:
         )
         return self._facts.forward_share * both, both
 
-    def _with_messages(self, forward, backward):
+    def _with_messages(self, forward, backward, num_examples):
         """These times of passes, and those of their messages at a processor.
 
         A pass sends to one neighbour what it has made of the other's message.
         """
-        last = self._num_stages - 1
-        at_ends = np.array([(k > 0) + (k < last) for k in range(last + 1)])
-        seconds = at_ends * (self._cluster.message_seconds or 0)
-        return forward + seconds, backward + seconds
+        found = []
+        for seconds, sizes in zip(
+            (forward, backward), self._message_bytes(num_examples), strict=True
+        ):
+            messages = [processor_seconds(self._cluster, n) for n in sizes]
+            # From the stage before, and to the one behind.
+            found.append(seconds + [0, *messages] + [*messages, 0])
+        return found
+
+    def _message_bytes(self, num_examples):
+        """Two lists: of each link's activations, and of their gradients."""
+        sizes = self._facts.profile.crossing_bytes, self._facts.returned_bytes
+        return [
+            [num_examples * of_way[place] for place in self._places]
+            for of_way in sizes
+        ]
 
     def _simulated(self, schedule, forward, backward, number):
-        examples, shared = self._part / number, self._shared
+        shared = self._shared
         # Replicas of a stage on one processor take as long as all of them.
         at_once = min(shared, self._num_replicas)
         by_processor = max(shared, self._num_replicas)
         activations, gradients = (
-            [
-                self._message_seconds(k, sizes[place] * examples)
-                for k, place in enumerate(self._places)
-            ]
-            for sizes in (
-                self._facts.profile.crossing_bytes,
-                self._facts.returned_bytes,
-            )
+            [self._link_seconds(k, size) for k, size in enumerate(sizes)]
+            for sizes in self._message_bytes(self._part / number)
         )
         return simulate(
             schedule,
@@ -183,29 +196,32 @@ class PipelineCosts:
             ],
         ).seconds
 
-    def _message_seconds(self, link, num_bytes):
+    def _link_seconds(self, link, num_bytes):
         # Those of several replicas share a machine's link.
         at_once = int(self._links[link][0].max())
         if not at_once:
             return 0.0
-        latency = self._cluster.latency_seconds or 0
-        return latency + at_once * num_bytes * self._cluster.seconds_per_byte
+        return link_seconds(self._cluster, at_once * num_bytes)
 
     def _update_seconds(self, stage):
         """Time in which a stage sums its gradients and updates its weights."""
-        cluster, hops = self._cluster, self._num_replicas - 1
+        hops = self._num_replicas - 1
         most = int(self._hops[stage].max())
         seconds = self._computed_update(stage)
         seconds *= min(self._shared, self._num_replicas)
         if most:
-            seconds += 2 * hops * (cluster.latency_seconds or 0)
             by_ring = most * self._ring_bytes(stage)
-            seconds += by_ring * cluster.seconds_per_byte
+            seconds += link_seconds(self._cluster, by_ring, 2 * hops)
         return seconds
 
     def _computed_update(self, stage):
+        """The processor's part of it."""
         update = sum(self._facts.profile.update_seconds[self._calls[stage]])
-        return update / self._cluster.relative_speed
+        seconds = update / self._cluster.relative_speed
+        if self._num_replicas > 1:
+            sent = self._ring_bytes(stage)
+            seconds += processor_seconds(self._cluster, 2 * sent, 2)
+        return seconds
 
     def _ring_bytes(self, stage):
         """Bytes that a replica sends to sum a stage's gradients."""

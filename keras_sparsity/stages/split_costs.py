@@ -1,18 +1,15 @@
 """The cost of each place where a head may end and a tail begin."""
 
 import dataclasses
+import math
 
 import numpy as np
 
 from keras_sparsity._tf import checks
+from keras_sparsity.data.batches import bounds
 from keras_sparsity.planning.specs import Cluster
-from keras_sparsity.stages.column_split import chosen_calls
-from keras_sparsity.stages.machine_links import (
-    crossings,
-    machine_of,
-    ring_hops,
-    shared_by,
-)
+from keras_sparsity.stages.machine_links import crossings
+from keras_sparsity.stages.rank_groups import RankGroup, TailGroup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +69,8 @@ def split_costs(
     their gradients and numbers: E (W-1)/W more. Of several processes on a
     machine, the messages between machines count. Passes, activations, their
     gradients, the sums of gradients and updates follow each other, so their
-    times add up. Without a flush there is nothing to overlap with.
+    times add up, those of messages on links and at processors, too. Without a
+    flush there is nothing to overlap with.
 
     Args:
         profile: `Profile`.
@@ -116,22 +114,28 @@ def split_costs(
     size = num_workers + num_tails
     cluster = cluster or Cluster(size)
     whole, head, tail = (
-        _Group(profile, cluster, range(*bounds), num_examples)
-        for bounds in ((size,), (num_workers,), (num_workers, size))
+        RankGroup(profile, cluster, ranks, num_examples)
+        for ranks in (
+            range(size),
+            range(num_workers),
+            range(num_workers, size),
+        )
     )
     calls = slice(None)
-    busiest = whole.ring_bytes(calls) * profile.wire_share
-    busiest = float((busiest + whole.owned_bytes(calls)).max())
+    ring = whole.ring_bytes(calls) * profile.wire_share
+    busiest = whole.on_links(ring) + whole.owned_bytes(calls)
+    busiest = float(busiest.max())
     travels = whole.latency_seconds + whole.message_seconds(
         busiest, whole.num_exchanges(calls)
     )
+    works = whole.seconds(calls) + whole.at_processors(calls, ring)
     of_whole = SplitCost(
         None,
         whole.parameter_bytes(calls),
         0,
         busiest,
         None,
-        whole.seconds(calls) + travels,
+        works + travels,
         travels,
         whole.row_bytes(calls),
     )
@@ -146,7 +150,7 @@ def split_costs(
                 place,
                 crossing * num_examples / num_workers,
                 head,
-                _Tail(tail, slice(place + 1, None), way == "columns"),
+                TailGroup(tail, slice(place + 1, None), way == "columns"),
                 fan,
                 is_star and num_workers > 1,
             )
@@ -162,21 +166,24 @@ def _of_split(place, sent, head, tail, fan, is_star):
     Args:
         place: the place of the head's last call.
         sent: bytes of the activations of one worker.
-        head, tail: `_Group` and `_Tail`.
+        head, tail: `RankGroup` and `TailGroup`.
         fan: as `_fan` returns it.
         is_star: as for `split_costs`.
     """
     out, into = fan
     front = slice(place + 1)
-    sums = tail.ring_bytes(sent * len(head.ranks)) + head.owned_bytes(front)
     # Activations one way, and as many gradients the other way.
     to_tail, num_messages = sent, 2 * bool(sent)
-    dense = head.dense_bytes(front)
+    of_tail, of_head = tail.ring_bytes(sent * len(head.ranks)), 0
     if is_star:
+        dense = head.dense_bytes(front)
         to_tail, num_messages = sent + dense, num_messages + 2
-        sums = sums + head.gathered_bytes(front) + tail.group.sum_bytes(dense)
+        of_head = head.gathered_bytes(front)
+        of_tail += tail.group.sum_bytes(dense)
     else:
-        sums = sums + head.ring_bytes(front)
+        of_head = head.ring_bytes(front)
+    sums = tail.group.on_links(of_tail) + head.on_links(of_head)
+    sums = sums + head.owned_bytes(front)
     both_ways = to_tail * (out + into)
     one_way = to_tail * float(np.maximum(out, into).max())
     travels = max(head.latency_seconds, tail.latency_seconds())
@@ -185,176 +192,51 @@ def _of_split(place, sent, head, tail, fan, is_star):
         float(sums.max()), head.num_exchanges(front)
     )
     star = len(head.ranks) * (sent + head.summed_bytes(front))
-    # A process alone makes all passes.
     is_alone = not len(tail.group.ranks)
-    last = head.seconds(tail.calls) if is_alone else tail.seconds()
+    if is_alone:  # It makes all passes.
+        works = head.seconds(slice(None))
+    else:
+        works = head.seconds(front) + tail.seconds()
+        works += _fan_seconds(head, tail.group, 2 * to_tail, num_messages)
+        # Both at once.
+        works += max(
+            head.at_processors(front, of_head), tail.at_processors(of_tail)
+        )
     return SplitCost(
         place,
         head.parameter_bytes(front),
         sent,
         float((both_ways + sums).max()),
         0 if is_alone else star,
-        head.seconds(front) + last + travels,
+        works + travels,
         travels,
         head.row_bytes(front),
         tail.split,
     )
 
 
-class _Tail:
-    """The tail workers, which divide a batch or columns.
-
-    Args:
-        group: their `_Group`.
-        calls: a slice of the tail's calls.
-        has_columns: whether they divide columns.
-    """
-
-    def __init__(self, group, calls, has_columns):
-        self.group, self.calls = group, calls
-        self.split = "columns" if has_columns else "batch"
-        self._columns = {}
-        if has_columns:
-            sizes = group.profile.columns[calls]
-            chosen = chosen_calls(sizes, group.num_examples)
-            self._columns = {i: sizes[i] for i in chosen}
-
-    def ring_bytes(self, arriving):
-        """Bytes that each machine sends but to workers: an array.
-
-        Args:
-            arriving: bytes of the activations of all workers.
-        """
-        group, number = self.group, self.group.num_examples
-        if not self._columns:
-            return group.ring_bytes(self.calls)
-        columns = self._columns.values()
-        dense = group.dense_bytes(self.calls)
-        # All of its parts but a rank's own travel once, of sums twice.
-        once = arriving + sum(each.traveling_bytes(number) for each in columns)
-        twice = dense - sum(each.kernel_bytes for each in columns)
-        rows = group.gathered_bytes(self.calls, number)
-        return group.sum_bytes(twice + once / 2) + rows
-
-    def seconds(self):
-        """Time of the passes and the update."""
-        group = self.group
-        if not self._columns:
-            return group.seconds(self.calls)
-        first = self.calls.start
-        found = group.seconds(self.calls, group.num_examples)
-        for place in self._columns:
-            call = slice(first + place, first + place + 1)
-            found += group.seconds(call)
-            found -= group.seconds(call, group.num_examples)
-        return found
-
-    def latency_seconds(self):
-        """That of sums of gradients, and of what the layers wait for."""
-        # Activations; outputs of layers, and gradients of their inputs.
-        rounds = 1 + (1 + 3 * len(self._columns)) / 2 * bool(self._columns)
-        return rounds * self.group.latency_seconds
-
-
-class _Group:
-    """Ranks that train the same calls, each on its part of a batch.
-
-    Args:
-        profile, cluster: as for `split_costs`.
-        ranks: a range.
-        num_examples: the number of examples of a batch.
-    """
-
-    def __init__(self, profile, cluster, ranks, num_examples):
-        self.profile, self._cluster = profile, cluster
-        self.ranks, self.num_examples = ranks, num_examples
-        self._hops = ring_hops(ranks, cluster)
-        self._size = max(1, len(ranks))
-        self._examples = num_examples / self._size
-
-    def parameter_bytes(self, calls):
-        return sum(each.parameter_bytes for each in self._gradients(calls))
-
-    def ring_bytes(self, calls):
-        """Bytes that each machine sends to sum the gradients: an array."""
-        dense = self.sum_bytes(self.dense_bytes(calls))
-        return dense + self.gathered_bytes(calls)
-
-    def sum_bytes(self, dense):
-        """Those of which the ranks sum so many bytes by AllReduce."""
-        return self._hops * (2 * dense * (self._size - 1) / self._size)
-
-    def gathered_bytes(self, calls, num_examples=None):
-        """Those of rows, which all ranks get.
-
-        Args:
-            calls: a slice.
-            num_examples: of a rank; by default its part of the batch.
-        """
-        number = num_examples or self._examples
-        rows = sum(each.row_bytes(number) for each in self._gradients(calls))
-        return self._hops * (rows * (self._size - 1))
-
-    def dense_bytes(self, calls):
-        return sum(each.dense_bytes for each in self._gradients(calls))
-
-    def summed_bytes(self, calls):
-        return sum(each.summed_bytes for each in self._gradients(calls))
-
-    def row_bytes(self, calls):
-        """Bytes of the rows that each rank pulls and pushes."""
-        return sum(
-            each.owned_bytes(self._examples) for each in self._gradients(calls)
-        )
-
-    def owned_bytes(self, calls):
-        """Bytes of these that leave each machine: an array."""
-        here = np.bincount(
-            machine_of(self.ranks, self._cluster),
-            minlength=self._cluster.num_machines,
-        )
-        # As many arrive there.
-        elsewhere = (len(self.ranks) - here) / self._size
-        return here * elsewhere * self.row_bytes(calls)
-
-    def num_exchanges(self, calls):
-        """Messages after each other: numbers, rows and gradients of rows."""
-        is_of_rows = self._hops.any() and self.row_bytes(calls)
-        return 3 if is_of_rows else 0
-
-    def message_seconds(self, num_bytes, num_messages=0):
-        """Time of bytes on a link, and of the latency of messages."""
-        latency = num_messages * (self._cluster.latency_seconds or 0)
-        return latency + num_bytes * self.profile.seconds_per_byte
-
-    @property
-    def latency_seconds(self):
-        """Time of a sum of gradients that have no bytes."""
-        hops = 2 * (self._size - 1) if self._hops.any() else 0
-        return hops * (self._cluster.latency_seconds or 0)
-
-    def seconds(self, calls, num_examples=None):
-        """Time of the passes and the update; as for `gathered_bytes`."""
-        profile = self.profile
-        share = profile.time_share(num_examples or self._examples)
-        seconds = share * sum(profile.seconds[calls])
-        seconds += sum(profile.update_seconds[calls])
-        busy = shared_by(self._cluster, self._size)
-        return seconds * busy / self._cluster.relative_speed
-
-    def _gradients(self, calls):
-        return self.profile.gradients[calls]
-
-
 def _fan(num_workers, num_tails, cluster):
     """Arrays: the workers' messages that leave, and that reach, a machine."""
-    if not num_tails:
-        return crossings([], [], cluster)
-    # The first worker that each tail has no longer.
-    ends = [i * num_workers // num_tails for i in range(1, num_tails + 1)]
-    workers = np.arange(num_workers)
-    tails = num_workers + np.searchsorted(ends, workers, side="right")
-    return crossings(workers, tails, cluster)
+    tails = [
+        num_workers + tail
+        for tail in range(num_tails)
+        for _ in range(*bounds(num_workers, tail, num_tails))
+    ]
+    return crossings(range(len(tails)), tails, cluster)
+
+
+def _fan_seconds(head, tails, num_bytes, num_messages):
+    """Time of processors for the messages between workers and their tails.
+
+    Args:
+        head, tails: the `RankGroup`s.
+        num_bytes, num_messages: those of a worker, both ways.
+    """
+    most = math.ceil(len(head.ranks) / len(tails.ranks))  # of a tail
+    return sum(
+        group.processor_seconds(number * num_bytes, number * num_messages)
+        for group, number in ((head, 1), (tails, most))
+    )
 
 
 def fastest(costs):

@@ -45,6 +45,7 @@ BAD = [
             "megabits_per_second",
             "latency_seconds",
             "message_seconds",
+            "message_seconds_per_byte",
             "relative_speed",
             "memory_bytes",
         )

@@ -196,6 +196,63 @@ def test_columns_of_two_tails():
     # Of many examples, gradients of the kernel are less.
     _, first, _ = split_costs(profile, 2, 2, num_examples=24_000)
     assert first.tail_split == "batch"
+    # Of the kernel, nine tenths of the weights, each updates a half.
+    slow = dataclasses.replace(alone, update_seconds=(0.0, 1.0, 4.0))
+    _, first, _ = split_costs(slow, 2, 2, num_examples=24)
+    assert first.seconds == pytest.approx(passes + 1.0 + 4.0 * (0.1 + 0.9 / 2))
+
+
+def extra_seconds(profile, *args, **options):
+    """Seconds that processors take for messages, of each place.
+
+    Of an empty one 10 s, and of a byte a hundredth.
+    """
+    size = args[0] + args[1]
+    free, counted = (
+        split_costs(profile, *args, 24, Cluster(size, **times), **options)
+        for times in (
+            {},
+            {"message_seconds": 10.0, "message_seconds_per_byte": 0.01},
+        )
+    )
+    for without, found in zip(free, counted, strict=True):
+        assert found.link_seconds == without.link_seconds
+    return [
+        found.seconds - without.seconds
+        for without, found in zip(free, counted, strict=True)
+    ]
+
+
+def test_messages_take_the_time_of_processors():
+    whole, _, second = extra_seconds(PROFILE, 3, 1)
+    # One sum, in which each sends and receives.
+    assert whole == pytest.approx(2 * (10 + 0.01 * (7_500 + 3 * 600)))
+    # A worker sends and receives 40 bytes; the tail does so of three.
+    ring = 2 * 800 + 2 * 1_000 * 2 / 3
+    fan = (1 + 3) * 2 * (10 + 0.4)
+    assert second == pytest.approx(fan + 2 * (10 + 0.01 * ring))
+    # The head's sums go through the tail.
+    _, _, second = extra_seconds(PROFILE, 3, 1, is_star=True)
+    fan = (1 + 3) * (4 * 10 + 2 * 0.01 * 1_040)
+    assert second == pytest.approx(fan + 2 * (10 + 0.01 * 2 * 800))
+    # Rows of sharded tables: numbers, rows and gradients.
+    owned = OwnedRows("table", 200, 1_600, 2, 8, 8)
+    gradients = (GradientSize(owned=(owned,)), *GRADIENTS[1:])
+    sharded = dataclasses.replace(PROFILE, gradients=gradients)
+    _, _, second = extra_seconds(sharded, 3, 1)
+    fan = (1 + 3) * 2 * (10 + 0.4)
+    sums = 16 * 18 * 2 / 3 + 2 * 1_000 * 2 / 3
+    assert second == pytest.approx(fan + 2 * (4 * 10 + 0.01 * sums))
+
+
+def test_columns_take_the_time_of_processors():
+    size = ColumnSize(3_600, 7, 3)
+    profile = dataclasses.replace(PROFILE, columns=(None, None, size))
+    _, first, _ = extra_seconds(profile, 2, 2, tail_split="columns")
+    # Activations, outputs, gradients of inputs, and of the other weights.
+    to_other = 12 * 50 + 12 * 3 + 24 * 7 + 1_400
+    fan = (1 + 1) * 2 * (10 + 0.01 * 600)
+    assert first == pytest.approx(fan + 2 * (4 * 10 + 0.01 * to_other))
 
 
 class Reader(keras.layers.Layer):
@@ -252,6 +309,7 @@ def test_layers_that_have_columns():
     x = Reader(read)(read(x))
     cutter = Cutter(keras.Model(inputs, x))
     sizes = column_sizes(cutter.calls)
+    assert column_sizes(cutter.calls, keras.optimizers.Lamb()) == ()
     found = {
         call.name: size
         for call, size in zip(cutter.calls, sizes, strict=True)

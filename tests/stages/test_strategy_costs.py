@@ -113,14 +113,59 @@ def test_slow_links_and_latency():
 
 
 def test_messages_take_the_time_of_processors():
-    cluster = Cluster(2, megabits_per_second=RATE, message_seconds=1.0)
+    of_messages = {"message_seconds": 1.0, "message_seconds_per_byte": 1e-3}
+    cluster = Cluster(2, megabits_per_second=RATE, **of_messages)
     _, named = costs(cluster)
-    # Both passes of the slower stage send or receive one.
-    assert named["vanilla"].step_seconds == pytest.approx(12 + 2)
+    # Both passes of the slower stage send or receive one, of 80 bytes.
+    assert named["vanilla"].step_seconds == pytest.approx(12 + 2 * 1.08)
     # Smaller parts of a mini-batch cost more than they gain.
     flushed = named["1f1b"]
     assert flushed.num_micro_batches == 2
-    assert flushed.computation_seconds == pytest.approx(9 + 2 * 2)
+    assert flushed.computation_seconds == pytest.approx(9 + 2 * 2 + 2 * 0.08)
+    # A sum sends and receives; activations go on, and gradients back.
+    works = {
+        "data parallelism": 13 / 2 + 2 * (1 + 44.4),
+        "layer placement": 13 + 2 * 2 * 1.08,
+    }
+    for way, seconds in works.items():
+        cost = named[way]
+        assert cost.computation_seconds == pytest.approx(seconds)
+        assert cost.step_seconds == pytest.approx(seconds + cost.link_seconds)
+    assert named["data parallelism"].link_seconds == pytest.approx(0.0444)
+    assert named["layer placement"].link_seconds == pytest.approx(160e-6)
+    # Of two processes at one processor.
+    shared = dataclasses.replace(cluster, processes_per_processor=2)
+    _, named = costs(shared)
+    whole = named["data parallelism"].computation_seconds
+    assert whole == pytest.approx(2 * works["data parallelism"])
+    # Replicas of the last stage sum 40,000 bytes of gradients.
+    _, named = costs(dataclasses.replace(cluster, num_machines=4))
+    assert named["vanilla"].computation_seconds == pytest.approx(
+        4 / 2 + 2 * 1.04 + 2 * (1 + 40)
+    )
+    # Links within a machine take no time, processors do.
+    _, named = costs(Cluster(1, 2, megabits_per_second=RATE, **of_messages))
+    whole = named["data parallelism"]
+    assert whole.link_seconds == 0
+    assert whole.step_seconds == pytest.approx(2 * works["data parallelism"])
+
+
+def test_rows_of_tables_take_the_time_of_processors():
+    table = VariableSpec("table", (1_000, 1), 0.1)
+    made = dataclasses.replace(facts(), specs=(table, *facts().specs[1:]))
+    of_messages = {"message_seconds": 1.0, "message_seconds_per_byte": 1e-3}
+    found = [
+        strategy_costs(
+            made, Cluster(2, megabits_per_second=RATE, **options), EXAMPLES
+        )
+        for options in ({}, of_messages)
+    ]
+    free, counted = (
+        next(c for c in each if c.way == "data parallelism") for each in found
+    )
+    # A sum, and ids, rows and their gradients.
+    expected = 2 * 4 + 2e-3 * free.busiest_bytes
+    assert counted.step_seconds - free.step_seconds == pytest.approx(expected)
 
 
 def test_stages_of_two_replicas():
@@ -260,14 +305,19 @@ def test_full_messages_of_gradients_travel_during_the_backward_pass():
         facts(gradients=tuple(GradientSize(4 * size) for size in sizes)),
         specs=tuple(VariableSpec(f"v{i}", (n,)) for i, n in enumerate(sizes)),
     )
-    for rate, expected in (
+    for rate, per_byte, expected in (
         # The last layer's gradients travel for 1 s while 3 s are computed.
-        (64.0, 13 / 2 + 1.0),
+        (64.0, None, 13 / 2 + 1.0),
         # They travel for 8 s, from the end of the last backward pass on, and
         # the others behind them.
-        (8.0, 13 / 2 / 3 + 2 * 2 / 3 + 8.0 + 8.0),
+        (8.0, None, 13 / 2 / 3 + 2 * 2 / 3 + 8.0 + 8.0),
+        # Each message takes processors 1 s, too: one of them from the passes.
+        (64.0, 1 / 16e6, 13 / 2 + 1.0 + 2.0),
+        (8.0, 1 / 16e6, 13 / 2 / 3 + 2 * 2 / 3 + 9.0 + 9.0),
     ):
-        cluster = Cluster(2, megabits_per_second=rate)
+        cluster = Cluster(
+            2, megabits_per_second=rate, message_seconds_per_byte=per_byte
+        )
         found = strategy_costs(made, cluster, EXAMPLES)
         whole = next(c for c in found if c.way == "data parallelism")
         assert whole.step_seconds == pytest.approx(expected)
