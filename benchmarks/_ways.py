@@ -1,7 +1,9 @@
 """Models that are trained in several ways on an emulated cluster."""
 
 import argparse
+import importlib.util
 
+import _network
 import _program
 import cluster
 import keras
@@ -26,7 +28,13 @@ def parser(description, models, ways, machines, steps):
     found.add_argument(
         "--rates", nargs="+", type=float, default=[50, 200, 1000]
     )
-    found.add_argument("--steps", type=int, default=steps, help="counted")
+    found.add_argument(
+        "--steps",
+        nargs="+",
+        type=int,
+        default=[steps],
+        help="counted, of all rates or of each",
+    )
     found.add_argument("--inside", help=argparse.SUPPRESS)
     found.add_argument("--way", help=argparse.SUPPRESS)
     return found
@@ -67,7 +75,8 @@ def measured(program, args, name, way, machines, *options, engine="native"):
     return cluster.measure(
         program,
         [
-            *("--inside", name, "--way", way, "--steps", str(args.steps)),
+            *("--inside", name, "--way", way),
+            *("--steps", *map(str, args.steps)),
             *options,
         ],
         engine,
@@ -94,12 +103,53 @@ def trained(args, window, strategy, model, batch, num_classes, warm_up):
     workload = made(model, batch, num_classes)
     with strategy.scope():
         model.compile(workload.optimizer, workload.loss)
-    args.warm_up, args.steps = warm_up, [args.steps] * len(window.rates)
+    _spread_steps(args, window, warm_up)
     num_steps = _common.num_steps(args)
     batches = _common.dataset(workload.x, workload.y, batch, num_steps)
     timed = _common.Timed(window, args, strategy.collectives.barrier)
     model.fit(batches, callbacks=[timed], shuffle=False, verbose=0)
     return batches
+
+
+def trained_by_horovod(args, make, num_classes, warm_up, **figures):
+    """Trains by a tape of Horovod, without this library, and reports.
+
+    Args:
+        args: the command line.
+        make: function of the number of processes. It makes a model and gives
+            the number of examples of a mini-batch.
+        num_classes, warm_up: as for `trained`.
+        figures: more of them to report.
+    """
+    import horovod.tensorflow as hvd
+    from peers import horovod_tape
+
+    hvd.init()
+    window = _network.Window(is_first=hvd.rank() == 0)
+    window.open()
+    model, batch = make(hvd.size())
+    workload = made(model, batch, num_classes)
+    trainer = horovod_tape.Trainer(workload, batch // hvd.size())
+    _spread_steps(args, window, warm_up)
+    for num_steps in _common.measured(window, args, horovod_tape.meet):
+        trainer.train(num_steps)
+    # As many as its processes have together.
+    batch = batch // hvd.size() * hvd.size()
+    window.report(batch, batch=batch, planned_bytes=0, **figures)
+
+
+def without_horovod(ways, horovod):
+    """These ways, but Horovod's own where it is not installed."""
+    if importlib.util.find_spec("horovod"):
+        return list(ways)
+    return [way for way in ways if way != horovod]
+
+
+def _spread_steps(args, window, warm_up):
+    """Makes the command line's steps those of each rate."""
+    args.warm_up = warm_up
+    if len(args.steps) == 1:
+        args.steps *= len(window.rates)
 
 
 def made(model, batch, num_classes):

@@ -105,21 +105,36 @@ class Cluster:
         Returns:
             See `run_commands`.
         """
-        hosts = ",".join(f"{a}:{self._processes}" for a in self.addresses)
+        command = self.command(script, arguments, engine, options)
+        return self.run_commands([command])
+
+    def command(
+        self, script, arguments=(), engine=None, options=(), first_machine=0
+    ):
+        """The command by which `run` does so, for `run_commands`.
+
+        Args:
+            script, arguments, engine, options: See `run`.
+            first_machine: The index of the machine of rank 0; the others
+                follow it in turn.
+        """
+        turned = self.addresses[first_machine:] + self.addresses[:first_machine]
+        hosts = ",".join(f"{a}:{self._processes}" for a in turned)
         command = [sys.executable, "-m", "keras_sparsity.launch", "run"]
         command += ["--hosts", hosts, "--env", _network.VARIABLE]
         command += ["--engine", engine] if engine else []
         command += [*options, script, *arguments]
         ssh = {"KERAS_SPARSITY_SSH": self._machines.ssh_command()}
-        return self.run_commands([(None, command, ssh)])
+        return None, command, ssh
 
-    def run_commands(self, commands):
+    def run_commands(self, commands, until_all_end=False):
         """Runs commands, each on a machine.
 
         Ends when the first command has ended or any has failed, and ends the
         others then: servers, for example.
 
         Args:
+            until_all_end: Whether the first one waits for the others.
             commands: List of `(machine, arguments, environment)`: the index
                 of the machine, or None for the switch, whose own link has no
                 limit; the command as a list; a dict of environment variables.
@@ -134,7 +149,8 @@ class Cluster:
         begin = time.monotonic()
         first, *_ = [self._start(*command) for command in commands]
         shown = _Shown(first.stdout)
-        while first.poll() is None and not self._exit_code():
+        awaited = self._started if until_all_end else [first]
+        while any(p.poll() is None for p in awaited) and not self._exit_code():
             time.sleep(0.02)
         code = self._exit_code()
         seconds = time.monotonic() - begin

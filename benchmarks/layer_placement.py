@@ -2,29 +2,44 @@
 
 RALP's comparison: networks whose last layers have most of the parameters, each
 trained by `ks.LayerPlacementStrategy`, whose activations travel to the last
-machine, by `ks.HybridStrategy`, whose gradients go by AllReduce, and by naive
-servers. All have the same global mini-batch. The bytes that the interface of
-the busiest machine counts, without headers and idle traffic, must be within 3 %
-of those that `ks.plan` counts; images/s at 50 Mbit/s at least 5 times those of
-AllReduce and 10 times those of naive servers. Needs root, as `cluster.py` does.
+machine, by `ks.HybridStrategy`, whose gradients go by AllReduce, by Horovod's
+own data parallelism, where it is installed, and by naive servers. All have the
+same global mini-batch, Horovod as many images for each process as a worker
+has. The bytes that the interface of the busiest machine
+counts, without headers and idle traffic, must be within 3 % of those that
+`ks.plan` counts; images/s of VGG at 50 Mbit/s at least 5 times those of
+AllReduce and Horovod and 10 times those of naive servers. Residual and
+inception networks gain nothing: they must have at least 0.98 of the images/s of
+data parallelism. "placed, half" has half as many workers and one tail worker,
+each worker with as many images. Needs root, as `cluster.py` does.
+
+A cell at a time, in a few minutes:
+
+    cell="python benchmarks/layer_placement.py --steps 2 --models"
+    $cell vgg11 --rates 200 --ways placed "placed, half" Horovod
+    $cell alexnet --rates 50 --classes 21841 --machines 4 --ways placed
+    $cell residual inception --rates 50 --ways placed "data parallel"
 """
 
 import _network
 import _ways
 import keras
 import numpy as np
+import pipeline
 
 import keras_sparsity as ks
 
 BYTES_LIMIT = 0.03
-_PLACED, _DATA_PARALLEL, _SERVERS = "placed", "data parallel", "naive servers"
-LIMITS = {_DATA_PARALLEL: 5, _SERVERS: 10}
-WAYS = (_PLACED, *LIMITS)
-_CLASSES = 1000
+_PLACED, _HALF, _HOROVOD = "placed", "placed, half", "Horovod"
+_DATA_PARALLEL, _SERVERS = "data parallel", "naive servers"
+LIMITS = {_DATA_PARALLEL: 5, _HOROVOD: 5, _SERVERS: 10}
+# Of models that gain nothing, to data parallelism.
+LEAST = 0.98
+WAYS = (_PLACED, _HALF, *LIMITS)
 WARM_UP = 2
 
 
-def vgg11():
+def vgg11(num_classes):
     """VGG11 at half its width, for images of 96 x 96."""
     x = inputs = keras.Input((96, 96, 3))
     for width, number in ((32, 1), (64, 1), (128, 2), (256, 2), (256, 2)):
@@ -32,10 +47,10 @@ def vgg11():
             x = keras.layers.Conv2D(width, 3, padding="same")(x)
             x = keras.layers.ReLU()(x)
         x = keras.layers.MaxPooling2D()(x)
-    return _with_wide_layers(inputs, x, 2048)
+    return _with_wide_layers(inputs, x, num_classes)
 
 
-def alexnet():
+def alexnet(num_classes):
     """AlexNet at half its width, for images of 96 x 96."""
     x = inputs = keras.Input((96, 96, 3))
     for width, size, strides, is_pooled in (
@@ -49,17 +64,25 @@ def alexnet():
         x = keras.layers.ReLU()(x)
         if is_pooled:
             x = keras.layers.MaxPooling2D()(x)
-    return _with_wide_layers(inputs, x, 2048)
+    return _with_wide_layers(inputs, x, num_classes)
 
 
-def _with_wide_layers(inputs, x, width):
+def _with_wide_layers(inputs, x, num_classes):
     x = keras.layers.Flatten()(x)
     for _ in range(2):
-        x = keras.layers.Dense(width, "relu")(x)
-    return keras.Model(inputs, keras.layers.Dense(_CLASSES)(x))
+        x = keras.layers.Dense(2048, "relu")(x)
+    return keras.Model(inputs, keras.layers.Dense(num_classes)(x))
 
 
-MODELS = {each.__name__: each for each in (vgg11, alexnet)}
+_UNFRIENDLY = {"residual": pipeline.residual, "inception": pipeline.inception}
+MODELS = {"vgg11": vgg11, "alexnet": alexnet, **_UNFRIENDLY}
+
+
+def _made(args):
+    """The model, and the number of its classes."""
+    if args.inside in _UNFRIENDLY:
+        return _UNFRIENDLY[args.inside]()[0], pipeline.NUM_CLASSES
+    return MODELS[args.inside](args.classes), args.classes
 
 
 def main():
@@ -78,9 +101,14 @@ def main():
 
 def on_cluster(args, name, way):
     """Images/s by rate, and the bytes of a step on the busiest link."""
-    options = "--part", str(args.part)
+    options = "--part", str(args.part), "--classes", str(args.classes)
     machines = args.machines
-    found = _ways.measured(__file__, args, name, way, machines, *options)
+    if way == _HALF:
+        machines = machines // 2 + 1
+    engine = "horovod" if way == _HOROVOD else "native"
+    found = _ways.measured(
+        __file__, args, name, way, machines, *options, engine=engine
+    )
     busiest = [
         max(m["sent_payload_bytes_per_step"] for m in each["per_machine"])
         for each in found
@@ -100,18 +128,21 @@ def on_cluster(args, name, way):
 
 def missed(name, ways):
     """Sentences, one for each figure outside its limit."""
-    del name
     for way, found in ways.items():
         planned, sent = found["planned_bytes"], found["busiest_bytes"]
         if planned and abs(sent / planned - 1) > BYTES_LIMIT:
             yield f"{way}: {sent / planned - 1:+.1%} of the planned bytes"
-    placed = ways.get(_PLACED, {"images_per_second": {}})
-    speed = placed["images_per_second"].get("50")
-    for way, limit in LIMITS.items():
-        if speed and way in ways and "50" in ways[way]["images_per_second"]:
-            ratio = speed / ways[way]["images_per_second"]["50"]
+    speeds = {way: found["images_per_second"] for way, found in ways.items()}
+    placed = speeds.get(_PLACED, {})
+    if name in _UNFRIENDLY:
+        limits = [(_DATA_PARALLEL, LEAST, rate) for rate in placed]
+    else:
+        limits = [(way, limit, "50") for way, limit in LIMITS.items()]
+    for way, limit, rate in limits:
+        if rate in placed and rate in speeds.get(way, {}):
+            ratio = placed[rate] / speeds[way][rate]
             if ratio < limit:
-                yield f"{ratio:.2f} times {way} at 50 Mbit/s"
+                yield f"{ratio:.2f} times {way} at {rate} Mbit/s"
 
 
 def _words(found):
@@ -127,29 +158,45 @@ def _words(found):
 
 def inside(args):
     """Trains on all machines and reports, on rank 0."""
-    is_placed = args.way == _PLACED
+    if args.way == _HOROVOD:
+        _ways.trained_by_horovod(
+            args,
+            lambda size: (_made(args)[0], args.part * size),
+            _made(args)[1],
+            WARM_UP,
+            divided_after=None,
+        )
+        return
+    is_placed = args.way in (_PLACED, _HALF)
+    is_measured = is_placed and args.inside in _UNFRIENDLY
     if is_placed:
-        strategy = ks.LayerPlacementStrategy()
+        strategy = ks.LayerPlacementStrategy(
+            rule="fastest" if is_measured else "published",
+            num_examples=args.part,
+        )
     else:
         is_naive = args.way == _SERVERS
         strategy = ks.HybridStrategy(
             architecture="naive_ps" if is_naive else "hybrid"
         )
     window = _network.Window(is_first=strategy.rank == 0)
-    window.open()
+    if not is_measured:  # Else the model is divided by the links' rate.
+        window.open()
     keras.utils.set_random_seed(1)
-    model = MODELS[args.inside]()
+    model, num_classes = _made(args)
     # The same for all ways: that of all workers but one.
     batch = args.part * (strategy.size - 1)
     batches = _ways.trained(
-        args, window, strategy, model, batch, _CLASSES, WARM_UP
+        args, window, strategy, model, batch, num_classes, WARM_UP
     )
     plan = ks.plan(model, batches) if is_placed else None
+    # One that gains nothing has the plan of data parallelism.
+    is_divided = getattr(plan, "chosen", None) is not None
     window.report(
         batch,
         batch=batch,
-        planned_bytes=_busiest(plan) if plan else 0,
-        divided_after=plan.names[plan.chosen] if plan else None,
+        planned_bytes=_busiest(plan) if is_divided else 0,
+        divided_after=plan.names[plan.chosen] if is_divided else None,
     )
 
 
@@ -164,6 +211,10 @@ def parse_arguments():
     parser.add_argument(
         "--part", type=int, default=4, help="examples of a worker"
     )
+    parser.add_argument(
+        "--classes", type=int, default=1000, help="of vgg11 and alexnet"
+    )
+    parser.set_defaults(ways=_ways.without_horovod(WAYS, _HOROVOD))
     return parser.parse_args()
 
 

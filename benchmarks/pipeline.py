@@ -14,13 +14,10 @@ it in the same run, or the bytes that a machine sends over the rate. Needs root,
 as `cluster.py` does.
 """
 
-import importlib.util
-
 import _network
 import _ways
 import keras
 import numpy as np
-from workloads import _common
 
 import keras_sparsity as ks
 
@@ -210,7 +207,13 @@ def _words(found):
 def inside(args):
     """Trains on all machines and reports, on rank 0."""
     if args.way == _HOROVOD:
-        by_horovod(args)
+        _ways.trained_by_horovod(
+            args,
+            lambda size: MODELS[args.inside](),
+            NUM_CLASSES,
+            WARM_UP,
+            stages=[],
+        )
         return
     is_pipeline = args.way not in (_DATA_PARALLEL, _ALONE)
     if is_pipeline:
@@ -236,27 +239,9 @@ def inside(args):
     )
 
 
-def by_horovod(args):
-    """The same by a tape of Horovod, without this library."""
-    import horovod.tensorflow as hvd
-    from peers import horovod_tape
-
-    hvd.init()
-    window = _network.Window(is_first=hvd.rank() == 0)
-    window.open()
-    model, batch = MODELS[args.inside]()
-    workload = _ways.made(model, batch, NUM_CLASSES)
-    trainer = horovod_tape.Trainer(workload, batch // hvd.size())
-    args.warm_up, args.steps = WARM_UP, [args.steps] * len(window.rates)
-    for num_steps in _common.measured(window, args, horovod_tape.meet):
-        trainer.train(num_steps)
-    window.report(batch, batch=batch, planned_bytes=0, stages=[])
-
-
 def parse_arguments():
     parser = _ways.parser(__doc__, MODELS, WAYS, machines=4, steps=8)
-    if not importlib.util.find_spec("horovod"):
-        parser.set_defaults(ways=[way for way in WAYS if way != _HOROVOD])
+    parser.set_defaults(ways=_ways.without_horovod(WAYS, _HOROVOD))
     return parser.parse_args()
 
 

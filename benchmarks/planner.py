@@ -3,15 +3,22 @@
 For each model, and each rate of the links of an emulated cluster, `ks.plan`
 predicts the step of every way to train the model. Of these the fastest ones
 with the result of one process are trained: data parallelism, layer placement,
-and a pipeline of each number of stages. In 11 of 12 cells the way that the plan
-has first must have at least 0.95 of the steps/s of the fastest measured one,
-and its predicted time must be within 20 % of the measured one. All machines
-share this machine's processors, which the plan is told. Needs root, as
+and a pipeline of each number of stages; those that are predicted to take three
+times as long as the fastest one are not. In 11 of 12 cells the way that the
+plan has first must have at least 0.95 of the steps/s of the fastest measured
+one, and its predicted time must be within 20 % of the measured one. All
+machines share this machine's processors, which the plan is told. Needs root, as
 `cluster.py` does.
+
+One model at a time, which takes about five minutes:
+
+    python benchmarks/planner.py --models attention
 """
 
+import argparse
 import json
 import os
+import time
 
 import _network
 import _program
@@ -22,16 +29,24 @@ from workloads import _common
 
 import keras_sparsity as ks
 from keras_sparsity import planner
-from keras_sparsity.stages.costs import DATA_PARALLELISM, StrategyCost
+from keras_sparsity.stages.costs import (
+    DATA_PARALLELISM,
+    LAYER_PLACEMENT,
+    StrategyCost,
+)
 
 LEAST_SPEED, MOST_ERROR, SHARE_OF_CELLS = 0.95, 0.20, 11 / 12
-WARM_UP = 4
+WARM_UP = 2
 _PLAN = "plan"
+# Slower ways are not trained, by prediction.
+_MOST_TIMES = 3
+# A slow way makes fewer steps, but two.
+_WINDOW_SECONDS = 10
 _CLASSES = 10
 
 
 def _alexnet():
-    return layer_placement.alexnet(), 28
+    return layer_placement.alexnet(num_classes=1000), 28
 
 
 # None of them has a part in how the plan was made.
@@ -61,20 +76,78 @@ def main():
 
 def of_model(args, name):
     """Dict from a rate to predicted and measured times of a step, by way."""
+    begin = time.monotonic()
+
+    def say(line):
+        print(f"{line} (after {time.monotonic() - begin:.0f} s)", flush=True)
+
     plans = measured(args, name, _PLAN)[0]["plans"]
-    print(plans, flush=True)
-    ways = {way for predicted in plans.values() for way in predicted}
-    seconds = {}
-    for way in sorted(ways):
-        for each in measured(args, name, way):
+    say(f"{name}: planned")
+    ways = sorted({way for predicted in plans.values() for way in predicted})
+    seconds = {rate: {} for rate in plans}
+    for way in ways:
+        of_way = args_of(args, plans, way)
+        for each in measured(of_way, name, way) if of_way.rates else ():
+            took = each["seconds"] / each["steps"]
             rate = f"{each['rate_mbit']:g}"
-            seconds.setdefault(rate, {})[way] = 1 / each["steps_per_second"]
-            print(name, rate, way, seconds[rate][way], flush=True)
-    cells = {}
+            seconds[rate][way] = took
+            planned = 1e3 * plans[rate][way]
+            say(
+                f"{rate} Mbit/s, {spelled(way)}: {planned:,.0f} ms predicted, "
+                f"{1e3 * took:,.0f} ms measured"
+            )
+    print("\n".join(table(name, plans, seconds)), flush=True)
+    return {rate: cell(plans[rate], seconds[rate]) for rate in plans}
+
+
+def args_of(args, plans, way):
+    """The command line with the rates and steps at which a way is trained."""
+    steps = {}
     for rate, predicted in plans.items():
-        cells[rate] = cell(predicted, seconds[rate])
-        print(f"{name}, {rate} Mbit/s: {cells[rate]}", flush=True)
-    return cells
+        most = _MOST_TIMES * min(predicted.values())
+        if predicted.get(way, most) < most:
+            number = round(_WINDOW_SECONDS / predicted[way])
+            steps[float(rate)] = min(args.steps[0], max(2, number))
+    return argparse.Namespace(
+        **{**vars(args), "rates": [*steps], "steps": [*steps.values()]}
+    )
+
+
+def table(name, plans, seconds):
+    """Lines: milliseconds, predicted and measured, of each way at each rate.
+
+    Args:
+        name: the model's.
+        plans: dict from a rate to a dict from a way to predicted seconds.
+        seconds: the same of measured ones.
+    """
+    rates = [f"{rate} Mbit/s" for rate in plans]
+    yield f"| {name} | {' | '.join(rates)} |"
+    yield "|---" * (1 + len(rates)) + "|"
+    for way in sorted({way for found in plans.values() for way in found}):
+        cells = [
+            "; ".join(
+                f"{1e3 * found[rate][way]:,.0f}"
+                for found in (plans, seconds)
+                if way in found[rate]
+            )
+            for rate in plans
+        ]
+        yield f"| {spelled(way)} | {' | '.join(cells)} |"
+
+
+def spelled(way):
+    """A way in words."""
+    cost = _as_cost(way)
+    if cost.way == DATA_PARALLELISM:
+        return cost.way
+    if cost.way == LAYER_PLACEMENT:
+        tails = f"{cost.num_replicas} workers, {cost.num_tails} tails"
+        return f"{cost.way} after {cost.stages[0]}, {tails}"
+    return (
+        f"{cost.schedule}, {len(cost.stages) + 1} stages of "
+        f"{cost.num_replicas}, {cost.num_micro_batches} micro-batches"
+    )
 
 
 def cell(predicted, seconds):
@@ -202,7 +275,7 @@ def _as_cost(way):
 
 
 def parse_arguments():
-    parser = _ways.parser(__doc__, MODELS, None, machines=4, steps=6)
+    parser = _ways.parser(__doc__, MODELS, None, machines=4, steps=12)
     return parser.parse_args()
 
 

@@ -28,6 +28,7 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
         assert plan.cluster.size == 2
         assert plan.cluster.processes_per_processor == 2
         assert 0 < plan.cluster.message_seconds < 0.1
+        assert 0 < plan.cluster.message_seconds_per_byte < 1e-6
         if rate:
             assert plan.cluster.megabits_per_second == rate
             # 2 numbers of an example in place of all gradients.
@@ -37,7 +38,8 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
             assert best.busiest_bytes == 12 * 2 * 4
         else:
             assert plan.cluster.megabits_per_second > 0
-            assert plan.cluster.latency_seconds > 0
+            # None where processors take all of a small sum's time.
+            assert (plan.cluster.latency_seconds or 1e-9) < 0.1
         for value, expected in zip(weights, alone.get_weights(), strict=True):
             np.testing.assert_allclose(value, expected, atol=1e-5)
 
