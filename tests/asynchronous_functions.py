@@ -332,3 +332,39 @@ def reported(folder):
     num_bytes = 4 * sum(int(np.prod(w.shape)) for w in model.get_weights())
     version = int(model.optimizer.iterations)
     return strategy.epoch_figures, num_bytes, version
+
+
+def linear_tables(number):
+    """The tables of a loss whose gradients do not depend on the weights.
+
+    Their sizes differ; each column of the ids is one table's.
+    """
+    strategy = ks.HybridStrategy(synchronous=False, max_staleness=2)
+    ids, sizes = _ids_of_tables(number)
+    inputs = keras.Input((number,), dtype="int32")
+    tables = [
+        keras.layers.Embedding(size, 2, embeddings_initializer="zeros")
+        for size in sizes
+    ]
+    rows = [table(inputs[:, i]) for i, table in enumerate(tables)]
+    model = keras.Model(inputs, keras.ops.sum(keras.ops.stack(rows), (0, 2)))
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(1.0), first_output)
+    model.fit(ids, np.zeros(len(ids)), BATCH, verbose=0)
+    return [table.get_weights()[0] for table in tables]
+
+
+def gradients_of_linear_tables(number):
+    """What `linear_tables` has subtracted in all, negative."""
+    ids, sizes = _ids_of_tables(number)
+    found = [np.zeros((size, 2)) for size in sizes]
+    for table, column in zip(found, ids.T, strict=True):
+        np.add.at(table, column, -1 / BATCH)
+    return found
+
+
+def _ids_of_tables(number):
+    sizes = np.geomspace(7, LONG, number).astype(int)
+    draws = np.random.default_rng(4)
+    ids = [draws.integers(size, size=5 * BATCH) for size in sizes]
+    return np.stack(ids, 1).astype("int32"), sizes.tolist()

@@ -180,6 +180,8 @@ class _Target(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch, logs=None):
         gather = self.collectives.gather_objects
+        if not self._ended:  # Others have taken all batches.
+            self.window.end(self._num_steps - self._is_first)
         # One clock: all machines are this one.
         self.window.extend(max(gather(self._ended, "timed/end")))
         # The same on all, to the last bit.

@@ -20,7 +20,12 @@ class Cell:
             dtype=self.dtype, shape=self.shape, shared_name=name, container=""
         )
 
-    def read(self):
+    def read(self, ids=None):
+        """All of it, or the rows of some numbers."""
+        if ids is not None:
+            return tf.raw_ops.ResourceGather(
+                resource=self.handle, indices=ids, dtype=self.dtype
+            )
         value = tf.raw_ops.ReadVariableOp(
             resource=self.handle, dtype=self.dtype
         )
@@ -35,11 +40,6 @@ class Cell:
     def set(self, index, value):
         """Assigns one element of a vector."""
         return self.assign_rows([index], [tf.cast(value, self.dtype)])
-
-    def rows(self, ids):
-        return tf.raw_ops.ResourceGather(
-            resource=self.handle, indices=ids, dtype=self.dtype
-        )
 
     def destroy(self):
         return tf.raw_ops.DestroyResourceOp(resource=self.handle)

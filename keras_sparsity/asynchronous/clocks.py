@@ -38,30 +38,24 @@ class Clocks:
             self.are_done = tf.reduce_all(self._clocks.read() >= _DONE)
         self._device = device
 
-    def begin(self, is_bounded=True):
-        """Waits for the bound.
-
-        Returns:
-            The server's times before and after, and the clocks of all workers.
-        """
+    def begin(self):
+        """Waits for the bound; returns how long, by the server's clock."""
         with tf.device(self._device):
-            asked, waits = tf.timestamp(), []
+            asked = tf.timestamp()
             with tf.control_dependencies([asked]):
-                if is_bounded and self._bound is not None:
-                    waits.append(self._tokens[self._rank].dequeue())
-            with tf.control_dependencies([asked, *waits]):
-                begun = tf.timestamp()
-                return (asked, begun), locked(self._mutex, self._clocks.read)
+                token = self._tokens[self._rank].dequeue()
+            with tf.control_dependencies([token]):
+                return tf.timestamp() - asked
 
     def end(self):
-        """Counts a step of this worker; returns the clocks of all workers."""
+        """Counts a step of this worker."""
         with tf.device(self._device):
             return self._moved(
                 self._rank, lambda clock: tf.minimum(clock + 1, _DONE)
             )
 
     def finish(self, rank):
-        """A worker takes no further step; returns the clocks of all."""
+        """A worker takes no further step."""
         with tf.device(self._device):
             return self._moved(rank, lambda clock: tf.fill([], _DONE))
 
@@ -83,7 +77,7 @@ class Clocks:
                 for queue in self._tokens
             ]
             with tf.control_dependencies([*given, self._clocks.assign(after)]):
-                return tf.identity(after)
+                return tf.identity(slowest)
 
         return locked(self._mutex, moved)
 

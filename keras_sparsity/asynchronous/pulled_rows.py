@@ -3,35 +3,52 @@
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity.tables import foreseen
+
 
 class PulledRows:
-    """Of a `CurrentVariable`: has its readers get rows from a server.
+    """Of a `CurrentVariable`: has its readers get rows from servers.
+
+    It is the variable's keeper and its reader, see `read_by`, and what lookups
+    ask of `foreseen` in place of a table.
 
     Args:
-        variable: the model's variable.
+        variable: the model's.
         pull: function of row numbers, a NumPy array, that returns the rows.
         layer_name: the layer's name, for messages.
         keeps: whether `read` is to give the rows of a step.
+
+    Attributes:
+        variable: the model's.
+        version: tensor that is there when the step has pulled its weights.
     """
 
     # What `CurrentVariable` asks for.
     is_writing = is_replica = False
+    # What `foreseen` asks for.
+    is_sharded = sends_messages = True
 
     def __init__(self, variable, pull, layer_name, keeps):
-        self._variable, self._pull = variable, pull
+        self.variable, self._pull = variable, pull
         self._layer_name, self._keeps = layer_name, keeps
+        self.dim = variable.shape[-1]
+        self.version = None
+        self._dtype = tf.as_dtype(variable.dtype)
         self._pulled = []  # in this step, `(row numbers, rows)`
 
     def forget(self):
         """Begins a step."""
         self._pulled = []
 
+    def keep(self, ids, rows):
+        """Takes rows that were pulled in this step."""
+        if self._keeps:
+            self._pulled.append((ids, rows))
+
     def read(self, ids):
         """Rows that were read in this step, by their numbers."""
-        rows = tf.numpy_function(
-            self._read, [ids], self._variable.dtype, stateful=True
-        )
-        return tf.ensure_shape(rows, [None, *self._variable.shape[1:]])
+        rows = tf.numpy_function(self._read, [ids], self._dtype, stateful=True)
+        return tf.ensure_shape(rows, [None, self.dim])
 
     def _read(self, ids):
         known, rows = map(np.concatenate, zip(*self._pulled, strict=True))
@@ -40,32 +57,30 @@ class PulledRows:
         last = np.searchsorted(known, ids, side="right", sorter=order) - 1
         return rows[order[last]]
 
-    def _pull_and_keep(self, ids):
-        rows = self._pull(ids)
-        if self._keeps:
-            self._pulled.append((ids, rows))
+    def rows(self, ids):
+        """Rows by their numbers, those that the step's pull has brought too."""
+        rows = foreseen.rows(self, ids, None, self._dtype)
+        if rows is None:
+            # The version: in a branch, no other operation comes before.
+            rows = tf.numpy_function(
+                self._pull_now, [ids, self.version], self._dtype, stateful=True
+            )
+            rows.set_shape([None, self.dim])
         return rows
 
-    def rows_now(self, variable, ids, rows):
-        """Rows from their server, with the gradient of the stored ones."""
-        unique, index = tf.unique(tf.reshape(tf.cast(ids, tf.int64), [-1]))
-        pulled = tf.numpy_function(
-            self._pull_and_keep, [unique], variable.dtype, stateful=True
-        )
-        pulled.set_shape([None, *variable.shape[1:]])
-        current = tf.reshape(tf.gather(pulled, index), tf.shape(rows))
+    def _pull_now(self, ids, version):
+        rows = self._pull(ids)
+        self.keep(ids, rows)
+        return rows
 
-        @tf.custom_gradient
-        def replaced(rows):
-            return tf.identity(current), tf.identity
-
-        return replaced(rows)
+    def whole(self):
+        self.settle()
 
     def settle(self):
         raise ValueError(
             f"A training step reads the whole table of '{self._layer_name}', "
             "as a regularizer or a layer that shares it does. Under "
-            '`delay="bounded"` the rows of an Embedding are at a server. Read '
+            '`delay="bounded"` the rows of an Embedding are at servers. Read '
             'rows alone, or use `delay="fixed"`.'
         )
 

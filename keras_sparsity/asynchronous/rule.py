@@ -58,26 +58,25 @@ def updated(optimizer, gradients, rate, iterations):
 
     Args:
         optimizer: a built Keras optimizer.
-        gradients: list of `(Stored, ids or None, gradient)`.
+        gradients: list of `(Piece, ids or None, gradient)`.
         rate: the learning rate.
         iterations: the number of earlier updates.
     """
     cell_of, ids_of, row_updates = {}, {}, []
-    for stored, ids, _ in gradients:
-        cell_of.update(stored.cells)
-        ids_of.update(dict.fromkeys(stored.cells, ids))
+    for piece, ids, _ in gradients:
+        cell_of.update(piece.cells)
+        ids_of.update(dict.fromkeys(piece.cells, ids))
 
         def read(variable, ids=ids):
-            cell = cell_of[id(variable)]
-            return cell.read() if ids is None else cell.rows(ids)
+            return cell_of[id(variable)].read(ids)
 
-        row_updates.append((stored.variable, ids, read))
+        row_updates.append((piece.variable, ids, read))
     step, stand_ins = stand_in_for(optimizer, row_updates)
     keras_optimizers.set_iterations(step, iterations)
-    for stored, _, gradient in gradients:
-        stand_in = stand_ins[id(stored.variable)]
+    for piece, _, gradient in gradients:
+        stand_in = stand_ins[id(piece.variable)]
         if optimizer.weight_decay and keras_optimizers.uses_weight_decay(
-            optimizer, stored.variable
+            optimizer, piece.variable
         ):
             decay = tf.cast(optimizer.weight_decay * rate, stand_in.dtype)
             stand_in.assign(stand_in - stand_in * decay)

@@ -112,8 +112,8 @@ class Runs(Binding):
         rank = self._collectives.rank
         self._is_in_step = True
         try:
-            with random_states.drawn_by_rank(rank), self._training.step():
-                return self._stock["train_step"](data)
+            with random_states.drawn_by_rank(rank):
+                return self._training.step(self._stock["train_step"], data)
         finally:
             self._is_in_step = False
 

@@ -1,16 +1,15 @@
 """A model's variables at the servers, and the operations of a worker."""
 
-import math
-
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.asynchronous.batches import Batches
-from keras_sparsity.asynchronous.cells import Cell, function_of, locked
+from keras_sparsity.asynchronous.cells import Cell, function_of
 from keras_sparsity.asynchronous.clocks import Clocks
 from keras_sparsity.asynchronous.rule import updated
-from keras_sparsity.asynchronous.stored import placed
+from keras_sparsity.asynchronous.server_state import ServerState
+from keras_sparsity.asynchronous.stored import joined, placed
 from keras_sparsity.board.epoch_figures import ServerTraffic
 from keras_sparsity.update.compensation import compensated
 
@@ -47,54 +46,49 @@ class Store:
         name,
     ):
         self._is_staleness_aware = is_staleness_aware
+        self._is_bounded = bound is not None
         self._compensation = compensation
         self._optimizer, self._rank = optimizer, rank
         self._stored = placed(optimizer, variables, of_rows, servers.owners)
         self._of = {id(each.variable): each for each in self._stored}
         # Of the first server too, whose count is the version of the model.
         self._first = servers.owners[0]
-        self._numbers = sorted({self._first, *(s.server for s in self._stored)})
-        self._device, self._size = servers.device, servers.num_workers
+        pieces = sum((stored.pieces for stored in self._stored), [])
+        numbers = sorted({self._first, *(p.server for p in pieces)})
         self._graph = tf.Graph()
         self._session = servers.session(self._graph)
         self._calls = {}
+        of_rank = servers.num_workers, rank
         with self._graph.as_default():
+            self._servers = {
+                number: ServerState(
+                    servers.device(number), *of_rank, name, self._updated
+                )
+                for number in numbers
+            }
             self._make_cells(name)
-            place = servers.device(self._first), self._size, rank
-            self._clocks = Clocks(*place, bound, f"{name}/clocks")
-            self._batches = Batches(*place, f"{name}/batches")
+            device = servers.device(self._first)
+            self._clocks = Clocks(device, *of_rank, bound, f"{name}/clocks")
+            self._batches = Batches(device, *of_rank, f"{name}/batches")
         self.begin_figures()
         # Called from another thread, when no other operation is made.
         self._call(("leave_out",), self._made_leave_out)
 
     def _make_cells(self, name):
-        self._mutexes, self._counts = {}, {}
-        self._lost, self._applied_last = {}, {}
-        for number in self._numbers:
-            with tf.device(self._device(number)):
-                self._mutexes[number] = tf.raw_ops.MutexV2(
-                    shared_name=f"{name}/mutex"
-                )
-                self._counts[number] = Cell(f"{name}/count", tf.int64, [])
-                # Whose pushes are not applied any more, and of which batch
-                # each worker's last one was.
-                self._lost[number] = Cell(f"{name}/lost", tf.bool, [self._size])
-                self._applied_last[number] = Cell(
-                    f"{name}/last", tf.int64, [self._size]
-                )
         for index, stored in enumerate(self._stored):
-            with tf.device(self._device(stored.server)):
-                for part, variable in enumerate(
-                    [stored.variable, *stored.slots]
-                ):
-                    stored.cells[id(variable)] = Cell(
-                        f"{name}/{index}/{part}", variable.dtype, variable.shape
-                    )
+            for part, variable in enumerate([stored.variable, *stored.slots]):
+                for piece in stored.pieces:
+                    with tf.device(self._device(piece)):
+                        piece.cells[id(variable)] = Cell(
+                            f"{name}/{index}/{part}",
+                            variable.dtype,
+                            piece.shape,
+                        )
 
     def begin_figures(self):
         """Counts from zero: `waiting_seconds`, and `traffic` by server."""
         self.waiting_seconds = 0.0
-        self.traffic = {number: ServerTraffic() for number in self._numbers}
+        self.traffic = {number: ServerTraffic() for number in self._servers}
 
     @property
     def dense(self):
@@ -107,9 +101,9 @@ class Store:
         """Gives the servers all values of this process; by one worker."""
         for stored in self._stored:
             for variable in [stored.variable, *stored.slots]:
-                self._call(("assign", id(variable)), self._made_assign)(
-                    keras.ops.convert_to_numpy(variable)
-                )
+                value = keras.ops.convert_to_numpy(variable)
+                assign = self._call(("assign", id(variable)), self._made_assign)
+                assign(*(value[piece.rows] for piece in stored.pieces))
         iterations = int(self._optimizer.iterations)
         self._call(("count",), self._made_count)(np.int64(iterations))
 
@@ -127,8 +121,9 @@ class Store:
         for stored in self._stored:
             for variable in [stored.variable, *stored.slots]:
                 key = ("read", id(variable))
-                (value,) = self._call(key, self._made_read)()
-                variable.assign(value)
+                parts = self._call(key, self._made_read)()
+                rows = [piece.rows for piece in stored.pieces]
+                variable.assign(joined(rows, parts, tuple(variable.shape)))
         (version,) = self._call(("version",), self._made_version)()
         self._optimizer.iterations.assign(version)
         return int(version)
@@ -187,28 +182,65 @@ class Store:
         done = self._call(("is_over",), lambda: ([], [self._clocks.are_done]))
         return bool(done()[0])
 
-    def pull(self, is_bounded=True):
-        """Waits for the bound, then reads `dense`.
+    def pull(self, is_bounded=True, lookups=()):
+        """Waits for the bound, then reads `dense` and rows, all at once.
+
+        Args:
+            is_bounded: whether it waits.
+            lookups: list of `(variable, row numbers)`.
 
         Returns:
-            `[clocks of all workers, version, *values]`.
+            `[version, *values, *rows]`.
         """
-        asked, begun, *results = self._call(
-            ("pull", is_bounded), self._made_pull
-        )()
-        self.waiting_seconds += float(begun - asked)
-        for stored in self._in_order(of_rows=False):
-            num_bytes = math.prod(stored.variable.shape) * stored.num_bytes
-            self.traffic[stored.server].pulled_bytes += num_bytes
-        return results
+        names = [id(variable) for variable, _ in lookups]
+        cuts = self._cuts(lookups)
+        waits = is_bounded and self._is_bounded
+        version, *parts = self._call(("pull", waits, *names), self._made_pull)(
+            *_sent(cuts)
+        )
+        if waits:
+            self.waiting_seconds += float(parts.pop())
+        whole, parts = self._in_order(of_rows=False), iter(parts)
+        return [
+            version,
+            *(self._joined(stored, parts) for stored in whole),
+            *self._rows(lookups, cuts, parts),
+        ]
 
     def rows(self, variable, ids):
         """Rows of a variable, by their numbers."""
-        key = ("rows", id(variable))
-        rows = self._call(key, self._made_rows)(ids)[0]
-        traffic = self.traffic[self._of[id(variable)].server]
-        traffic.pulled_bytes += rows.nbytes
-        return rows
+        lookups = [(variable, ids)]
+        cuts = self._cuts(lookups)
+        parts = self._call(("rows", id(variable)), self._made_rows)
+        return self._rows(lookups, cuts, iter(parts(*_sent(cuts))))[0]
+
+    def _cuts(self, lookups):
+        return [
+            self._of[id(variable)].cut(ids.astype(np.int64, copy=False))
+            for variable, ids in lookups
+        ]
+
+    def _rows(self, lookups, cuts, parts):
+        """The rows of lookups; `parts` iterates over those of the pieces."""
+        found = []
+        for (variable, ids), cut in zip(lookups, cuts, strict=True):
+            places = [place for _, place in cut]
+            shape = len(ids), *variable.shape[1:]
+            of_pieces = self._counted(self._of[id(variable)], parts)
+            found.append(joined(places, of_pieces, shape))
+        return found
+
+    def _joined(self, stored, parts):
+        rows = [piece.rows for piece in stored.pieces]
+        of_pieces = self._counted(stored, parts)
+        return joined(rows, of_pieces, tuple(stored.variable.shape))
+
+    def _counted(self, stored, parts):
+        """Takes the parts of a variable, and counts their bytes."""
+        found = [next(parts) for _ in stored.pieces]
+        for piece, part in zip(stored.pieces, found, strict=True):
+            self.traffic[piece.server].pulled_bytes += part.nbytes
+        return found
 
     def pusher(self, variables):
         """A function that applies gradients of some variables.
@@ -216,23 +248,38 @@ class Store:
         It takes the batch's number, the version of the pull, the learning rate
         and, for each variable, the gradient, or the row numbers (no row twice)
         and the rows' gradients, and with `compensation` the weights, or rows,
-        that the worker has read; and returns `[version before, clocks after]`.
+        that the worker has read; and returns the version before.
         """
         push = self._call(("push", *map(id, variables)), self._made_push)
-        numbers = []  # the server of each value
         has_read = self._compensation is not None
-        for stored in (self._of[id(variable)] for variable in variables):
-            numbers += [stored.server] * (1 + stored.is_of_rows + has_read)
 
-        def counted(batch, version, rate, *values):
-            results = push(batch, version, rate, *values)
+        def push_all(batch, version, rate, *values):
+            values, sent = iter(values), []
+            for stored in (self._of[id(variable)] for variable in variables):
+                ids = next(values) if stored.is_of_rows else None
+                given = [next(values) for _ in range(1 + has_read)]
+                sent += self._sent_pieces(stored, ids, given)
+            facts = [batch, version, rate] * len(self._servers)
+            before, *_ = push(*facts, *sent)
             for traffic in self.traffic.values():
                 traffic.num_updates += 1
-            for number, value in zip(numbers, values, strict=True):
-                self.traffic[number].pushed_bytes += value.nbytes
-            return results
+            return before
 
-        return counted
+        return push_all
+
+    def _sent_pieces(self, stored, ids, values):
+        """For each piece in turn, its row numbers and its part of values."""
+        if ids is None:
+            cut = [([], piece.rows) for piece in stored.pieces]
+        else:
+            cut = [([ids], place) for ids, place in stored.cut(ids)]
+        sent = []
+        for piece, (numbers, place) in zip(stored.pieces, cut, strict=True):
+            of_piece = [*numbers, *(value[place] for value in values)]
+            num_bytes = sum(value.nbytes for value in of_piece)
+            self.traffic[piece.server].pushed_bytes += num_bytes
+            sent += of_piece
+        return sent
 
     # Their operations.
 
@@ -249,59 +296,49 @@ class Store:
     def _in_order(self, of_rows):
         return [s for s in self._stored if s.is_of_rows == of_rows]
 
-    def _cell_of(self, name):
-        return next(
-            (stored, stored.cells[name])
+    def _device(self, piece):
+        return self._servers[piece.server].device
+
+    def _cells(self, name):
+        """The devices and cells of a variable or slot, piece by piece."""
+        return [
+            (self._device(piece), piece.cells[name])
             for stored in self._stored
-            if name in stored.cells
-        )
+            for piece in stored.pieces
+            if name in piece.cells
+        ]
 
     def _made_assign(self, name):
-        stored, cell = self._cell_of(name)
-        with tf.device(self._device(stored.server)):
-            value = tf.compat.v1.placeholder(cell.dtype, cell.shape)
-            return [value], [], cell.assign(value)
+        feeds, assigned = [], []
+        for device, cell in self._cells(name):
+            with tf.device(device):
+                feeds.append(tf.compat.v1.placeholder(cell.dtype, cell.shape))
+                assigned.append(cell.assign(feeds[-1]))
+        return feeds, [], *assigned
 
     def _made_read(self, name):
-        stored, cell = self._cell_of(name)
-        with tf.device(self._device(stored.server)):
-            return [], [cell.read()]
+        values = []
+        for device, cell in self._cells(name):
+            with tf.device(device):
+                values.append(cell.read())
+        return [], values
 
     def _made_count(self):
         value = tf.compat.v1.placeholder(tf.int64, [])
-        assigned = []
-        for number, count in self._counts.items():
-            with tf.device(self._device(number)):
-                assigned.append(count.assign(value))
-        return [value], [], *assigned
+        servers = self._servers.values()
+        return [value], [], *(server.set_count(value) for server in servers)
 
     def _made_create(self):
-        created = [self._batches.create]
-        for number in self._numbers:
-            with tf.device(self._device(number)):
-                created.append(self._lost[number].fill(False))
-        return [], [], *created
+        servers = self._servers.values()
+        return [], [], self._batches.create, *(s.create for s in servers)
 
     def _made_reset(self):
         begun = [self._clocks.reset, self._batches.reset]
-        for number in self._numbers:
-            with tf.device(self._device(number)):
-                begun.append(self._applied_last[number].fill(-1))
-        return [], [], *begun
+        return [], [], *begun, *(s.reset for s in self._servers.values())
 
     def _made_leave_out(self):
         rank = tf.compat.v1.placeholder(tf.int64, [])
-        told = []
-        for number in self._numbers:
-            with tf.device(self._device(number)):
-                here = tf.identity(rank)
-
-                def leave(here=here, lost=self._lost[number]):
-                    with tf.control_dependencies([lost.set(here, True)]):
-                        return tf.identity(here)
-
-                with tf.control_dependencies([here]):
-                    told.append(locked(self._mutexes[number], leave))
+        told = [server.leave_out(rank) for server in self._servers.values()]
         with tf.control_dependencies(told):
             return [rank], [
                 self._batches.leave_out(rank),
@@ -310,120 +347,99 @@ class Store:
 
     def _made_welcome(self):
         rank = tf.compat.v1.placeholder(tf.int64, [])
-        welcomed = [self._batches.welcome(rank)]
-        for number in self._numbers:
-            with tf.device(self._device(number)):
-                welcomed.append(self._lost[number].set(rank, False))
-        return [rank], [], *welcomed
+        welcomed = [server.welcome(rank) for server in self._servers.values()]
+        return [rank], [], self._batches.welcome(rank), *welcomed
 
     def _made_version(self):
-        with tf.device(self._device(self._first)):
-            return [], [self._counts[self._first].read()]
+        return [], [self._servers[self._first].version]
 
     def _made_destroy(self):
         destroyed = []
         for stored in self._stored:
-            with tf.device(self._device(stored.server)):
-                destroyed += [cell.destroy() for cell in stored.cells.values()]
+            for piece in stored.pieces:
+                with tf.device(self._device(piece)):
+                    cells = piece.cells.values()
+                    destroyed += [cell.destroy() for cell in cells]
         return [], [], *destroyed
 
-    def _made_pull(self, is_bounded):
-        times, clocks = self._clocks.begin(is_bounded)
-        dense, values, version = self._in_order(of_rows=False), {}, None
-        with tf.control_dependencies([clocks]):
-            for number in self._numbers:
-                here = [s for s in dense if s.server == number]
-
-                def read(here=here, number=number):
-                    return [
-                        self._counts[number].read(),
-                        *(s.cell.read() for s in here),
-                    ]
-
-                with tf.device(self._device(number)):
-                    count, *read_here = locked(self._mutexes[number], read)
-                version = count if number == self._first else version
-                values.update(zip(map(id, here), read_here, strict=True))
-        return [], [*times, clocks, version, *(values[id(s)] for s in dense)]
+    def _made_pull(self, waits, *names):
+        waited = [self._clocks.begin()] if waits else []
+        feeds, of_rows = self._lookups(names)
+        whole = self._in_order(of_rows=False)
+        parts = [(piece, None) for each in whole for piece in each.pieces]
+        with tf.control_dependencies(waited):
+            values, version = self._read([*parts, *of_rows])
+        return feeds, [version, *values, *waited]
 
     def _made_rows(self, name):
-        stored, cell = self._cell_of(name)
-        with tf.device(self._device(stored.server)):
-            ids = tf.compat.v1.placeholder(tf.int64, [None])
-            rows = locked(self._mutexes[stored.server], lambda: cell.rows(ids))
-            return [ids], [rows]
+        feeds, parts = self._lookups([name])
+        return feeds, self._read(parts)[0]
+
+    def _lookups(self, names):
+        """Placeholders for row numbers, and `(Piece, row numbers)`."""
+        parts = []
+        for piece in sum((self._of[name].pieces for name in names), []):
+            with tf.device(self._device(piece)):
+                ids = tf.compat.v1.placeholder(tf.int64, [None])
+            parts.append((piece, ids))
+        return [ids for _, ids in parts], parts
+
+    def _read(self, parts):
+        """The values of `(Piece, row numbers or None)`, and the version."""
+        values, counts = {}, []
+        for number, server in self._servers.items():
+            places = [
+                place
+                for place, (piece, _) in enumerate(parts)
+                if piece.server == number
+            ]
+            count, *found = server.read([parts[place] for place in places])
+            values.update(zip(places, found, strict=True))
+            counts.append(count)
+        return [values[place] for place in range(len(parts))], counts[0]
 
     def _made_push(self, *names):
-        facts = [
-            tf.compat.v1.placeholder(dtype, [])
-            for dtype in (tf.int64, tf.int64, tf.float32)
-        ]
-        feeds, gradients = list(facts), {}
+        feeds, gradients = [], {number: [] for number in self._servers}
         for stored in (self._of[name] for name in names):
-            shape, dtype = stored.variable.shape, stored.variable.dtype
-            with tf.device(self._device(stored.server)):
-                ids = None
-                if stored.is_of_rows:
-                    ids = tf.compat.v1.placeholder(tf.int64, [None])
-                    feeds.append(ids)
-                    shape = (None, *shape[1:])
-                value, *read = [
-                    tf.compat.v1.placeholder(dtype, shape)
-                    for _ in range(1 + (self._compensation is not None))
-                ]
-            feeds += [value, *read]
-            sent = (stored, ids, value, *read)
-            gradients.setdefault(stored.server, []).append(sent)
-        counts = []
-        for number in self._numbers:
-            here = gradients.get(number, [])
-            with tf.device(self._device(number)):
-                sent = [tf.identity(fact) for fact in facts]
+            for piece in stored.pieces:
+                with tf.device(self._device(piece)):
+                    sent = self._pushed(piece, stored.is_of_rows)
+                feeds += [each for each in sent if each is not None]
+                gradients[piece.server].append((piece, *sent))
+        facts, counts = [], []
+        for number, server in self._servers.items():
+            of_server, count = server.push(gradients[number])
+            facts, counts = [*facts, *of_server], [*counts, count]
+        ended = []
+        if self._is_bounded:
+            with tf.control_dependencies(counts):
+                ended = [self._clocks.end()]
+        return [*facts, *feeds], counts, *ended
 
-                def apply(here=here, number=number, sent=sent):
-                    return self._applied_once(here, number, *sent)
+    def _pushed(self, piece, is_of_rows):
+        """Placeholders: row numbers or None, the gradient, what was read."""
+        shape, ids = piece.shape, None
+        if is_of_rows:
+            shape = (None, *shape[1:])
+            ids = tf.compat.v1.placeholder(tf.int64, [None])
+        number = 1 + (self._compensation is not None)
+        return ids, *(
+            tf.compat.v1.placeholder(piece.variable.dtype, shape)
+            for _ in range(number)
+        )
 
-                with tf.control_dependencies(sent):
-                    counts.append(locked(self._mutexes[number], apply))
-        with tf.control_dependencies(counts):
-            clocks = self._clocks.end()
-        return feeds, [counts[0], clocks]
-
-    def _applied_once(self, gradients, number, batch, version, rate):
-        """Updates variables of a server; returns its count before.
-
-        Not if this worker is lost, or another one has pushed the same batch
-        and was lost then.
-        """
-        last = self._applied_last[number]
-        is_lost, before = self._lost[number].read()[self._rank], last.read()
-        is_due = ~is_lost & tf.reduce_all(tf.not_equal(before, batch))
-
-        def apply():
-            count = self._applied(gradients, number, version, rate)
-            with tf.control_dependencies([count]):
-                noted = last.set(self._rank, batch)
-            with tf.control_dependencies([noted]):
-                return tf.identity(count)
-
-        # If this worker is lost meanwhile, TensorFlow begins no function any
-        # more, and ends those that it has begun: all of it, or nothing.
-        return tf.cond(is_due, apply, self._counts[number].read)
-
-    def _applied(self, gradients, number, version, rate):
-        """Updates variables of a server; returns its count before."""
-        count = self._counts[number].read()
+    def _updated(self, gradients, count, version, rate):
+        """Operations that update variables of a server."""
         if self._is_staleness_aware:
             rate /= tf.cast(tf.maximum(count - version, 1), rate.dtype)
         if self._compensation is not None:
             gradients = [self._compensated(*sent) for sent in gradients]
-        assigned = updated(self._optimizer, gradients, rate, count)
-        with tf.control_dependencies(assigned):
-            counted = self._counts[number].assign(count + 1)
-        with tf.control_dependencies([counted]):
-            return tf.identity(count)
+        return updated(self._optimizer, gradients, rate, count)
 
-    def _compensated(self, stored, ids, gradient, read):
-        now = stored.cell.read() if ids is None else stored.cell.rows(ids)
-        strength = self._compensation
-        return stored, ids, compensated(gradient, strength, now, read)
+    def _compensated(self, piece, ids, gradient, read):
+        now, strength = piece.cell.read(ids), self._compensation
+        return piece, ids, compensated(gradient, strength, now, read)
+
+
+def _sent(cuts):
+    return [ids for cut in cuts for ids, _ in cut]

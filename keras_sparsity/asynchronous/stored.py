@@ -2,11 +2,35 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import keras
-import tensorflow as tf
+import numpy as np
 
 from keras_sparsity.update.rows import slots_of
+
+
+@dataclasses.dataclass
+class Piece:
+    """Some rows of a variable and of its slots, at one server.
+
+    Attributes:
+        variable: the model's.
+        server: the number of the server.
+        rows: their index in an array of the variable's shape.
+        shape: theirs.
+        cells: dict from the `id` of the variable and of its slots to `Cell`s.
+    """
+
+    variable: keras.Variable
+    server: int
+    rows: Any
+    shape: tuple
+    cells: dict = dataclasses.field(default_factory=dict)
+
+    @property
+    def cell(self):
+        return self.cells[id(self.variable)]
 
 
 @dataclasses.dataclass
@@ -16,25 +40,42 @@ class Stored:
     Attributes:
         variable: the model's.
         is_of_rows: whether rows of it travel, not all of it.
-        server: the number of its server.
         slots: the optimizer's slots of it.
-        cells: dict from the `id` of the variable and of its slots to `Cell`s.
+        pieces: list of `Piece`: row r is in the one of the number r modulo
+            their number.
     """
 
     variable: keras.Variable
     is_of_rows: bool
-    server: int
     slots: list
-    cells: dict = dataclasses.field(default_factory=dict)
+    pieces: list
 
-    @property
-    def cell(self):
-        return self.cells[id(self.variable)]
+    def cut(self, ids):
+        """Finds rows in the pieces.
 
-    @property
-    def num_bytes(self):
-        """Of one element."""
-        return tf.as_dtype(self.variable.dtype).size
+        Args:
+            ids: row numbers, a NumPy array.
+
+        Returns:
+            For each piece, the numbers that they have there, and the index of
+            these rows among all.
+        """
+        number = len(self.pieces)
+        if number == 1:
+            return [(ids, ...)]
+        of_ids = ids % number
+        places = [np.flatnonzero(of_ids == piece) for piece in range(number)]
+        return [(ids[place] // number, place) for place in places]
+
+
+def joined(indices, parts, shape):
+    """An array of a shape, of its parts at some indices."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = np.empty(shape, parts[0].dtype)
+    for index, part in zip(indices, parts, strict=True):
+        whole[index] = part
+    return whole
 
 
 def placed(optimizer, variables, of_rows, owners):
@@ -50,7 +91,7 @@ def placed(optimizer, variables, of_rows, owners):
         found[id(variable)] = Stored(
             variable,
             id(variable) in is_of_rows,
-            owners[server],
             [of_kind[index] for of_kind in slots],
+            [Piece(variable, owners[server], ..., tuple(variable.shape))],
         )
     return [found[id(v)] for v in variables]

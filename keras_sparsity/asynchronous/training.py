@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_models, keras_optimizers, keras_variables
-from keras_sparsity._tf.current_variable import make_current
+from keras_sparsity._tf.current_variable import make_current, read_by
 from keras_sparsity.asynchronous import batches, meeting, rule, servers
 from keras_sparsity.asynchronous.pulled_rows import PulledRows
 from keras_sparsity.asynchronous.store import Store
@@ -19,6 +19,8 @@ from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.global_batch import metrics as global_metrics
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.placement import slices
+from keras_sparsity.tables import foreseen
+from keras_sparsity.training import foresight
 from keras_sparsity.update.clip import Clipping
 
 # Between two looks of a dedicated server at the workers' epoch.
@@ -66,9 +68,9 @@ class Training:
             f"training/{number}",
         )
         self._compensates = strategy.delay_compensation is not None
-        self._keepers = [
-            (layer.embeddings, self._keeper(layer)) for layer in self._layers
-        ]
+        self._keepers = [self._keeper(layer) for layer in self._layers]
+        # By the `id`s of what reads them.
+        self._readers = {id(k.variable.value): k for k in self._keepers}
         self.batch = batches.NONE  # the number of the one in training
         # Whether this worker waits for slower ones before a step.
         self.is_bounded = True
@@ -116,41 +118,101 @@ class Training:
         def pull(ids):
             return self.store.rows(variable, ids)
 
-        return PulledRows(variable.value, pull, layer.name, self._compensates)
+        return PulledRows(variable, pull, layer.name, self._compensates)
 
     # A step.
 
+    def step(self, step, batch):
+        """A training step on rows at servers.
+
+        Those of the ids that the batch tells come with the other weights.
+
+        Args:
+            step: function of a batch, that of the model.
+            batch: structure of tensors.
+
+        Returns:
+            The step's logs.
+        """
+
+        def reading(batch):
+            with read_by(self._readers):
+                return step(batch)
+
+        with self._keeping():
+            scouted, lookups = None, {}
+            if self._keepers and not tf.executing_eagerly():
+                is_first = self._collectives.rank == 0
+                told = self._model, reading, batch, is_first
+                scouted = foresight.scouted_step(*told)
+            if scouted is not None:
+                lookups = scouted.known()
+            rows = self._pull(list(lookups.values()))
+            if not lookups:
+                return reading(batch)
+            given = scouted.given(dict(zip(lookups, rows, strict=True)))
+            with foreseen.by(given):
+                return reading(batch)
+
     @contextlib.contextmanager
-    def step(self):
-        """Pulls; while entered, lookups read rows at their servers."""
-        self._pull()
-        for variable, keeper in self._keepers:
-            variable.value.keeper = keeper
+    def _keeping(self):
+        """While entered, variables of rows are neither read whole nor set."""
+        for keeper in self._keepers:
+            keeper.variable.value.keeper = keeper
         try:
             yield
         finally:
-            for variable, _ in self._keepers:
-                variable.value.keeper = None
+            for keeper in self._keepers:
+                keeper.variable.value.keeper = None
 
-    def _pull(self):
+    def _pull(self, lookups):
+        """Pulls, by one request to each server.
+
+        Args:
+            lookups: list of `(PulledRows, ids, dtype)`.
+
+        Returns:
+            The rows of each.
+        """
         dense = self.store.dense
+        keepers = [keeper for keeper, *_ in lookups]
+
+        def pulled(*ids):
+            return self._pulled(keepers, ids)
+
         version, *values = tf.numpy_function(
-            self._pulled,
-            [],
-            [tf.int64, *(v.dtype for v in dense)],
+            pulled,
+            [ids for _, ids, _ in lookups],
+            [
+                tf.int64,
+                *(v.dtype for v in dense),
+                *(dtype for *_, dtype in lookups),
+            ],
             stateful=True,
         )
+        values, rows = values[: len(dense)], values[len(dense) :]
         for variable, value in zip(dense, values, strict=True):
             variable.assign(tf.ensure_shape(value, variable.shape))
         # Of which schedules make the learning rate.
         keras_optimizers.iterations(self._optimizer).assign(
             tf.ensure_shape(version, [])
         )
+        for keeper in self._keepers:
+            keeper.version = version
+        for (keeper, *_), of_lookup in zip(lookups, rows, strict=True):
+            of_lookup.set_shape([None, keeper.dim])
+        return rows
 
-    def _pulled(self):
-        for _, keeper in self._keepers:
+    def _pulled(self, keepers, ids):
+        for keeper in self._keepers:
             keeper.forget()
-        _, self._version, *values = self.store.pull(self.is_bounded)
+        self._version, *values = self.store.pull(
+            self.is_bounded,
+            [(k.variable, i) for k, i in zip(keepers, ids, strict=True)],
+        )
+        rows = values[len(values) - len(ids) :]
+        for keeper, *pulled in zip(keepers, ids, rows, strict=True):
+            keeper.keep(*pulled)
         return [self._version, *values]
 
     def _push(self, grads, trainable_variables=None):
@@ -159,7 +221,7 @@ class Training:
             self._optimizer, list(grads), list(trainable_variables)
         )
         push = self.store.pusher(variables)
-        of_rows = {id(variable): keeper for variable, keeper in self._keepers}
+        of_rows = {id(keeper.variable): keeper for keeper in self._keepers}
         ids, values = [], []
         for gradient, variable in zip(grads, variables, strict=True):
             ids.append([])
@@ -179,7 +241,7 @@ class Training:
                 sent.append(tf.convert_to_tensor(variable.value))
 
         def pushed(*values):
-            before, _ = push(self.batch, self._version, *values)
+            before = push(self.batch, self._version, *values)
             self._staleness[int(before - self._version)] += 1
             return np.int64(before)
 

@@ -112,14 +112,8 @@ def own_step(model, step, batch, tells):
     if not (_has_own_step(model) and _may_foresee(model)):
         return step(batch)
 
-    scouted = _Scouted(None)
-
-    def forward(batch):
-        scouted.is_asked = False
-        with patches.first_tape_is_told(scouted.begin, scouted.end):
-            step(batch)
-
-    if not scouted.traces(forward, (batch,), {}, "step", model, tells):
+    scouted = scouted_step(model, step, batch, tells)
+    if scouted is None:
         return step(batch)
     graph, pulled = tf.compat.v1.get_default_graph(), None
     with contextlib.ExitStack() as under_the_tape:
@@ -136,6 +130,23 @@ def own_step(model, step, batch, tells):
     if pulled is not None:
         pulled.tell_of_unused(model, tells)
     return logs
+
+
+def scouted_step(model, step, batch, tells):
+    """What a step asks for while its first tape records; None if unknown.
+
+    Args:
+        model, step, batch, tells: as for `own_step`.
+    """
+    scouted = _Scouted(None)
+
+    def forward(batch):
+        scouted.is_asked = False
+        with patches.first_tape_is_told(scouted.begin, scouted.end):
+            step(batch)
+
+    is_traced = scouted.traces(forward, (batch,), {}, "step", model, tells)
+    return scouted if is_traced else None
 
 
 def _has_own_step(model):
@@ -290,34 +301,49 @@ class _Scouted:
             self._asked.append((table, ids, dtype))
         return rows if columns is None else rows[..., slice(*columns)]
 
-    def pulled(self):
-        """Pulls the rows of the lookups whose ids are known; None if of one."""
+    def known(self, least=1):
+        """The lookups whose ids are known, computed in the current graph.
+
+        Args:
+            least: the number of them below which none counts.
+
+        Returns:
+            dict from a key to `(table, ids, dtype)`.
+        """
         known = {}
         for table, ids, dtype in self._asked:
             number = self._computations.number_of(ids)
             if number is not None:
                 known[id(table), number, dtype] = table, ids, dtype
-        softmax = self._softmax if self._labels is not None else None
-        if not known or len(known) + (softmax is not None) < 2:
-            return None
+        if len(known) < max(least, 1):
+            return {}
         again = tf_subgraphs.made_again(
             [ids for _, ids, _ in known.values()],
             list(zip(self._placeholders, self._tensors, strict=True)),
         )
+        return {
+            key: (table, ids, dtype)
+            for (key, (table, _, dtype)), ids in zip(
+                known.items(), again, strict=True
+            )
+        }
+
+    def given(self, rows):
+        """Source for `foreseen.by` of rows by the keys of `known`."""
+        return _Pulled(self._computations, rows, None)
+
+    def pulled(self):
+        """Pulls the rows of the lookups whose ids are known; None if of one."""
+        softmax = self._softmax if self._labels is not None else None
+        known = self.known(least=2 - (softmax is not None))
+        if not known:
+            return None
         of_loss, then = [], None
         if softmax is not None:
             sample = softmax.sample(class_ids(self._labels))
             of_loss, then = softmax.asked(sample.ids)
         rows, last = gather_together(
-            [
-                (table, ids, dtype)
-                for (table, _, dtype), ids in zip(
-                    known.values(), again, strict=True
-                )
-            ]
-            + of_loss,
-            options.entered(),
-            then=then,
+            [*known.values(), *of_loss], options.entered(), then=then
         )
         of_sample = None
         if softmax is not None:

@@ -1,6 +1,8 @@
 """The workloads of `benchmarks/`."""
 
 import argparse
+import time
+import types
 
 import _network
 import keras
@@ -105,6 +107,25 @@ def test_asynchronous_workloads_are_measured(name, target):
         assert figures["to_target"]["steps"] == steps
         found = workload.model.evaluate(*held_out, verbose=0)
         assert figures["loss"] == pytest.approx(found, abs=1e-4)
+
+
+def test_a_worker_without_a_batch_has_the_time_of_others():
+    _asynchronous = import_common().module("_asynchronous")
+    collectives = types.SimpleNamespace(
+        gather_objects=lambda value, name: [value, ended],
+        barrier=lambda name: None,
+    )
+    seconds = []
+    curve = types.SimpleNamespace(
+        add=lambda *point: seconds.append(point[:2]) or False
+    )
+    target = _asynchronous._Target(_network.Window(), 2, collectives, curve)
+    for epoch in range(2):
+        target.on_epoch_begin(epoch)
+        ended = time.perf_counter() + 100
+        target.on_epoch_end(epoch, {"val_loss": 1.0})
+    assert [num_timed for _, num_timed in seconds] == [1, 2]
+    assert all(found >= 100 for found, _ in seconds)
 
 
 def test_sizes_are_defaults():

@@ -1,0 +1,102 @@
+"""Reads and updates of the variables at one server."""
+
+import tensorflow as tf
+
+from keras_sparsity.asynchronous.cells import Cell, locked
+
+
+class ServerState:
+    """Operations of a session's graph on one server's variables.
+
+    They hold the server's mutex. It has the count of the updates that it has
+    applied, whose pushes are not applied any more, and of which batch each
+    worker's last one was.
+
+    Args:
+        device: the server's device.
+        size: the number of workers.
+        rank: this worker.
+        name: begins the names by which workers share the state.
+        update: function of a list of `(Piece, row numbers or None, gradient,
+            ...)`, the count, the version of the pull and the learning rate
+            that makes the operations of an update.
+    """
+
+    def __init__(self, device, size, rank, name, update):
+        self.device, self._rank, self._update = device, rank, update
+        with tf.device(device):
+            self._mutex = tf.raw_ops.MutexV2(shared_name=f"{name}/mutex")
+            self._count = Cell(f"{name}/count", tf.int64, [])
+            self._lost = Cell(f"{name}/lost", tf.bool, [size])
+            self._last = Cell(f"{name}/last", tf.int64, [size])
+            self.create = self._lost.fill(False)
+            self.reset = self._last.fill(-1)
+            self.version = self._count.read()
+
+    def set_count(self, value):
+        with tf.device(self.device):
+            return self._count.assign(value)
+
+    def leave_out(self, rank):
+        """From now on, applies nothing that a worker pushes."""
+        with tf.device(self.device):
+            here = tf.identity(rank)
+
+            def leave():
+                with tf.control_dependencies([self._lost.set(here, True)]):
+                    return tf.identity(here)
+
+            with tf.control_dependencies([here]):
+                return locked(self._mutex, leave)
+
+    def welcome(self, rank):
+        with tf.device(self.device):
+            return self._lost.set(rank, False)
+
+    def read(self, parts):
+        """The count and the values of `(Piece, row numbers or None)`."""
+
+        def read():
+            values = [piece.cell.read(ids) for piece, ids in parts]
+            return [self._count.read(), *values]
+
+        with tf.device(self.device):
+            return locked(self._mutex, read)
+
+    def push(self, gradients):
+        """Makes `(feeds, count before)` of an update.
+
+        Feeds: the batch's number, the version of the pull, the learning rate.
+        """
+        with tf.device(self.device):
+            facts = [
+                tf.compat.v1.placeholder(dtype, [])
+                for dtype in (tf.int64, tf.int64, tf.float32)
+            ]
+            count = locked(
+                self._mutex, lambda: self._applied_once(gradients, *facts)
+            )
+            return facts, count
+
+    def _applied_once(self, gradients, batch, version, rate):
+        """Updates the variables; returns the count before.
+
+        Not if this worker is lost, or another one has pushed the same batch
+        and was lost then.
+        """
+        is_lost, before = self._lost.read()[self._rank], self._last.read()
+        is_due = ~is_lost & tf.reduce_all(tf.not_equal(before, batch))
+
+        def apply():
+            count = self._count.read()
+            assigned = self._update(gradients, count, version, rate)
+            with tf.control_dependencies(assigned):
+                counted = self._count.assign(count + 1)
+            with tf.control_dependencies([counted]):
+                noted = self._last.set(self._rank, batch)
+            with tf.control_dependencies([noted]):
+                return tf.identity(count)
+
+        # If this worker is lost meanwhile, TensorFlow begins no function any
+        # more, and ends those that it has begun: all of it, or nothing.
+        return tf.cond(is_due, apply, self._count.read)

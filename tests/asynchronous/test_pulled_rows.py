@@ -1,0 +1,173 @@
+"""Rows that a step pulls: how many requests, and when."""
+
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity.asynchronous import store
+from keras_sparsity.asynchronous.cells import function_of
+from tests import asynchronous_functions as functions
+from tests import oracles
+
+ROWS, MANY, STEPS = 20, 26, 3
+
+
+class Tables(keras.Model):
+    """The sum of a row of each table.
+
+    Args:
+        number: of the tables.
+    """
+
+    def __init__(self, number):
+        super().__init__()
+        self.tables = [keras.layers.Embedding(ROWS, 3) for _ in range(number)]
+        self.last = keras.layers.Dense(1)
+        self(np.zeros((1, MANY), "int32"))
+
+    def rows(self, ids):
+        # The ids are computed: of a batch, in a graph.
+        ids = (ids + 1) % ROWS
+        rows = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+        return keras.ops.sum(keras.ops.stack(rows), 0)
+
+    def call(self, ids):
+        return self.last(self.rows(ids))
+
+
+class OfLoss(Tables):
+    """Looks up rows in its loss, too."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, *args, **kwargs):
+        y_pred = y_pred + keras.ops.sum(self.rows(x[:, ::-1]), 1, keepdims=True)
+        return super().compute_loss(x, y, y_pred, *args, **kwargs)
+
+
+class OwnStep(Tables):
+    """Has a step of its own."""
+
+    def train_step(self, batch):
+        x, y, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+class Random(Tables):
+    """Looks up rows that the batch does not tell, too."""
+
+    def call(self, ids, training=False):
+        outputs = super().call(ids)
+        if not training:
+            return outputs
+        drawn = tf.random.uniform([2, MANY], maxval=ROWS, dtype=tf.int32)
+        return outputs + 0 * tf.reduce_sum(self.rows(drawn))
+
+
+class InBranch(Tables):
+    """Looks its rows up in a branch."""
+
+    def rows(self, ids):
+        rows = super().rows
+        return tf.cond(
+            tf.reduce_all(ids >= 0), lambda: rows(ids), lambda: rows(-ids)
+        )
+
+
+def _trained(kind, number, is_served, callbacks=()):
+    """Weights of a model after `STEPS` steps of an epoch."""
+    keras.utils.set_random_seed(1)
+    model = kind(number)
+    optimizer = keras.optimizers.Adagrad(0.1)
+    if is_served:
+        strategy = ks.HybridStrategy(synchronous=False, max_staleness=1)
+        with strategy.scope():
+            model.compile(optimizer, "mse")
+    else:
+        oracles.dense_reference(model, optimizer, loss="mse")
+    draws = np.random.default_rng(2)
+    ids = draws.integers(ROWS, size=(8 * STEPS, MANY)).astype("int32")
+    labels = draws.normal(size=(len(ids), 1)).astype("float32")
+    model.fit(
+        *(ids, labels, 8), shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+    return model.get_weights()
+
+
+def _requests(monkeypatch, kind, number):
+    """The numbers of requests between the ends of steps."""
+    made, ends = [], []
+
+    def counting(*args):
+        call = function_of(*args)
+
+        def counted(*values):
+            made.append(1)
+            return call(*values)
+
+        return counted
+
+    monkeypatch.setattr(store, "function_of", counting)
+    end = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: ends.append(len(made))
+    )
+    found = _trained(kind, number, True, [end])
+    expected = _trained(kind, number, False)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+    return np.diff(ends).tolist()
+
+
+@pytest.mark.parametrize(
+    "kind, number",
+    [(Tables, 1), (Tables, MANY), (OfLoss, 2), (OwnStep, 2)],
+)
+def test_tables_of_a_batch_are_pulled_together(monkeypatch, kind, number):
+    # A batch's number, a pull and a push.
+    assert _requests(monkeypatch, kind, number) == [3] * (STEPS - 1)
+
+
+def test_rows_that_no_batch_tells_are_pulled_by_table(monkeypatch):
+    number = 3
+    expected = [3 + number] * (STEPS - 1)
+    assert _requests(monkeypatch, Random, number) == expected
+
+
+def test_rows_in_a_branch_are_pulled_behind_the_bound(monkeypatch):
+    events = []
+
+    def noted(name):
+        stock = getattr(store.Store, name)
+
+        def call(*args):
+            if name == "pull":
+                time.sleep(0.2)  # At the bound; branches could begin.
+            result = stock(*args)
+            events.append(name)
+            return result
+
+        monkeypatch.setattr(store.Store, name, call)
+
+    noted("pull")
+    noted("rows")
+    found = _trained(InBranch, 2, True)
+    assert events == ["pull", "rows", "rows"] * STEPS
+    for one, other in zip(found, _trained(InBranch, 2, False), strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("num_servers", [0, 2])
+def test_workers_of_several_servers_pull_together(cluster, num_servers):
+    ranks = cluster("native", 2, num_servers=num_servers).run(
+        functions.linear_tables, MANY
+    )
+    expected = functions.gradients_of_linear_tables(MANY)
+    for tables in ranks:
+        for table, gradient in zip(tables, expected, strict=True):
+            np.testing.assert_allclose(table, gradient, 1e-5)
