@@ -16,20 +16,17 @@ class SampledSoftmax(_stock.SampledSoftmax):
     """As that of `_stock`, of rows of `Embedding`s."""
 
     def build(self, input_shape):
+        # A class's row of the kernel, then its bias: one lookup of both.
         rows, dim = self.num_classes, input_shape[-1]
-        self.kernel = keras.layers.Embedding(rows, dim, "glorot_uniform")
-        self.bias = keras.layers.Embedding(rows, 1, "zeros")
-        for layer in (self.kernel, self.bias):
-            layer.build()
+        self.classes = keras.layers.Embedding(rows, dim + 1, _initial_rows)
+        self.classes.build()
 
     def call(self, hidden, training=None):
         if training:
             return hidden
-        kernel, bias = (
-            tf.convert_to_tensor(layer.embeddings.value)
-            for layer in (self.kernel, self.bias)
-        )
-        return tf.einsum("...d,vd->...v", hidden, kernel) + bias[:, 0]
+        rows = tf.convert_to_tensor(self.classes.embeddings.value)
+        kernel, bias = rows[:, :-1], rows[:, -1]
+        return tf.einsum("...d,vd->...v", hidden, kernel) + bias
 
     def compute_output_spec(self, hidden, training=None):
         shape = hidden.shape
@@ -48,11 +45,10 @@ class SampledSoftmax(_stock.SampledSoftmax):
         sampled, own_count, counts = tf.random.log_uniform_candidate_sampler(
             own[:, tf.newaxis], 1, self.num_sampled, True, self.num_classes
         )
-        # One lookup of each table.
-        classes = tf.concat([own, sampled], 0)
+        rows = self.classes(tf.concat([own, sampled], 0))
         sizes = [tf.size(own), self.num_sampled]
-        kernel, others = tf.split(self.kernel(classes), sizes)
-        bias, other_biases = tf.split(self.bias(classes)[:, 0], sizes)
+        kernel, others = tf.split(rows[:, :-1], sizes)
+        bias, other_biases = tf.split(rows[:, -1], sizes)
         logit = tf.reduce_sum(hidden * kernel, -1) + bias
         logit -= tf.math.log(own_count[:, 0])
         logits = tf.matmul(hidden, others, transpose_b=True) + other_biases
@@ -63,6 +59,11 @@ class SampledSoftmax(_stock.SampledSoftmax):
             tf.concat([logit[:, tf.newaxis], logits], 1), 1
         )
         return tf.reshape(in_all - logit, tf.shape(labels))
+
+
+def _initial_rows(shape, dtype=None):
+    kernel = keras.initializers.GlorotUniform()((shape[0], shape[1] - 1), dtype)
+    return keras.ops.pad(kernel, [(0, 0), (0, 1)])
 
 
 KIT = _stock.KIT._replace(softmax=SampledSoftmax)

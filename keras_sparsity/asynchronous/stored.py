@@ -6,8 +6,12 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from keras_sparsity.update.rows import slots_of
+
+# Of a piece, see `benchmarks/tried.md`.
+_LEAST_BYTES = 16 * 1024
 
 
 @dataclasses.dataclass
@@ -79,19 +83,45 @@ def joined(indices, parts, shape):
 
 
 def placed(optimizer, variables, of_rows, owners):
-    """`Stored` of all variables: each at the server with the fewest bytes."""
+    """`Stored` of all variables.
+
+    Large ones are cut; each piece is at a server with the fewest bytes.
+    """
     is_of_rows = {id(v) for v in of_rows}
     slots = list(slots_of(optimizer, variables).values())
-    num_bytes = [0] * len(owners)
+    num_bytes = dict.fromkeys(owners, 0)
     found = {}
-    for variable in sorted(variables, key=lambda v: -math.prod(v.shape)):
-        server = num_bytes.index(min(num_bytes))
-        num_bytes[server] += math.prod(variable.shape)
+    for variable in sorted(variables, key=_num_bytes, reverse=True):
+        pieces = _pieces(variable, sorted(owners, key=num_bytes.get))
+        for piece in pieces:
+            num_bytes[piece.server] += _num_bytes(variable) / len(pieces)
         index = next(i for i, v in enumerate(variables) if v is variable)
         found[id(variable)] = Stored(
             variable,
             id(variable) in is_of_rows,
             [of_kind[index] for of_kind in slots],
-            [Piece(variable, owners[server], ..., tuple(variable.shape))],
+            pieces,
         )
     return [found[id(v)] for v in variables]
+
+
+def _num_bytes(variable):
+    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+
+
+def _pieces(variable, servers):
+    """Its pieces, one at each of the first servers."""
+    shape = tuple(variable.shape)
+    most = min(len(servers), _num_bytes(variable) // _LEAST_BYTES)
+    number = min([most, *shape[:1]])
+    if number < 2:
+        return [Piece(variable, servers[0], ..., shape)]
+    return [
+        Piece(
+            variable,
+            server,
+            slice(first, None, number),
+            (len(range(first, shape[0], number)), *shape[1:]),
+        )
+        for first, server in enumerate(servers[:number])
+    ]
