@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_sparsity.update.rows import slots_of
 
-# Of a piece, see `benchmarks/tried.md`.
+# Of a piece; why, is in `benchmarks/tried.md`.
 _LEAST_BYTES = 16 * 1024
 
 
