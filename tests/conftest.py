@@ -3,8 +3,10 @@
 import functools
 import gc
 import importlib.util
+import inspect
 import os
 import pathlib
+import re
 import signal
 import sys
 
@@ -56,6 +58,28 @@ def engines_and_sizes():
     return [("native", 4), pytest.param("horovod", 2, marks=horovod.marks)]
 
 
+def covering(every, usual):
+    """Parameters of which `make test` takes some, `make test-all` all.
+
+    Args:
+        every: tuples of values, an engine first.
+        usual: those of `make test`, which together hold each value.
+    """
+    every = list(every)
+    assert all(cell in every for cell in usual)
+    skips = {param.values[0]: param.marks for param in engines()}
+    return [
+        pytest.param(
+            *cell,
+            marks=[
+                *skips[cell[0]],
+                *[pytest.mark.all_cells] * (cell not in usual),
+            ],
+        )
+        for cell in every
+    ]
+
+
 # Milliseconds; Horovod's own 1 takes a third of a core of each process.
 _LESS_POLLING = {"HOROVOD_CYCLE_TIME": "5"}
 _GROUPS = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
@@ -83,6 +107,7 @@ class Clusters:
 
         With `has_groups`, Horovod can be divided into any groups of ranks.
         """
+        has_groups &= engine == "horovod"  # the others always can
         key = (engine, num_processes, machines, has_groups, num_servers)
         for other, cluster in self._clusters.items():
             is_in_the_way = other[0] != engine or "horovod" == engine
@@ -139,6 +164,10 @@ def logged(cluster, tmp_path_factory):
     return logged
 
 
+# Parameters that tell clusters of one engine apart.
+_SIZES = ("size", "num_processes", "num_workers", "machines", "replicas")
+
+
 def pytest_collection_finish():
     # As in the workers, see `cluster.serve`.
     gc.collect()
@@ -148,23 +177,37 @@ def pytest_collection_finish():
 # First: xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Groups the tests by engine, so that each engine's start only once.
+    """Groups the tests by engine, so that each engine's clusters start once.
 
     With `pytest -n 2 --dist loadgroup` each engine's clusters are in one
     worker; the tests without one go to either, module by module.
     """
     order = {"native": 0, "horovod": 1, None: 2}
 
-    def engine_of(item):
+    def params_of(item):
         call = getattr(item, "callspec", None)
-        params = call.params if call else {}
+        return call.params if call else {}
+
+    def engine_of(item):
+        params = params_of(item)
         engine, *_ = params.get("ranks") or [params.get("engine")]
         if engine == "horovod":
             return engine
         is_native = engine == "native" or "cluster" in item.fixturenames
         return "native" if is_native else None
 
-    items.sort(key=lambda item: order[engine_of(item)])
+    def place_of(item):
+        engine = engine_of(item)
+        if engine != "horovod":
+            return order[engine], ""
+        # One cluster runs at a time: those of a kind, one after the other.
+        source = inspect.getsource(item.function)
+        kind = re.findall(r"cluster\(([^()]*)\)", source)
+        params = params_of(item)
+        kind += [str(params[name]) for name in _SIZES if name in params]
+        return order[engine], " ".join(kind)
+
+    items.sort(key=place_of)
     for item in items:
         has_cluster = "cluster" in item.fixturenames
         group = engine_of(item) if has_cluster else item.path.name

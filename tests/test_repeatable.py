@@ -108,7 +108,7 @@ def train_all(slow_rank):
         return [train(make, slow_rank) for make in (ordinary, tied)]
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_two_runs_are_equal_to_the_bit(engine, cluster):
     processes = cluster(engine, 2)
     one = processes.run(train_all, 0, timeout=200)

@@ -13,9 +13,9 @@ import pytest
 
 from keras_sparsity import launch
 from keras_sparsity.launch.environment import free_ports
-from tests import checkpoint_functions, matrix, oracles
+from tests import checkpoint_functions, forked, matrix, oracles
 from tests import server_functions as functions
-from tests.conftest import engines
+from tests.conftest import covering, engines
 from tests.matrix import Cell
 
 # Workers and servers of each engine; the others are left to `make test-all`.
@@ -57,8 +57,22 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "num_workers", "num_servers"), splits())
-@pytest.mark.parametrize("cell", CELLS, ids=Cell.to_json)
+@pytest.mark.parametrize(
+    ("engine", "num_workers", "num_servers", "cell"),
+    covering(
+        [
+            (engine, *split, cell)
+            for engine in _USUAL
+            for split in _ALL
+            for cell in CELLS
+        ],
+        [
+            ("native", *_USUAL["native"], CELLS[0]),
+            ("horovod", *_USUAL["horovod"], CELLS[1]),
+            ("horovod", *_USUAL["horovod"], CELLS[2]),
+        ],
+    ),
+)
 def test_equals_one_process(cluster, engine, num_workers, num_servers, cell):
     """Weights, slots and losses; a rank that owns nothing has them, too."""
     outcomes = cluster(engine, num_workers, num_servers=num_servers).run(
@@ -222,7 +236,8 @@ def script(tmp_path):
 def test_an_unchanged_script_serves(script, tmp_path, capfd):
     """By the command line, which names the ranks' number for both kinds."""
     arguments = ["-n", "1", "--servers", "1", "--log-dir", str(tmp_path)]
-    assert launch.main(["run", *arguments, str(script)]) == 0
+    with forked.ranks():
+        assert launch.main(["run", *arguments, str(script)]) == 0
     assert "RANK 0 1 worker 0 0\n" in capfd.readouterr().out
     log = (tmp_path / "rank-1.log").read_text()
     assert "RANK 1 1 ps 0 9\n" in log

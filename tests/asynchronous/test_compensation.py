@@ -53,7 +53,7 @@ def _check(found, cell, strength):
         )
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_a_fixed_delay_is_compensated(cluster, engine):
     for results in cluster(engine, 2).run(
         functions.train_compensated, _CELLS, _STRENGTH

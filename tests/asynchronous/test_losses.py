@@ -4,24 +4,24 @@ import ast
 import os
 import random
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from keras_sparsity import launch
 from tests import asynchronous_losses as losses
+from tests import forked
 from tests.conftest import engines
 
 
 def _run(function, num_processes, engine, *args, num_servers=1):
-    return launch.run(
-        *(function, num_processes, engine, args),
-        env={"KERAS_SPARSITY_TIMEOUT": "8"},
-        num_servers=num_servers,
-        timeout=240,
-    )
+    with forked.ranks():
+        return launch.run(
+            *(function, num_processes, engine, args),
+            env={"KERAS_SPARSITY_TIMEOUT": "8"},
+            num_servers=num_servers,
+            timeout=240,
+        )
 
 
 def _check(results, victims, num_epochs=2):
@@ -63,25 +63,32 @@ def test_a_stopped_worker_is_left_behind():
     _check(results, [1])
 
 
-def _launched(folder, num_servers, options, *args):
-    """`(exit code, standard output, lines of the launcher)`."""
-    done = subprocess.run(
-        [
-            *[sys.executable, "-m", "keras_sparsity.launch", "run", "-n", "2"],
-            *["--servers", str(num_servers), "--log-dir"],
-            os.path.relpath(folder),
-            *[*options, "-m", "tests.asynchronous_losses", *map(str, args)],
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    said = [s for s in done.stderr.splitlines() if "keras-sparsity: " in s]
-    return done.returncode, done.stdout, said
+@pytest.fixture
+def launched(capfd):
+    """`launched(folder, num_servers, options, *args)` runs the command.
+
+    Returns:
+        `(exit code, standard output, lines of the launcher)`.
+    """
+
+    def launched(folder, num_servers, options, *args):
+        with forked.ranks():
+            code = launch.main(
+                [
+                    *["run", "-n", "2", "--servers", str(num_servers)],
+                    *["--log-dir", os.path.relpath(folder), *options],
+                    *["-m", "tests.asynchronous_losses", *map(str, args)],
+                ]
+            )
+        output, errors = capfd.readouterr()
+        said = [s for s in errors.splitlines() if "keras-sparsity: " in s]
+        return code, output, said
+
+    return launched
 
 
-def test_the_launcher_says_it_in_one_line(tmp_path):
-    code, output, said = _launched(tmp_path, 1, [], 1)
+def test_the_launcher_says_it_in_one_line(launched, tmp_path):
+    code, output, said = launched(tmp_path, 1, [], 1)
     assert code == 0, said
     assert "applied {2.0}" in output
     assert len(said) == 1
@@ -91,9 +98,11 @@ def test_the_launcher_says_it_in_one_line(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["rank-1.log", "rank-2.log"]
 
 
-def _check_resumed(folder, engine, num_servers, victim, seconds, lost):
+def _check_resumed(
+    launched, folder, engine, num_servers, victim, seconds, lost
+):
     options = ["--max-restarts", "1", "--engine", engine]
-    code, output, said = _launched(
+    code, output, said = launched(
         *(folder / "logs", num_servers, options),
         *(folder / "checkpoints", victim, seconds, lost),
     )
@@ -106,15 +115,15 @@ def _check_resumed(folder, engine, num_servers, victim, seconds, lost):
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_after_a_servers_death_training_resumes(engine, tmp_path):
+def test_after_a_servers_death_training_resumes(launched, engine, tmp_path):
     # A worker that was lost before takes part again.
-    _check_resumed(tmp_path, engine, 1, victim=2, seconds=0.1, lost=0)
+    _check_resumed(launched, tmp_path, engine, 1, victim=2, seconds=0.1, lost=0)
 
 
-def _check_rejoined(folder, engine, victim, kind):
+def _check_rejoined(launched, folder, engine, victim, kind):
     options = ["--max-restarts", "1", "--engine", engine]
     options += ["--rank-timeout", "8"] * (kind == "SIGSTOP")
-    code, output, said = _launched(
+    code, output, said = launched(
         *(folder / "logs", 1, options), *(folder, victim, kind)
     )
     assert code == 0, said
@@ -136,28 +145,28 @@ def _check_rejoined(folder, engine, victim, kind):
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_a_lost_worker_joins_again(engine, tmp_path):
+def test_a_lost_worker_joins_again(launched, engine, tmp_path):
     # Rank 0, which has the checkpoint and shows the history.
-    _check_rejoined(tmp_path, engine, 0, "SIGKILL")
+    _check_rejoined(launched, tmp_path, engine, 0, "SIGKILL")
 
 
 @pytest.mark.all_cells
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP", "raise"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_all_lost_workers_join_again(engine, kind, victim, tmp_path):
-    _check_rejoined(tmp_path, engine, victim, kind)
+def test_all_lost_workers_join_again(launched, engine, kind, victim, tmp_path):
+    _check_rejoined(launched, tmp_path, engine, victim, kind)
 
 
 @pytest.mark.all_cells
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize("seed", range(10))
-def test_random_kills_of_servers(engine, seed, tmp_path):
+def test_random_kills_of_servers(launched, engine, seed, tmp_path):
     chance = random.Random(seed)
     victim, lost = chance.choice([2, 3]), chance.choice([0, 1, None])
     seconds = chance.uniform(0, 0.4)
     lost = -1 if lost is None else lost
-    _check_resumed(tmp_path, engine, 2, victim, seconds, lost)
+    _check_resumed(launched, tmp_path, engine, 2, victim, seconds, lost)
 
 
 @pytest.mark.all_cells

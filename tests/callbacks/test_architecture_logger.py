@@ -11,6 +11,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.board import written_plan
 from keras_sparsity.callbacks import architecture_logger
+from tests import forked
 from tests.conftest import engines
 from tests.logger_functions import BATCH, DIM, ROWS, STEPS, ids, train
 
@@ -158,7 +159,8 @@ def profile(log_dir):
 def test_a_profilers_trace_names_the_paths(tmp_path):
     # Processes of its own: in those that have run other tests, TensorFlow
     # 2.18's profiler was seen to abort when it is stopped.
-    ks.launch.run(profile, 2, engine="native", args=(tmp_path,))
+    with forked.ranks():
+        ks.launch.run(profile, 2, engine="native", args=(tmp_path,))
     (path,) = tmp_path.rglob("*.xplane.pb")
     trace = path.read_bytes()
     for name in (b"/pull/", b"/push/", b"/all_reduce/", b"/update/"):

@@ -340,7 +340,7 @@ def by_counts(slow_rank):
     return model.get_weights(), told
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_two_runs_are_equal_to_the_bit(engine, cluster):
     processes = cluster(engine, 2)
     one = processes.run(by_counts, 0)

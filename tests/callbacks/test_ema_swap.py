@@ -84,7 +84,7 @@ def test_swapped_in_one_process(are_rows_kept):
     check(train_sharded(are_rows_kept), train()[0])
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_swapped_on_two(cluster, engine):
     expected, _ = train()
     for are_rows_kept in (False, True):

@@ -67,7 +67,7 @@ def written(log_dir):
     }
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_histograms_are_of_whole_tables(cluster, engine, tmp_path):
     own, stock = tmp_path / "own", tmp_path / "stock"
     train(stock)

@@ -330,7 +330,7 @@ def assert_is_stock(model):
 
 
 @pytest.mark.filterwarnings("ignore:.build... was called on layer:UserWarning")
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_models_like_keras_examples(cluster, engine, tmp_path):
     starts = {make: reference(make)[0] for make in MODELS}
     (tmp_path / "starts").write_bytes(pickle.dumps(starts))

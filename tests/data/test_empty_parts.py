@@ -98,7 +98,7 @@ def on_ranks():
     ]
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 @pytest.mark.filterwarnings("ignore:.*shuffle=True.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:Converting sparse:UserWarning")
 def test_ragged_and_sparse_batches(cluster, engine):

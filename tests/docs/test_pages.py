@@ -1,15 +1,14 @@
 """The Python code of the guides, each page from top to bottom."""
 
-import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
+from keras_sparsity import launch
 from keras_sparsity.stages import schedule
 from keras_sparsity.stages.drawing import drawn
+from tests import forked
 
 _GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
 _PAGES = {
@@ -25,17 +24,12 @@ def test_pages_have_code():
 
 
 @pytest.mark.parametrize("page", [p for p, code in _PAGES.items() if code])
-def test_the_code_of_a_guide(page, tmp_path):
+def test_the_code_of_a_guide(page, tmp_path, monkeypatch, capfd):
     (tmp_path / "page.py").write_text("\n".join(_PAGES[page]))
-    done = subprocess.run(
-        [sys.executable, "page.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(_GUIDES.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    with forked.ranks():
+        code = launch.main(["run", "-n", "1", "page.py"])
+    assert code == 0, capfd.readouterr().err
 
 
 def test_pictures_of_schedules_are_drawn_from_their_tasks():

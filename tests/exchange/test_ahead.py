@@ -14,7 +14,7 @@ import keras_sparsity as ks
 from keras_sparsity.health import journal
 from keras_sparsity.update import rules
 from tests import oracles
-from tests.conftest import engines
+from tests.conftest import covering, engines
 
 NUM_ROWS, DIM, BATCH = 80, 4, 8
 NUM_USERS = 40
@@ -307,16 +307,22 @@ def fit_outside(make, prefetch):
 
 
 @pytest.mark.parametrize(
-    ("make", "prefetch"),
-    [
-        (one, False),
-        (classes, True),
-        pytest.param(one, True, marks=pytest.mark.all_cells),
-        pytest.param(several, True, marks=pytest.mark.all_cells),
-        pytest.param(several, False, marks=pytest.mark.all_cells),
-    ],
+    ("engine", "make", "prefetch"),
+    covering(
+        [
+            (engine, *case)
+            for engine in ("native", "horovod")
+            for case in [
+                (one, False),
+                (classes, True),
+                (one, True),
+                (several, True),
+                (several, False),
+            ]
+        ],
+        [("native", classes, True), ("horovod", one, False)],
+    ),
 )
-@pytest.mark.parametrize("engine", engines())
 def test_an_id_outside_fails_in_its_own_step(engine, make, prefetch, cluster):
     for errors in cluster(engine, 2).run(fit_outside, make, prefetch):
         assert len(errors) == 2

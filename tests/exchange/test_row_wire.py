@@ -1,6 +1,7 @@
 """Rows in 8 bits: errors against NumPy, bytes, and training on processes."""
 
 import collections
+import itertools
 
 import keras
 import numpy as np
@@ -12,7 +13,7 @@ from keras_sparsity.board import model_plan
 from keras_sparsity.exchange import row_wire
 from keras_sparsity.exchange.options import Options
 from keras_sparsity.exchange.row_wire import RowWire
-from tests.conftest import engines
+from tests.conftest import covering, engines
 from tests.exchange.test_pull import measured
 
 FLOAT32 = tf.float32
@@ -148,7 +149,7 @@ def check_near(ranks, wide, atol):
             assert np.abs(found - expected).max() > 0  # it did travel so
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_training_with_rows_in_8_bits(cluster, engine):
     processes = cluster(engine, 2)
     wide = processes.run(train, None, "hybrid")
@@ -205,8 +206,13 @@ def planned_and_sent(architecture):
     return of_path.sent_bytes[0], sum(sent.values()) / 2
 
 
-@pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("architecture", ["hybrid", "allgather"])
+@pytest.mark.parametrize(
+    ("engine", "architecture"),
+    covering(
+        itertools.product(("native", "horovod"), ("hybrid", "allgather")),
+        [("native", "hybrid"), ("horovod", "allgather")],
+    ),
+)
 def test_plans_count_8_bits(cluster, engine, architecture):
     for planned, counted in cluster(engine, 2).run(
         planned_and_sent, architecture

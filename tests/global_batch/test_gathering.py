@@ -73,7 +73,7 @@ def stock():
     return fit(Retrieval(keras.layers.Embedding, tf.identity))
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_in_batch_negatives_are_those_of_the_global_batch(
     engine, cluster, stock
 ):

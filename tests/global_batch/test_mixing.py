@@ -112,7 +112,7 @@ def warned(lines):
     return found
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_the_line_that_mixes_is_named_once(cluster, engine):
     first, second = cluster(engine, 2).run(warned, timeout=200)
     assert not any(second.values())

@@ -1,12 +1,14 @@
 """Random streams of the ranks."""
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from tests.conftest import engines
+from tests.conftest import covering
 
 pytestmark = pytest.mark.smoke
 
@@ -58,8 +60,13 @@ def noise(run_eagerly):
     return [a for a in seen if len(a)], outputs, [np.array(a) for a in after]
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize(
+    ("engine", "run_eagerly"),
+    covering(
+        itertools.product(("native", "horovod"), (False, True)),
+        [("native", True), ("horovod", False)],
+    ),
+)
 def test_each_rank_draws_its_own_noise(cluster, engine, run_eagerly):
     first, second = cluster(engine, 2).run(noise, run_eagerly)
     again, _ = cluster(engine, 2).run(noise, run_eagerly)

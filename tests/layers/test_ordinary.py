@@ -140,7 +140,7 @@ def use():
     return model.users.get_weights()[0], table
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_a_layer_stays_what_it_is(engine, cluster):
     stock = trained(seeded(Recommender))
     expected = [layer.get_weights()[0] for layer in (stock.users, stock.items)]
@@ -196,7 +196,7 @@ def write(directory):
     return weights, found
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_files_are_those_of_stock_keras(engine, cluster, tmp_path):
     ids, _ = examples()
     ranks = cluster(engine, 2).run(write, str(tmp_path))

@@ -672,7 +672,7 @@ def regularize_and_constrain():
     return errors, [model.get_weights() for model in (spread, whole)]
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_what_needs_the_whole_table_is_refused(cluster, engine):
     expected = [
         one_process(

@@ -109,7 +109,7 @@ def train(combiner):
     return history.history["loss"], model.get_weights()
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_several_processes_train_as_one(engine, cluster):
     expected, weights = train("sqrtn")
     for losses, found in cluster(engine, 2).run(train, "sqrtn"):

@@ -440,7 +440,7 @@ def messages():
     }
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_many_tables_make_as_many_messages_as_one(engine, cluster):
     for found in cluster(engine, 2).run(messages):
         for one, many in found.values():

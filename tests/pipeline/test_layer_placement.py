@@ -10,7 +10,7 @@ from keras_sparsity.launch import command_line
 from keras_sparsity.stages.layer_placement import LayerSize
 from keras_sparsity.stages.profile import GradientSize, Profile
 from keras_sparsity.stages.split_costs import fastest, split_costs
-from tests.conftest import engines
+from tests.conftest import covering, engines
 from tests.pipeline import placement_functions
 
 
@@ -37,26 +37,34 @@ def check(rank, expected, moved):
     )
 
 
-@pytest.mark.parametrize("engine", engines())
+_BY_WORKER = {"tail_batches": "by_worker"}
+_AT_SERVERS = {"head_gradients": "server"}
+_TWO_TAILS = {"num_tail_workers": 2}
+_USUAL = [
+    ("native", "convolutional", 3, 22, {}),
+    # The last batch has one example, of two workers.
+    ("horovod", "ids", 3, 17, {}),
+    ("native", "convolutional", 2, 22, {}),
+    ("horovod", "convolutional", 3, 22, _AT_SERVERS),
+    ("native", "ids", 4, 22, _BY_WORKER),
+    ("horovod", "convolutional", 5, 22, _TWO_TAILS),
+    ("native", "ids", 4, 17, _TWO_TAILS),
+    ("horovod", "ids", 5, 22, _TWO_TAILS | _BY_WORKER),
+]
+# Also of rows of an `Embedding`, and sums over the tails.
+_MORE = [("native", "ids", 5, 17, _TWO_TAILS | _AT_SERVERS)]
+
+
 @pytest.mark.parametrize(
-    ("name", "size", "num_examples", "options"),
-    [
-        ("convolutional", 3, 22, {}),
-        # The last batch has one example, of two workers.
-        ("ids", 3, 17, {}),
-        ("convolutional", 2, 22, {}),
-        ("convolutional", 3, 22, {"head_gradients": "server"}),
-        # Also of rows of an `Embedding`, and sums over the tails.
-        pytest.param(
-            *("ids", 5, 17),
-            {"num_tail_workers": 2, "head_gradients": "server"},
-            marks=pytest.mark.all_cells,
-        ),
-        ("ids", 4, 22, {"tail_batches": "by_worker"}),
-        ("convolutional", 5, 22, {"num_tail_workers": 2}),
-        ("ids", 4, 17, {"num_tail_workers": 2}),
-        ("ids", 5, 22, {"num_tail_workers": 2, "tail_batches": "by_worker"}),
-    ],
+    ("engine", "name", "size", "num_examples", "options"),
+    covering(
+        [
+            (engine, *case)
+            for engine in ("native", "horovod")
+            for _, *case in _USUAL + _MORE
+        ],
+        _USUAL,
+    ),
 )
 def test_as_one_process(
     cluster, engine, name, size, num_examples, options, tmp_path
@@ -148,7 +156,7 @@ def test_what_cannot_divide_columns(cluster):
         assert "no `Dense` layer to divide" in messages[2]
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_models_that_gain_nothing_are_left_to_data_parallelism(cluster, engine):
     ranks = cluster(engine, 2).run(placement_functions.left, {})
     model = placement_functions.compiled("ids")
@@ -233,7 +241,7 @@ def test_plan_of_columns(cluster):
     assert "| columns |" in plan.markdown()
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_workers_begin_alike_and_draw_differently(cluster, engine, tmp_path):
     first, second, tail = cluster(engine, 3, has_groups=True).run(
         placement_functions.shared, str(tmp_path)

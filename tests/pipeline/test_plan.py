@@ -75,7 +75,7 @@ def test_sizes(cluster, schedule, tmp_path, capsys):
     assert "dense_2 to dense_4 (3)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_masks_and_unknown_sizes(cluster, engine):
     ranks = cluster(engine, 2).run(pipeline_functions.planned_branches)
     (plan, _), (other, _) = ranks

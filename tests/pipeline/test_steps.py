@@ -1,13 +1,14 @@
 """N stages train as one process that accumulates the micro-batches does."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
 import pytest
 
 from tests import pipeline_functions
-from tests.conftest import engines
+from tests.conftest import covering, engines
 
 _CUTS = {
     "dense": [["dense_1"], ["dense_0", "dense_2"]],
@@ -66,9 +67,20 @@ def _distance(weights, others):
     return np.sqrt(sum(squares))
 
 
-@pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("model", ["dense", "branches"])
+@pytest.mark.parametrize(
+    ("engine", "model", "schedule"),
+    covering(
+        itertools.product(
+            ("native", "horovod"), ("dense", "branches"), ("gpipe", "1f1b")
+        ),
+        [
+            ("native", "dense", "1f1b"),
+            ("native", "branches", "gpipe"),
+            ("horovod", "dense", "gpipe"),
+            ("horovod", "branches", "1f1b"),
+        ],
+    ),
+)
 def test_two_stages(cluster, engine, model, schedule):
     cuts = _CUTS[model][0]
     optimizer, num_examples = "momentum", 22
@@ -78,15 +90,26 @@ def test_two_stages(cluster, engine, model, schedule):
     check(ranks, model, optimizer, num_examples)
 
 
-@pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize(
-    ("model", "optimizer", "schedule"),
-    [
-        ("dense", "adam", "1f1b"),
-        ("dense", "sgd", "gpipe"),
-        ("branches", "adam", "1f1b"),
-        ("nested", "adam", "1f1b"),
-    ],
+    ("engine", "model", "optimizer", "schedule"),
+    covering(
+        [
+            (engine, *case)
+            for engine in ("native", "horovod")
+            for case in [
+                ("dense", "adam", "1f1b"),
+                ("dense", "sgd", "gpipe"),
+                ("branches", "adam", "1f1b"),
+                ("nested", "adam", "1f1b"),
+            ]
+        ],
+        [
+            ("native", "dense", "sgd", "gpipe"),
+            ("native", "nested", "adam", "1f1b"),
+            ("horovod", "dense", "adam", "1f1b"),
+            ("horovod", "branches", "adam", "1f1b"),
+        ],
+    ),
 )
 def test_three_stages(cluster, engine, model, optimizer, schedule):
     cuts = _CUTS[model][1]
@@ -104,15 +127,26 @@ def test_a_batch_smaller_than_the_number_of_micro_batches(cluster):
     check(ranks, "dense", "momentum", 17)
 
 
-@pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize(
-    ("model", "optimizer", "schedule"),
-    [
-        ("dense", "momentum", "gpipe"),
-        ("branches", "adam", "1f1b"),
-        ("branches", "clipped", "1f1b"),
-        ("mixed", "scaled", "gpipe"),
-    ],
+    ("engine", "model", "optimizer", "schedule"),
+    covering(
+        [
+            (engine, *case)
+            for engine in ("native", "horovod")
+            for case in [
+                ("dense", "momentum", "gpipe"),
+                ("branches", "adam", "1f1b"),
+                ("branches", "clipped", "1f1b"),
+                ("mixed", "scaled", "gpipe"),
+            ]
+        ],
+        [
+            ("native", "branches", "clipped", "1f1b"),
+            ("native", "mixed", "scaled", "gpipe"),
+            ("horovod", "dense", "momentum", "gpipe"),
+            ("horovod", "branches", "clipped", "1f1b"),
+        ],
+    ),
 )
 def test_four_stages(cluster, engine, model, optimizer, schedule):
     """Also what needs the gradients of all stages: norms, finiteness."""
@@ -127,7 +161,7 @@ def test_four_stages(cluster, engine, model, optimizer, schedule):
     check(ranks, model, optimizer, 22)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_loss_scaling_and_a_norm_of_all_gradients(cluster, engine):
     ranks = cluster(engine, 2).run(
         pipeline_functions.train, "mixed", "scaled", ["dense_1"], "1f1b", 22
@@ -135,7 +169,7 @@ def test_loss_scaling_and_a_norm_of_all_gradients(cluster, engine):
     check(ranks, "mixed", "scaled", 22)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_messages_of_16_bits(cluster, engine):
     """As one process that rounds what crosses the cut, both ways."""
     ranks = cluster(engine, 2).run(
@@ -154,7 +188,7 @@ def test_messages_of_16_bits(cluster, engine):
     assert _distance(rounded, exact) > 1e-3
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_messages_of_16_bits_without_a_flush(cluster, engine):
     exact, rounded = (
         cluster(engine, 2).run(

@@ -30,7 +30,7 @@ _REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_stages_of_each_kind(cluster, engine):
     ranks = cluster(engine, 2).run(pipeline_functions.strategies)
     found = ranks[0]
@@ -42,7 +42,7 @@ def test_stages_of_each_kind(cluster, engine):
     assert np.isfinite(found["fitted"]).all()
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_slow_links_are_crossed_where_the_model_is_narrow(cluster, engine):
     for stages, rates in cluster(engine, 2).run(
         pipeline_functions.cut_by_slow_links
@@ -60,7 +60,7 @@ def test_refusals(cluster):
             assert re.search(_REFUSALS[name], message, re.DOTALL), message
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_a_loaded_model_goes_on_to_the_bit(cluster, engine, tmp_path):
     for rank in cluster(engine, 2).run(
         pipeline_functions.resumed, str(tmp_path)

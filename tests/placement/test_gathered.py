@@ -146,7 +146,7 @@ def messages():
     return found, {role for role in roles if role.startswith(ROLE)}
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_many_embeddings_make_as_many_messages_as_one(engine, cluster):
     for found, roles in cluster(engine, 2).run(messages, timeout=400):
         for kind, (one, many) in found.items():

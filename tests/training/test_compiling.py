@@ -147,7 +147,7 @@ def apply_on_ranks():
     return apply(Script(ks.HybridStrategy()))
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_step_applies_its_gradients(cluster, engine):
     expected = apply(Script())
     for found in cluster(engine, 2).run(apply_on_ranks):

@@ -38,7 +38,7 @@ def fit_generator():
     return distributed.get_weights(), history
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_a_generator_is_read_once_and_whole(cluster, engine):
     stock = model()
     stock.compile("sgd", "mse", metrics=["mae"])

@@ -103,7 +103,7 @@ def messages():
     return one, [messages_of(*case) for _, *case in MORE]
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_many_tables_make_as_many_messages_as_one(engine, cluster):
     for one, more in cluster(engine, 2).run(messages, timeout=200):
         assert min(one.values()) > 3  # a pull and a push

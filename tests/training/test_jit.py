@@ -61,7 +61,7 @@ def compiled(lines):
     return found, asked, lines
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_steps_are_compiled_between_messages(cluster, engine):
     stock = model_of(keras.layers.Embedding)
     compile(stock, jit_compile=True)

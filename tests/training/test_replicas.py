@@ -118,7 +118,7 @@ def change_between_runs(path):
     return messages, dense.get_weights()
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_weights_that_one_rank_sets_are_refused(cluster, engine, tmp_path):
     path = tmp_path / "of_both.weights.h5"
     results = cluster(engine, 2).run(set_before_training, str(path))
@@ -131,7 +131,7 @@ def test_weights_that_one_rank_sets_are_refused(cluster, engine, tmp_path):
             np.testing.assert_array_equal(values, 5.0)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_replicas_that_one_rank_changed_are_seen(cluster, engine, tmp_path):
     path = tmp_path / "between.weights.h5"
     first, second = cluster(engine, 2).run(change_between_runs, str(path))

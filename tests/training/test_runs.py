@@ -104,7 +104,7 @@ def without_labels_on_ranks():
     return without_labels(ks.HybridStrategy(prefetch=True))
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_inputs_without_labels_keep_their_structure(cluster, engine):
     expected = without_labels()
     for found in cluster(engine, 2).run(without_labels_on_ranks):

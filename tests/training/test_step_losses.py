@@ -190,7 +190,7 @@ def trained_distributed():
     return trained(ks.HybridStrategy())
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_own_loops_and_steps_train_and_log_as_in_one_process(cluster, engine):
     expected = trained(tf.distribute.get_strategy())
     for found in cluster(engine, 2).run(trained_distributed):

@@ -212,7 +212,7 @@ def check_all_own(found):
             )
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_own_steps_log_and_own_runs_run_as_in_one_process(cluster, engine):
     for found in cluster(engine, 2).run(all_own_distributed):
         check_all_own(found)

@@ -93,7 +93,7 @@ def own_values(rank):
     return np.random.default_rng(rank).normal(size=(3, DIM)).astype("float32")
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_sum_is_of_each_ranks_own_mean(cluster, engine):
     values = own_values(0) + own_values(1)
     rows = np.zeros((ROWS, DIM))
