@@ -48,14 +48,17 @@ def engines(*names, usually=None):
     ]
 
 
-def engines_and_sizes():
+def engines_and_sizes(usually):
     """Parameters for `parametrize(("engine", "num_processes"), ...)`.
 
-    Each engine and each of 2 and 4 processes, but not their product: for what
-    stands on collectives, which have a suite of their own.
+    4 processes of the native engine, or 2 of Horovod: for what stands on
+    collectives, which have a suite of their own.
+
+    Args:
+        usually: the engine that `make test` takes.
     """
-    (horovod,) = engines("horovod")
-    return [("native", 4), pytest.param("horovod", 2, marks=horovod.marks)]
+    cells = [("native", 4), ("horovod", 2)]
+    return covering(cells, [cell for cell in cells if cell[0] == usually])
 
 
 def covering(every, usual):

@@ -23,21 +23,6 @@ _ALL = [(w, s) for w in (2, 3) for s in (1, 2)]
 _USUAL = {"native": (3, 2), "horovod": (2, 1)}
 
 
-def splits():
-    """Parameters: an engine, the numbers of workers and of servers."""
-    return [
-        pytest.param(
-            *(*engine.values, *split),
-            marks=[
-                *engine.marks,
-                *[pytest.mark.all_cells] * (_USUAL[engine.values[0]] != split),
-            ],
-        )
-        for engine in engines()
-        for split in _ALL
-    ]
-
-
 CELLS = [
     Cell(
         optimizer="Adam",
@@ -96,7 +81,13 @@ def _reference():
 
 @pytest.mark.filterwarnings("ignore:.*shuffle=True.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize(("engine", "num_workers", "num_servers"), splits())
+@pytest.mark.parametrize(
+    ("engine", "num_workers", "num_servers"),
+    covering(
+        [(engine, *split) for engine in _USUAL for split in _ALL],
+        [("native", *_USUAL["native"])],
+    ),
+)
 def test_every_input_ends_with_the_workers(
     cluster, engine, num_workers, num_servers
 ):
@@ -122,7 +113,7 @@ def test_every_input_ends_with_the_workers(
         assert set(of_slots.values()) == {num_rows}
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_a_loop_of_ones_own(cluster, engine):
     """Losses, sums, gathered outputs and metrics are those of the workers."""
     split = _USUAL[engine]

@@ -126,7 +126,9 @@ def _read(dataset, epochs=2):
     return [[_listed(batch)[0] for batch in dataset] for _ in range(epochs)]
 
 
-@pytest.mark.parametrize(("engine", "num_processes"), engines_and_sizes())
+@pytest.mark.parametrize(
+    ("engine", "num_processes"), engines_and_sizes("native")
+)
 def test_every_example_is_read_once(cluster, engine, num_processes, tmp_path):
     cases = [
         (source, by)

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import gc
+import itertools
 import typing
 
 import keras
@@ -182,7 +183,7 @@ CASES = {
     "tied": Case(1, make=tied, num_examples=5 * BATCH + 1),
 }
 ON_HOROVOD = ("kept", "exact", "narrow", "moved", "assigned", "classes")
-NOT_IN_MAKE_TEST = ("one", "narrow", "eager", "elsewhere")
+NOT_IN_MAKE_TEST = ("one", "narrow", "eager", "elsewhere", "assigned")
 
 
 def train(prefetch, name, local_aggregation=False):
@@ -348,9 +349,19 @@ def under_way_where_ids_are_checked(make, prefetch):
     return oracles.under_way(graphs[-1], "ids_are_inside")
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-@pytest.mark.parametrize("make", [one, several, classes])
-@pytest.mark.parametrize("engine", engines(usually="native"))
+@pytest.mark.parametrize(
+    ("engine", "make", "prefetch"),
+    covering(
+        itertools.product(
+            ("native", "horovod"), (one, several, classes), (True, False)
+        ),
+        [
+            ("native", one, True),
+            ("native", several, False),
+            ("native", classes, True),
+        ],
+    ),
+)
 def test_nothing_is_under_way_where_a_step_may_end(
     engine, make, prefetch, cluster
 ):

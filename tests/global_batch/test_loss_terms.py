@@ -147,7 +147,9 @@ def compare_with_stock(cases):
     return wrong
 
 
-@pytest.mark.parametrize(("engine", "num_processes"), engines_and_sizes())
+@pytest.mark.parametrize(
+    ("engine", "num_processes"), engines_and_sizes("native")
+)
 def test_value_and_gradient_are_of_the_whole_batch(
     cluster, engine, num_processes
 ):

@@ -149,7 +149,9 @@ def compare_with_stock(names):
     return wrong
 
 
-@pytest.mark.parametrize(("engine", "num_processes"), engines_and_sizes())
+@pytest.mark.parametrize(
+    ("engine", "num_processes"), engines_and_sizes("horovod")
+)
 def test_results_are_of_the_whole_data(cluster, engine, num_processes):
     names = list(METRICS)
     results = cluster(engine, num_processes).run(compare_with_stock, names)

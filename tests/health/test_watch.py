@@ -212,6 +212,7 @@ CASES = [
         codes=(1, 1, -9),
         silent=(2,),
         num_servers=1,
+        engines=("native",),
     ),
     Case(
         "fail_in_pipeline",
@@ -219,6 +220,7 @@ CASES = [
         message=("the process of rank 1 is gone: it was killed",),
         codes=(1, -9),
         silent=(1,),
+        engines=("native",),
     ),
     Case(
         "fail_in_pipeline",
@@ -226,6 +228,7 @@ CASES = [
         message=("the process of rank 1 is gone: it was killed",),
         codes=(1, -9),
         silent=(1,),
+        engines=("horovod",),
     ),
     Case(
         "fail_in_pipeline",

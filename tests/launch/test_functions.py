@@ -21,7 +21,7 @@ def _said(text, start):
     return [line for line in text.splitlines() if line.startswith(start)]
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_run_returns_the_results_by_rank(engine, capfd):
     results = launch.run(
         launch_functions.describe,

@@ -13,7 +13,7 @@ from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
 from keras_sparsity.update import lookups, rules
 from tests import oracles
-from tests.conftest import engines
+from tests.conftest import covering, engines
 
 NUM_CLASSES, NUM_SAMPLED, DIM = 40, 12, 6
 SEED = 11
@@ -369,7 +369,6 @@ def test_exported_mixed_precision_model_has_the_same_logits():
 # or fewer, or none.
 BATCH_SIZES = (7, 8, 1, 2)
 # With 1 a rank owns no row; with 3, the inputs' rows are pulled, too.
-NUM_PARTITIONS = (1, 3)
 TRAINED_BY = {
     "adagrad": lambda: keras.optimizers.Adagrad(0.1),
     # It moves untouched rows, which are brought up to date when read.
@@ -448,15 +447,14 @@ def _train(num_partitions, rule):
 
 @pytest.mark.parametrize(
     ("engine", "num_partitions", "rule"),
-    [
-        pytest.param(*engine.values, count, "adagrad", marks=engine.marks)
-        for count in NUM_PARTITIONS
-        for engine in engines(usually="native" if count == 1 else "horovod")
-    ]
-    + [
-        pytest.param(*engine.values, 3, "adam", marks=engine.marks)
-        for engine in engines(usually="native")
-    ],
+    covering(
+        [
+            (engine, *case)
+            for engine in ("native", "horovod")
+            for case in ((1, "adagrad"), (3, "adagrad"), (3, "adam"))
+        ],
+        [("horovod", 1, "adagrad"), ("native", 3, "adam")],
+    ),
 )
 def test_two_processes_give_what_one_gives(
     cluster, engine, num_partitions, rule

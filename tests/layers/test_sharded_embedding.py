@@ -12,7 +12,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.tables import initial_values
 from tests import oracles
-from tests.conftest import engines
+from tests.conftest import covering, engines
 
 try:
     from keras.src.layers.core import embedding_test as keras_tests
@@ -754,8 +754,17 @@ def train_on_bad_id(bad, position):
     return messages
 
 
-@pytest.mark.parametrize("engine", engines(usually="horovod"))
-@pytest.mark.parametrize(("bad", "position"), [(-1, 0), (ROWS, 7)])
+@pytest.mark.parametrize(
+    ("engine", "bad", "position"),
+    covering(
+        [
+            (engine, *case)
+            for engine in ("native", "horovod")
+            for case in ((-1, 0), (ROWS, 7))
+        ],
+        [("horovod", ROWS, 7)],
+    ),
+)
 def test_id_outside_is_an_error_on_every_rank(cluster, engine, bad, position):
     for messages in cluster(engine, 2).run(train_on_bad_id, bad, position):
         assert len(messages) == 3
