@@ -125,12 +125,11 @@ def test_a_script_gets_its_arguments(run, script, tmp_path):
 
 def test_horovod_and_a_module(run, script, tmp_path):
     pytest.importorskip("horovod")
-    with forked.ranks():
-        done = run(
-            *("-n", "2", "--engine", "horovod", "--max-restarts", "1"),
-            *("-m", "script", "kill,arguments"),
-            PYTHONPATH=str(tmp_path),
-        )
+    done = run(
+        *("-n", "2", "--engine", "horovod", "--max-restarts", "1"),
+        *("-m", "script", "kill,arguments"),
+        PYTHONPATH=str(tmp_path),
+    )
     assert done.code == 0, done.err
     assert "rank 1 of 2 was killed by SIGKILL" in done.err
     assert "; restart 1 of 1.\n" in done.err
