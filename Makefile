@@ -83,7 +83,8 @@ bench: $(NEW)/.installed $(HOROVOD)/.installed  ## Every benchmark
 	set -e; for benchmark in benchmarks/[a-z]*.py; do \
 		python=$(NEW)/bin/python; \
 		case $$benchmark in */before_after.py) continue;; \
-			*/all_to_all.py|*/scaling.py) python=$(HOROVOD)/bin/python;; esac; \
+			*/all_to_all.py|*/scaling.py|*/jobs.py|\
+		*/layer_placement.py|*/pipeline.py) python=$(HOROVOD)/bin/python;; esac; \
 		echo "== $$benchmark"; $$python $$benchmark; done
 
 clean:  ## Remove the virtual environments and what the tools wrote

@@ -200,7 +200,10 @@ def on_cluster(args, models, way, rate):
         for job in range(len(models)):
             with open(os.path.join(folder, f"times-{job}")) as file:
                 jobs.append(json.load(file))
-    return [_BATCH * speed for speed in together(jobs)]
+    batch = _BATCH
+    if way == _HOROVOD:  # Its processes have equal parts.
+        batch = _BATCH // args.machines * args.machines
+    return [batch * speed for speed in together(jobs)]
 
 
 def _command(args, cluster, folder, models, job, way):

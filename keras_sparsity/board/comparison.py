@@ -73,7 +73,11 @@ def _as_measured(cluster, communicator):
         cluster = dataclasses.replace(
             cluster, processes_per_processor=communicator.size
         )
-    if None not in (cluster.megabits_per_second, cluster.message_seconds):
+    if None not in (
+        cluster.megabits_per_second,
+        cluster.message_seconds,
+        cluster.message_seconds_per_byte,
+    ):
         return cluster
     link, processor = speeds.measure_messages(
         communicator, shared_by(cluster, cluster.size)
@@ -86,7 +90,8 @@ def _as_measured(cluster, communicator):
         )
         measured["latency_seconds"] = link.latency_seconds or None
     if cluster.message_seconds is None:
-        measured["message_seconds"] = processor.latency_seconds
+        measured["message_seconds"] = processor.latency_seconds or None
+    if cluster.message_seconds_per_byte is None:
         per_byte = processor.seconds_per_byte or None
         measured["message_seconds_per_byte"] = per_byte
     return dataclasses.replace(cluster, **measured)

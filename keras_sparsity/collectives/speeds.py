@@ -94,24 +94,30 @@ def measure_messages(communicator, num_sharing):
         max(_LEAST_SECONDS, works_once * (others + 1) / (2 * others)),
         _line(sent, works).seconds_per_byte / 2,
     )
-    return _of_link(sent, whole, processor, num_sharing, others), processor
+    return _divided(_line(sent, whole), processor, num_sharing, others)
 
 
-def _of_link(sent, whole, processor, num_sharing, others):
-    """The `Speed` of a link, by the times of sums in a ring.
+def _divided(whole, processor, num_sharing, others):
+    """`(Speed of a link, Speed of a processor)`, by sums in a ring.
+
+    Together they take as long as a sum: processes that share several
+    processors work at once, and so for less than their own times.
 
     Args:
-        sent: two numbers of bytes that each rank sends.
-        whole: the times of these sums.
-        processor: `Speed` of a message's sender, and of its receiver.
+        whole: `Speed` of a sum, by the bytes that each rank sends.
+        processor: `Speed` of a message's sender, and of its receiver, by
+            their processor times.
         num_sharing: as for `measure_messages`.
         others: the number of ranks less one.
     """
     ends = 2 * num_sharing
-    found = _line(sent, whole)
-    latency = found.latency_seconds - ends * processor.latency_seconds
-    per_byte = found.seconds_per_byte - ends * processor.seconds_per_byte
-    return Speed(max(0.0, latency) / (2 * others), max(0.0, per_byte))
+    processor = Speed(
+        min(processor.latency_seconds, whole.latency_seconds / ends),
+        min(processor.seconds_per_byte, whole.seconds_per_byte / ends),
+    )
+    latency = whole.latency_seconds - ends * processor.latency_seconds
+    per_byte = whole.seconds_per_byte - ends * processor.seconds_per_byte
+    return Speed(latency / (2 * others), per_byte), processor
 
 
 def _idle_share():

@@ -114,9 +114,12 @@ class InFlight:
         """
         turn = int(self._turn)
         num_passes = int(self._passes.size) if self._passes else 0
-        is_whole = num_passes == min(turn, self._num_ahead) and int(
-            self._results.size
-        ) == (turn > self._num_ahead and not self._stage.is_first)
+        has_result = turn > self._num_ahead and not self._stage.is_first
+        is_whole = (
+            num_passes == int(self._sizes.size) == min(turn, self._num_ahead)
+            and int(self._results.size) == has_result
+            and not int(self._arrived.size)
+        )
         return turn if is_whole else -1
 
     def clear(self):

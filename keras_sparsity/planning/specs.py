@@ -24,14 +24,14 @@ class Cluster:
             processors' time at its ends. None: it is not counted.
         message_seconds: processor time of an empty message, where it is sent
             and where it arrives. None: it is not counted.
-        message_seconds_per_byte: processor time of each byte of a message,
-            where it is sent and where it arrives. None: it is not counted.
         relative_speed: computation of a machine, relative to the one that
             makes the plan.
         processes_per_processor: the number of processes that share the
             computation of one machine: by default L; more where several
             machines are emulated on one.
         memory_bytes: memory of a process. None: it is not compared.
+        message_seconds_per_byte: processor time of each byte of a message,
+            where it is sent and where it arrives. None: it is not counted.
 
     Raises:
         ValueError: if a number is not positive, or a count above 100,000.
@@ -50,10 +50,10 @@ class Cluster:
     megabits_per_second: float | None = None
     latency_seconds: float | None = None
     message_seconds: float | None = None
-    message_seconds_per_byte: float | None = None
     relative_speed: float = 1.0
     processes_per_processor: int | None = None
     memory_bytes: float | None = None
+    message_seconds_per_byte: float | None = None
 
     def __post_init__(self):
         for name in ("num_machines", "processes_per_machine"):

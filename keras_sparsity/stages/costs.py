@@ -72,7 +72,7 @@ class StrategyCost:
         way: `"data parallelism"`, `"layer placement"` or `"pipeline"`.
         step_seconds: the predicted time of a step.
         computation_seconds: the part of it in which the busiest processor
-            computes.
+            computes, sends and receives.
         link_seconds: the time in which the busiest link carries messages.
         busiest_bytes: bytes of a step on the busiest link, in one direction.
         memory_bytes: tuple of the bytes of a process: of data parallelism one

@@ -34,7 +34,8 @@ def data_parallel(facts, cluster, num_examples, engine):
     total = plan.total
     busiest = max(*total.sent_bytes, *total.received_bytes)
     dense = _Sums(facts, plan, cluster, shared)
-    rows = _of_rows(plan, cluster, shared, busiest - dense.link_bytes)
+    of_rows = max(0.0, busiest - dense.link_bytes)
+    rows = _of_rows(plan, cluster, shared, of_rows, engine)
     spread = {
         choice.variable.name
         for choice in plan.choices
@@ -58,31 +59,41 @@ def data_parallel(facts, cluster, num_examples, engine):
     )
 
 
-def _of_rows(plan, cluster, shared, num_bytes):
+def _of_rows(plan, cluster, shared, num_bytes, engine):
     """`(time of links, time of processors)` of the rows of all variables.
 
     Args:
-        plan, cluster: as in `data_parallel`.
+        plan, cluster, engine: as in `data_parallel`.
         shared: the number of processes that share a processor.
         num_bytes: bytes on the busiest link, in one direction.
     """
     others = cluster.num_machines - 1
     # Messages after each other: in a ring, and to and from owners.
     hops = {"allreduce": 2 * others, "allgather": others, "ps": 3}
-    paths = {
-        choice.architecture
-        for choice in plan.choices
-        if choice.variable.is_sparse
-    }
-    if not others:
-        return 0.0, 0.0
+    rows = [choice for choice in plan.choices if choice.variable.is_sparse]
+    paths = {choice.architecture for choice in rows}
     num_operations = sum({"ps": 3}.get(path, 1) for path in paths)
-    # Those of a machine's processes together.
-    of_process = num_bytes / cluster.processes_per_machine
-    return (
-        link_seconds(cluster, num_bytes, sum(hops[path] for path in paths)),
-        shared * processor_seconds(cluster, 2 * of_process, 2 * num_operations),
+    of_process = sum(_process_bytes(each, cluster, engine) for each in rows)
+    at_processors = processor_seconds(
+        cluster, 2 * of_process, 2 * num_operations
     )
+    on_links = 0.0
+    if others:
+        num_messages = sum(hops[path] for path in paths)
+        on_links = link_seconds(cluster, num_bytes, num_messages)
+    return on_links, shared * at_processors
+
+
+def _process_bytes(choice, cluster, engine):
+    """Bytes that a process sends, or receives, of one variable's rows."""
+    where, num_processes = planning.Cluster(cluster.size), 1
+    if choice.architecture == "ps" and cluster.num_machines > 1:
+        # A machine's processes pull and push together.
+        where, num_processes = cluster, cluster.processes_per_machine
+    cost = planning.engine_bytes(
+        choice.variable, choice.architecture, where, engine
+    )
+    return max(*cost.sent_bytes, *cost.received_bytes) / num_processes
 
 
 class _Sums:

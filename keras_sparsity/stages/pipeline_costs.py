@@ -218,8 +218,8 @@ class PipelineCosts:
         """The processor's part of it."""
         update = sum(self._facts.profile.update_seconds[self._calls[stage]])
         seconds = update / self._cluster.relative_speed
-        if self._num_replicas > 1:
-            sent = self._ring_bytes(stage)
+        sent = self._ring_bytes(stage)
+        if sent:
             seconds += processor_seconds(self._cluster, 2 * sent, 2)
         return seconds
 

@@ -114,8 +114,8 @@ class RankGroup:
         if self._size < 2:
             return 0.0
         rows = self.row_bytes(calls)
+        num_operations = bool(num_bytes) + 3 * bool(rows)
         num_bytes += rows * (self._size - 1) / self._size
-        num_operations = 1 + 3 * bool(rows)
         return self.processor_seconds(2 * num_bytes, 2 * num_operations)
 
     def processor_seconds(self, num_bytes, num_messages):

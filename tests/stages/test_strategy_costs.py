@@ -150,21 +150,34 @@ def test_messages_take_the_time_of_processors():
     assert whole.step_seconds == pytest.approx(2 * works["data parallelism"])
 
 
-def test_rows_of_tables_take_the_time_of_processors():
+@pytest.mark.parametrize(
+    ("cluster", "num_ends", "row_bytes"),
+    [
+        # A sum of dense gradients; numbers, rows and their gradients.
+        ((2, 1), 2 * (1 + 3), 520),
+        # Two sums: where nothing travels on a link, the first way is chosen.
+        ((1, 2), 2 * (1 + 1), 4_000),
+    ],
+)
+def test_rows_of_tables_take_the_time_of_processors(
+    cluster, num_ends, row_bytes
+):
     table = VariableSpec("table", (1_000, 1), 0.1)
     made = dataclasses.replace(facts(), specs=(table, *facts().specs[1:]))
     of_messages = {"message_seconds": 1.0, "message_seconds_per_byte": 1e-3}
-    found = [
-        strategy_costs(
-            made, Cluster(2, megabits_per_second=RATE, **options), EXAMPLES
+    options = {"megabits_per_second": RATE, "processes_per_processor": 1}
+
+    def found(cluster, options):
+        made_costs = strategy_costs(
+            made, Cluster(*cluster, **options), EXAMPLES
         )
-        for options in ({}, of_messages)
-    ]
+        return next(c for c in made_costs if c.way == "data parallelism")
+
+    dense_bytes = found((2, 1), options).busiest_bytes - 520
     free, counted = (
-        next(c for c in each if c.way == "data parallelism") for each in found
+        found(cluster, each) for each in (options, options | of_messages)
     )
-    # A sum, and ids, rows and their gradients.
-    expected = 2 * 4 + 2e-3 * free.busiest_bytes
+    expected = num_ends + 2e-3 * (dense_bytes + row_bytes)
     assert counted.step_seconds - free.step_seconds == pytest.approx(expected)
 
 
