@@ -110,8 +110,9 @@ class HybridStrategy(ProcessStrategy):
             servers apply at once: one update for each batch. No worker is
             more than s steps ahead of the slowest. The servers are
             TensorFlow's own: the dedicated ones, or else one in each process;
-            each holds whole variables with their slots. With dedicated servers
-            training goes on without a worker that dies.
+            each holds some variables, or pieces of large ones, with their
+            slots. With dedicated servers training goes on without a worker
+            that dies.
             `sparse_updates="exact"` takes rules that leave untouched rows of an
             `Embedding` alone.
             `"fixed"`: exactly s steps old. All ranks train on their parts of

@@ -32,14 +32,22 @@ def without_autocast():
 
 
 @contextlib.contextmanager
-def tracing_shapes():
+def tracing_shapes(on_update=lambda: None):
     """While entered, layers are called without effects on their state.
 
     As Keras calls them for the shapes of their outputs.
+
+    Args:
+        on_update: function that is called in place of each assignment.
     """
     from keras.src.backend.common import stateless_scope, symbolic_scope
 
-    with stateless_scope.StatelessScope(), symbolic_scope.SymbolicScope():
+    class Scope(stateless_scope.StatelessScope):
+        def add_update(self, update):
+            on_update()
+            super().add_update(update)
+
+    with Scope(), symbolic_scope.SymbolicScope():
         yield
 
 

@@ -55,7 +55,7 @@ def _check_layers(model):
                 f"The layer '{layer.name}' exchanges rows in steps of all "
                 'ranks together, and with `delay="bounded"` each rank takes '
                 f"its own. Received: a {type(layer).__name__}. Use "
-                "`keras.layers.Embedding`, whose rows are at a server then, "
+                "`keras.layers.Embedding`, whose rows are at servers then, "
                 'or `delay="fixed"`.'
             )
 

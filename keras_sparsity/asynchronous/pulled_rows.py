@@ -15,12 +15,13 @@ class PulledRows:
     Args:
         variable: the model's.
         pull: function of row numbers, a NumPy array, that returns the rows.
+        read_version: function of a tensor that is there when the step has
+            pulled its weights, also for a `tf.function` that others call too.
         layer_name: the layer's name, for messages.
         keeps: whether `read` is to give the rows of a step.
 
     Attributes:
         variable: the model's.
-        version: tensor that is there when the step has pulled its weights.
     """
 
     # What `CurrentVariable` asks for.
@@ -28,11 +29,11 @@ class PulledRows:
     # What `foreseen` asks for.
     is_sharded = sends_messages = True
 
-    def __init__(self, variable, pull, layer_name, keeps):
+    def __init__(self, variable, pull, read_version, layer_name, keeps):
         self.variable, self._pull = variable, pull
+        self._read_version = read_version
         self._layer_name, self._keeps = layer_name, keeps
         self.dim = variable.shape[-1]
-        self.version = None
         self._dtype = tf.as_dtype(variable.dtype)
         self._pulled = []  # in this step, `(row numbers, rows)`
 
@@ -51,6 +52,9 @@ class PulledRows:
         return tf.ensure_shape(rows, [None, self.dim])
 
     def _read(self, ids):
+        if not self._pulled:
+            # The gradients, of a branch that looks up none, are zeros.
+            return np.zeros([len(ids), self.dim], self._dtype.as_numpy_dtype)
         known, rows = map(np.concatenate, zip(*self._pulled, strict=True))
         order = np.argsort(known, kind="stable")
         # Of a row that was read again, the last one.
@@ -62,8 +66,9 @@ class PulledRows:
         rows = foreseen.rows(self, ids, None, self._dtype)
         if rows is None:
             # The version: in a branch, no other operation comes before.
+            told = [ids, self._read_version()]
             rows = tf.numpy_function(
-                self._pull_now, [ids, self.version], self._dtype, stateful=True
+                self._pull_now, told, self._dtype, stateful=True
             )
             rows.set_shape([None, self.dim])
         return rows

@@ -17,9 +17,9 @@ from keras_sparsity.update.compensation import compensated
 class Store:
     """The variables of a model in training.
 
-    Each server holds whole variables with their slots, and counts the pushes
-    that it has applied. A push, and a read of its variables, holds the
-    server's mutex: what is read is the version that is named by the count.
+    Each server holds variables, or pieces of them, with their slots, and counts
+    the pushes that it has applied. A push, and a read of its variables, holds
+    the server's mutex: what is read is the version that is named by the count.
 
     Args:
         servers: `Servers`.

@@ -75,6 +75,7 @@ class Training:
         # Whether this worker waits for slower ones before a step.
         self.is_bounded = True
         self._version = None  # of the last pull
+        self._is_pushed = False  # in the step under way
         self._staleness = collections.Counter()
         self._is_begun = False
         if self._servers.is_first:
@@ -118,7 +119,14 @@ class Training:
         def pull(ids):
             return self.store.rows(variable, ids)
 
-        return PulledRows(variable, pull, layer.name, self._compensates)
+        def read_version():
+            # `_pull` assigns it.
+            iterations = keras_optimizers.iterations(self._optimizer)
+            return tf.convert_to_tensor(iterations.value)
+
+        return PulledRows(
+            variable, pull, read_version, layer.name, self._compensates
+        )
 
     # A step.
 
@@ -136,6 +144,7 @@ class Training:
         """
 
         def reading(batch):
+            self._is_pushed = False
             with read_by(self._readers):
                 return step(batch)
 
@@ -180,15 +189,17 @@ class Training:
         def pulled(*ids):
             return self._pulled(keepers, ids)
 
-        version, *values = tf.numpy_function(
-            pulled,
-            [ids for _, ids, _ in lookups],
-            [
-                tf.int64,
-                *(v.dtype for v in dense),
-                *(dtype for *_, dtype in lookups),
-            ],
-            stateful=True,
+        dtypes = [
+            tf.int64,
+            *(v.dtype for v in dense),
+            *(dtype for *_, dtype in lookups),
+        ]
+        # Eagerly a single result comes without a list.
+        version, *values = tf.nest.flatten(
+            tf.numpy_function(
+                *(pulled, [ids for _, ids, _ in lookups], dtypes),
+                stateful=True,
+            )
         )
         values, rows = values[: len(dense)], values[len(dense) :]
         for variable, value in zip(dense, values, strict=True):
@@ -197,8 +208,6 @@ class Training:
         keras_optimizers.iterations(self._optimizer).assign(
             tf.ensure_shape(version, [])
         )
-        for keeper in self._keepers:
-            keeper.version = version
         for (keeper, *_), of_lookup in zip(lookups, rows, strict=True):
             of_lookup.set_shape([None, keeper.dim])
         return rows
@@ -217,6 +226,17 @@ class Training:
 
     def _push(self, grads, trainable_variables=None):
         """In place of `optimizer.apply`."""
+        if self._is_pushed:
+            raise ValueError(
+                "A step applies gradients twice, and servers take one push of "
+                "each batch. Received: a second `optimizer.apply`. Apply all "
+                'gradients by one call, or use `delay="fixed"`.'
+            )
+        self._is_pushed = True
+        if trainable_variables is None:
+            trainable_variables = keras_optimizers.built_variables(
+                self._optimizer
+            )
         grads, variables = keras_optimizers.without_missing_gradients(
             self._optimizer, list(grads), list(trainable_variables)
         )
@@ -226,7 +246,7 @@ class Training:
         for gradient, variable in zip(grads, variables, strict=True):
             ids.append([])
             if id(variable) in of_rows:
-                gradient = slices.merged(gradient)
+                gradient = slices.merged(_rows_of(gradient))
                 ids[-1] = [tf.cast(gradient.indices, tf.int64)]
                 gradient = gradient.values
             values.append(tf.convert_to_tensor(gradient))
@@ -371,6 +391,16 @@ def _check_constraints(variables):
                 f"{type(variable.constraint).__name__}. Leave it out, or use "
                 '`delay="fixed"`.'
             )
+
+
+def _rows_of(gradient):
+    """The gradient of a table, as rows: that of a loop's lookups is dense."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = tf.where(tf.reduce_any(gradient != 0, -1))[:, 0]
+    return tf.IndexedSlices(
+        tf.gather(gradient, rows), rows, tf.shape(gradient, tf.int64)
+    )
 
 
 def _looked_up(model):

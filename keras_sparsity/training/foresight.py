@@ -256,7 +256,9 @@ class _Scouted:
                 (args, kwargs), given, expand_composites=True
             )
             with (
-                keras_scopes.tracing_shapes(),
+                keras_scopes.tracing_shapes(
+                    lambda: self._check_is_not_kept("changes its state")
+                ),
                 current_variable.read_as_stored([]),
                 self._on_part(),
                 foreseen.by(self),
@@ -286,11 +288,17 @@ class _Scouted:
             return contextlib.nullcontext()
         return empty_parts.computing_on(copy.copy(part))
 
+    def _check_is_not_kept(self, does):
+        """Raises ValueError in a `tf.function` of the user's.
+
+        TensorFlow would keep it as it is traced here.
+        """
+        if tf_graphs.innermost_function() not in (None, self._graph):
+            raise ValueError(f"it calls a tf.function that {does}")
+
     def rows(self, table, ids, columns, dtype):
         """Notes a lookup; zeros in place of its rows, which it must not use."""
-        if tf_graphs.innermost_function() not in (None, self._graph):
-            # TensorFlow would keep that function, which gives zeros.
-            raise ValueError("it calls a tf.function that looks up rows")
+        self._check_is_not_kept("looks up rows")
         shape = tf.concat([tf.shape(ids), [table.dim]], axis=0)
         rows = tf.identity(shaped(tf.zeros(shape, dtype), ids))
         self._computations.stands_for(rows, None)

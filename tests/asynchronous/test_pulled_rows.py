@@ -23,10 +23,13 @@ class Tables(keras.Model):
         number: of the tables.
     """
 
+    has_others = True
+
     def __init__(self, number):
         super().__init__()
         self.tables = [keras.layers.Embedding(ROWS, 3) for _ in range(number)]
-        self.last = keras.layers.Dense(1)
+        if self.has_others:
+            self.last = keras.layers.Dense(1)
         self(np.zeros((1, MANY), "int32"))
 
     def rows(self, ids):
@@ -80,7 +83,62 @@ class InBranch(Tables):
         )
 
 
-def _trained(kind, number, is_served, callbacks=()):
+class Alone(Tables):
+    """Has no other weights than tables."""
+
+    has_others = False
+
+    def call(self, ids):
+        return keras.ops.sum(self.rows(ids), 1, keepdims=True)
+
+
+class InFunctions(keras.Model):
+    """Looks rows up, and changes its state, in functions that are kept."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.table = keras.layers.Embedding(ROWS, 3)
+        self.norm = keras.layers.BatchNormalization()
+        self.last = keras.layers.Dense(number)
+        self.looked_up = tf.function(lambda ids: self.table(ids))
+        self.normed = tf.function(self.norm)
+        self(np.zeros((1, MANY), "int32"))
+
+    def call(self, ids, training=False):
+        rows = self.normed(self.looked_up(ids), training=training)
+        return self.last(keras.ops.mean(rows, 1))
+
+
+class InLoop(keras.Model):
+    """Looks rows up in a loop."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.table = keras.layers.Embedding(ROWS, 3)
+        self.last = keras.layers.Dense(number)
+        self(np.zeros((1, MANY), "int32"))
+
+    def call(self, ids):
+        ids = keras.ops.transpose(ids)
+        rows = tf.map_fn(self.table, ids, fn_output_signature=tf.float32)
+        return self.last(keras.ops.mean(rows, 0))
+
+
+class TwoUpdates(Tables):
+    """Applies the gradients of tables, then the others."""
+
+    def train_step(self, batch):
+        x, y, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+        variables = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, variables)
+        self.optimizer.apply(gradients[:1], variables[:1])
+        self.optimizer.apply(gradients[1:], variables[1:])
+        return {"loss": loss}
+
+
+def _trained(kind, number, is_served, callbacks=(), **options):
     """Weights of a model after `STEPS` steps of an epoch."""
     keras.utils.set_random_seed(1)
     model = kind(number)
@@ -88,14 +146,18 @@ def _trained(kind, number, is_served, callbacks=()):
     if is_served:
         strategy = ks.HybridStrategy(synchronous=False, max_staleness=1)
         with strategy.scope():
-            model.compile(optimizer, "mse")
+            model.compile(optimizer, "mse", **options)
     else:
         oracles.dense_reference(model, optimizer, loss="mse")
     draws = np.random.default_rng(2)
     ids = draws.integers(ROWS, size=(8 * STEPS, MANY)).astype("int32")
     labels = draws.normal(size=(len(ids), 1)).astype("float32")
     model.fit(
-        *(ids, labels, 8), shuffle=False, verbose=0, callbacks=list(callbacks)
+        *(ids, labels, 8),
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+        validation_data=(ids, labels),
     )
     return model.get_weights()
 
@@ -160,6 +222,26 @@ def test_rows_in_a_branch_are_pulled_behind_the_bound(monkeypatch):
     assert events == ["pull", "rows", "rows"] * STEPS
     for one, other in zip(found, _trained(InBranch, 2, False), strict=True):
         np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("kind", [InFunctions, InLoop])
+def test_lookups_in_functions_and_loops(kind):
+    """TensorFlow keeps functions, which no trace before may spoil."""
+    found, expected = (_trained(kind, 1, served) for served in (True, False))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("kind", [Tables, Alone])
+def test_eager_steps(kind):
+    found = _trained(kind, 2, True, run_eagerly=True)
+    for one, other in zip(found, _trained(kind, 2, False), strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+
+
+def test_a_step_pushes_once():
+    with pytest.raises(ValueError, match="applies gradients twice"):
+        _trained(TwoUpdates, 2, True)
 
 
 @pytest.mark.parametrize("num_servers", [0, 2])
