@@ -20,7 +20,7 @@ from keras_sparsity.global_batch import metrics as global_metrics
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.placement import slices
 from keras_sparsity.tables import foreseen
-from keras_sparsity.training import foresight
+from keras_sparsity.training import scouting
 from keras_sparsity.update.clip import Clipping
 
 # Between two looks of a dedicated server at the workers' epoch.
@@ -153,7 +153,7 @@ class Training:
             if self._keepers and not tf.executing_eagerly():
                 is_first = self._collectives.rank == 0
                 told = self._model, reading, batch, is_first
-                scouted = foresight.scouted_step(*told)
+                scouted = scouting.scouted_step(*told)
             if scouted is not None:
                 lookups = scouted.known()
             rows = self._pull(list(lookups.values()))

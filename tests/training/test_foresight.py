@@ -252,7 +252,7 @@ class Fixed(Tables):
         return [first + self.tables[0](fixed), *others]
 
 
-@with_messages_of("keras_sparsity.training.foresight")
+@with_messages_of("keras_sparsity.training.scouting")
 def fall_back(told):
     """What is said of models, and how far their predictions are off."""
     off = []
