@@ -28,6 +28,20 @@ class Activity(keras.layers.Layer):
         return inputs
 
 
+class HalfDense(keras.layers.Dense):
+    """Adds products in 32 bits.
+
+    Some processors add them in 16, and then sums depend on the batch's size.
+    """
+
+    def call(self, inputs):
+        products = keras.ops.matmul(
+            *(keras.ops.cast(x, "float32") for x in (inputs, self.kernel))
+        )
+        products = keras.ops.cast(products, self.compute_dtype)
+        return self.activation(products + self.bias)
+
+
 class Rounded(keras.layers.Layer):
     """Rounds activations and their gradients to 16 bits."""
 
@@ -214,7 +228,7 @@ def mixed():
     """Layers that compute in float16."""
     x = inputs = keras.Input((6,))
     for i in range(3):
-        x = keras.layers.Dense(
+        x = HalfDense(
             7, activation="tanh", name=f"dense_{i}", dtype="mixed_float16"
         )(x)
     return keras.Model(inputs, keras.layers.Dense(2, name="out")(x))
