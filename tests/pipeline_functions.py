@@ -254,7 +254,9 @@ _MADE_INSIDE = ("tables", "rows line", "tied line")
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.1),
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    "adam": lambda: keras.optimizers.Adam(0.01),
+    # With a larger epsilon than the default, which divides rounding errors by
+    # gradients that are nearly 0.
+    "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
     "decayed": lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1),
     # Of a norm that all gradients together exceed, and few stages' alone.
     "clipped": lambda: keras.optimizers.SGD(
