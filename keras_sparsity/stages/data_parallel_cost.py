@@ -36,6 +36,7 @@ def data_parallel(facts, cluster, num_examples, engine):
     dense = _Sums(facts, plan, cluster, shared)
     of_rows = max(0.0, busiest - dense.link_bytes)
     rows = _of_rows(plan, cluster, shared, of_rows, engine)
+    dense_on_links, dense_at_processors = dense.seconds
     spread = {
         choice.variable.name
         for choice in plan.choices
@@ -45,9 +46,9 @@ def data_parallel(facts, cluster, num_examples, engine):
         way=DATA_PARALLELISM,
         step_seconds=dense.overlapped(passes) + sum(rows) + updates,
         computation_seconds=(
-            sum(passes) + dense.seconds[1] + rows[1] + updates
+            sum(passes) + dense_at_processors + rows[1] + updates
         ),
-        link_seconds=dense.seconds[0] + rows[0],
+        link_seconds=dense_on_links + rows[0],
         busiest_bytes=busiest,
         memory_bytes=(
             facts.state_bytes(

@@ -174,7 +174,7 @@ def _of_split(place, sent, head, tail, fan, is_star):
     front = slice(place + 1)
     # Activations one way, and as many gradients the other way.
     to_tail, num_messages = sent, 2 * bool(sent)
-    of_tail, of_head = tail.ring_bytes(sent * len(head.ranks)), 0
+    of_tail = tail.ring_bytes(sent * len(head.ranks))
     if is_star:
         dense = head.dense_bytes(front)
         to_tail, num_messages = sent + dense, num_messages + 2
