@@ -15,11 +15,6 @@ from tests.checkpoint_functions import Interruption
 
 BATCH_SIZE = pipeline_functions.BATCH_SIZE
 EVERY_STEPS = 3
-RULES = {
-    # Its predictions need averages of their own.
-    "sgd": lambda: keras.optimizers.SGD(0.1),
-    "adam": lambda: keras.optimizers.Adam(0.01),
-}
 
 
 class Before(keras.callbacks.Callback):
@@ -44,7 +39,9 @@ def pipeline(schedule, rule, stages, replicas=1):
     network = pipeline_functions.made("line32")
     strategy = ks.PipelineStrategy(schedule, stages, replicas=replicas)
     with strategy.scope():
-        network.compile(RULES[rule](), "mse", metrics=["mae"])
+        network.compile(
+            pipeline_functions.OPTIMIZERS[rule](), "mse", metrics=["mae"]
+        )
     return network
 
 
@@ -70,7 +67,9 @@ def divided(head, num_tail_workers=1, tail_split="batch"):
         tail_split=tail_split,
     )
     with strategy.scope():
-        network.compile(RULES["adam"](), "mse", metrics=["mae"])
+        network.compile(
+            pipeline_functions.OPTIMIZERS["adam"](), "mse", metrics=["mae"]
+        )
     return network
 
 
