@@ -26,10 +26,7 @@ def data_parallel(facts, cluster, num_examples, engine):
     part = max(1.0, num_examples / cluster.size)
     shared = shared_by(cluster, cluster.size)
     slower = shared / cluster.relative_speed
-    passes = [
-        slower * profile.time_share(part) * seconds
-        for seconds in profile.seconds
-    ]
+    passes = [slower * seconds for seconds in profile.pass_seconds(part)]
     updates = slower * sum(profile.update_seconds)
     total = plan.total
     busiest = max(*total.sent_bytes, *total.received_bytes)

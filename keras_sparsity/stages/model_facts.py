@@ -28,8 +28,9 @@ _MOST_ELEMENTS = 2**20
 def measured(cutter, num_examples, optimizer, specs=None):
     """The facts of a model; no variable changes.
 
-    Times of single calls are scaled so that together they take as long as the
-    whole model, whose passes are measured for two numbers of examples.
+    Passes are measured for two numbers of examples: a call with many weights
+    and few activations takes nearly as long for few examples. Times of single
+    calls are scaled so that together they take as long as the whole model.
 
     Args:
         cutter: the model's `Cutter`.
@@ -60,14 +61,13 @@ def measured(cutter, num_examples, optimizer, specs=None):
     """
     number = min(_MOST_EXAMPLES, num_examples)
     gradients = gradient_sizes(cutter)
-    seconds = timing.call_seconds(cutter, number)
-    whole, fixed_share = _whole_seconds(cutter, number)
+    seconds, fixed_seconds = _pass_seconds(cutter, number)
     forward = timing.whole_seconds(cutter, number, has_backward=False)
-    num_slots, update_seconds_per_byte = _of_updates(optimizer, gradients)
+    num_slots, update_seconds, sum_seconds = _of_updates(optimizer, gradients)
     profile = Profile(
         names=tuple(call.name for call in cutter.calls),
         sizes=tuple(layer_sizes(cutter)),
-        seconds=tuple(each * whole / sum(seconds) for each in seconds),
+        seconds=tuple(seconds),
         num_examples=number,
         crossing_bytes=with_tables_in_head(
             _named(cutter, timing.crossing_bytes(cutter, 1)), gradients
@@ -75,17 +75,17 @@ def measured(cutter, num_examples, optimizer, specs=None):
         seconds_per_byte=0.0,
         gradients=tuple(gradients),
         update_seconds=tuple(
-            update_seconds_per_byte
-            * (each.dense_bytes + each.row_bytes(num_examples))
+            update_seconds * (each.dense_bytes + each.row_bytes(num_examples))
             for each in gradients
         ),
-        fixed_share=fixed_share,
+        fixed_seconds=tuple(fixed_seconds),
+        sum_seconds=tuple(sum_seconds * each.dense_bytes for each in gradients),
         columns=column_sizes(cutter.calls, optimizer),
     )
     return ModelFacts(
         profile=profile,
         # A pass with its gradients takes no less.
-        forward_share=min(1.0, forward / whole),
+        forward_share=min(1.0, forward / sum(seconds)),
         returned_bytes=timing.crossing_bytes(cutter, 1, only_floats=True),
         weight_bytes=tuple(_new_weights(cutter)),
         output_bytes=tuple(timing.output_bytes(cutter)),
@@ -156,22 +156,26 @@ def _named(cutter, sizes):
     return {place: sizes[place] for place in sizes if place in last.values()}
 
 
-def _whole_seconds(cutter, num_examples):
-    """`(time of the model's passes, share that any number of examples takes)`.
+def _pass_seconds(cutter, num_examples):
+    """Times of the calls' passes, and their parts of any number of examples."""
 
-    By passes of few examples and of many.
-    """
-    few = max(1, num_examples // 8)
-    many = timing.whole_seconds(cutter, num_examples)
+    def measured(number):
+        seconds = timing.call_seconds(cutter, number)
+        share = timing.whole_seconds(cutter, number) / sum(seconds)
+        return [share * each for each in seconds]
+
+    few, many = max(1, num_examples // 8), measured(num_examples)
     if few == num_examples:
-        return many, 0.0
-    least = timing.whole_seconds(cutter, few)
-    of_example = (many - least) / (num_examples - few)
-    return many, min(1.0, max(0.0, 1 - of_example * num_examples / many))
+        return many, [0.0] * len(many)
+    fixed = []
+    for least, most in zip(measured(few), many, strict=True):
+        of_example = (most - least) / (num_examples - few)
+        fixed.append(min(most, max(0.0, most - of_example * num_examples)))
+    return many, fixed
 
 
 def _of_updates(optimizer, gradients):
-    """`(slots of each weight, seconds of the update of a byte)`."""
+    """`(slots of each weight, seconds of the update of a byte, of a sum)`."""
     trained = sum(each.parameter_bytes for each in gradients)
     # Of a variable of its own, which goes when it is measured.
     elements = int(min(_MOST_ELEMENTS, max(1, trained // 4)))
@@ -184,8 +188,15 @@ def _of_updates(optimizer, gradients):
         alike.apply(gradients, [weights])
         return []
 
-    seconds = timing.median_seconds(update, [tf.zeros([elements, 1])])
-    return num_bytes(slots) / num_bytes([weights]), seconds / (4 * elements)
+    gradient = tf.zeros([elements, 1])
+    return (
+        num_bytes(slots) / num_bytes([weights]),
+        timing.median_seconds(update, [gradient]) / num_bytes([gradient]),
+        timing.median_seconds(
+            lambda both: [both[0] + both[1]], [gradient, gradient]
+        )
+        / num_bytes([gradient]),
+    )
 
 
 def _new_weights(cutter):

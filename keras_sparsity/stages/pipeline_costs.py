@@ -45,9 +45,11 @@ class PipelineCosts:
             place: size * self._part * cluster.seconds_per_byte
             for place, size in profile.crossing_bytes.items()
         }
-        share = profile.time_share(self._part) / cluster.relative_speed
         self._places = balanced(
-            [seconds * share for seconds in profile.seconds],
+            [
+                seconds / cluster.relative_speed
+                for seconds in profile.pass_seconds(self._part)
+            ],
             list(travels),
             num_stages,
             travels,
@@ -82,6 +84,8 @@ class PipelineCosts:
         schedule = make(self._num_stages, number)
         part = self._part / number
         forward, both = self._pass_seconds(part)
+        # A backward pass but the first adds its gradients to the sums so far.
+        both += self._sum_seconds * (1 - 1 / number)
         forward, backward = self._with_messages(forward, both - forward, part)
         seconds = self._simulated(schedule, forward, backward, number)
         held = [schedule.in_flight(k) for k in range(self._num_stages)]
@@ -145,12 +149,19 @@ class PipelineCosts:
 
     def _pass_seconds(self, num_examples):
         """Arrays: a forward pass, and one with its backward pass."""
-        profile = self._facts.profile
-        share = profile.time_share(num_examples) / self._cluster.relative_speed
-        both = share * np.array(
-            [sum(profile.seconds[calls]) for calls in self._calls]
-        )
+        of_stages = [
+            sum(self._facts.profile.pass_seconds(num_examples, calls))
+            for calls in self._calls
+        ]
+        both = np.array(of_stages) / self._cluster.relative_speed
         return self._facts.forward_share * both, both
+
+    @property
+    def _sum_seconds(self):
+        """Array: the time in which a stage adds the gradients of two passes."""
+        sums = self._facts.profile.sum_seconds
+        of_stages = [sum(sums[calls]) for calls in self._calls]
+        return np.array(of_stages) / self._cluster.relative_speed
 
     def _with_messages(self, forward, backward, num_examples):
         """These times of passes, and those of their messages at a processor.

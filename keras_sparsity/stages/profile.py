@@ -108,8 +108,10 @@ class Profile:
         gradients: tuple of the calls' `GradientSize`s.
         update_seconds: tuple of the times of their weights' updates, without
             those of sharded tables; empty if not measured.
-        fixed_share: the share of `seconds`, from 0 to 1, that a pass of any
-            number of examples takes.
+        fixed_seconds: tuple of the parts of `seconds` that passes of any
+            number of examples take; empty if there are none.
+        sum_seconds: tuple of the times in which the gradients of two passes
+            are added; empty if not measured.
         wire_share: bytes of gradients as data parallelism sends them, over
             those of their own dtype.
         columns: tuple of the calls' `ColumnSize`s, None of a call that has no
@@ -124,14 +126,20 @@ class Profile:
     seconds_per_byte: float
     gradients: tuple
     update_seconds: tuple = ()
-    fixed_share: float = 0.0
+    fixed_seconds: tuple = ()
+    sum_seconds: tuple = ()
     wire_share: float = 1.0
     columns: tuple = ()
 
-    def time_share(self, num_examples):
-        """The time of other examples' passes, relative to `seconds`."""
-        by_examples = num_examples / self.num_examples
-        return self.fixed_share + (1 - self.fixed_share) * by_examples
+    def pass_seconds(self, num_examples, calls=slice(None)):
+        """Times of the passes of a number of examples, of some calls."""
+        share = num_examples / self.num_examples
+        seconds = self.seconds[calls]
+        fixed = self.fixed_seconds[calls] or [0.0] * len(seconds)
+        return [
+            of_any + (whole - of_any) * share
+            for whole, of_any in zip(seconds, fixed, strict=True)
+        ]
 
 
 def gradient_sizes(cutter, wire_dtype=None):

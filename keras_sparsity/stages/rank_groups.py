@@ -98,8 +98,8 @@ class RankGroup:
         return passes + self.update_seconds(calls)
 
     def pass_seconds(self, calls, num_examples=None):
-        share = self.profile.time_share(num_examples or self._examples)
-        return self._slower * share * sum(self.profile.seconds[calls])
+        number = num_examples or self._examples
+        return self._slower * sum(self.profile.pass_seconds(number, calls))
 
     def update_seconds(self, calls):
         return self._slower * sum(self.profile.update_seconds[calls])

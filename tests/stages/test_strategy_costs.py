@@ -221,11 +221,36 @@ def test_within_a_machine_nothing_travels():
 
 
 def test_steps_that_do_not_get_shorter_with_fewer_examples():
-    found, named = costs(Cluster(2, megabits_per_second=RATE), fixed_share=1.0)
+    cluster = Cluster(2, megabits_per_second=RATE)
+    found, named = costs(cluster, fixed_seconds=(3.0, 6.0, 4.0))
     assert named["data parallelism"].step_seconds == pytest.approx(13.0444)
     # More micro-batches only take longer.
     assert named["1f1b"].num_micro_batches == 2
     assert named["1f1b"].computation_seconds == pytest.approx(2 * 9)
+
+
+def test_a_call_whose_weights_take_its_time():
+    # Each part of the second call takes 6 s, those of others their share.
+    cluster = Cluster(2, megabits_per_second=RATE)
+    _, named = costs(cluster, fixed_seconds=(0.0, 6.0, 0.0))
+    computed = named["data parallelism"].computation_seconds
+    assert computed == pytest.approx(6 + (3 + 4) / 2)
+    assert named["gpipe"].num_micro_batches == 2
+    assert named["gpipe"].computation_seconds == pytest.approx(2 * 6 + 3)
+
+
+def test_sums_of_gradients_take_their_time():
+    cluster = Cluster(2, megabits_per_second=RATE)
+    _, without = costs(cluster)
+    _, named = costs(cluster, sum_seconds=(0.0, 0.5, 0.25))
+    for name in ("gpipe", "1f1b"):
+        # The first stage has the first two calls; one sum fewer than passes.
+        number = named[name].num_micro_batches
+        computed = named[name].computation_seconds
+        assert computed == pytest.approx(9 + (number - 1) * 0.5)
+    # Without micro-batches nothing is added.
+    assert named["vanilla"] == without["vanilla"]
+    assert named["data parallelism"] == without["data parallelism"]
 
 
 def test_updates_take_their_time():
