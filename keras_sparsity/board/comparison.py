@@ -1,6 +1,9 @@
 """All ways to train a model, compared by measurements of it."""
 
 import dataclasses
+import functools
+
+import numpy as np
 
 from keras_sparsity._tf import keras_functional, keras_models
 from keras_sparsity.board.strategy_plan import StrategyPlan
@@ -8,10 +11,12 @@ from keras_sparsity.collectives import speeds
 from keras_sparsity.data.batches import num_examples
 from keras_sparsity.layers import SampledSoftmax
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.stages import model_facts
+from keras_sparsity.stages import model_facts, timing
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.stages.machine_links import shared_by
 from keras_sparsity.stages.strategy_costs import strategy_costs
+
+_SECONDS_TOGETHER = 0.5
 
 
 def can_be_cut(model):
@@ -54,16 +59,39 @@ def compared(model, dataset, cluster, engine, specs, communicator):
     number = int(num_examples(batch))
     if communicator.size > 1:
         cluster = _as_measured(cluster, communicator)
-    facts = None
+    facts, cutter = None, Cutter(model)
     if communicator.rank == 0:
         optimizer = model.optimizer
         if isinstance(optimizer, HybridOptimizer):
             optimizer = optimizer.inner_optimizer
-        facts = model_facts.measured(Cutter(model), number, optimizer, specs)
+        facts = model_facts.measured(cutter, number, optimizer, specs)
     # Rank 0's, from which all ranks choose alike.
     facts = communicator.gather_objects(facts, name="plan/facts")[0]
+    if communicator.size > 1:
+        facts = facts.slower(_crowding(facts, cutter, cluster, communicator))
     costs = strategy_costs(facts, cluster, number, engine)
     return StrategyPlan(costs, cluster, number)
+
+
+def _crowding(facts, cutter, cluster, communicator):
+    """Time of passes while all processes compute, over that of one alone.
+
+    Processes of a machine share its memory and caches. Those that share its
+    processors have a part of them each, which the costs count by themselves;
+    below 1 if one process alone does not use all of them.
+    """
+    shared = shared_by(cluster, cluster.size)
+    together = timing.whole_seconds(
+        cutter,
+        facts.profile.num_examples,
+        measure=functools.partial(
+            timing.mean_seconds,
+            begin=lambda: communicator.barrier("plan/together"),
+            seconds=shared * _SECONDS_TOGETHER,
+        ),
+    )
+    mean = np.mean(communicator.gather_objects(together, "plan/crowding"))
+    return float(mean) / (shared * sum(facts.profile.seconds))
 
 
 def _as_measured(cluster, communicator):

@@ -63,12 +63,16 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
     return found
 
 
-def whole_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
+def whole_seconds(
+    cutter, num_examples=_NUM_EXAMPLES, has_backward=True, measure=None
+):
     """Measures the forward and backward pass of the whole model.
 
     Args:
         cutter, num_examples: as for `call_seconds`.
         has_backward: whether the backward pass counts.
+        measure: function of a function and its argument to seconds; by default
+            `median_seconds`.
 
     Returns:
         Seconds.
@@ -87,7 +91,7 @@ def whole_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
         PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     (whole,) = cutter.parts([])
-    return _seconds(whole, num_examples, has_backward)
+    return _seconds(whole, num_examples, has_backward, measure)
 
 
 def _alike(call):
@@ -202,7 +206,7 @@ def wire_size(dtype, wire_dtype):
     return min(dtype.size, tf.as_dtype(wire_dtype).size)
 
 
-def _seconds(part, num_examples, has_backward=True):
+def _seconds(part, num_examples, has_backward=True, measure=None):
     draws = np.random.default_rng(0)
     tensors = [_drawn(draws, spec, num_examples) for spec in part.model.inputs]
     compute = functools.partial(part.compute, training=True)
@@ -211,7 +215,7 @@ def _seconds(part, num_examples, has_backward=True):
         initialized_for_now(_without_tables(part.model.weights)),
         foreseen.by(_NoRows()),
     ):
-        return pass_seconds(compute, variables, tensors, has_backward)
+        return pass_seconds(compute, variables, tensors, has_backward, measure)
 
 
 def _without_tables(variables):
@@ -227,7 +231,7 @@ class _NoRows:
         return shaped(tf.zeros(shape, dtype), ids)
 
 
-def pass_seconds(compute, variables, tensors, has_backward=True):
+def pass_seconds(compute, variables, tensors, has_backward=True, measure=None):
     """Measures a forward pass and, if asked, its backward pass.
 
     Args:
@@ -235,6 +239,7 @@ def pass_seconds(compute, variables, tensors, has_backward=True):
         variables: list of those that it uses, which stay as they are.
         tensors: list.
         has_backward: whether the gradients of the results' sum count.
+        measure: as for `whole_seconds`.
 
     Returns:
         Seconds, the median of 3 runs; of fewer if they take half a second.
@@ -266,7 +271,7 @@ def pass_seconds(compute, variables, tensors, has_backward=True):
         weights = [variable.value for variable in variables]
         return tape.gradient(total, [*floats, *weights])
 
-    return median_seconds(run, tensors)
+    return (measure or median_seconds)(run, tensors)
 
 
 def median_seconds(function, tensors):
@@ -290,8 +295,7 @@ def median_seconds(function, tensors):
     References:
         PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
-    run = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
-    run(*tensors)
+    run = _traced(function, tensors)
     times = []
     for _ in range(_NUM_RUNS):
         begin = time.perf_counter()
@@ -300,6 +304,44 @@ def median_seconds(function, tensors):
         if sum(times) > _ENOUGH_SECONDS:
             break
     return float(np.median(times))
+
+
+def mean_seconds(function, tensors, begin, seconds=_ENOUGH_SECONDS):
+    """Measures a function for a while, for instance on all ranks at once.
+
+    Args:
+        function: function of a list of tensors.
+        tensors: list.
+        begin: function that is called once it has been traced.
+        seconds: time after which no further run begins.
+
+    Returns:
+        Seconds, the mean of the runs.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> mean_seconds(sum, [tf.ones([3])], lambda: None, seconds=0.01) > 0
+    True
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.1 (the profile).
+    """
+    run = _traced(function, tensors)
+    begin()
+    first, number = time.perf_counter(), 0
+    while not number or time.perf_counter() - first < seconds:
+        run(*tensors)
+        number += 1
+    return (time.perf_counter() - first) / number
+
+
+def _traced(function, tensors):
+    run = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
+    run(*tensors)
+    return run
 
 
 def _drawn(draws, spec, num_examples):

@@ -253,6 +253,21 @@ def test_sums_of_gradients_take_their_time():
     assert named["data parallelism"] == without["data parallelism"]
 
 
+def test_times_of_a_crowded_machine():
+    every = {
+        "update_seconds": (0.0, 1.0, 2.0),
+        "fixed_seconds": (1.0, 2.0, 3.0),
+        "sum_seconds": (0.0, 0.5, 0.25),
+    }
+    # With half of its times on a processor of half the speed.
+    slow = Cluster(2, megabits_per_second=RATE, relative_speed=0.5)
+    expected = strategy_costs(facts(**every), slow, EXAMPLES)
+    cluster = Cluster(2, megabits_per_second=RATE)
+    found = strategy_costs(facts(**every).slower(2.0), cluster, EXAMPLES)
+    for cost, other in zip(found, expected, strict=True):
+        assert cost == other
+
+
 def test_updates_take_their_time():
     _, named = costs(
         Cluster(2, megabits_per_second=RATE), update_seconds=(0.0, 1.0, 2.0)

@@ -1,6 +1,8 @@
 """The profile of a model's layers."""
 
+import itertools
 import time
+import types
 
 import keras
 import tensorflow as tf
@@ -30,10 +32,29 @@ def test_long_runs_are_not_repeated():
     assert _num_calls(0.6) == 1 + 1
 
 
+def test_runs_for_a_while_begin_together(monkeypatch):
+    events = []
+
+    def function(tensors):
+        del tensors
+        run = tf.py_function(lambda: events.append("run"), [], [])
+        with tf.control_dependencies([run]):
+            return [tf.zeros([])]
+
+    clock = types.SimpleNamespace(
+        perf_counter=itertools.count(0, 0.25).__next__
+    )
+    monkeypatch.setattr(timing, "time", clock)
+    mean = timing.mean_seconds(function, [], lambda: events.append("begin"))
+    # The first run traces it, and is not counted; the second begins at 0.
+    assert events == ["run", "begin", "run", "run"]
+    assert mean == 0.75 / 2
+
+
 def test_layers_of_the_same_time_are_measured_once(monkeypatch):
     measured = []
 
-    def pass_seconds(compute, variables, tensors, has_backward=True):
+    def pass_seconds(compute, variables, tensors, *_):
         measured.append(tuple(tensors[0].shape))
         return float(len(measured))
 
