@@ -353,11 +353,11 @@ def _added(sums, gradients):
     ]
 
 
-def train_in_flight(*args):
+def train_in_flight(*args, **options):
     """Weights, logs of batches and epochs of training without a flush."""
     keras.config.set_floatx("float64")
     try:
-        return _trained_in_flight(*args)
+        return _trained_in_flight(*args, **options)
     finally:
         keras.config.set_floatx("float32")
 
@@ -370,11 +370,14 @@ def _trained_in_flight(
     num_examples,
     model="line",
     replicas=1,
+    num_micro_batches=None,
+    run_eagerly=False,
     check=lambda network: None,
 ):
     strategy = PipelineStrategy(
         schedule,
         stages,
+        num_micro_batches,
         prediction=target,
         decay=pipeline_oracle.GAMMA,
         replicas=replicas,
@@ -387,6 +390,7 @@ def _trained_in_flight(
             pipeline_oracle.RULES[rule](),
             keras.losses.MeanSquaredError(dtype="float64"),
             metrics=["mae"],
+            run_eagerly=run_eagerly,
         )
     seen = []
     x, y = data(model, num_examples)

@@ -136,7 +136,7 @@ class FlushedRun:
             self._passes[batch] = Pass(
                 tape, stage.variables, received, outputs, to_derive
             )
-        self._previous = _operations(outputs)
+        self._previous = operations(outputs)
 
     def _own(self, batch, labels, outputs, losses):
         """The stage's share of a micro-batch's loss."""
@@ -152,19 +152,19 @@ class FlushedRun:
         gradients, of_received = found.gradients(upstream)
         if not stage.is_first:
             stage.before.of(batch).send_gradients(of_received)
-        self.gradients = _added(self.gradients, gradients)
+        self.gradients = added(self.gradients, gradients)
         made = [x for x in gradients if x is not None]
-        self._previous = _operations(made) or self._previous
+        self._previous = operations(made) or self._previous
 
 
-def _operations(tensors):
+def operations(tensors):
     """The operations that make tensors; none eagerly: calls run in order."""
     if tf.executing_eagerly():
         return []
     return [getattr(each, "values", each).op for each in tensors]
 
 
-def _added(sums, gradients):
+def added(sums, gradients):
     """Sums of gradients, of which some may be None or `tf.IndexedSlices`."""
     if sums is None:
         return gradients

@@ -4,21 +4,25 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_losses
 from keras_sparsity.global_batch import loss_scale
+from keras_sparsity.pipeline.flushed import added, operations
 from keras_sparsity.pipeline.late_logs import LateLogs
 from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import Pass, floats
 from keras_sparsity.pipeline.store import Store
+from keras_sparsity.pipeline.waiting import Waiting
 
 
 class InFlight:
     """Training steps of a stage; each is one turn of the pipeline.
 
-    In turn t, stage k of N runs the forward pass of mini-batch t, then the
-    backward pass of mini-batch t - (N - 1 - k), which the stage behind has run
-    in its turn t - 1. Gradients leave a stage in the turn after, so that no
-    message is under way between turns. A backward pass computes the layers
-    again, with its own weights. Of each mini-batch a rank computes its own
-    pieces; a stage's gradients are summed over its ranks.
+    In turn t, stage k of N runs the forward passes of mini-batch t, then the
+    backward passes of mini-batch t - (N - 1 - k), which the stage behind has
+    run in its turn t - 1: one of each for each of M micro-batches, all with
+    the same weights, and one update. Messages of a micro-batch travel while
+    the next one is computed. Gradients leave a stage in the turn after, so
+    that no message is under way between turns. A backward pass computes the
+    layers again, with its own weights. Of each micro-batch a rank computes its
+    own pieces; a stage's gradients are summed over its ranks.
 
     Args:
         model: the whole model.
@@ -38,7 +42,16 @@ class InFlight:
     ):
         self._model, self._stage = model, stage
         self._together = together
-        self._num_pieces, self._own = model.distribute_strategy.pieces
+        strategy = model.distribute_strategy
+        self._num_parts = strategy.num_micro_batches
+        self._num_pieces, own = strategy.pieces
+        # This rank's pieces of each micro-batch.
+        self._places = [
+            range(first + own.start, first + own.stop)
+            for first in range(
+                0, self._num_parts * self._num_pieces, self._num_pieces
+            )
+        ]
         self._num_stages, self._objective = num_stages, objective
         self._logs, self._versions = logs, versions
         self._num_ahead = num_stages - 1 - stage.number
@@ -48,22 +61,17 @@ class InFlight:
         # same numbers again.
         self._states = [v for v in part.variables if id(v) not in weights]
         self._functional = keras_functional.functional_of(model)
-        self._passes = None  # before the first one
-        received = floats(stage.received.specs[: len(stage.part.received)])
-        self._results = Store(1, [*received, tf.TensorSpec([None])])
-        # The numbers of examples, and unknown sizes, of the sent tensors.
-        self._sizes = Store(
-            self._num_ahead + 1, [tf.TensorSpec([None], tf.int32)]
-        )
-        # A message of the stage behind.
-        self._arrived = Store(
-            1, [*self._floats_sent, tf.TensorSpec([None], tf.float32)]
-        )
+        self._waiting = [
+            Waiting(stage, self._functional, self._states, self._num_ahead)
+            for _ in self._places
+        ]
+        self._kept = None  # before the first pass
+        self._arrived = Store(1, self._waiting[0].message)
         self._late_logs = LateLogs(stage.number)
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False)
         self._draining_turn = tf.function(
-            lambda: model.distribute_strategy.run(self._turn_of_drain)
+            lambda: strategy.run(self._turn_of_drain)
         )
 
     def train(self, data):
@@ -75,24 +83,34 @@ class InFlight:
         Returns:
             float32 vector of the logs of N - 1 turns ago, on all ranks alike.
         """
-        stage, own = self._stage, self._own
-        batches = MicroBatches(self._functional, data, 1, self._num_pieces)
-        received, loss = stage.receive(batches.size(own), own)
-        self._send_result()
+        stage = self._stage
+        batches = MicroBatches(
+            self._functional, data, self._num_parts, self._num_pieces
+        )
+        arrived = self._receive(batches)
+        self._send_results()
         if stage.is_last:
-            row = self._both_passes(batches, received, loss)
+            row = self._both_passes(batches, arrived)
         else:
             is_full = self._turn >= self._num_ahead
             if not tf.executing_eagerly():
-                # They arrive during the forward pass.
-                tf.cond(is_full, self._await_gradients, lambda: False)
-            row = self._forward(batches, received, loss)
+                # They arrive during the forward passes.
+                messages = self._gradients_of_behind(is_full)
+            row, outputs = self._forward(batches, arrived)
             if tf.executing_eagerly():
-                # The stage behind sends them when it has this pass's outputs.
-                tf.cond(is_full, self._await_gradients, lambda: False)
-            row = tf.cond(is_full, lambda: self._backward(None), lambda: row)
+                # The stage behind sends them when it has these passes' outputs.
+                messages = self._gradients_of_behind(is_full)
+            # What the stage behind waits for is computed first.
+            with tf.control_dependencies(outputs):
+                row = tf.cond(
+                    is_full,
+                    lambda: self._backward(messages, None),
+                    lambda: row,
+                )
         self._turn.assign_add(1)
-        self._together.combine_statistics(stage.part.model, batches.number(own))
+        self._together.combine_statistics(
+            stage.part.model, tf.add_n(self._numbers(batches))
+        )
         return self._late_logs.push(row)
 
     def drain(self):
@@ -113,141 +131,199 @@ class InFlight:
         -1 if a step has failed midway.
         """
         turn = int(self._turn)
-        num_passes = int(self._passes.size) if self._passes else 0
+        num_passes = min(turn, self._num_ahead)
         has_result = turn > self._num_ahead and not self._stage.is_first
-        is_whole = (
-            num_passes == int(self._sizes.size) == min(turn, self._num_ahead)
-            and int(self._results.size) == has_result
-            and not int(self._arrived.size)
+        is_whole = not int(self._arrived.size) and all(
+            each.holds(num_passes, has_result) for each in self._waiting
         )
+        if self._kept is not None:
+            is_whole = is_whole and int(self._kept.size) == num_passes
         return turn if is_whole else -1
 
     def clear(self):
         """Forgets the mini-batches in flight; eagerly."""
-        if self._passes:
-            self._passes.clear()
-        self._results.clear()
-        self._sizes.clear()
+        for each in self._waiting:
+            each.clear()
+        if self._kept is not None:
+            self._kept.clear()
         self._arrived.clear()
         self._late_logs.clear()
         self._turn.assign(0)
 
+    def _numbers(self, batches):
+        return [batches.number(place) for place in self._places]
+
+    def _receive(self, batches):
+        """List of each micro-batch's `(received tensors, loss so far)`."""
+        arrived, earlier = [], []
+        for place in self._places:
+            # One after the other: together, the first one would be as late as
+            # the last one.
+            with tf.control_dependencies(earlier):
+                received, loss = self._stage.receive(batches.size(place), place)
+            earlier = operations([*received, loss])
+            arrived.append((received, loss))
+        return arrived
+
     def _turn_of_drain(self):
-        self._send_result()
+        self._send_results()
         if not self._stage.is_last:
             # As in a step, the sum over ranks combines their parts.
             with loss_scale.of_own_part():
                 tf.cond(
-                    (self._turn >= self._num_ahead) & (self._passes.size > 0),
+                    (self._turn >= self._num_ahead)
+                    & (self._waiting[0].passes.size > 0),
                     self._drained,
                     lambda: tf.zeros([self._logs.size]),
                 )
         self._turn.assign_add(1)
 
-    def _send_result(self):
+    def _send_results(self):
         """Sends the gradients and logs of the turn before."""
         if self._stage.is_first:
             return
-
-        def send():
-            *gradients, row = self._results.take()
-            self._stage.before.send_gradients(gradients, [row])
-            return True
-
-        tf.cond(self._results.size > 0, send, lambda: False)
-
-    def _await_gradients(self):
-        """Keeps the message of the stage behind: the oldest mini-batch's."""
-        (sizes,) = self._sizes.take()
-        sent = self._stage.sent
-        shapes = sent.shapes(sizes[0], sizes[1:])
-        like = [
-            tf.ensure_shape(tf.zeros(shape, spec.dtype), spec.shape)
-            for shape, spec in zip(shapes, sent.specs, strict=True)
-        ]
-        self._arrived.put(
-            self._stage.behind.receive_gradients(
-                floats(like[: len(sent.tensors)]), [tf.zeros([self._logs.size])]
+        for waiting in self._waiting:
+            tf.cond(
+                waiting.results.size > 0, waiting.send_result, lambda: False
             )
-        )
-        return True
 
-    @property
-    def _floats_sent(self):
-        """`tf.TensorSpec`s of the sent tensors that have gradients."""
-        sent = self._stage.sent
-        return floats(sent.specs[: len(sent.tensors)])
+    def _gradients_of_behind(self, is_full):
+        """List of each micro-batch's message: the oldest mini-batch's.
 
-    def _forward(self, batches, received, loss):
-        """A forward pass; returns the logs that this stage can tell."""
-        stage = self._stage
-        inputs, *labels = batches.part(self._own)
-        share = batches.share(self._own)
+        Args:
+            is_full: whether there is one; else the tensors are empty.
+        """
+        messages, earlier = [], []
+        for waiting in self._waiting:
+            with tf.control_dependencies(earlier):
+                message = tf.cond(
+                    is_full,
+                    lambda waiting=waiting: waiting.receive_gradients(
+                        self._logs.size
+                    ),
+                    waiting.no_gradients,
+                )
+            earlier = operations(message)
+            messages.append(message)
+        return messages
+
+    def _forward(self, batches, arrived):
+        """The forward passes.
+
+        Returns:
+            The logs that this stage can tell, and operations that make the
+            last outputs.
+        """
         weights = self._versions.forward(
             tf.minimum(self._turn, self._num_ahead)
         )
+        earlier = []
+        for place, waiting, arriving in zip(
+            self._places, self._waiting, arrived, strict=True
+        ):
+            # In this order: the stage behind waits for the first one.
+            with tf.control_dependencies(earlier):
+                outputs = self._forward_of(
+                    batches, place, waiting, weights, *arriving
+                )
+            earlier = operations(outputs)
+        kept = self._versions.kept(weights)
+        if kept:
+            if self._kept is None:
+                self._kept = Store(self._num_ahead + 1, [*map(_spec, kept)])
+            self._kept.put(kept)
+        return self._logs.of_batch(None, batches, None), earlier
+
+    def _forward_of(self, batches, place, waiting, weights, received, loss):
+        """The forward pass of a micro-batch; returns its outputs."""
+        stage = self._stage
+        inputs, *labels = batches.part(place)
+        share = batches.share(place)
         states = [tf.convert_to_tensor(v.value) for v in self._states]
         with weights.given() as scope:
             outputs, losses = stage.compute(inputs, received, True)
         own = self._objective.of_training(labels, outputs, losses, share)
         self._assign_updates(scope)
         stage.send(outputs, loss if own is None else loss + own)
-        sizes = stage.sent.unknown_sizes(stage.sent.with_masks(outputs))
-        number = batches.size(self._own)[None]
-        self._sizes.put(
-            [number if sizes is None else tf.concat([number, sizes], 0)]
-        )
-        kept = self._versions.kept(weights)
-        self._store_of_passes(kept).put(
-            [
-                *(inputs[place] for place in stage.part.inputs),
-                *stage.received.with_masks(received),
-                *states,
-                *kept,
-                share,
-            ]
-        )
-        return self._logs.of_batch(None, batches, None)
+        waiting.put_pass(inputs, received, states, share)
+        waiting.put_sizes(batches.size(place), outputs)
+        return outputs
 
-    def _backward(self, num_later):
-        """The oldest mini-batch's backward pass; returns its logs."""
-        inputs, received, states, kept, share = self._taken()
+    def _backward(self, messages, num_later):
+        """The oldest mini-batch's backward passes; returns its logs."""
+        kept = [] if self._kept is None else self._kept.take()
         weights = self._versions.backward(kept, num_later)
-        found, _ = self._computed(
-            inputs, None, received, share, weights, states
-        )
-        # The weights are read before gradients can update them. A store keeps
-        # this order: TensorFlow's graph optimizer drops the dependency of an
-        # update on a read where it first finds a path by a shape between them,
-        # and then takes the shape for a constant.
-        with tf.control_dependencies(found.outputs):
-            *upstream, row = self._arrived.take()
-        self._finish(found, upstream, row)
+        sums, results, earlier = None, [], []
+        for waiting, message in zip(self._waiting, messages, strict=True):
+            with tf.control_dependencies(earlier):
+                inputs, received, states, share = waiting.take_pass()
+                found, _ = self._computed(
+                    inputs, None, received, share, weights, states
+                )
+            earlier = operations(found.outputs)
+            self._arrived.put(message)
+            # The weights are read before gradients can update them. A store
+            # keeps this order: TensorFlow's graph optimizer drops the
+            # dependency of an update on a read where it first finds a path by
+            # a shape between them, and then takes the shape for a constant.
+            with tf.control_dependencies(found.outputs):
+                *upstream, row = self._arrived.take()
+            gradients, of_received = found.gradients(upstream)
+            sums = added(sums, gradients)
+            results.append(of_received)
+        self._finish(sums, results, row)
         return tf.ensure_shape(row, [self._logs.size])
 
     def _drained(self):
-        """A backward pass while the pipeline empties; returns its logs."""
-        self._await_gradients()
-        return self._backward(self._passes.size - 1)
+        """Backward passes while the pipeline empties; returns their logs."""
+        messages = [
+            each.receive_gradients(self._logs.size) for each in self._waiting
+        ]
+        return self._backward(messages, self._waiting[0].passes.size - 1)
 
-    def _both_passes(self, batches, received, loss):
+    def _both_passes(self, batches, arrived):
         """The last stage's turn: its passes have the same weights."""
-        own_pieces, together = self._own, self._together
-        inputs, *labels = batches.part(own_pieces)
         weights = self._versions.forward(0)
-        found, own = self._computed(
-            inputs, labels, received, batches.share(own_pieces), weights, None
-        )
+        sums, results, parts, earlier = None, [], [], []
+        total = tf.zeros([])
+        for place, (received, loss) in zip(self._places, arrived, strict=True):
+            inputs, *labels = batches.part(place)
+            with tf.control_dependencies(earlier):
+                found, own = self._computed(
+                    *(inputs, labels, received, batches.share(place)),
+                    *(weights, None),
+                )
+                gradients, of_received = found.gradients([])
+            made = [each for each in gradients if each is not None]
+            earlier = operations([*made, *of_received])
+            sums = added(sums, gradients)
+            results.append(of_received)
+            parts.append(found.outputs)
+            total += loss + own
         row = self._logs.of_batch(
-            together.total(loss + own),
+            self._together.total(total),
             batches,
-            lambda: [
-                together.whole([output], [batches.number(own_pieces)])
-                for output in found.outputs
-            ],
+            lambda: self._whole(batches, parts),
         )
-        self._finish(found, [], row)
+        self._finish(sums, results, row)
         return row
+
+    def _whole(self, batches, parts):
+        """The outputs for the whole batch.
+
+        Args:
+            batches: `MicroBatches`.
+            parts: list of those of each micro-batch, lists.
+        """
+        width = len(self._places[0])
+        return [
+            self._together.whole(
+                each,
+                self._numbers(batches),
+                lambda rows: batches.in_order(rows, width),
+            )
+            for each in zip(*parts, strict=True)
+        ]
 
     def _computed(self, inputs, labels, received, share, weights, states):
         """A recorded `Pass` and its loss; with `states`, of one made again."""
@@ -267,37 +343,18 @@ class InFlight:
             self._assign_updates(scope)
         return Pass(tape, weights.values, received, outputs, to_derive), own
 
-    def _finish(self, found, upstream, row):
-        """Updates the weights; keeps the message to the stage before."""
-        gradients, of_received = found.gradients(upstream)
+    def _finish(self, gradients, results, row):
+        """Updates the weights; keeps the messages to the stage before."""
         gradients = self._together.summed(gradients)
         strategy = self._model.distribute_strategy
         updating = self._versions.updating(gradients)
         with updating, strategy.gradients_summed():
             self._stage.updates.apply(gradients)
         if not self._stage.is_first:
-            self._results.put([*of_received, row])
-
-    def _store_of_passes(self, kept):
-        """The `Store` of the passes in flight, made for the first one.
-
-        Args:
-            kept: list, as `Versions.kept` returns it.
-        """
-        if self._passes is None:
-            part = self._stage.part
-            inputs = [self._functional.inputs[i] for i in part.inputs]
-            self._passes = Store(
-                self._num_ahead + 1,
-                [
-                    *map(_spec, inputs),
-                    *self._stage.received.specs,
-                    *map(_spec, self._states),
-                    *map(_spec, kept),
-                    tf.TensorSpec([]),
-                ],
-            )
-        return self._passes
+            for waiting, of_received in zip(
+                self._waiting, results, strict=True
+            ):
+                waiting.results.put([*of_received, row])
 
     def _assign_updates(self, scope):
         """Statistics, random states and losses by output, as they changed."""
@@ -309,18 +366,6 @@ class InFlight:
             value = scope.get_current_value(variable)
             if value is not None:
                 variable.assign(value)
-
-    def _taken(self):
-        """The oldest entry: `(inputs, received, states, kept, share)`."""
-        stage = self._stage
-        values = iter(self._passes.take())
-        inputs = {place: next(values) for place in stage.part.inputs}
-        received = stage.received.without_masks(
-            [next(values) for _ in stage.received.specs]
-        )
-        states = [next(values) for _ in self._states]
-        *kept, share = values
-        return inputs, received, states, kept, share
 
 
 def _spec(tensor):

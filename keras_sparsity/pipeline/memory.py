@@ -43,20 +43,37 @@ def lasting_bytes(stage, optimizer, versions, num_stages):
     return found
 
 
-def passing_bytes(schedule, number, is_flushed, taken, made):
+def num_passes(strategy, schedule, versions):
+    """The number of a mini-batch's micro-batches that a rank computes.
+
+    Args:
+        strategy: the `StagedStrategy`.
+        schedule: the `Schedule`.
+        versions: `Versions`, for training without a flush; else None.
+    """
+    if versions is None:
+        return schedule.num_batches // strategy.replicas
+    return strategy.num_micro_batches
+
+
+def passing_bytes(schedule, number, num_in_turn, taken, made):
     """Bytes of the passes that a stage holds at once.
 
     Args:
         schedule: the `Schedule`.
         number: the stage's number.
-        is_flushed: whether there is a flush.
+        num_in_turn: without a flush the number of a mini-batch's micro-batches;
+            else None.
         taken: bytes of the tensors that a pass takes.
         made: bytes of its layers' outputs.
     """
-    if is_flushed:
+    if num_in_turn is None:
         return schedule.in_flight(number) * (taken + made)
-    # Of mini-batches in flight, the inputs alone are kept.
-    return (schedule.num_stages - 1 - number) * taken + taken + made
+    # Of mini-batches in flight, the inputs alone are kept. The last stage ends
+    # both passes of a micro-batch before the next one.
+    num_ahead = schedule.num_stages - 1 - number
+    num_made = num_in_turn if num_ahead else 1
+    return (num_ahead + 1) * num_in_turn * taken + num_made * made
 
 
 def with_all_outputs(part):
@@ -91,10 +108,8 @@ class Limit:
         strategy = model.distribute_strategy
         self._functional = keras_functional.functional_of(model)
         self._parts, self._schedule = parts, schedule
-        self._is_flushed = versions is None
-        passes = 1
-        if self._is_flushed:
-            passes = schedule.num_batches // strategy.replicas
+        passes = num_passes(strategy, schedule, versions)
+        self._num_in_turn = None if versions is None else passes
         stages = strategy.stages_of_ranks
         # Of a mini-batch, at each stage.
         self._num_parts = [
@@ -149,7 +164,7 @@ class Limit:
             + passing_bytes(
                 self._schedule,
                 number,
-                self._is_flushed,
+                self._num_in_turn,
                 *self._of_pass(part, values, -(-shapes[0][0] // num_parts)),
             )
             for number, (part, lasting, num_parts) in enumerate(

@@ -13,6 +13,7 @@ from keras_sparsity.layers import ordinary
 from keras_sparsity.pipeline.memory import (
     lasting_bytes,
     num_bytes,
+    num_passes,
     passing_bytes,
     with_all_outputs,
 )
@@ -40,9 +41,7 @@ class Planner:
         self._schedule, self._versions = schedule, versions
         self._strategy = model.distribute_strategy
         # Of a rank.
-        self._num_passes = 1
-        if versions is None:
-            self._num_passes = schedule.num_batches // self._strategy.replicas
+        self._num_passes = num_passes(self._strategy, schedule, versions)
 
     def plan(self, dataset):
         """The plan; every rank calls it.
@@ -110,7 +109,8 @@ class Planner:
         """A mini-batch's parts, and the place of this rank's first."""
         if self._versions:
             num_pieces, own = self._strategy.pieces
-            return MicroBatches(functional, data, 1, num_pieces), own
+            number = self._num_passes
+            return MicroBatches(functional, data, number, num_pieces), own
         schedule = self._schedule
         batches = MicroBatches(
             functional, data, schedule.num_batches, schedule.num_pieces
@@ -235,7 +235,7 @@ class Planner:
         return lasting + passing_bytes(
             self._schedule,
             stage.number,
-            self._versions is None,
+            None if self._versions is None else self._num_passes,
             num_bytes(tensors),
             self._made_bytes(tensors),
         )

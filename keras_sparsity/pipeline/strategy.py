@@ -20,6 +20,7 @@ _FLUSHED = {
     "gpipe": schedules.gpipe,
     "1f1b": schedules.one_forward_one_backward,
 }
+_NUM_MICRO_BATCHES = 4
 SCHEDULES = ("spectrain", "vanilla", "stash", *_FLUSHED)
 
 
@@ -58,8 +59,10 @@ class PipelineStrategy(StagedStrategy):
             list of the layers' names for each stage; of a model within the
             model `"encoder/dense"`.
         num_micro_batches: the number M of parts of a pipeline's part of a
-            mini-batch, for `"1f1b"` and `"gpipe"`, and for `evaluate` and
-            `predict`.
+            mini-batch, which are computed one after the other. Messages of one
+            travel while the next is computed. None: 4 for `"1f1b"`, `"gpipe"`,
+            `evaluate` and `predict`, and 1 for training by the others; more of
+            them are faster where messages take as long as computation.
         prediction: for `"spectrain"`, the weights that are predicted.
             `"paper"`: those when the mini-batch's round trip ends.
             `"sequential"`: those after the updates of all earlier
@@ -123,7 +126,7 @@ class PipelineStrategy(StagedStrategy):
         self,
         schedule="spectrain",
         stages=None,
-        num_micro_batches=4,
+        num_micro_batches=None,
         prediction="paper",
         decay=0.9,
         wire_dtype=None,
@@ -134,7 +137,10 @@ class PipelineStrategy(StagedStrategy):
     ):
         checks.one_of("schedule", schedule, SCHEDULES)
         checks.one_of("prediction", prediction, ("paper", "sequential"))
-        checks.positive_integer("num_micro_batches", num_micro_batches)
+        if num_micro_batches is not None:
+            checks.positive_integer(
+                "num_micro_batches", num_micro_batches, " or None"
+            )
         if memory_bytes is not None:
             checks.positive_integer("memory_bytes", memory_bytes, " or None")
         checks.check(
@@ -146,7 +152,11 @@ class PipelineStrategy(StagedStrategy):
             "a number from 0 to below 1",
         )
         check_wire_dtype(wire_dtype)
-        self.schedule, self.num_micro_batches = schedule, num_micro_batches
+        self.schedule = schedule
+        self._num_of_flushed = num_micro_batches or _NUM_MICRO_BATCHES
+        self.num_micro_batches = num_micro_batches or 1
+        if self.is_flushed:
+            self.num_micro_batches = self._num_of_flushed
         self.prediction, self.decay = prediction, decay
         self.memory_bytes = memory_bytes
         communicator = start_without_servers(engine, timeout, self)
@@ -237,7 +247,7 @@ class PipelineStrategy(StagedStrategy):
     def passes(self, stage, optimizer):
         name = self.schedule
         make = _FLUSHED.get(name, schedules.one_forward_one_backward)
-        schedule = make(self.num_stages, self.num_micro_batches)
+        schedule = make(self.num_stages, self._num_of_flushed)
         # An error, if stages would wait for each other for ever.
         simulate(schedule)
         if self.replicas > 1:

@@ -31,7 +31,7 @@ def train_in_flight(cases, cuts, num_examples, model, replicas=1):
     return [
         pipeline_functions.train_in_flight(
             *(rule, cuts, schedule, target, num_examples, model, replicas),
-            functools.partial(check_rows, keeps=rule != "sgd"),
+            check=functools.partial(check_rows, keeps=rule != "sgd"),
         )
         for rule, schedule, target in cases
     ]

@@ -8,7 +8,8 @@ import pytest
 
 from keras_sparsity.stages.schedule import without_flush
 from tests import pipeline_functions, pipeline_oracle
-from tests.conftest import covering
+from tests.conftest import covering, engines
+from tests.pipeline import length_functions
 
 # The layers of each stage; the number of mini-batches of an epoch is not one
 # of full ones.
@@ -112,6 +113,18 @@ def _check_as(ranks, num_stages, oracle):
         assert seen == ranks[0][2]
 
 
+def _micro_batched(engine, rule, way, num_stages, number, run_eagerly=False):
+    """Cases of `test_micro_batches` without tables, a list of one."""
+    cuts = ["dense_1"] if num_stages == 2 else ["dense_0", "dense_2"]
+    options = number, run_eagerly
+    return [
+        pytest.param(
+            *(engine, rule, *way, "plain line", cuts, options),
+            marks=engines(engine)[0].marks,
+        )
+    ]
+
+
 # Rules differ in what SpecTrain predicts.
 @pytest.mark.parametrize(
     ("engine", "rule", "schedule", "target"),
@@ -184,6 +197,60 @@ def test_three_stages(cluster):
         _NUM_EXAMPLES,
     )
     _check(ranks, "adam", 3, "spectrain", "paper")
+
+
+# With tables, what the forward passes of a mini-batch look up is kept.
+@pytest.mark.parametrize(
+    ("engine", "rule", "schedule", "target", "model", "cuts", "options"),
+    [
+        *_micro_batched("native", "momentum", ("vanilla", "paper"), 2, 2),
+        *_micro_batched("native", "adam", ("stash", "paper"), 3, 4),
+        *_micro_batched("native", "adam", ("spectrain", "paper"), 3, 2),
+        *_micro_batched("horovod", "sgd", ("spectrain", "paper"), 2, 4),
+        *_micro_batched("horovod", "momentum", ("stash", "paper"), 3, 2),
+        *_micro_batched("native", "adam", ("spectrain", "paper"), 2, 4, True),
+        (
+            *("native", "momentum", "stash", "paper"),
+            *("rows line", ["dense_0"], (3,)),
+        ),
+    ],
+)
+def test_micro_batches(
+    cluster, engine, rule, schedule, target, model, cuts, options
+):
+    """As the oracle does, which computes whole mini-batches.
+
+    The last mini-batch has fewer examples than micro-batches.
+    """
+    num_examples = 57
+    num_stages = len(cuts) + 1
+    ranks = cluster(engine, num_stages, has_groups=num_stages > 2).run(
+        pipeline_functions.train_in_flight,
+        *(rule, cuts, schedule, target, num_examples, model, 1, *options),
+    )
+    check(ranks, rule, schedule, target, cuts, num_examples, model)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_sizes_that_differ_between_mini_batches_in_flight(cluster, number):
+    """The model does not know them, and a batch has them in its messages."""
+    schedule = "stash"
+    ranks = cluster("native", 3, has_groups=True).run(
+        length_functions.trained, "momentum", schedule, number
+    )
+    network = length_functions.made()
+    stages = [
+        pipeline_oracle.Stage(each, "momentum")
+        for each in _layers_of(network, length_functions.CUTS)
+    ]
+    batches = length_functions.batches()
+    losses = pipeline_oracle.train(stages, batches, schedule, "paper")
+    shares = [len(x) for x, _ in batches]
+    for weights, history in ranks:
+        for value, expected in zip(weights, network.get_weights(), strict=True):
+            np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
+        mean = np.average(losses, weights=shares)
+        np.testing.assert_allclose(history, [mean], rtol=1e-5)
 
 
 def test_fewer_mini_batches_than_stages(cluster):

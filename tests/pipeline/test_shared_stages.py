@@ -83,28 +83,31 @@ def _check_held(ranks, replicas):
 
 
 @pytest.mark.parametrize(
-    ("engine", "rule", "schedule", "target", "replicas"),
+    ("engine", "rule", "schedule", "target", "replicas", "parts"),
     [
-        ("native", "momentum", "spectrain", "paper", [1, 2]),
+        ("native", "momentum", "spectrain", "paper", [1, 2], 1),
+        ("native", "adam", "spectrain", "paper", [1, 2], 3),
         pytest.param(
-            *("native", "adam", "stash", "paper", [2, 1]), marks=_MORE
+            *("native", "adam", "stash", "paper", [2, 1], 1), marks=_MORE
         ),
         pytest.param(
-            *("horovod", "adam", "spectrain", "sequential", [1, 2]),
+            *("horovod", "adam", "spectrain", "sequential", [1, 2], 1),
             marks=_ON_HOROVOD,
         ),
         pytest.param(
-            *("native", "sgd", "vanilla", "paper", [2, 3]), marks=_MORE
+            *("native", "sgd", "vanilla", "paper", [2, 3], 2), marks=_MORE
         ),
     ],
 )
-def test_without_a_flush(cluster, engine, rule, schedule, target, replicas):
+def test_without_a_flush(
+    cluster, engine, rule, schedule, target, replicas, parts
+):
     """As the oracle does, which computes whole mini-batches."""
     num_examples = 57  # the last mini-batch has one example
     ranks = cluster(engine, sum(replicas), has_groups=True).run(
         pipeline_functions.train_in_flight,
         *(rule, ["dense_1"], schedule, target, num_examples, "plain line"),
-        replicas,
+        *(replicas, parts),
     )
     test_in_flight.check(
         *(ranks, rule, schedule, target),
