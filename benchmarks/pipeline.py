@@ -142,7 +142,11 @@ def on_cluster(args, name, way):
     """Samples/s by rate, and the bytes of a mini-batch."""
     machines = 1 if way == _ALONE else args.machines
     engine = "horovod" if way == _HOROVOD else "native"
-    found = _ways.measured(__file__, args, name, way, machines, engine=engine)
+    found = _ways.measured(
+        *(__file__, args, name, way, machines),
+        *("--micro-batches", str(args.micro_batches)),
+        engine=engine,
+    )
     sent = [
         sum(m["sent_payload_bytes_per_step"] for m in each["per_machine"])
         for each in found
@@ -217,7 +221,9 @@ def inside(args):
         return
     is_pipeline = args.way not in (_DATA_PARALLEL, _ALONE)
     if is_pipeline:
-        strategy = ks.PipelineStrategy(args.way)
+        strategy = ks.PipelineStrategy(
+            args.way, num_micro_batches=args.micro_batches
+        )
     else:
         strategy = ks.HybridStrategy(architecture="hybrid")
     window = _network.Window(is_first=strategy.rank == 0)
@@ -227,6 +233,9 @@ def inside(args):
         args, window, strategy, model, batch, NUM_CLASSES, WARM_UP
     )
     plan = ks.plan(model, batches) if is_pipeline else None
+    computation = plan.step_seconds if plan else 0
+    if plan and not strategy.is_flushed:
+        computation = _seconds_of_whole(args.way, model, plan, batches)
     stages = plan.stages if plan else ()
     sent = [stage.sent_bytes + stage.returned_bytes for stage in stages]
     window.report(
@@ -234,13 +243,34 @@ def inside(args):
         batch=batch,
         planned_bytes=sum(sent),
         largest_sent_bytes=max(sent, default=0),
-        computation_seconds=plan.step_seconds if plan else 0,
+        computation_seconds=computation,
         stages=[list(stage.layers) for stage in stages],
     )
 
 
+def _seconds_of_whole(way, model, plan, batches):
+    """The slowest stage's computation of mini-batches that are not divided.
+
+    Of a copy of the model, cut at the same places: parts cost more.
+    """
+    copy = keras.models.clone_model(model)
+    cuts = [stage.layers[-1] for stage in plan.stages[:-1]]
+    with ks.PipelineStrategy(way, cuts, num_micro_batches=1).scope():
+        copy.compile(
+            type(model.optimizer).from_config(model.optimizer.get_config()),
+            model.loss,
+        )
+    return ks.plan(copy, batches).step_seconds
+
+
 def parse_arguments():
     parser = _ways.parser(__doc__, MODELS, WAYS, machines=4, steps=8)
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=4,
+        help="parts of a mini-batch that a pipeline computes in turn",
+    )
     parser.set_defaults(ways=_ways.without_horovod(WAYS, _HOROVOD))
     return parser.parse_args()
 
