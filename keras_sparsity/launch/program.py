@@ -18,11 +18,8 @@ from keras_sparsity.launch import environment
 from keras_sparsity.launch._boot import SHOWN_ERROR_VARIABLE
 from keras_sparsity.launch.again import RESTARTS_VARIABLE, Again, say
 from keras_sparsity.launch.hosts import places
-from keras_sparsity.launch.processes import (
-    ProcessGroup,
-    last_lines,
-    start_here,
-)
+from keras_sparsity.launch.processes import ProcessGroup
+from keras_sparsity.launch.rank_process import last_lines, start_here
 from keras_sparsity.launch.remote import Remote
 from keras_sparsity.machines import addresses, firewall
 from keras_sparsity.machines.door import DOOR_VARIABLE
