@@ -49,11 +49,9 @@ class RankProcess:
         greeting=b"",
         inherit_stdin=False,
     ):
-        self.rank = rank
+        self.rank, self._remote_host = rank, remote_host
         self.log_path = stderr or stdout
-        self.ended_seconds = None
-        self.we_ended_it = False
-        self._remote_host = remote_host
+        self.ended_seconds, self.we_ended_it = None, False
         reading, self._lifeline = os.pipe()
         with (
             contextlib.ExitStack() as unstarted,
@@ -63,14 +61,12 @@ class RankProcess:
             files.callback(os.close, reading)
             out = files.enter_context(open(stdout, "ab")) if stdout else None
             err = files.enter_context(open(stderr, "ab")) if stderr else None
-            if remote_host:
-                stdin, pass_fds = reading, ()
-            else:
+            stdin, pass_fds = reading, ()
+            if not remote_host:
                 stdin = None if inherit_stdin else subprocess.DEVNULL
                 pass_fds = (reading,)
                 environment = {**environment, LIFELINE_VARIABLE: str(reading)}
-            # In its own session, Ctrl-C reaches it only through the launcher,
-            # once, and its child processes end with it.
+            # A session of its own: Ctrl-C comes from the launcher, once.
             self._process = subprocess.Popen(
                 command,
                 env=environment,
