@@ -1,13 +1,9 @@
 """The optimizer: aggregates gradients, then applies a Keras rule."""
 
-import logging
-import math
-
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import checks, keras_optimizers, patches, xla
-from keras_sparsity.health import journal
+from keras_sparsity._tf import checks, keras_optimizers, xla
 from keras_sparsity.placement import choice
 from keras_sparsity.tables import control_flow
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
@@ -138,7 +134,7 @@ class HybridOptimizer(OptimizerWrapper):
         for option, value in options.items():
             setattr(self, option, value)
         self._aggregation = Aggregation([], [])
-        # Variables of which `_tell_of_whole_updates` has told, by `id`.
+        # Variables of which `_keep_rows` has told, by `id`.
         self._told = set()
         # Set where a model is compiled.
         self.is_compiled_by_xla = False
@@ -177,43 +173,49 @@ class HybridOptimizer(OptimizerWrapper):
         whole = [v for v in var_list if not self._aggregation.is_spread(v)]
         if not is_synchronised:
             start.same_on_all_ranks(placements.communicator, var_list, whole)
+        values = self._anew_for(whole, var_list)
         inner = self.inner_optimizer
-        if self._rule.built and not inner.built:
-            # A new loss scaling, around a rule that may have trained.
-            inner.build(keras_optimizers.built_variables(self._rule))
-        values = None
-        if inner.built and len(whole) < len(var_list):
-            # Built for whole tables, for example by `load_model`: start anew
-            # on the partitions and hand the state over.
-            values = [keras.ops.convert_to_numpy(v) for v in inner.variables]
-            inner = type(inner).from_config(inner.get_config())
-            self._wrap(inner)
+        strategy = placements.strategy
         for optimizer in (inner, self._rule):
-            keras_optimizers.set_optimizer_strategy(
-                optimizer, placements.strategy
-            )
+            keras_optimizers.set_optimizer_strategy(optimizer, strategy)
         are_zero |= not inner.built and values is None
         if not inner.built:
-            for variable, of_variable in zip(var_list, pieces, strict=True):
-                keras_optimizers.exclude_from_weight_decay_too(
-                    self._rule, variable, of_variable
-                )
-            named = keras.name_scope(inner.name)
-            with named, start.slots_stored_once(self._rule):
-                inner.build([v for several in pieces for v in several])
+            self._build_inner(var_list, pieces)
         self._trainable_variables = var_list
         self.built = True
         if values is not None:
             state.assign(self.places(), values)
         self._keep_rows(var_list, are_zero)
 
-    def _keep_rows(self, variables, are_zero=False):
-        """Has rows of tables kept, where all would be updated else.
+    def _anew_for(self, whole, variables):
+        """Replaces an inner optimizer that was built for whole tables.
 
-        Args:
-            variables: some of the model's variables.
-            are_zero: whether their slots are zero.
+        Returns:
+            Its state, to be handed over; None if it stays.
         """
+        inner = self.inner_optimizer
+        if self._rule.built and not inner.built:
+            # A new loss scaling, around a rule that may have trained.
+            inner.build(keras_optimizers.built_variables(self._rule))
+        if not inner.built or len(whole) == len(variables):
+            return None
+        # For example by `load_model`.
+        values = [keras.ops.convert_to_numpy(v) for v in inner.variables]
+        self._wrap(type(inner).from_config(inner.get_config()))
+        return values
+
+    def _build_inner(self, variables, pieces):
+        for variable, of_variable in zip(variables, pieces, strict=True):
+            keras_optimizers.exclude_from_weight_decay_too(
+                self._rule, variable, of_variable
+            )
+        inner = self.inner_optimizer
+        named = keras.name_scope(inner.name)
+        with named, start.slots_stored_once(self._rule):
+            inner.build([v for several in pieces for v in several])
+
+    def _keep_rows(self, variables, are_zero=False):
+        """Has rows of tables kept, where all would be updated else."""
         if self.sparse_updates != "exact" or self.is_compiled_by_xla:
             return
         for variable in filter(rules.may_keep_rows, variables):
@@ -229,7 +231,7 @@ class HybridOptimizer(OptimizerWrapper):
             )
             if why_not and id(variable) not in self._told:
                 self._told.add(id(variable))
-                _tell_of_whole_updates(variable, len(slots), why_not)
+                keeping.tell_of_whole_updates(variable, len(slots), why_not)
 
     def release_rows(self):
         """Leaves the rows of tables, up to date, to another optimizer."""
@@ -294,9 +296,7 @@ class HybridOptimizer(OptimizerWrapper):
         if not grads:
             return
         placements = choice.entered()
-        _check_under_strategy(placements)
-        if self.delay is None:
-            _check_is_synchronous(placements.strategy)
+        arguments.check_strategy(placements, self.delay is not None)
         if trainable_variables is None:
             trainable_variables = self._trainable_variables
         trainable_variables = arguments.checked_variables(
@@ -306,7 +306,9 @@ class HybridOptimizer(OptimizerWrapper):
         if not self.built:
             self.build(trainable_variables)
         for variable in trainable_variables:
-            self._check_known(variable)
+            arguments.check_known(
+                variable, self._aggregation.pieces_of(variable)
+            )
         control_flow.check_no_update(trainable_variables)
         grads, variables = keras_optimizers.without_missing_gradients(
             self, grads, trainable_variables
@@ -319,7 +321,7 @@ class HybridOptimizer(OptimizerWrapper):
             grads, variables, placements, self._keeps_rows
         )
         if self.transform_gradients is None:
-            updates = self._by_piece(updates)
+            updates = self._aggregation.by_piece(updates, self.updates_rows_of)
         else:  # which is to see each variable as one
             updates = merged(updates)
         if self.delay is None:
@@ -348,25 +350,6 @@ class HybridOptimizer(OptimizerWrapper):
                 lambda unscaled: self._update(unscaled, placements),
             )
 
-    def _check_known(self, variable):
-        pieces = self._aggregation.pieces_of(variable)
-        if pieces is None:
-            raise ValueError(
-                f"Unknown variable: {variable}. This optimizer was built with "
-                "other variables; make a new one for this model."
-            )
-        is_table = isinstance(variable, TableVariable)
-        if is_table and pieces[0] is not variable.table.pieces[0]:
-            raise ValueError(
-                f"The table of {variable} was spread or moved after the "
-                "optimizer was built. Compile the model again, with a new "
-                "optimizer, or assign it to `model.optimizer` before "
-                "`ks.moves` moves the model's tables, so that it follows them."
-            )
-
-    def _by_piece(self, updates):
-        return self._aggregation.by_piece(updates, self.updates_rows_of)
-
     def _keeps_rows(self, variable):
         """Whether only the touched rows of a variable may change."""
         is_lazy = self.sparse_updates == "lazy"
@@ -390,8 +373,7 @@ class HybridOptimizer(OptimizerWrapper):
 
     def _kept(self, variable):
         """The `KeptRows` of a variable, or None."""
-        whole = getattr(variable, "whole", variable)
-        if self.sparse_updates != "exact" or not rules.may_keep_rows(whole):
+        if self.sparse_updates != "exact":
             return None
         return keeping.kept_rows(variable, self._rule)
 
@@ -401,8 +383,9 @@ class HybridOptimizer(OptimizerWrapper):
     def _update(self, updates, placements):
         """The inner optimizer's step on gradients of all ranks."""
         if self.transform_gradients is not None:
-            updates = self._by_piece(
-                transform.transform(self.transform_gradients, updates)
+            updates = self._aggregation.by_piece(
+                transform.transform(self.transform_gradients, updates),
+                self.updates_rows_of,
             )
         rule = self._rule
         if not updates:  # a rank that owns no row, of a model of tables only
@@ -421,65 +404,16 @@ class HybridOptimizer(OptimizerWrapper):
             self._apply_rule(rule, updates, placements)
 
     def _apply_rule(self, rule, updates, placements):
-        """Applies a rule, rows standing in for variables."""
         clipping = self._clipping(placements)
-        rows = [
-            (u.variable, u.gradient.indices)
-            for u in updates
-            if isinstance(u.gradient, tf.IndexedSlices)
-        ]
-        kept = keeping.KeptUpdates(
-            [(self._kept(variable), variable, of) for variable, of in rows]
+        row_update.apply(
+            rule,
+            updates,
+            keeping.KeptUpdates(updates, self._kept),
+            lambda grads: clipping.clip(rule, grads, updates),
+            placements.strategy,
         )
-        step, stand_ins = row_update.stand_in_for(rule, kept.row_updates)
-        keras_optimizers.set_optimizer_strategy(step, placements.strategy)
-        # Aggregated already; clipped over all owners.
-        keras_optimizers.take_aggregated_gradients(
-            step, lambda grads: clipping.clip(rule, grads, updates)
-        )
-        values = [u.values for u in updates]
-        variables = [stand_ins.get(id(u.variable), u.variable) for u in updates]
-        notes = journal.current()
-        with (
-            tf.name_scope("update"),
-            notes.measured("optimizer/update", values),
-        ):
-            with patches.roots_stay_roots():
-                step.apply(values, variables)
-            with kept.storing():
-                row_update.write_back(step)
 
     # As an optimizer among Keras's own.
-
-    def finalize_variable_values(self, var_list):
-        del var_list  # the inner optimizer has partitions in its place
-        if self.built:
-            self._rule.finalize_variable_values(
-                keras_optimizers.built_variables(self._rule)
-            )
-
-    def save_own_variables(self, store):
-        for i, value in enumerate(self.state()):
-            store[str(i)] = value
-
-    def load_own_variables(self, store):
-        if not self.built:  # Keras's own warning, of another number
-            super().load_own_variables(store)
-            return
-        values = [store[str(i)] for i in range(len(store.keys()))]
-        # None: a loss scaling that Keras put around has loaded all of them.
-        # As many as before its first step: they are in its configuration.
-        if values and len(values) != self._num_variables_before_built():
-            state.assign(self.places(), values)
-
-    def _num_variables_before_built(self):
-        inner = self.inner_optimizer
-        return len(type(inner).from_config(inner.get_config()).variables)
-
-    def set_weights(self, weights):
-        if not self.built:
-            super().set_weights(weights)  # raises
-        state.assign(self.places(), weights)
 
     def places(self):
         """How each variable of a stock optimizer's state is stored here.
@@ -504,53 +438,3 @@ class HybridOptimizer(OptimizerWrapper):
             ),
             **{option: getattr(self, option) for option in arguments.CHOICES},
         }
-
-    @classmethod
-    def from_config(cls, config, custom_objects=None):
-        config = dict(config)
-        config["inner_optimizer"] = keras.saving.deserialize_keras_object(
-            config["inner_optimizer"], custom_objects=custom_objects
-        )
-        return cls(**config)
-
-
-def _tell_of_whole_updates(variable, num_slots, why):
-    """Logs, on rank 0, that each step costs as much as the table is large."""
-    if choice.entered().communicator.rank != 0:
-        return
-    num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
-    logging.getLogger(__name__).warning(
-        "Each step updates all %d rows of the table '%s', %.3g MB with its "
-        "slots: %s. See `sparse_updates` of `ks.HybridOptimizer`.",
-        variable.shape[0],
-        lookups.owner_of(variable).owner_name,
-        num_bytes * (1 + num_slots) / 1e6,
-        why,
-    )
-
-
-def _check_is_synchronous(strategy):
-    """Raises where a custom loop's gradients are expected to wait."""
-    if not getattr(strategy, "synchronous", True) and (
-        strategy.max_staleness != 0
-    ):
-        raise ValueError(
-            "Only `fit` trains with old weights. Received: a HybridOptimizer "
-            "that `compile` has not made, under a HybridStrategy with "
-            f"synchronous=False, max_staleness={strategy.max_staleness}. "
-            "Compile the model inside of `strategy.scope()` and call `fit`, or "
-            "use a synchronous strategy."
-        )
-
-
-def _check_under_strategy(placements):
-    """Raises where each rank would be taken to hold a part, but has all."""
-    size = placements.communicator.size
-    if size > 1 and not placements.is_of_strategy:
-        raise ValueError(
-            f"A HybridOptimizer was applied on one of {size} processes outside "
-            "of a strategy. Write `with strategy.scope(): model.compile(...)`, "
-            "or, in a custom training loop, "
-            "`strategy.run(train_step, args=(batch,))`, with a "
-            "`ks.HybridStrategy()`."
-        )

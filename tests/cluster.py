@@ -20,7 +20,7 @@ from multiprocessing import connection
 
 from keras_sparsity import collectives
 from keras_sparsity.launch.functions import Job
-from keras_sparsity.launch.processes import last_lines
+from keras_sparsity.launch.rank_process import last_lines
 from tests import forked
 
 _START_TIMEOUT_SECONDS = 90

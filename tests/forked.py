@@ -35,7 +35,8 @@ _LOCK = threading.Lock()
 @contextlib.contextmanager
 def ranks():
     """While entered, the launcher forks what it would start."""
-    with mock.patch("keras_sparsity.launch.processes.subprocess.Popen", _Popen):
+    module = "keras_sparsity.launch.rank_process"
+    with mock.patch(f"{module}.subprocess.Popen", _Popen):
         yield
 
 

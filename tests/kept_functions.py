@@ -380,7 +380,7 @@ def told_of_updates():
     records = []
     handler = logging.Handler()
     handler.emit = records.append
-    logger = logging.getLogger("keras_sparsity.optimizer")
+    logger = logging.getLogger("keras_sparsity.update.keeping")
     logger.addHandler(handler)
     try:
         model = spread(OwnAdam(), partitions=(2,))

@@ -2,6 +2,8 @@
 
 import keras
 
+from keras_sparsity._tf import checks
+
 # Attributes that change while a model trains; all else are settings.
 LEARNT = {
     "EarlyStopping": ("wait", "stopped_epoch", "best", "best_epoch"),
@@ -29,6 +31,23 @@ def learnt(callbacks):
         names = [n for n in LEARNT.get(kind, ()) if n in vars(callback)]
         found.append([kind, {n: vars(callback)[n] for n in names}])
     return found
+
+
+def check_learnt(saved, path):
+    """Raises where a checkpoint has more than callbacks learn in training.
+
+    It may be someone else's: settings, such as the path to which a callback
+    writes, are the script's own.
+    """
+    for kind, of_kind in saved:
+        for name, value in of_kind.items():
+            is_value = value is None or isinstance(value, (int, float))
+            if name not in LEARNT.get(kind, ()) or not is_value:
+                raise ValueError(
+                    f"The checkpoint {path} would set {kind}.{name} to "
+                    f"{checks.spell(value)}, which no {kind} learns in "
+                    "training: it is damaged, or made to do harm. Use another."
+                )
 
 
 def append_logs(callbacks):

@@ -183,28 +183,8 @@ MODEL_METHODS = {
     )
 }
 ALL = (
-    *(
-        COMPILE,
-        LOSS_CALL,
-        MODEL_CALL,
-        TAPE_ENTER,
-        TAPE_EXIT,
-        TAPE_RESET,
-        METRIC_INIT,
-        METRIC_ATTRIBUTES,
-        ASSIGN,
-        SCALE_LOSS,
-    ),
-    *(
-        ADD_WEIGHT,
-        SQRT,
-        TAKE,
-        EMBEDDING_WEIGHT,
-        ARRAY_DATASET,
-        SHUFFLE,
-        EPOCH_ITERATOR,
-        *MODEL_METHODS.values(),
-    ),
+    *(named for named in vars().values() if isinstance(named, Patch)),
+    *MODEL_METHODS.values(),
 )
 
 

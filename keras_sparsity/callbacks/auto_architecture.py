@@ -94,11 +94,7 @@ class AutoArchitecture(keras.callbacks.Callback):
     # Deciding.
 
     def _decide(self):
-        of_rows = [
-            (place, facts)
-            for place, facts in self._places()
-            if facts.alpha is not None
-        ]
+        of_rows = [each for each in self._places() if each[1].alpha is not None]
         found = [
             (place, facts)
             for place, facts in of_rows
@@ -111,9 +107,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._num_of = collections.Counter(
             name for each in of_rows for name in self._possible(*each)
         )
-        costs = {
-            place.path: self._costs(place, facts) for place, facts in found
-        }
+        costs = {p.path: self._costs(p, facts) for p, facts in found}
         # Rank 0's numbers: a rounding error must not divide the ranks.
         costs, self._trace_seconds = self._collectives.gather_objects(
             (costs, self._times.trace_seconds),

@@ -187,6 +187,7 @@ class PartitionSearch(keras.callbacks.Callback):
         self._seconds_before = 0.0
         # Of rank 0, whose local rank every machine has.
         num_machines = self._of_rank_zero(lambda: self._collectives.cross_size)
+        num_servers = self._collectives.num_servers
         optimizer = self.model.optimizer
         self._memory = TableMemory(
             self._tables, optimizer, self.memory_limit_bytes
@@ -202,7 +203,7 @@ class PartitionSearch(keras.callbacks.Callback):
             "machines": num_machines,
             "engine": self._collectives.engine,
             "optimizer": _describe(optimizer),
-            **self._number_of_servers(),
+            **({"servers": num_servers} if num_servers else {}),
             **{
                 f"table '{table.owner_name}'": (
                     f"{table.num_rows} x {table.dim} "
@@ -351,10 +352,6 @@ class PartitionSearch(keras.callbacks.Callback):
             count = max(1, min(count, in_epoch - self._steps_of_epoch))
         self._steps_of_epoch += count
         return count
-
-    def _number_of_servers(self):
-        number = self._collectives.num_servers
-        return {"servers": number} if number else {}
 
     def _why_nothing(self):
         if self._collectives is None:

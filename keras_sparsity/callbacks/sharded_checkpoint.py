@@ -160,8 +160,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             The epoch in which `fit` is to begin.
         """
         self._collectives = model.distribute_strategy.collectives
-        self._lock_directory()
-        self._check_directory()
+        self._hold_directory()
+        lock.check_is_shared(self.directory, self._collectives)
         first = arguments.get("initial_epoch", 0)
         self._begin(callbacks, first)
         found = storage.latest(self.directory, self._collectives, True)
@@ -173,10 +173,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 "earlier training, which resume=False would overwrite. Use "
                 "another directory, or resume=True to go on from them."
             )
-        self._path, index = found
-        self._index = index
-        self._found = position = index["position"]
-        _check_learnt(position["callbacks"], self._path)
+        self._path, self._index = found
+        self._found = position = self._index["position"]
+        keras_callbacks.check_learnt(position["callbacks"], self._path)
         if position["epoch"] < first:
             raise ValueError(
                 f"The latest checkpoint in {self.directory} is of epoch "
@@ -205,7 +204,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             The seed of the order of the others' arrays.
         """
         self._collectives = model.distribute_strategy.collectives
-        self._lock_directory()  # the lock of a lost rank 0 went with it
+        self._hold_directory()  # the lock of a lost rank 0 went with it
         self._found = None
         self._begin(callbacks, epoch - 1)
         names = folder.complete(self.directory)
@@ -215,6 +214,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             order_seed = index.read(path, True)["position"]["order_seed"]
         self._order_seed = order_seed
         return order_seed
+
+    def _hold_directory(self):
+        held = lock.held(self.directory, self._collectives)
+        self._lock.enter_context(held)
 
     def _begin(self, callbacks, first):
         self._others = [c for c in callbacks if c is not self]
@@ -254,48 +257,6 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def use_collectives(self, collectives):
         """Takes the processes that save from now on: some may be lost."""
         self._collectives = collectives
-
-    def _together(self, attempt):
-        what = f"use the directory {self.directory} for checkpoints"
-        return storage.on_all_ranks(self._collectives, what, attempt)
-
-    def _lock_directory(self):
-        """Raises, on every rank, if another training has the directory."""
-
-        def take():
-            if self._collectives.rank == 0:
-                os.makedirs(self.directory, exist_ok=True)
-                self._lock.enter_context(lock.locked(self.directory))
-
-        self._together(take)
-
-    def _check_directory(self):
-        """Raises, on every rank, if one cannot write, or sees another one."""
-        communicator = self._collectives
-        probe = os.path.join(self.directory, f".probe-{communicator.rank}")
-
-        def write():
-            os.makedirs(self.directory, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(probe)
-            with open(probe, "x"):  # not the target of a link
-                pass
-
-        def find():
-            probes = {f".probe-{rank}" for rank in range(communicator.size)}
-            if not probes <= set(os.listdir(self.directory)):
-                raise OSError(
-                    "what other ranks write there is not seen here; use a "
-                    "folder that all machines share"
-                )
-
-        try:
-            self._together(write)
-            self._together(find)
-            communicator.barrier(name="checkpoint/probed")
-        finally:
-            with contextlib.suppress(OSError):
-                os.remove(probe)
 
     def _say_resuming(self, position, has_ended):
         if self._collectives.rank == 0:
@@ -436,9 +397,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         if self._said_spoiled or self._collectives.rank != 0:
             return
         self._said_spoiled = True
-        latest = "none so far"
-        if self._latest is not None:
-            latest = folder.name_of(*self._latest)
+        latest = self._latest and folder.name_of(*self._latest)
         logging.getLogger(__name__).warning(
             "ShardedCheckpoint writes nothing while weights have NaN or "
             "infinity, and '%s' has; the loss is %s. The latest checkpoint in "
@@ -447,7 +406,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             weight,
             checks.spell(loss),
             self.directory,
-            latest,
+            latest or "none so far",
         )
 
     # Resuming.
@@ -479,23 +438,6 @@ def among(callbacks):
             "`every_seconds` can be combined in one."
         )
     return found[0] if found else None
-
-
-def _check_learnt(saved, path):
-    """Raises where a checkpoint has more than callbacks learn in training.
-
-    It may be someone else's: settings, such as the path to which a callback
-    writes, are the script's own.
-    """
-    for kind, learnt in saved:
-        for name, value in learnt.items():
-            is_value = value is None or isinstance(value, (int, float))
-            if name not in keras_callbacks.LEARNT.get(kind, ()) or not is_value:
-                raise ValueError(
-                    f"The checkpoint {path} would set {kind}.{name} to "
-                    f"{checks.spell(value)}, which no {kind} learns in "
-                    "training: it is damaged, or made to do harm. Use another."
-                )
 
 
 def _is_finite(loss):

@@ -1,4 +1,4 @@
-"""One training at a time in a folder of checkpoints."""
+"""A folder of checkpoints: of all ranks, and of one training at a time."""
 
 import contextlib
 import errno
@@ -8,7 +8,7 @@ import os
 import socket
 import time
 
-from keras_sparsity.checkpoint import folder
+from keras_sparsity.checkpoint import folder, storage
 
 FILE = ".lock"
 # A job that was just killed may be ending. Less than the shortest timeout of
@@ -18,6 +18,57 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 # Locks of a process, below, do not keep it out itself.
 _held_here = set()
+
+
+@contextlib.contextmanager
+def held(directory, communicator):
+    """Holds the folder, made if missing, while it is entered.
+
+    Raises:
+        OSError: on every rank, if another training holds it.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def take():
+            if communicator.rank == 0:
+                os.makedirs(directory, exist_ok=True)
+                stack.enter_context(locked(directory))
+
+        _together(directory, communicator, take)
+        yield
+
+
+def check_is_shared(directory, communicator):
+    """Raises, on every rank, if one cannot write, or sees another folder."""
+    probe = os.path.join(directory, f".probe-{communicator.rank}")
+
+    def write():
+        os.makedirs(directory, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(probe)
+        with open(probe, "x"):  # not the target of a link
+            pass
+
+    def find():
+        probes = {f".probe-{rank}" for rank in range(communicator.size)}
+        if not probes <= set(os.listdir(directory)):
+            raise OSError(
+                "what other ranks write there is not seen here; use a "
+                "folder that all machines share"
+            )
+
+    try:
+        _together(directory, communicator, write)
+        _together(directory, communicator, find)
+        communicator.barrier(name="checkpoint/probed")
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(probe)
+
+
+def _together(directory, communicator, attempt):
+    what = f"use the directory {directory} for checkpoints"
+    storage.on_all_ranks(communicator, what, attempt)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_sparsity._tf import checks
 from keras_sparsity.collectives import arguments
 from keras_sparsity.collectives.calls import Calls
+from keras_sparsity.collectives.differences import raise_if_different
 from keras_sparsity.collectives.engine import Route
 from keras_sparsity.machines.topology import Topology
 
@@ -79,17 +80,12 @@ class Collectives:
         self.engine = engine.name
         self.pads = engine.pads
         self.topology = place
-        self.rank = place.rank
-        self.size = place.size
-        self.local_rank = place.local_rank
-        self.local_size = place.local_size
-        self.cross_rank = place.cross_rank
-        self.cross_size = place.cross_size
+        self.rank, self.size = place.rank, place.size
+        self.local_rank, self.local_size = place.local_rank, place.local_size
+        self.cross_rank, self.cross_size = place.cross_rank, place.cross_size
         self.machines = machines or (0,) * place.size
-        self.num_servers, self.num_workers = (
-            num_servers,
-            self.size - num_servers,
-        )
+        self.num_servers = num_servers
+        self.num_workers = self.size - num_servers
         self.is_server = place.rank >= self.num_workers
 
     def group(self, name):
@@ -140,10 +136,8 @@ class Collectives:
                 reduced = self._calls.all_reduce(
                     [upstream[i] for i in floats], op, f"{name}/gradient"
                 )
-                gradients = [None] * len(tensors)
-                for i, value in zip(floats, reduced, strict=True):
-                    gradients[i] = value
-                return gradients
+                of_floats = dict(zip(floats, reduced, strict=True))
+                return [of_floats.get(i) for i in range(len(tensors))]
 
             return self._calls.all_reduce(tensors, op, name), gradient
 
@@ -291,10 +285,10 @@ class Collectives:
         """
         call = arguments.spelled("broadcast", name)
         arguments.check_root(root, self.size, call)
-        tensors = arguments.tensors(tensors, call)
-        for tensor in tensors:
+        stopped = []
+        for tensor in arguments.tensors(tensors, call):
             arguments.check_moved(tensor.dtype, call)
-        stopped = [tf.stop_gradient(tensor) for tensor in tensors]
+            stopped.append(tf.stop_gradient(tensor))
         return self._calls.broadcast(stopped, root, name)
 
     def barrier(self, name="barrier"):
@@ -382,36 +376,3 @@ def divided(collectives, groups, label):
         journal,
         machines=tuple(collectives.machines[rank] for rank in ranks),
     )
-
-
-def raise_if_different(values, what, fix=""):
-    """As `Collectives.check_equal`, of all ranks' values.
-
-    Example:
-
-    >>> raise_if_different([{"a": 1, "b": 2}, {"a": 1}], "The options")
-    Traceback (most recent call last):
-        ...
-    ValueError: The options must be the same on all ranks. Received:
-      rank 0: {'b': 2}
-      rank 1: {}
-    """
-    if all(other == values[0] for other in values):
-        return
-    if all(isinstance(value, dict) for value in values):
-        names = dict.fromkeys(name for value in values for name in value)
-        differing = [
-            name
-            for name in names
-            if any(name not in value for value in values)
-            or any(value[name] != values[0][name] for value in values)
-        ]
-        values = [
-            {name: value[name] for name in differing if name in value}
-            for value in values
-        ]
-    listed = "\n".join(
-        f"  rank {rank}: {value!r}" for rank, value in enumerate(values)
-    )
-    message = f"{what} must be the same on all ranks. Received:\n{listed}"
-    raise ValueError(f"{message}\n{fix}" if fix else message)

@@ -13,11 +13,8 @@ import tensorflow as tf
 from keras_sparsity._tf import checks, random_seeds
 from keras_sparsity._version import __version__
 from keras_sparsity.collectives import devices
-from keras_sparsity.collectives.base import (
-    GROUPS,
-    Collectives,
-    raise_if_different,
-)
+from keras_sparsity.collectives.base import GROUPS, Collectives
+from keras_sparsity.collectives.differences import raise_if_different
 from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.health import arrival, errors, journal, watch
 from keras_sparsity.machines import door, helper, settings, topology

@@ -333,31 +333,38 @@ def shard(dataset, collectives, by=None):
         plan["reason"] = reason
     plan = agreed(plan, "The dataset to shard", _SAME_DATASET, collectives)
     if plan["split by"] == "batches":
-        reason = plan.get("reason", reason)
-        if by in ("files", "elements"):
-            raise ValueError(
-                f"The dataset cannot be split as asked (by={by!r}): {reason}. "
-                "Change it, or leave `by` to be chosen."
-            )
-        if reason and reason not in _told and collectives.rank == 0:
-            _told.add(reason)
-            logging.getLogger(__name__).warning(
-                "`shard` splits this dataset late: every process reads and "
-                "maps all examples, and keeps its part of each batch, as "
-                "`fit` does without `shard`, because %s. (by='batches' asks "
-                "for that.)",
-                reason,
-            )
+        _tell_of_late_split(plan.get("reason", reason), by, collectives)
         return mark_as_part(distribute(dataset, collectives))
-    part = None
+    return _split_early(dataset, graph, place, collectives)
+
+
+def _tell_of_late_split(reason, by, collectives):
+    """Logs why a dataset is split by batches; raises if `by` forbids it."""
+    if by in ("files", "elements"):
+        raise ValueError(
+            f"The dataset cannot be split as asked (by={by!r}): {reason}. "
+            "Change it, or leave `by` to be chosen."
+        )
+    if reason and reason not in _told and collectives.rank == 0:
+        _told.add(reason)
+        logging.getLogger(__name__).warning(
+            "`shard` splits this dataset late: every process reads and maps "
+            "all examples, and keeps its part of each batch, as `fit` does "
+            "without `shard`, because %s. (by='batches' asks for that.)",
+            reason,
+        )
+
+
+def _split_early(dataset, graph, place, collectives):
+    """This rank's part, split by files or elements."""
+    part = number = None
     if place:
         part = graph.split(place, collectives.rank, collectives.num_workers)
         part = part.with_options(dataset.options())
         counted = dataset if place.keeps_batches else part
         number = int(counted.cardinality())
-    numbers = collectives.gather_objects(
-        number if place else None, name="input/num_steps"
-    )[: collectives.num_workers]
+    numbers = collectives.gather_objects(number, name="input/num_steps")
+    numbers = numbers[: collectives.num_workers]
     # As many as the worker with most has.
     num_steps = min(numbers) if min(numbers) < 0 else max(numbers)
     if part is None:

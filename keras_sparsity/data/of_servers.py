@@ -8,7 +8,7 @@ workers, who tell where an epoch ends if nobody knows it before (see
 
 import tensorflow as tf
 
-from keras_sparsity.collectives.base import raise_if_different
+from keras_sparsity.collectives.differences import raise_if_different
 from keras_sparsity.data.batches import rows_between, without_rows
 from keras_sparsity.data.equal_steps import ending_together
 from keras_sparsity.data.stand_ins import Counted, zeros

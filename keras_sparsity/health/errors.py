@@ -132,6 +132,30 @@ def explained(call="a collective"):
         raise explanation from None
 
 
+def core(message):
+    """The line of an operation's error that states the problem."""
+    around = (
+        *(" ", "\t", "Detected at", "Graph execution error"),
+        *("Hint:", "Traceback (most recent"),
+    )
+    lines = [
+        line.partition("[Op:")[0].strip()
+        for line in message.splitlines()
+        if not line.startswith(around)
+    ]
+    # The problem is the last line.
+    return [message.strip(), *filter(None, lines)][-1][:500]
+
+
+def spelled(error):
+    """The kind of an error, and its problem."""
+    if isinstance(error, SystemExit):
+        return f"SystemExit, by sys.exit({error.code!r})"
+    is_operations = isinstance(error, tf.errors.OpError)
+    text = core(error.message) if is_operations else str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def _is_collectives(error):
     # Without TensorFlow 2.18's stack of each operation, whose lines name this
     # package's files.

@@ -16,8 +16,6 @@ import sys
 import threading
 import time
 
-import tensorflow as tf
-
 from keras_sparsity.health import channel as channels
 from keras_sparsity.health import errors, verdict
 from keras_sparsity.health.coordinator import Coordinator
@@ -53,8 +51,8 @@ def start(collectives, journal, abort, close, timeout_seconds):
     if all_channels:
         _coordinator = Coordinator(all_channels, timeout_seconds)
         _coordinator.start()
-    rank = collectives.rank
-    _begin(rank, root, channel, journal, abort, close, timeout_seconds)
+    stop = abort, close
+    _begin(collectives.rank, root, channel, journal, *stop, timeout_seconds)
 
 
 def _begin(*arguments):
@@ -192,7 +190,7 @@ class _Watch:
         if self._is_mine() and not self._is_over.is_set():
             self._has_raised = True
             self._exit_code = _exit_code(error)
-            self._channel.send(kind="raised", error=_spell(error))
+            self._channel.send(kind="raised", error=errors.spelled(error))
 
     # The thread.
 
@@ -226,8 +224,7 @@ class _Watch:
                     )
                 if message["kind"] == "farewell":
                     if self._is_new:
-                        self._exit_code = 0
-                        self._leave()
+                        self._leave(0)
                     return None
                 if message["kind"] == "failure":
                     return message["message"]
@@ -302,21 +299,21 @@ class _Watch:
                 self._is_announced = True
                 print(f"\n{errors.failure()}", file=sys.stderr, flush=True)
 
-    def _leave(self):
+    def _leave(self, exit_code=None):
         """Ends the process at once, with its children."""
         for child in multiprocessing.active_children():
             child.terminate()
         flush = threading.Thread(target=_flush, daemon=True)
         flush.start()
         flush.join(1)
-        os._exit(self._exit_code)
+        os._exit(self._exit_code if exit_code is None else exit_code)
 
     # The main thread.
 
     def _inquire(self, error):
         """Lets rank 0 find the reason for a failed collective."""
         if self._is_mine() and not self._is_over.is_set():
-            self._channel.send(kind="trouble", error=_core(error.message))
+            self._channel.send(kind="trouble", error=errors.core(error.message))
             self._wait(_EXPLAIN_SECONDS)
 
     def _wait(self, seconds):
@@ -363,10 +360,8 @@ class _Watch:
         if errors.failure() is not None:
             self._announce()
             self._leave()
-        if self._lost:
-            # The engine would wait for them.
-            self._exit_code = 0
-            self._leave()
+        if self._lost:  # for which the engine would wait
+            self._leave(0)
         self._close()
 
     def _is_mine(self):
@@ -380,29 +375,6 @@ def _flush():
         except (OSError, ValueError, AttributeError):
             pass  # closed, or None
     logging.shutdown()
-
-
-def _core(message):
-    """The line of an operation's error that states the problem."""
-    around = (
-        *(" ", "\t", "Detected at", "Graph execution error"),
-        *("Hint:", "Traceback (most recent"),
-    )
-    lines = [
-        line.partition("[Op:")[0].strip()
-        for line in message.splitlines()
-        if not line.startswith(around)
-    ]
-    # The problem is the last line.
-    return [message.strip(), *filter(None, lines)][-1][:500]
-
-
-def _spell(error):
-    if isinstance(error, SystemExit):
-        return f"SystemExit, by sys.exit({error.code!r})"
-    is_operations = isinstance(error, tf.errors.OpError)
-    text = _core(error.message) if is_operations else str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _exit_code(error):

@@ -55,6 +55,13 @@ _MORE = (
 )
 # Options of `run`: type, name of the value, description.
 _OPTIONS = {
+    "--servers": (
+        int,
+        "S",
+        "with -n: as many further processes on this machine, dedicated "
+        "servers, which own the rows of sharded tables and compute nothing; "
+        "on hosts: a:2+1",
+    ),
     "--engine": (
         str,
         "NAME",
@@ -138,10 +145,12 @@ def main(argv=None):
 
 
 def _show(options):
+    attributes = {name: name[2:].replace("-", "_") for name in _DESCRIBED}
     given = {
-        name: getattr(options, _attribute(name), None) for name in _DESCRIBED
+        name: value
+        for name, attribute in attributes.items()
+        if (value := getattr(options, attribute, None)) is not None
     }
-    given = {name: value for name, value in given.items() if value is not None}
     is_model = options.command == "plan" and not os.path.isdir(options.source)
     if given and not is_model:
         raise ValueError(
@@ -190,10 +199,6 @@ def _show_described(options):
     ).print()
 
 
-def _attribute(option):
-    return option.removeprefix("--").replace("-", "_")
-
-
 def _parsers():
     """The command's parser, and that of `run`."""
     parser = argparse.ArgumentParser(
@@ -231,9 +236,13 @@ def _parsers():
     )
     report.add_argument("source", metavar="LOG_DIR")
     plan.add_argument("source", metavar="LOG_DIR | MODEL.keras")
-    for name, (kind, metavar, description) in _DESCRIBED.items():
-        plan.add_argument(name, type=kind, metavar=metavar, help=description)
+    _add_options(plan, _DESCRIBED)
     return parser, run
+
+
+def _add_options(parser, options):
+    for name, (kind, metavar, description) in options.items():
+        parser.add_argument(name, type=kind, metavar=metavar, help=description)
 
 
 def _add_run_options(parser):
@@ -245,14 +254,6 @@ def _add_run_options(parser):
         metavar="N",
         help="number of processes on this machine",
     )
-    parser.add_argument(
-        "--servers",
-        type=int,
-        metavar="S",
-        help="with -n: as many further processes on this machine, dedicated "
-        "servers, which own the rows of sharded tables and compute nothing; "
-        "on hosts: a:2+1",
-    )
     where.add_argument(
         "--hosts",
         metavar="a:2,b:2",
@@ -262,8 +263,7 @@ def _add_run_options(parser):
     where.add_argument(
         "--hostfile", metavar="F", help="a file of hosts, see below"
     )
-    for name, (kind, metavar, description) in _OPTIONS.items():
-        parser.add_argument(name, type=kind, metavar=metavar, help=description)
+    _add_options(parser, _OPTIONS)
     parser.set_defaults(max_restarts=0)
     parser.add_argument(
         "--env",

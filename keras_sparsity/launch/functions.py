@@ -11,7 +11,8 @@ import time
 from keras_sparsity._tf import checks
 from keras_sparsity.launch import environment
 from keras_sparsity.launch.hosts import local_hosts, places
-from keras_sparsity.launch.processes import Follower, ProcessGroup, start_here
+from keras_sparsity.launch.processes import ProcessGroup
+from keras_sparsity.launch.rank_process import Follower, start_here
 from keras_sparsity.machines.settings import LOST_VARIABLE
 
 

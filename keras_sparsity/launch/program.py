@@ -18,11 +18,8 @@ from keras_sparsity.launch import environment
 from keras_sparsity.launch._boot import SHOWN_ERROR_VARIABLE
 from keras_sparsity.launch.again import RESTARTS_VARIABLE, Again, say
 from keras_sparsity.launch.hosts import places
-from keras_sparsity.launch.processes import (
-    ProcessGroup,
-    last_lines,
-    start_here,
-)
+from keras_sparsity.launch.processes import ProcessGroup
+from keras_sparsity.launch.rank_process import last_lines, start_here
 from keras_sparsity.launch.remote import Remote
 from keras_sparsity.machines import addresses, firewall
 from keras_sparsity.machines.door import DOOR_VARIABLE
@@ -177,10 +174,8 @@ def _network(machines, of_ranks, given):
         of_ranks: List of `Place`, by rank.
         given: The networks in the environment; None for any.
     """
-    here = next(
-        (m.launcher_address for m in machines if m.launcher_address),
-        "127.0.0.1",
-    )
+    found = filter(None, (machine.launcher_address for machine in machines))
+    here = next(found, "127.0.0.1")
     networks = None
     if given is not None:
         own = [here, *addresses.of_interfaces()]
@@ -274,8 +269,7 @@ class _Signals:
     """Collects the signals that end the launcher, while entered."""
 
     def __init__(self):
-        self.received = []
-        self._before = {}
+        self.received, self._before = [], {}
 
     def __enter__(self):
         if threading.current_thread() is not threading.main_thread():
@@ -342,9 +336,8 @@ class _Watched:
     def describe_cause(self):
         """A line about the rank that failed first."""
         cause = self._processes.failed()[0]
-        return self._describe(cause) + (
-            f" (its output: {cause.log_path})" if cause.log_path else ""
-        )
+        output = f" (its output: {cause.log_path})" if cause.log_path else ""
+        return self._describe(cause) + output
 
     def _describe(self, rank):
         size = len(self._processes.processes)

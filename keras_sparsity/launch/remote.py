@@ -11,9 +11,9 @@ import tempfile
 import time
 
 from keras_sparsity.launch._boot import LIFELINE_VARIABLE
-from keras_sparsity.launch.processes import (
+from keras_sparsity.launch.processes import ProcessGroup
+from keras_sparsity.launch.rank_process import (
     SSH_FAILED,
-    ProcessGroup,
     RankProcess,
     last_lines,
     python_flags,

@@ -9,6 +9,9 @@ import tensorflow as tf
 
 from keras_sparsity._tf import checks
 
+# Keras hands labels to a loss as float32, exact up to here.
+_MAX_CLASSES = 2**24
+
 
 class LogUniformSampler(keras.random.SeedGenerator):
     """Distinct classes, low ids more often: ids go from frequent to rare.
@@ -133,6 +136,26 @@ class Sample(typing.NamedTuple):
 def class_ids(labels):
     """Labels of any shape as the loss takes them: int64 `(n,)`."""
     return tf.cast(tf.reshape(labels, [-1]), tf.int64)
+
+
+def checked_numbers(num_classes, num_sampled):
+    """The numbers of classes and of those in a sample."""
+    num_classes = checks.positive_integer("num_classes", num_classes)
+    num_sampled = checks.positive_integer("num_sampled", num_sampled)
+    if num_sampled > num_classes:
+        raise ValueError(
+            "`num_sampled` must be at most `num_classes`: the classes of a "
+            f"sample are all different. Received: num_sampled={num_sampled}, "
+            f"num_classes={num_classes}. For so few classes use "
+            "`keras.layers.Dense(num_classes)`."
+        )
+    if num_classes > _MAX_CLASSES:
+        raise ValueError(
+            f"`num_classes` must be at most 2**24 = {_MAX_CLASSES}: Keras "
+            "hands labels to losses as float32, which is exact up to there. "
+            f"Received: num_classes={num_classes}."
+        )
+    return num_classes, num_sampled
 
 
 def checked_seed(seed):

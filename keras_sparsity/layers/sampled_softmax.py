@@ -17,6 +17,7 @@ from keras_sparsity.layers import shared_layers, tied
 from keras_sparsity.layers.candidate_sampler import (
     LogUniformSampler,
     Sample,
+    checked_numbers,
     checked_seed,
 )
 from keras_sparsity.layers.full_logits import full_logits
@@ -30,8 +31,6 @@ from keras_sparsity.tables.arguments import check_spreading
 from keras_sparsity.tables.inside import check_inside
 from keras_sparsity.tables.sharded_table import ShardedTable
 
-# Keras hands labels to a loss as float32, exact up to here.
-_MAX_CLASSES = 2**24
 # Under this name the sampler's state is saved, beside the weights.
 _SAMPLER = "sampler"
 
@@ -142,25 +141,11 @@ class SampledSoftmax(keras.layers.Layer):
     ):
         # Hidden states of 32 bits stay so under mixed precision.
         super().__init__(autocast=False, **kwargs)
-        num_classes = checks.positive_integer("num_classes", num_classes)
-        num_sampled = checks.positive_integer("num_sampled", num_sampled)
+        num_classes, num_sampled = checked_numbers(num_classes, num_sampled)
         checks.boolean("use_bias", use_bias)
         num_partitions = check_spreading(
             num_partitions, partition_group, architecture
         )
-        if num_sampled > num_classes:
-            raise ValueError(
-                "`num_sampled` must be at most `num_classes`: the classes of "
-                f"a sample are all different. Received: "
-                f"num_sampled={num_sampled}, num_classes={num_classes}. For "
-                "so few classes use `keras.layers.Dense(num_classes)`."
-            )
-        if num_classes > _MAX_CLASSES:
-            raise ValueError(
-                f"`num_classes` must be at most 2**24 = {_MAX_CLASSES}: Keras "
-                "hands labels to losses as float32, which is exact up to "
-                f"there. Received: num_classes={num_classes}."
-            )
         if table is not None:
             tied.check_table(table, num_classes)
             tied.check_is_all(
@@ -170,19 +155,18 @@ class SampledSoftmax(keras.layers.Layer):
                 architecture=architecture is not None,
             )
             table.share()
-        seed = checked_seed(seed)
         self.num_classes = num_classes
         self.num_sampled = num_sampled
         self.use_bias = use_bias
         self.kernel_initializer = initial_values.standardize(
             kernel_initializer, "kernel_initializer"
         )
-        self.seed = seed
+        self.seed = checked_seed(seed)
         self.num_partitions = num_partitions
         self.partition_group = partition_group
         self.architecture = architecture
         self.supports_masking = True
-        self.sampler = LogUniformSampler(num_classes, num_sampled, seed)
+        self.sampler = LogUniformSampler(num_classes, num_sampled, self.seed)
         # The `ShardedEmbedding`; the tables' names end in `_table`.
         self.table = table
         self.kernel_table = None

@@ -7,7 +7,7 @@ import numpy as np
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks, keras_variables
-from keras_sparsity.collectives.base import raise_if_different
+from keras_sparsity.collectives.differences import raise_if_different
 from keras_sparsity.planning import VariableSpec
 from keras_sparsity.sparsity import touches
 

@@ -1,6 +1,6 @@
 """Ranks agree on the tables of a model before they spread them."""
 
-from keras_sparsity.collectives.base import raise_if_different
+from keras_sparsity.collectives.differences import raise_if_different
 from keras_sparsity.exchange.layout import default_owners
 
 

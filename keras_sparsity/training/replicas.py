@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_models
-from keras_sparsity.collectives.base import raise_if_different
+from keras_sparsity.collectives.differences import raise_if_different
 from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.optimizer import HybridOptimizer
 

@@ -2,6 +2,10 @@
 
 import contextlib
 import functools
+import logging
+import math
+
+import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers
 from keras_sparsity._tf.current_variable import (
@@ -9,6 +13,8 @@ from keras_sparsity._tf.current_variable import (
     keeper_of,
     make_current,
 )
+from keras_sparsity.placement import choice
+from keras_sparsity.update import lookups, rules
 from keras_sparsity.update.closed_form import closed_form_of
 from keras_sparsity.update.kept_rows import KeptRows
 
@@ -51,8 +57,25 @@ def keep(rule, pieces, slots, table, are_zero):
     return None
 
 
+def tell_of_whole_updates(variable, num_slots, why):
+    """Logs, on rank 0, that each step costs as much as the table is large."""
+    if choice.entered().communicator.rank != 0:
+        return
+    num_bytes = math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+    logging.getLogger(__name__).warning(
+        "Each step updates all %d rows of the table '%s', %.3g MB with its "
+        "slots: %s. See `sparse_updates` of `ks.HybridOptimizer`.",
+        variable.shape[0],
+        lookups.owner_of(variable).owner_name,
+        num_bytes * (1 + num_slots) / 1e6,
+        why,
+    )
+
+
 def kept_rows(variable, rule):
     """The `KeptRows` of a variable by a rule as it is now, or None."""
+    if not rules.may_keep_rows(getattr(variable, "whole", variable)):
+        return None
     keeper = keeper_of(variable.value)
     if keeper is None or keeper.rule is not rule:
         return None
@@ -65,18 +88,22 @@ class KeptUpdates:
     Made before the rule is applied.
 
     Args:
-        rows: list of `(kept, variable, rows)`: `KeptRows` or None, and the
-            rows, without duplicates, that are updated of a variable.
+        updates: list of `Update`. Those with `tf.IndexedSlices`, which have
+            no row twice, update these rows of their variable.
+        kept_of: function of such a variable: its `KeptRows`, or None.
 
     Attributes:
         row_updates: the same as `rows.stand_in_for` takes them.
     """
 
-    def __init__(self, rows):
+    def __init__(self, updates, kept_of):
         self._rows = {}
         self.row_updates = []
-        for kept, variable, of_variable in rows:
-            read = None
+        for update in updates:
+            if not isinstance(update.gradient, tf.IndexedSlices):
+                continue
+            variable, of_variable = update.variable, update.gradient.indices
+            kept, read = kept_of(variable), None
             if kept is not None:
                 self._rows.setdefault(kept, []).append((variable, of_variable))
                 read = functools.partial(

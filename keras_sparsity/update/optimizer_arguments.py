@@ -1,4 +1,4 @@
-"""Checks the arguments of `HybridOptimizer`."""
+"""Checks the arguments of `HybridOptimizer`, and where it is applied."""
 
 from collections.abc import Iterable
 
@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_variables
+from keras_sparsity.tables.table_variable import TableVariable
 
 # The values of each option.
 CHOICES = {
@@ -98,6 +99,46 @@ def check_gradients(grads, variables):
                 f"{variable.name}. Expected: {tuple(expected)}. Are gradients "
                 "and variables in the same order?"
             )
+
+
+def check_known(variable, pieces):
+    """Raises unless `pieces`, the optimizer's, are those of the variable."""
+    if pieces is None:
+        raise ValueError(
+            f"Unknown variable: {variable}. This optimizer was built with "
+            "other variables; make a new one for this model."
+        )
+    is_table = isinstance(variable, TableVariable)
+    if is_table and pieces[0] is not variable.table.pieces[0]:
+        raise ValueError(
+            f"The table of {variable} was spread or moved after the "
+            "optimizer was built. Compile the model again, with a new "
+            "optimizer, or assign it to `model.optimizer` before "
+            "`ks.moves` moves the model's tables, so that it follows them."
+        )
+
+
+def check_strategy(placements, is_delayed):
+    """Raises where a step would not train as its strategy asks."""
+    size, strategy = placements.communicator.size, placements.strategy
+    # Each rank would be taken to hold a part of the variables, but has all.
+    if size > 1 and not placements.is_of_strategy:
+        raise ValueError(
+            f"A HybridOptimizer was applied on one of {size} processes outside "
+            "of a strategy. Write `with strategy.scope(): model.compile(...)`, "
+            "or, in a custom training loop, "
+            "`strategy.run(train_step, args=(batch,))`, with a "
+            "`ks.HybridStrategy()`."
+        )
+    is_asynchronous = not getattr(strategy, "synchronous", True)
+    if is_asynchronous and not is_delayed and strategy.max_staleness != 0:
+        raise ValueError(
+            "Only `fit` trains with old weights. Received: a HybridOptimizer "
+            "that `compile` has not made, under a HybridStrategy with "
+            f"synchronous=False, max_staleness={strategy.max_staleness}. "
+            "Compile the model inside of `strategy.scope()` and call `fit`, or "
+            "use a synchronous strategy."
+        )
 
 
 def rule_of(optimizer):

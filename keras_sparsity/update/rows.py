@@ -2,7 +2,8 @@
 
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_optimizers, keras_variables
+from keras_sparsity._tf import keras_optimizers, keras_variables, patches
+from keras_sparsity.health import journal
 
 # Stand-ins take part in an optimizer's arithmetic through these.
 _OPERATORS = (
@@ -112,6 +113,27 @@ def _forward(name):
 
 for _name in _OPERATORS:
     setattr(RowStandIn, f"__{_name}__", _forward(f"__{_name}__"))
+
+
+def apply(rule, updates, kept, clip, strategy):
+    """Applies a rule to variables, or to rows that stand in for them.
+
+    Args:
+        rule, updates, strategy: of a step; the gradients are aggregated.
+        kept: the `KeptUpdates` of the updates.
+        clip: function of the list of their gradients: the clipped ones.
+    """
+    step, stand_ins = stand_in_for(rule, kept.row_updates)
+    keras_optimizers.set_optimizer_strategy(step, strategy)
+    keras_optimizers.take_aggregated_gradients(step, clip)
+    values = [u.values for u in updates]
+    variables = [stand_ins.get(id(u.variable), u.variable) for u in updates]
+    notes = journal.current()
+    with tf.name_scope("update"), notes.measured("optimizer/update", values):
+        with patches.roots_stay_roots():
+            step.apply(values, variables)
+        with kept.storing():
+            write_back(step)
 
 
 def stand_in_for(optimizer, row_updates):

@@ -3,6 +3,7 @@
 import keras
 
 from keras_sparsity._tf import keras_optimizers
+from keras_sparsity.update import state
 
 # Set on the wrapper itself after construction; all else is the inner's.
 _OWN = ("built", "name", "_trainable_variables", "_aggregation")
@@ -89,6 +90,44 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     def exclude_from_weight_decay(self, var_list=None, var_names=None):
         self._rule.exclude_from_weight_decay(var_list, var_names)
+
+    # State, in files as that of a stock optimizer.
+
+    def finalize_variable_values(self, var_list):
+        del var_list  # the inner optimizer has partitions in its place
+        if self.built:
+            self._rule.finalize_variable_values(
+                keras_optimizers.built_variables(self._rule)
+            )
+
+    def save_own_variables(self, store):
+        for i, value in enumerate(self.state()):
+            store[str(i)] = value
+
+    def load_own_variables(self, store):
+        if not self.built:  # Keras's own warning, of another number
+            super().load_own_variables(store)
+            return
+        values = [store[str(i)] for i in range(len(store.keys()))]
+        # None: a loss scaling that Keras put around has loaded all of them.
+        # As many as before its first step: they are in its configuration.
+        inner = self.inner_optimizer
+        before_built = type(inner).from_config(inner.get_config()).variables
+        if values and len(values) != len(before_built):
+            state.assign(self.places(), values)
+
+    def set_weights(self, weights):
+        if not self.built:
+            super().set_weights(weights)  # raises
+        state.assign(self.places(), weights)
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        config = dict(config)
+        config["inner_optimizer"] = keras.saving.deserialize_keras_object(
+            config["inner_optimizer"], custom_objects=custom_objects
+        )
+        return cls(**config)
 
 
 class _Holder:
