@@ -69,12 +69,24 @@ def test_servers_compensate(cluster, engine, tmp_path):
     )
     # The last gradient is of weights before the other three updates.
     kernel, rows = np.array([1, 2, 2]), np.array([[0], [0.5], [1], [0]])
-    assert [num_steps for *_, num_steps in ranks] == [3, 1]
+    (*_, of_first), (*_, of_last) = ranks
+    assert len(of_first) == 3 and of_last == [0]
+    versions = of_first + of_last
     for weights, table, _ in ranks:
-        expected = 1 - 4 * kernel + 0.3 * kernel**3
+        expected = _compensated(kernel, 1, versions, 0.1)
         np.testing.assert_allclose(weights, expected, 1e-5)
-        expected = np.repeat(-4 * rows + 0.3 * rows**3, 2, axis=1)
+        expected = np.repeat(_compensated(rows, 0, versions, 0.1), 2, axis=1)
         np.testing.assert_allclose(table, expected, 1e-5)
+
+
+def _compensated(gradient, start, versions, strength):
+    """Weights after updates by a constant gradient; each was of a version."""
+    weights = [np.full(gradient.shape, start, "float64")]
+    for version in versions:
+        moved = weights[-1] - weights[version]
+        change = gradient + strength * gradient**2 * moved
+        weights.append(weights[-1] - change)
+    return weights[-1]
 
 
 def test_one_worker_has_nothing_to_compensate():
