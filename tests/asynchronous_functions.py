@@ -335,7 +335,7 @@ def reported(folder):
     return strategy.epoch_figures, num_bytes, version
 
 
-def linear_tables(number):
+def linear_tables(number, is_eager=False):
     """The tables of a loss whose gradients do not depend on the weights.
 
     Their sizes differ; each column of the ids is one table's.
@@ -350,7 +350,9 @@ def linear_tables(number):
     rows = [table(inputs[:, i]) for i, table in enumerate(tables)]
     model = keras.Model(inputs, keras.ops.sum(keras.ops.stack(rows), (0, 2)))
     with strategy.scope():
-        model.compile(keras.optimizers.SGD(1.0), first_output)
+        model.compile(
+            keras.optimizers.SGD(1.0), first_output, run_eagerly=is_eager
+        )
     model.fit(ids, np.zeros(len(ids)), BATCH, verbose=0)
     return [table.get_weights()[0] for table in tables]
 
