@@ -215,7 +215,8 @@ def compensated(path, strength):
 
     Returns:
         The weights of a kernel and of rows whose gradients are `[1, 2, 2]`,
-        and 0.5 and 1 of the rows 1 and 2, in all of four steps.
+        and 0.5 and 1 of the rows 1 and 2, in all of four steps; and the version
+        of this rank's pulls.
     """
     strategy = ks.HybridStrategy(synchronous=False, delay_compensation=strength)
     rank = strategy.rank
@@ -238,7 +239,7 @@ def compensated(path, strength):
     steps = []
 
     def end_step(batch, logs):
-        steps.append(batch)
+        steps.append(int(model.optimizer.iterations))
         if rank == 0 and len(steps) == 3:
             pathlib.Path(path).touch()
 
@@ -248,7 +249,7 @@ def compensated(path, strength):
         verbose=0,
     )
     (kernel,), (table,) = product.get_weights(), embedding.get_weights()
-    return kernel[:, 0], table, len(steps)
+    return kernel[:, 0], table, steps
 
 
 def linear(bound, folder):
@@ -334,7 +335,7 @@ def reported(folder):
     return strategy.epoch_figures, num_bytes, version
 
 
-def linear_tables(number):
+def linear_tables(number, is_eager=False):
     """The tables of a loss whose gradients do not depend on the weights.
 
     Their sizes differ; each column of the ids is one table's.
@@ -349,7 +350,9 @@ def linear_tables(number):
     rows = [table(inputs[:, i]) for i, table in enumerate(tables)]
     model = keras.Model(inputs, keras.ops.sum(keras.ops.stack(rows), (0, 2)))
     with strategy.scope():
-        model.compile(keras.optimizers.SGD(1.0), first_output)
+        model.compile(
+            keras.optimizers.SGD(1.0), first_output, run_eagerly=is_eager
+        )
     model.fit(ids, np.zeros(len(ids)), BATCH, verbose=0)
     return [table.get_weights()[0] for table in tables]
 

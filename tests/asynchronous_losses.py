@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.asynchronous.store import Store
 
 NUM_BATCHES = 40
 
@@ -118,6 +119,115 @@ def at_any_time(victims, seconds):
             threading.Timer(seconds, end_by, ["SIGKILL"]).start()
 
     return train(begin)
+
+
+def while_pushing(victim, when):
+    """A rank is killed when its fifth push is under way.
+
+    Args:
+        victim: the rank.
+        when: "unsent", or "partly": applied at one server; or "applied", or
+            "next": the sixth one, too. The victim has taken the sixth batch,
+            and tells no more than that.
+    """
+    if ks.collectives.current().rank != victim:
+        return train(lambda *_: time.sleep(0.01))
+    has_taken, pushes, takes = threading.Event(), [], []
+    stock, take, made = Store.pusher, Store.take, Store._made_push
+
+    def made_partly(store, *names):
+        feeds, counts, *_ = made(store, *names)
+        return feeds, counts[:1]
+
+    def pusher(store, variables):
+        push = stock(store, variables)
+        calls, store._calls = store._calls, {}
+        Store._made_push = made_partly
+        push_partly = stock(store, variables)
+        Store._made_push, store._calls = made, calls
+
+        def delayed(*values):
+            pushes.append(1)
+            if len(pushes) < 5:
+                return push(*values)
+            has_taken.wait()
+            if when == "partly":
+                push_partly(*values)
+            elif when != "unsent":
+                before = push(*values)
+            if when == "next" and len(pushes) == 5:
+                return before
+            end_by("SIGKILL")
+
+        return delayed
+
+    def taken(store, record):
+        takes.append(1)
+        if len(takes) == 7:
+            time.sleep(60)  # until the kill
+        return take(store, record)
+
+    def begin(strategy, count, number):
+        time.sleep(0.01)
+        if count == 6:
+            has_taken.set()
+
+    Store.pusher, Store.take = pusher, taken
+    return train(begin)
+
+
+def failing_push(folder, is_last):
+    """A push of rank 1 fails that is under way.
+
+    Args:
+        folder: gets the file "error": the message, and how many threads push.
+        is_last: whether the rank has no further batch then, of two in all;
+            else it computes the next one's gradient.
+    """
+    is_failing, begun = ks.collectives.current().rank == 1, f"{folder}/begun"
+    goes_on, pushes = threading.Event(), []
+    stock, take = Store.pusher, Store.take
+
+    def pusher(store, variables):
+        push = stock(store, variables)
+
+        def failing(*values):
+            pushes.append(1)
+            if len(pushes) == (1 if is_last else 5):
+                goes_on.wait()
+                raise ArithmeticError("no luck")
+            return push(*values)
+
+        return failing
+
+    def taken(store, record):
+        number, held = take(store, record)
+        if is_last and number not in (0, 1):  # at the end of the data
+            goes_on.set()
+        return number, held
+
+    def begin(strategy, count, number):
+        if is_failing:
+            open(begun, "w").close()
+            if count == 6:
+                goes_on.set()
+        while not os.path.exists(begun):
+            time.sleep(0.01)
+        time.sleep(0.01)
+
+    if is_failing:
+        Store.pusher, Store.take = pusher, taken
+    try:
+        return train(begin, num_batches=2 if is_last else NUM_BATCHES)
+    except Exception as error:
+        if is_failing:
+            names = [thread.name for thread in threading.enumerate()]
+            number = sum(
+                name.startswith("keras_sparsity-push") for name in names
+            )
+            with open(f"{folder}/error", "w") as file:
+                file.write(f"{error}\n{number}")
+        raise
 
 
 class Wait(keras.callbacks.Callback):

@@ -14,8 +14,9 @@ NONE, LOST = np.int64(-1), np.int64(-2)
 class Batches:
     """Operations of a session's graph on the numbers at one server.
 
-    A worker takes a number, and holds it until it takes the next one: until it
-    has pushed the batch's gradient. The number that a lost worker holds is
+    A worker takes a number, and holds it until it has told that its batch has
+    ended: that the gradient was pushed. It may take one more number before
+    that, and so holds two at most. The numbers that a lost worker holds are
     handed out again.
 
     With each number that it takes, a worker leaves a record of all batches
@@ -37,15 +38,16 @@ class Batches:
         self._size, self._rank, self._device = size, rank, device
         with tf.device(device):
             self._mutex = tf.raw_ops.MutexV2(shared_name=f"{name}/mutex")
-            # The number of those that were taken, and what each worker holds.
-            self._numbers = Cell(f"{name}/numbers", tf.int64, [1 + size])
+            # The number of those that were taken, and for each worker the last
+            # one but one that it has taken, and the last one.
+            self._numbers = Cell(f"{name}/numbers", tf.int64, [1 + 2 * size])
             self._total = Cell(f"{name}/total", tf.int64, [])
             self._lost = Cell(f"{name}/lost", tf.bool, [size])
             self._records = Cell(f"{name}/records", tf.string, [size])
             self.create = self._lost.fill(False)
             self.reset = tf.group(
                 self._numbers.assign(
-                    tf.constant([0, *[NONE] * size], tf.int64)
+                    tf.constant([0, *[NONE] * 2 * size], tf.int64)
                 ),
                 self._total.fill(_MANY),
                 self._records.fill(record(NONE)),
@@ -66,17 +68,21 @@ class Batches:
     def _taken(self, own):
         total, is_lost = self._total.read(), self._lost.read()[self._rank]
         counted, held = self._held_now()
-        returned = tf.where(self._lost.read() & (held >= 0), held, _MANY)
+        is_left = self._lost.read()[:, None] & (held >= 0)
+        returned = tf.where(is_left, held, _MANY)
         returned = tf.where(returned < total, returned, _MANY)
         is_new = tf.equal(tf.reduce_min(returned), _MANY)
         number = tf.where(is_new, counted, tf.reduce_min(returned))
         number = tf.where(number < total, number, NONE)
         held = tf.where(tf.equal(returned, number), NONE, held)
-        held = tf.where(self._is_own(), number, held)
+        # At most one of its own: the one whose push is under way.
+        own_held = [tf.reduce_max(held[self._rank]), number]
+        held = tf.where(self._is_own()[:, None], own_held, held)
         counted += tf.cast(is_new & (number >= 0), tf.int64)
         written = self._written(own, counted, held)
         with tf.control_dependencies([written]):
             unfinished = tf.where(held < total, held, NONE)
+            unfinished = tf.reshape(unfinished, [-1])
             return [tf.where(is_lost, LOST, number), unfinished]
 
     def _is_own(self):
@@ -88,15 +94,19 @@ class Batches:
         ended = tf.io.decode_raw(
             tf.strings.substr(self._records.read(), 0, 8), tf.int64
         )[:, 0]
-        held = tf.where(tf.equal(numbers[1:], ended), NONE, numbers[1:])
-        return numbers[0], held
+        held = tf.reshape(numbers[1:], [self._size, 2])
+        # With the last one, all have ended.
+        have_all = (ended >= 0) & tf.equal(held[:, 1], ended)
+        has_ended = tf.equal(held, ended[:, None]) | have_all[:, None]
+        return numbers[0], tf.where(has_ended, NONE, held)
 
     def _written(self, own, counted, held):
         """Writes the record, then the numbers; not if this worker is lost."""
         is_lost = self._lost.read()[self._rank]
         records, numbers = self._records.read(), self._numbers.read()
         records = tf.where(self._is_own() & ~is_lost, own, records)
-        new = tf.where(is_lost, numbers, tf.concat([[counted], held], 0))
+        new = tf.concat([[counted], tf.reshape(held, [-1])], 0)
+        new = tf.where(is_lost, numbers, new)
         with tf.control_dependencies([new]):
             recorded = self._records.assign(records)
         with tf.control_dependencies([recorded]):
@@ -124,7 +134,7 @@ class Batches:
 
             def left():
                 counted, held = self._held_now()
-                held = tf.where(self._is_own(), NONE, held)
+                held = tf.where(self._is_own()[:, None], NONE, held)
                 with tf.control_dependencies(
                     [self._written(own, counted, held)]
                 ):
@@ -138,7 +148,7 @@ class Batches:
             return self._lost.set(rank, False)
 
     def leave_out(self, rank):
-        """Has the number that a lost worker holds handed out again."""
+        """Has the numbers that a lost worker holds handed out again."""
         with tf.device(self._device):
 
             def left():

@@ -15,6 +15,11 @@ class Clocks:
     slowest. It takes a token from a queue of its own, in which the server
     waits with it; whenever the slowest worker ends a step, all queues get one.
 
+    A step ends when all servers have applied its push. So the pull of step k
+    sees the updates of all steps before k - bound, of each worker, also of the
+    worker itself: its own last push may be under way with a bound of at least
+    1.
+
     Args:
         device: the server's device.
         size: the number of workers.

@@ -88,6 +88,7 @@ class Epochs(keras.callbacks.Callback):
         while (number := self._next(reader)) is not None:
             step = reader.step(number)
             if step is None:
+                self._training.pushing.wait()
                 self._training.store.end_data(reader.num_batches)
             else:
                 yield step
@@ -104,9 +105,10 @@ class Epochs(keras.callbacks.Callback):
             if number == LOST:
                 raise_of_lost(self._collectives.rank)
             reader.keep(held)
-            training.batch = number
             if number != NONE:
+                training.batch = number
                 return number
+            training.pushing.wait()
             if training.is_bounded:
                 # Others wait for it no more.
                 training.is_bounded = False

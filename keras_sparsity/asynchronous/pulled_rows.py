@@ -91,3 +91,13 @@ class PulledRows:
 
     def note_write(self, variable):
         self.settle()
+
+
+def rows_of(gradient):
+    """The gradient of a table, as rows: that of a loop's lookups is dense."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = tf.where(tf.reduce_any(gradient != 0, -1))[:, 0]
+    return tf.IndexedSlices(
+        tf.gather(gradient, rows), rows, tf.shape(gradient, tf.int64)
+    )

@@ -53,6 +53,18 @@ def check(optimizer, sparse_updates, of_rows):
         )
 
 
+def check_constraints(variables):
+    """Raises ValueError if a variable has a constraint."""
+    for variable in variables:
+        if variable.constraint is not None:
+            raise ValueError(
+                "Servers apply a rule without constraints. Received: the "
+                f"variable '{variable.path}' with a "
+                f"{type(variable.constraint).__name__}. Leave it out, or use "
+                '`delay="fixed"`.'
+            )
+
+
 def updated(optimizer, gradients, rate, iterations):
     """Operations that update variables and their slots.
 

@@ -69,14 +69,16 @@ class Runs(Binding):
                     num_read,
                 )
                 arguments["callbacks"] = [self._epochs, *callbacks]
-                history = self._stock["fit"](**arguments)
-                self._training.end()
+                try:
+                    history = self._stock["fit"](**arguments)
+                    self._training.end()
+                finally:
+                    if self._training is not None:
+                        self._training.release()
             return history
         finally:
             # A function that was traced pushes to the servers of this `fit`.
             self._model.train_function = None
-            if self._training is not None:
-                self._training.release()
             self._training = self._epochs = None
 
     def _callbacks(self, arguments):

@@ -9,8 +9,9 @@ class ServerState:
     """Operations of a session's graph on one server's variables.
 
     They hold the server's mutex. It has the count of the updates that it has
-    applied, whose pushes are not applied any more, and of which batch each
-    worker's last one was.
+    applied, whose pushes are not applied any more, and of which batches each
+    worker's last two were: all that are handed out again if it is lost, see
+    `Batches`.
 
     Args:
         device: the server's device.
@@ -28,7 +29,7 @@ class ServerState:
             self._mutex = tf.raw_ops.MutexV2(shared_name=f"{name}/mutex")
             self._count = Cell(f"{name}/count", tf.int64, [])
             self._lost = Cell(f"{name}/lost", tf.bool, [size])
-            self._last = Cell(f"{name}/last", tf.int64, [size])
+            self._last = Cell(f"{name}/last", tf.int64, [size, 2])
             self.create = self._lost.fill(False)
             self.reset = self._last.fill(-1)
             self.version = self._count.read()
@@ -93,7 +94,8 @@ class ServerState:
             with tf.control_dependencies(assigned):
                 counted = self._count.assign(count + 1)
             with tf.control_dependencies([counted]):
-                noted = self._last.set(self._rank, batch)
+                last = tf.stack([before[self._rank, 1], batch])
+                noted = self._last.set(self._rank, last)
             with tf.control_dependencies([noted]):
                 return tf.identity(count)
 

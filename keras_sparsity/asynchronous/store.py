@@ -152,7 +152,7 @@ class Store:
         self._call(("welcome",), self._made_welcome)(rank)
 
     def take(self, record):
-        """Takes a batch, see `Batches.take`; the one before is done."""
+        """Takes a batch, see `Batches.take`."""
         number, held = self._call(("take",), self._batches.take)(record)
         return int(number), {int(h) for h in held if h >= 0}
 

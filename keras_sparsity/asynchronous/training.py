@@ -1,6 +1,5 @@
 """One `fit`: pulls before each step, pushes instead of updates."""
 
-import collections
 import contextlib
 import pickle
 import time
@@ -13,7 +12,8 @@ import tensorflow as tf
 from keras_sparsity._tf import keras_models, keras_optimizers, keras_variables
 from keras_sparsity._tf.current_variable import make_current, read_by
 from keras_sparsity.asynchronous import batches, meeting, rule, servers
-from keras_sparsity.asynchronous.pulled_rows import PulledRows
+from keras_sparsity.asynchronous.pulled_rows import PulledRows, rows_of
+from keras_sparsity.asynchronous.pushing import Pushing
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.global_batch import metrics as global_metrics
@@ -38,6 +38,7 @@ class Training:
 
     Attributes:
         store: `Store`.
+        pushing: `Pushing`.
     """
 
     def __init__(self, model, number):
@@ -52,7 +53,7 @@ class Training:
             [layer.name for layer in self._layers],
         )
         variables = model.trainable_variables
-        _check_constraints(variables)
+        rule.check_constraints(variables)
         if not self._optimizer.built:
             self._optimizer.build(variables)
         self._servers = servers.started(self._collectives)
@@ -76,7 +77,9 @@ class Training:
         self.is_bounded = True
         self._version = None  # of the last pull
         self._is_pushed = False  # in the step under way
-        self._staleness = collections.Counter()
+        # A worker without others trains as stock Keras does.
+        self.pushing = Pushing(self._collectives.num_workers > 1)
+        self._seen = None  # at the last `record`
         self._is_begun = False
         if self._servers.is_first:
             self.store.create()
@@ -246,7 +249,7 @@ class Training:
         for gradient, variable in zip(grads, variables, strict=True):
             ids.append([])
             if id(variable) in of_rows:
-                gradient = slices.merged(_rows_of(gradient))
+                gradient = slices.merged(rows_of(gradient))
                 ids[-1] = [tf.cast(gradient.indices, tf.int64)]
                 gradient = gradient.values
             values.append(tf.convert_to_tensor(gradient))
@@ -261,9 +264,8 @@ class Training:
                 sent.append(tf.convert_to_tensor(variable.value))
 
         def pushed(*values):
-            before = push(self.batch, self._version, *values)
-            self._staleness[int(before - self._version)] += 1
-            return np.int64(before)
+            self.pushing.begin(push, self.batch, self._version, *values)
+            return np.int64(0)
 
         tf.numpy_function(pushed, sent, tf.int64, stateful=True)
 
@@ -274,18 +276,26 @@ class Training:
         return clipping.clip(self._optimizer, values, wholes)
 
     def record(self):
-        """This worker's part of the epoch so far, as bytes."""
+        """This worker's part of the epoch so far, as bytes.
+
+        It is that of the batches whose pushes have ended: without the last one
+        while its push is under way. Then it is called once.
+        """
+        has_ended = self.pushing.has_ended()
         metrics = global_metrics.sent(self._model.metrics, self._collectives)
+        seen = self.batch, [value.numpy() for value in metrics]
+        batch, values = seen if has_ended else self._seen
+        self._seen = seen
         contents = pickle.dumps(
             {
                 "rank": self._collectives.rank,
-                "metrics": [value.numpy() for value in metrics],
-                "staleness": dict(self._staleness),
+                "metrics": values,
+                "staleness": dict(self.pushing.staleness),
                 "waiting_seconds": self.store.waiting_seconds,
                 "servers": self.store.traffic,
             }
         )
-        return batches.record(self.batch, contents)
+        return batches.record(batch, contents)
 
     # All ranks together.
 
@@ -346,6 +356,7 @@ class Training:
             while not self.store.is_over():
                 time.sleep(_LOOK_SECONDS)
         else:
+            self.pushing.wait()
             self.store.leave(self.record())
             self.store.finish()
         own = [] if is_server else self._own_values()
@@ -356,7 +367,7 @@ class Training:
             ),
             "asynchronous/epoch",
         )
-        self._staleness.clear()
+        self.pushing.staleness.clear()
         self.store.begin_figures()
         if any(stops for _, stops in of_ranks):
             self._model.stop_training = True
@@ -378,29 +389,9 @@ class Training:
         self.store.close()
 
     def release(self):
-        """Gives the optimizer its own updates back."""
+        """Gives the optimizer its own updates back; raises a push's error."""
         self._optimizer.__dict__.pop("apply", None)
-
-
-def _check_constraints(variables):
-    for variable in variables:
-        if variable.constraint is not None:
-            raise ValueError(
-                "Servers apply a rule without constraints. Received: the "
-                f"variable '{variable.path}' with a "
-                f"{type(variable.constraint).__name__}. Leave it out, or use "
-                '`delay="fixed"`.'
-            )
-
-
-def _rows_of(gradient):
-    """The gradient of a table, as rows: that of a loop's lookups is dense."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    rows = tf.where(tf.reduce_any(gradient != 0, -1))[:, 0]
-    return tf.IndexedSlices(
-        tf.gather(gradient, rows), rows, tf.shape(gradient, tf.int64)
-    )
+        self.pushing.close()
 
 
 def _looked_up(model):

@@ -67,14 +67,33 @@ def test_servers_compensate(cluster, engine, tmp_path):
     ranks = cluster(engine, 2).run(
         functions.compensated, str(tmp_path / "go"), 0.1
     )
-    # The last gradient is of weights before the other three updates.
+    # Rank 1's gradient is of weights before all updates. It comes last, or
+    # before rank 0's last push, which is under way.
     kernel, rows = np.array([1, 2, 2]), np.array([[0], [0.5], [1], [0]])
-    assert [num_steps for *_, num_steps in ranks] == [3, 1]
+    (*_, of_first), (*_, of_last) = ranks
+    assert len(of_first) == 3 and of_last == [0]
+    orders = of_first + of_last, [*of_first[:2], *of_last, of_first[2]]
+    versions = min(
+        orders,
+        key=lambda order: np.abs(
+            _compensated(kernel, 1, order, 0.1) - ranks[0][0]
+        ).max(),
+    )
     for weights, table, _ in ranks:
-        expected = 1 - 4 * kernel + 0.3 * kernel**3
+        expected = _compensated(kernel, 1, versions, 0.1)
         np.testing.assert_allclose(weights, expected, 1e-5)
-        expected = np.repeat(-4 * rows + 0.3 * rows**3, 2, axis=1)
+        expected = np.repeat(_compensated(rows, 0, versions, 0.1), 2, axis=1)
         np.testing.assert_allclose(table, expected, 1e-5)
+
+
+def _compensated(gradient, start, versions, strength):
+    """Weights after updates by a constant gradient; each was of a version."""
+    weights = [np.full(gradient.shape, start, "float64")]
+    for version in versions:
+        moved = weights[-1] - weights[version]
+        change = gradient + strength * gradient**2 * moved
+        weights.append(weights[-1] - change)
+    return weights[-1]
 
 
 def test_one_worker_has_nothing_to_compensate():

@@ -24,7 +24,7 @@ def _run(function, num_processes, engine, *args, num_servers=1):
         )
 
 
-def _check(results, victims, num_epochs=2):
+def _check(results, victims, num_epochs=2, num_batches=losses.NUM_BATCHES):
     """Each batch was applied once in each epoch, and counted once."""
     left = [rank for rank in range(len(results)) if rank not in victims]
     for rank, result in enumerate(results):
@@ -34,7 +34,7 @@ def _check(results, victims, num_epochs=2):
         kernel, other, history, _, ranks = result
         np.testing.assert_array_equal(kernel, num_epochs)
         np.testing.assert_array_equal(other, num_epochs)
-        mean = (losses.NUM_BATCHES - 1) / 2
+        mean = (num_batches - 1) / 2
         assert history["loss"] == [mean] * num_epochs
         assert history == results[left[0]][2]
         assert ranks == left
@@ -56,6 +56,35 @@ def test_killed_workers_batches_go_to_others(engine):
         *(losses.at_step, 3, engine, [0, 2], "SIGKILL", 5), num_servers=2
     )
     _check(results, [0, 2])
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+@pytest.mark.parametrize("when", ["unsent", "partly", "applied", "next"])
+def test_a_batch_whose_push_is_under_way_counts_once(engine, when):
+    results = _run(losses.while_pushing, 2, engine, 1, when, num_servers=2)
+    _check(results, [1])
+
+
+def _check_error(folder):
+    message, num_threads = (folder / "error").read_text().rsplit("\n", 1)
+    assert "no luck" in message and num_threads == "0"
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_error_of_a_push_is_raised_on_its_rank(is_last, tmp_path):
+    results = _run(losses.failing_push, 2, "native", str(tmp_path), is_last)
+    _check_error(tmp_path)
+    _check(results, [1], num_batches=2 if is_last else losses.NUM_BATCHES)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_without_dedicated_servers_it_ends_all(engine, tmp_path):
+    with pytest.raises(Exception, match="no luck"):
+        _run(
+            *(losses.failing_push, 2, engine, str(tmp_path), False),
+            num_servers=0,
+        )
+    _check_error(tmp_path)
 
 
 def test_a_stopped_worker_is_left_behind():
@@ -135,8 +164,8 @@ def _check_rejoined(launched, folder, engine, victim, kind):
     assert found == [mean] * len(found) and len(found) > 1
     assert f"applied {{{float(len(found))}}}" in output
     assert len((folder / "joined").read_text().split()) > 0
-    # With 2 workers and a bound of 3 steps.
-    assert int((folder / "staleness").read_text()) <= 7
+    # With 2 workers and a bound of 3 steps, and its own push under way.
+    assert int((folder / "staleness").read_text()) <= 8
     # On all three ranks.
     assert (folder / "ranks").read_text() == "[0, 1, 2]\n" * 3
     if victim == 0:

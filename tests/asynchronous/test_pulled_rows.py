@@ -244,12 +244,17 @@ def test_a_step_pushes_once():
         _trained(TwoUpdates, 2, True)
 
 
-@pytest.mark.parametrize("num_servers", [0, 2])
-def test_workers_of_several_servers_pull_together(cluster, num_servers):
+@pytest.mark.parametrize(
+    "num_servers, number, is_eager",
+    [(0, MANY, False), (2, MANY, False), (2, 3, True)],
+)
+def test_workers_of_several_servers_pull_together(
+    cluster, num_servers, number, is_eager
+):
     ranks = cluster("native", 2, num_servers=num_servers).run(
-        functions.linear_tables, MANY
+        functions.linear_tables, number, is_eager
     )
-    expected = functions.gradients_of_linear_tables(MANY)
+    expected = functions.gradients_of_linear_tables(number)
     for tables in ranks:
         for table, gradient in zip(tables, expected, strict=True):
             np.testing.assert_allclose(table, gradient, 1e-5)

@@ -74,7 +74,8 @@ def _check_bound(ranks, bound, count):
         np.testing.assert_array_equal(weights, numbers)
         assert sum(staleness.values()) == count
         for step, pulled in enumerate(seen):
-            assert pulled[rank] == step
+            # Its own last push may be under way.
+            assert step - 1 <= pulled[rank] <= step
             # A worker that has ended its part has no more steps to show.
             oldest = np.minimum(step - bound, numbers)
             assert (pulled >= oldest).all(), (rank, step, pulled)
@@ -96,7 +97,7 @@ def test_an_old_gradients_rate_is_smaller(cluster, tmp_path):
         functions.one_waits_and_is_aware, str(tmp_path / "go")
     )
     for _, weights, staleness in ranks:
-        assert max(staleness) >= 20
+        assert max(staleness) >= 19  # of 20, of which one is under way
         expected = sum(n / max(1, old) for old, n in staleness.items())
         assert weights.sum() == pytest.approx(expected, rel=1e-5)
 

@@ -1,0 +1,55 @@
+"""A worker's push that travels while it computes the next gradient."""
+
+import collections
+from concurrent import futures
+
+
+class Pushing:
+    """Runs the pushes of a training one after another.
+
+    All calls but the pushes themselves are of the thread that trains.
+
+    Args:
+        overlaps: whether a push runs in a thread of its own.
+
+    Attributes:
+        staleness: dict from the number of updates since a pull to the number of
+            the pushes of this epoch that have ended.
+    """
+
+    def __init__(self, overlaps):
+        self._overlaps = overlaps
+        self._thread = futures.ThreadPoolExecutor(1, "keras_sparsity-push")
+        self._under_way = self._version = None
+        self.staleness = collections.Counter()
+
+    def begin(self, push, batch, version, *values):
+        """Begins a push when the one before has ended.
+
+        Args:
+            push: a function of `Store.pusher`.
+            batch, version, *values: its arguments.
+        """
+        self.wait()
+        self._version = version
+        call = push, batch, version, *values
+        self._under_way = self._thread.submit(*call)
+        if not self._overlaps:
+            self.wait()
+
+    def has_ended(self):
+        """Whether no push is under way; raises its error if it failed."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+        return self._under_way is None
+
+    def wait(self):
+        """Waits for the push that is under way; raises its error."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            self.staleness[int(under_way.result() - self._version)] += 1
+
+    def close(self):
+        """Ends the thread, after the push that is under way; as `wait`."""
+        self._thread.shutdown()
+        self.wait()
