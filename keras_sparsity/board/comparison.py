@@ -1,7 +1,6 @@
 """All ways to train a model, compared by measurements of it."""
 
 import dataclasses
-import functools
 
 import numpy as np
 
@@ -15,8 +14,6 @@ from keras_sparsity.stages import model_facts, timing
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.stages.machine_links import shared_by
 from keras_sparsity.stages.strategy_costs import strategy_costs
-
-_SECONDS_TOGETHER = 0.5
 
 
 def can_be_cut(model):
@@ -68,30 +65,32 @@ def compared(model, dataset, cluster, engine, specs, communicator):
     # Rank 0's, from which all ranks choose alike.
     facts = communicator.gather_objects(facts, name="plan/facts")[0]
     if communicator.size > 1:
-        facts = facts.slower(_crowding(facts, cutter, cluster, communicator))
+        number_measured = facts.profile.num_examples
+        facts = facts.slower(_crowding(cutter, number_measured, communicator))
     costs = strategy_costs(facts, cluster, number, engine)
     return StrategyPlan(costs, cluster, number)
 
 
-def _crowding(facts, cutter, cluster, communicator):
-    """Time of passes while all processes compute, over that of one alone.
+def _crowding(cutter, num_examples, communicator):
+    """Processor time of passes on all processes at once, over that on one.
 
-    Processes of a machine share its memory and caches. Those that share its
-    processors have a part of them each, which the costs count by themselves;
-    below 1 if one process alone does not use all of them.
+    Processes of a machine share its memory and caches. The part of a processor
+    that each of them has does not count here: costs count it.
     """
-    shared = shared_by(cluster, cluster.size)
-    together = timing.whole_seconds(
-        cutter,
-        facts.profile.num_examples,
-        measure=functools.partial(
-            timing.mean_seconds,
-            begin=lambda: communicator.barrier("plan/together"),
-            seconds=shared * _SECONDS_TOGETHER,
-        ),
+
+    def measure(function, tensors):
+        run, alone = timing.traced(function, tensors), None
+        communicator.barrier("plan/alone")
+        if communicator.rank == 0:
+            alone = timing.processor_seconds(run, tensors)
+        communicator.barrier("plan/together")
+        return alone, timing.processor_seconds(run, tensors)
+
+    found = communicator.gather_objects(
+        timing.whole_seconds(cutter, num_examples, measure=measure),
+        name="plan/crowding",
     )
-    mean = np.mean(communicator.gather_objects(together, "plan/crowding"))
-    return float(mean) / (shared * sum(facts.profile.seconds))
+    return float(np.mean([together for _, together in found])) / found[0][0]
 
 
 def _as_measured(cluster, communicator):

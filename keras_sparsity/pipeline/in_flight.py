@@ -227,12 +227,28 @@ class InFlight:
                     batches, place, waiting, weights, *arriving
                 )
             earlier = operations(outputs)
-        kept = self._versions.kept(weights)
-        if kept:
-            if self._kept is None:
-                self._kept = Store(self._num_ahead + 1, [*map(_spec, kept)])
-            self._kept.put(kept)
+        self._keep(weights)
         return self._logs.of_batch(None, batches, None), earlier
+
+    def _keep(self, weights):
+        """Keeps the weights that the mini-batch's backward passes need."""
+        kept = self._versions.kept(weights)
+        if not kept:
+            return
+        if self._kept is None:
+            # Of looked-up rows, each mini-batch has another number.
+            num_whole = len(weights.tensors)
+            specs = [
+                tf.TensorSpec(
+                    each.shape
+                    if place < num_whole
+                    else [None, *each.shape[1:]],
+                    each.dtype,
+                )
+                for place, each in enumerate(kept)
+            ]
+            self._kept = Store(self._num_ahead + 1, specs)
+        self._kept.put(kept)
 
     def _forward_of(self, batches, place, waiting, weights, received, loss):
         """The forward pass of a micro-batch; returns its outputs."""
@@ -366,7 +382,3 @@ class InFlight:
             value = scope.get_current_value(variable)
             if value is not None:
                 variable.assign(value)
-
-
-def _spec(tensor):
-    return tf.TensorSpec(tensor.shape, tensor.dtype)

@@ -71,8 +71,8 @@ def whole_seconds(
     Args:
         cutter, num_examples: as for `call_seconds`.
         has_backward: whether the backward pass counts.
-        measure: function of a function and its argument to seconds; by default
-            `median_seconds`.
+        measure: function of a function and its argument, whose result is
+            returned; by default `median_seconds`.
 
     Returns:
         Seconds.
@@ -295,7 +295,7 @@ def median_seconds(function, tensors):
     References:
         PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
-    run = _traced(function, tensors)
+    run = traced(function, tensors)
     times = []
     for _ in range(_NUM_RUNS):
         begin = time.perf_counter()
@@ -306,13 +306,15 @@ def median_seconds(function, tensors):
     return float(np.median(times))
 
 
-def mean_seconds(function, tensors, begin, seconds=_ENOUGH_SECONDS):
-    """Measures a function for a while, for instance on all ranks at once.
+def processor_seconds(run, tensors, seconds=_ENOUGH_SECONDS):
+    """Measures the processor time of a function that runs for a while.
+
+    Other processes on the processor do not count, but the caches and the memory
+    that they use do.
 
     Args:
-        function: function of a list of tensors.
+        run: function of tensors, traced.
         tensors: list.
-        begin: function that is called once it has been traced.
         seconds: time after which no further run begins.
 
     Returns:
@@ -323,22 +325,42 @@ def mean_seconds(function, tensors, begin, seconds=_ENOUGH_SECONDS):
 
     Example:
 
-    >>> mean_seconds(sum, [tf.ones([3])], lambda: None, seconds=0.01) > 0
+    >>> run = traced(sum, [tf.ones([3])])
+    >>> processor_seconds(run, [tf.ones([3])], seconds=0.01) > 0
     True
 
     References:
         PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
-    run = _traced(function, tensors)
-    begin()
-    first, number = time.perf_counter(), 0
-    while not number or time.perf_counter() - first < seconds:
+    end, begin = time.perf_counter() + seconds, time.process_time()
+    number = 0
+    while not number or time.perf_counter() < end:
         run(*tensors)
         number += 1
-    return (time.perf_counter() - first) / number
+    return (time.process_time() - begin) / number
 
 
-def _traced(function, tensors):
+def traced(function, tensors):
+    """A function of tensors that has run once.
+
+    Args:
+        function: function of a list of tensors.
+        tensors: list.
+
+    Returns:
+        `tf.function`.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> traced(sum, [tf.ones([1])])(tf.zeros([1])).numpy()
+    array([0.], dtype=float32)
+
+    References:
+        None: TensorFlow.
+    """
     run = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
     run(*tensors)
     return run

@@ -209,9 +209,12 @@ def test_three_stages(cluster):
         *_micro_batched("horovod", "sgd", ("spectrain", "paper"), 2, 4),
         *_micro_batched("horovod", "momentum", ("stash", "paper"), 3, 2),
         *_micro_batched("native", "adam", ("spectrain", "paper"), 2, 4, True),
-        (
-            *("native", "momentum", "stash", "paper"),
-            *("rows line", ["dense_0"], (3,)),
+        *(
+            (
+                *("native", "momentum", "stash", "paper"),
+                *("rows line", ["dense_0"], options),
+            )
+            for options in [(3,), (2, True)]
         ),
     ],
 )

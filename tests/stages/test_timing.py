@@ -32,7 +32,7 @@ def test_long_runs_are_not_repeated():
     assert _num_calls(0.6) == 1 + 1
 
 
-def test_runs_for_a_while_begin_together(monkeypatch):
+def test_processor_time_of_runs_for_a_while(monkeypatch):
     events = []
 
     def function(tensors):
@@ -41,14 +41,16 @@ def test_runs_for_a_while_begin_together(monkeypatch):
         with tf.control_dependencies([run]):
             return [tf.zeros([])]
 
+    run = timing.traced(function, [])
+    assert events == ["run"]
     clock = types.SimpleNamespace(
-        perf_counter=itertools.count(0, 0.25).__next__
+        perf_counter=itertools.count(0, 0.25).__next__,
+        process_time=itertools.count(0, 3.0).__next__,
     )
     monkeypatch.setattr(timing, "time", clock)
-    mean = timing.mean_seconds(function, [], lambda: events.append("begin"))
-    # The first run traces it, and is not counted; the second begins at 0.
-    assert events == ["run", "begin", "run", "run"]
-    assert mean == 0.75 / 2
+    # The second one begins at 0.25.
+    assert timing.processor_seconds(run, [], seconds=0.5) == 3.0 / 2
+    assert events == ["run"] * 3
 
 
 def test_layers_of_the_same_time_are_measured_once(monkeypatch):

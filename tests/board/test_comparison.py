@@ -1,0 +1,31 @@
+"""The comparison of all ways to train a model."""
+
+import types
+
+import keras
+
+from keras_sparsity.board import comparison
+from keras_sparsity.stages import timing
+from keras_sparsity.stages.cutting import Cutter
+
+
+def test_passes_on_all_processes_at_once(monkeypatch):
+    events, seconds = [], iter([2.0, 3.0])
+
+    def processor_seconds(run, tensors):
+        events.append("passes")
+        assert run(*tensors) is not None
+        return next(seconds)
+
+    monkeypatch.setattr(timing, "processor_seconds", processor_seconds)
+    communicator = types.SimpleNamespace(
+        rank=0,
+        barrier=events.append,
+        # The other process takes 5 s.
+        gather_objects=lambda own, name: [own, (None, 5.0)],
+    )
+    layers = [keras.Input((8,)), keras.layers.Dense(4)]
+    cutter = Cutter(keras.Sequential(layers))
+    found = comparison._crowding(cutter, 4, communicator)
+    assert found == (3.0 + 5.0) / 2 / 2.0
+    assert events == ["plan/alone", "passes", "plan/together", "passes"]
