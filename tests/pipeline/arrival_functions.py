@@ -127,7 +127,8 @@ def waited(schedule, which):
     y = keras.layers.Dense(4, name="second")(y)
     y = Waiting(arrivals, **options[1])([y, numbers])
     model = keras.Model([x, numbers], keras.layers.Dense(2)(y))
-    with ks.PipelineStrategy(schedule, ["cut"], NUM_BATCHES).scope():
+    num_parts = NUM_BATCHES if is_flushed else 1
+    with ks.PipelineStrategy(schedule, ["cut"], num_parts).scope():
         model.compile("sgd", "mse")
     name = f"receive_{which}"
     noting = arrivals.noting(getattr(Link, name))
