@@ -421,10 +421,12 @@ def _adopted(
     replicas=1,
     num_micro_batches=None,
 ):
+    if num_micro_batches is None and schedule in ("gpipe", "1f1b"):
+        num_micro_batches = NUM_MICRO_BATCHES // replicas
     strategy = PipelineStrategy(
         schedule,
         stages,
-        num_micro_batches or NUM_MICRO_BATCHES // replicas,
+        num_micro_batches,
         wire_dtype=wire_dtype,
         replicas=replicas,
     )
