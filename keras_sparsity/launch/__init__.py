@@ -2,9 +2,10 @@
 
 Doors: `command_line.py` with `program.py` for `keras-sparsity run -n 4
 train.py`, and `functions.py` for `launch.run`. Both use `hosts.py` (the place
-of each process), `environment.py` (its variables), `processes.py` (starting,
-watching and ending processes), `remote.py` (hosts over ssh), and `_boot.py`
-and `_child.py`, which each process runs before the program.
+of each process), `environment.py` (its variables), `rank_process.py` (the
+process of a rank, and its output), `processes.py` (watching and ending all of
+them), `remote.py` (hosts over ssh), and `_boot.py` and `_child.py`, which each
+process runs before the program.
 
 The launcher imports no TensorFlow, which takes seconds.
 """

@@ -1,4 +1,4 @@
-"""The processes of one launch: started, watched and ended together."""
+"""The processes of one launch: watched and ended together."""
 
 import signal
 import time
