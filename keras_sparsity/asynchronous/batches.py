@@ -67,7 +67,7 @@ class Batches:
 
     def _taken(self, own):
         total, is_lost = self._total.read(), self._lost.read()[self._rank]
-        counted, held = self._held_now()
+        counted, held = self._held_now(own)
         is_left = self._lost.read()[:, None] & (held >= 0)
         returned = tf.where(is_left, held, _MANY)
         returned = tf.where(returned < total, returned, _MANY)
@@ -88,12 +88,16 @@ class Batches:
     def _is_own(self):
         return tf.equal(tf.range(self._size), self._rank)
 
-    def _held_now(self):
-        """The number of numbers, and what workers hold that has not ended."""
+    def _held_now(self, own):
+        """The number of numbers, and what workers hold that has not ended.
+
+        Args:
+            own: this worker's new record.
+        """
         numbers = self._numbers.read()
-        ended = tf.io.decode_raw(
-            tf.strings.substr(self._records.read(), 0, 8), tf.int64
-        )[:, 0]
+        records = tf.where(self._is_own(), own, self._records.read())
+        ended = tf.io.decode_raw(tf.strings.substr(records, 0, 8), tf.int64)
+        ended = ended[:, 0]
         held = tf.reshape(numbers[1:], [self._size, 2])
         # With the last one, all have ended.
         have_all = (ended >= 0) & tf.equal(held[:, 1], ended)
@@ -133,7 +137,7 @@ class Batches:
             own = tf.compat.v1.placeholder(tf.string, [])
 
             def left():
-                counted, held = self._held_now()
+                counted, held = self._held_now(own)
                 held = tf.where(self._is_own()[:, None], NONE, held)
                 with tf.control_dependencies(
                     [self._written(own, counted, held)]

@@ -20,7 +20,7 @@ class Pushing:
     def __init__(self, overlaps):
         self._overlaps = overlaps
         self._thread = futures.ThreadPoolExecutor(1, "keras_sparsity-push")
-        self._under_way = self._version = None
+        self._under_way = self._batch = self._version = None
         self.staleness = collections.Counter()
 
     def begin(self, push, batch, version, *values):
@@ -31,16 +31,20 @@ class Pushing:
             batch, version, *values: its arguments.
         """
         self.wait()
-        self._version = version
+        self._batch, self._version = batch, version
         call = push, batch, version, *values
         self._under_way = self._thread.submit(*call)
         if not self._overlaps:
             self.wait()
 
-    def has_ended(self):
-        """Whether no push is under way; raises its error if it failed."""
-        if self._under_way is not None and self._under_way.done():
-            self.wait()
+    def has_ended(self, batch):
+        """Whether a batch's push is not under way; raises the error of one.
+
+        That of an earlier batch is awaited: a step may push nothing.
+        """
+        if self._under_way is not None:
+            if self._batch != batch or self._under_way.done():
+                self.wait()
         return self._under_way is None
 
     def wait(self):
@@ -49,7 +53,12 @@ class Pushing:
             under_way, self._under_way = self._under_way, None
             self.staleness[int(under_way.result() - self._version)] += 1
 
-    def close(self):
-        """Ends the thread, after the push that is under way; as `wait`."""
+    def close(self, raises):
+        """Ends the thread, after the push that is under way.
+
+        Args:
+            raises: whether the push's error is raised; not in place of another.
+        """
         self._thread.shutdown()
-        self.wait()
+        if raises:
+            self.wait()

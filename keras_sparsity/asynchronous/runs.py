@@ -72,9 +72,11 @@ class Runs(Binding):
                 try:
                     history = self._stock["fit"](**arguments)
                     self._training.end()
-                finally:
+                except BaseException:
                     if self._training is not None:
-                        self._training.release()
+                        self._training.release(raises=False)
+                    raise
+                self._training.release(raises=True)
             return history
         finally:
             # A function that was traced pushes to the servers of this `fit`.

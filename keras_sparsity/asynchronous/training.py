@@ -281,7 +281,7 @@ class Training:
         It is that of the batches whose pushes have ended: without the last one
         while its push is under way. Then it is called once.
         """
-        has_ended = self.pushing.has_ended()
+        has_ended = self.pushing.has_ended(self.batch)
         metrics = global_metrics.sent(self._model.metrics, self._collectives)
         seen = self.batch, [value.numpy() for value in metrics]
         batch, values = seen if has_ended else self._seen
@@ -388,10 +388,10 @@ class Training:
             self.store.destroy()
         self.store.close()
 
-    def release(self):
-        """Gives the optimizer its own updates back; raises a push's error."""
+    def release(self, raises):
+        """Gives the optimizer its own updates back; see `Pushing.close`."""
         self._optimizer.__dict__.pop("apply", None)
-        self.pushing.close()
+        self.pushing.close(raises)
 
 
 def _looked_up(model):
