@@ -164,10 +164,12 @@ def fail_in_fit(how, rank):
 
     class Fail(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if batch == 20:
+            if batch == 19:
+                # Before the step that all ranks make together: the others may
+                # hear of the failure before theirs has ended.
                 begin()
-                if strategy.rank == rank:
-                    fail()
+            if batch == 20 and strategy.rank == rank:
+                fail()
 
     class Growing(keras.layers.Layer):
         """Needs as much memory as `num_needed` says."""
