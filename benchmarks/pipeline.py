@@ -268,7 +268,7 @@ def parse_arguments():
     parser.add_argument(
         "--micro-batches",
         type=int,
-        default=4,
+        default=1,
         help="parts of a mini-batch that a pipeline computes in turn",
     )
     parser.set_defaults(ways=_ways.without_horovod(WAYS, _HOROVOD))

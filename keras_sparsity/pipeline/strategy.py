@@ -62,7 +62,7 @@ class PipelineStrategy(StagedStrategy):
             mini-batch, which are computed one after the other. Messages of one
             travel while the next is computed. None: 4 for `"1f1b"`, `"gpipe"`,
             `evaluate` and `predict`, and 1 for training by the others; more of
-            them are faster where messages take as long as computation.
+            them can be faster where messages take as long as computation.
         prediction: for `"spectrain"`, the weights that are predicted.
             `"paper"`: those when the mini-batch's round trip ends.
             `"sequential"`: those after the updates of all earlier
