@@ -142,10 +142,11 @@ def on_cluster(args, name, way):
     """Samples/s by rate, and the bytes of a mini-batch."""
     machines = 1 if way == _ALONE else args.machines
     engine = "horovod" if way == _HOROVOD else "native"
+    options = []
+    if args.micro_batches is not None:
+        options = ["--micro-batches", str(args.micro_batches)]
     found = _ways.measured(
-        *(__file__, args, name, way, machines),
-        *("--micro-batches", str(args.micro_batches)),
-        engine=engine,
+        *(__file__, args, name, way, machines, *options), engine=engine
     )
     sent = [
         sum(m["sent_payload_bytes_per_step"] for m in each["per_machine"])
@@ -234,7 +235,7 @@ def inside(args):
     )
     plan = ks.plan(model, batches) if is_pipeline else None
     computation = plan.step_seconds if plan else 0
-    if plan and not strategy.is_flushed:
+    if plan and not strategy.is_flushed and strategy.num_micro_batches > 1:
         computation = _seconds_of_whole(args.way, model, plan, batches)
     stages = plan.stages if plan else ()
     sent = [stage.sent_bytes + stage.returned_bytes for stage in stages]
@@ -268,8 +269,8 @@ def parse_arguments():
     parser.add_argument(
         "--micro-batches",
         type=int,
-        default=1,
-        help="parts of a mini-batch that a pipeline computes in turn",
+        help="parts of a mini-batch that a pipeline computes in turn; "
+        "by default the strategy's",
     )
     parser.set_defaults(ways=_ways.without_horovod(WAYS, _HOROVOD))
     return parser.parse_args()

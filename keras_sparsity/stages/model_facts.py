@@ -166,7 +166,7 @@ def _pass_seconds(cutter, num_examples):
 
     few, many = max(1, num_examples // 8), measured(num_examples)
     if few == num_examples:
-        return many, [0.0] * len(many)
+        return many, []
     fixed = []
     for least, most in zip(measured(few), many, strict=True):
         of_example = (most - least) / (num_examples - few)
