@@ -56,6 +56,9 @@ WAYS = {
     "asynchronous, 4": Way(("--asynchronous", "4")),
     "asynchronous, 16": Way(("--asynchronous", "16")),
     "asynchronous": Way(("--asynchronous", "none")),
+    "asynchronous, bfloat16": Way(
+        ("--asynchronous", "none", "--wire-dtype", "bfloat16")
+    ),
     "tensorflow ps": Way((), "parameter_server.py", makes_cluster=True),
 }
 

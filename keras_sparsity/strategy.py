@@ -72,7 +72,8 @@ class HybridStrategy(ProcessStrategy):
             bfloat16. Rows are rounded to the nearest of 255 levels of the
             row's largest number; gradients to one of the two beside them, at
             random, so that their mean is exact. Runs repeat each other to the
-            bit.
+            bit. With `delay="bounded"` workers pull all weights so, too;
+            servers hold them in their own dtype; `"int8"` is not supported.
         local_aggregation: whether the processes of a machine pull rows of
             sharded tables together, each row once, and add up its gradients
             before they push. It needs several machines with equally many

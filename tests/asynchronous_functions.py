@@ -319,9 +319,11 @@ def unknown_length(num_batches):
     return totals, history.history["loss"], model.get_weights()
 
 
-def reported(folder):
-    """`(figures of the last epoch, bytes of all variables, version)`."""
-    strategy = ks.HybridStrategy(synchronous=False, max_staleness=1)
+def reported(folder, wire_dtype):
+    """`(figures of the last epoch, number of all weights, version)`."""
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=1, wire_dtype=wire_dtype
+    )
     model = dense()
     with strategy.scope():
         model.compile(keras.optimizers.Adam(0.01), "mse")
@@ -330,9 +332,9 @@ def reported(folder):
     model.fit(
         *(x.astype("float32"), y, BATCH, EPOCHS), callbacks=[logger], verbose=0
     )
-    num_bytes = 4 * sum(int(np.prod(w.shape)) for w in model.get_weights())
+    number = sum(int(np.prod(w.shape)) for w in model.get_weights())
     version = int(model.optimizer.iterations)
-    return strategy.epoch_figures, num_bytes, version
+    return strategy.epoch_figures, number, version
 
 
 def linear_tables(number, is_eager=False):

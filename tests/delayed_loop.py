@@ -8,7 +8,9 @@ import keras
 import tensorflow as tf
 
 
-def train(model, optimizer, loss, epochs, staleness, compensation=0.0):
+def train(
+    model, optimizer, loss, epochs, staleness, compensation=0.0, wire="float32"
+):
     """Trains a model; returns the mean loss of each epoch.
 
     Args:
@@ -19,7 +21,12 @@ def train(model, optimizer, loss, epochs, staleness, compensation=0.0):
         staleness: s. An epoch begins with the weights of all updates so far.
         compensation: how much of each gradient's square, times the distance
             that weights have moved since, is added to it.
+        wire: the dtype to which the read weights and gradients are rounded.
     """
+
+    def rounded(values):
+        return [tf.cast(tf.cast(v, wire), v.dtype) for v in values]
+
     variables = model.trainable_variables
     optimizer.build(variables)
     means = []
@@ -27,14 +34,14 @@ def train(model, optimizer, loss, epochs, staleness, compensation=0.0):
         versions = [[v.numpy() for v in variables]]  # before update 0, 1, ...
         losses, sizes = [], []
         for step, (x, y) in enumerate(batches):
-            read = versions[max(0, step - staleness)]
+            read = rounded(versions[max(0, step - staleness)])
             value, gradients = _gradients(model, variables, read, loss, x, y)
             # All updates so far, and one more.
             _assign(variables, versions[step])
             gradients = [
                 g + compensation * g**2 * (now - old)
                 for g, now, old in zip(
-                    gradients, versions[step], read, strict=True
+                    rounded(gradients), versions[step], read, strict=True
                 )
             ]
             optimizer.apply(gradients, variables)

@@ -104,6 +104,7 @@ def _strategy(args):
         return ks.HybridStrategy(
             synchronous=False,
             max_staleness=int(args.asynchronous) if is_bounded else None,
+            wire_dtype=args.wire_dtype,
         )
     return ks.HybridStrategy(
         architecture=args.architecture,

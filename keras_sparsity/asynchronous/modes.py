@@ -98,16 +98,19 @@ def check_of_servers(strategy):
     """Checks other arguments of a strategy whose workers pull and push.
 
     Raises:
-        ValueError: if one of them would have no effect.
+        ValueError: if one of them would have no effect, or is not supported.
     """
     if not is_by_servers(strategy):
         return
-    given = {
-        "wire_dtype": strategy.wire_dtype,
-        "transform_gradients": strategy.optimizer_options[
-            "transform_gradients"
-        ],
-    }
+    if strategy.wire_dtype == "int8":
+        raise ValueError(
+            "With a bound, weights and gradients travel between workers and "
+            'servers in 16 bits at least. Received: wire_dtype="int8" with '
+            'synchronous=False and delay="bounded". Use "bfloat16" or '
+            '"float16", or `delay="fixed"`.'
+        )
+    transform = strategy.optimizer_options["transform_gradients"]
+    given = {"transform_gradients": transform}
     if strategy.architecture not in ("hybrid", "ps"):
         given["architecture"] = strategy.architecture
     for name, value in given.items():

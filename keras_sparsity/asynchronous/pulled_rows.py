@@ -14,14 +14,16 @@ class PulledRows:
 
     Args:
         variable: the model's.
-        pull: function of row numbers, a NumPy array, that returns the rows.
+        pull: function of row numbers, a NumPy array, that returns the rows,
+            encoded.
         read_version: function of a tensor that is there when the step has
             pulled its weights, also for a `tf.function` that others call too.
         layer_name: the layer's name, for messages.
         keeps: whether `read` is to give the rows of a step.
+        wire: the `Wire` by which rows travel.
 
     Attributes:
-        variable: the model's.
+        variable, wire: as above.
     """
 
     # What `CurrentVariable` asks for.
@@ -29,12 +31,11 @@ class PulledRows:
     # What `foreseen` asks for.
     is_sharded = sends_messages = True
 
-    def __init__(self, variable, pull, read_version, layer_name, keeps):
-        self.variable, self._pull = variable, pull
+    def __init__(self, variable, pull, read_version, layer_name, keeps, wire):
+        self.variable, self.wire, self._pull = variable, wire, pull
         self._read_version = read_version
         self._layer_name, self._keeps = layer_name, keeps
         self.dim = variable.shape[-1]
-        self._dtype = tf.as_dtype(variable.dtype)
         self._pulled = []  # in this step, `(row numbers, rows)`
 
     def forget(self):
@@ -42,19 +43,22 @@ class PulledRows:
         self._pulled = []
 
     def keep(self, ids, rows):
-        """Takes rows that were pulled in this step."""
+        """Takes rows that were pulled in this step, encoded."""
         if self._keeps:
             self._pulled.append((ids, rows))
 
     def read(self, ids):
-        """Rows that were read in this step, by their numbers."""
-        rows = tf.numpy_function(self._read, [ids], self._dtype, stateful=True)
+        """Rows that were read in this step, by their numbers; encoded."""
+        rows = tf.numpy_function(
+            self._read, [ids], self.wire.dtype, stateful=True
+        )
         return tf.ensure_shape(rows, [None, self.dim])
 
     def _read(self, ids):
         if not self._pulled:
             # The gradients, of a branch that looks up none, are zeros.
-            return np.zeros([len(ids), self.dim], self._dtype.as_numpy_dtype)
+            dtype = self.wire.dtype.as_numpy_dtype
+            return np.zeros([len(ids), self.dim], dtype)
         known, rows = map(np.concatenate, zip(*self._pulled, strict=True))
         order = np.argsort(known, kind="stable")
         # Of a row that was read again, the last one.
@@ -63,12 +67,14 @@ class PulledRows:
 
     def rows(self, ids):
         """Rows by their numbers, those that the step's pull has brought too."""
-        rows = foreseen.rows(self, ids, None, self._dtype)
+        rows = foreseen.rows(self, ids, None, self.wire.source)
         if rows is None:
             # The version: in a branch, no other operation comes before.
             told = [ids, self._read_version()]
-            rows = tf.numpy_function(
-                self._pull_now, told, self._dtype, stateful=True
+            rows = self.wire.decode(
+                tf.numpy_function(
+                    self._pull_now, told, self.wire.dtype, stateful=True
+                )
             )
             rows.set_shape([None, self.dim])
         return rows

@@ -31,6 +31,7 @@ class Store:
             number of updates since its pull.
         compensation: the strength of `compensated`, or None.
         name: begins the names by which workers share it.
+        wire: function of a dtype to the `Wire` by which it travels in a step.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Store:
         is_staleness_aware,
         compensation,
         name,
+        wire,
     ):
         self._is_staleness_aware = is_staleness_aware
         self._is_bounded = bound is not None
-        self._compensation = compensation
+        self._compensation, self._wire = compensation, wire
         self._optimizer, self._rank = optimizer, rank
         self._stored = placed(optimizer, variables, of_rows, servers.owners)
         self._of = {id(each.variable): each for each in self._stored}
@@ -184,6 +186,8 @@ class Store:
 
     def pull(self, is_bounded=True, lookups=()):
         """Waits for the bound, then reads `dense` and rows, all at once.
+
+        Here and in `rows` and `pusher` values are encoded as they travel.
 
         Args:
             is_bounded: whether it waits.
@@ -394,6 +398,8 @@ class Store:
                 if piece.server == number
             ]
             count, *found = server.read([parts[place] for place in places])
+            with tf.device(server.device):
+                found = [self._wire(each.dtype).encode(each) for each in found]
             values.update(zip(places, found, strict=True))
             counts.append(count)
         return [values[place] for place in range(len(parts))], counts[0]
@@ -403,9 +409,9 @@ class Store:
         for stored in (self._of[name] for name in names):
             for piece in stored.pieces:
                 with tf.device(self._device(piece)):
-                    sent = self._pushed(piece, stored.is_of_rows)
-                feeds += [each for each in sent if each is not None]
-                gradients[piece.server].append((piece, *sent))
+                    sent, decoded = self._pushed(piece, stored.is_of_rows)
+                feeds += sent
+                gradients[piece.server].append((piece, *decoded))
         facts, counts = [], []
         for number, server in self._servers.items():
             of_server, count = server.push(gradients[number])
@@ -417,16 +423,23 @@ class Store:
         return [*facts, *feeds], counts, *ended
 
     def _pushed(self, piece, is_of_rows):
-        """Placeholders: row numbers or None, the gradient, what was read."""
-        shape, ids = piece.shape, None
+        """Placeholders: row numbers, the gradient, the weights or rows read.
+
+        Returns:
+            List of them; and list of the row numbers or None, and of the
+            others decoded.
+        """
+        shape, ids = piece.shape, []
         if is_of_rows:
             shape = (None, *shape[1:])
-            ids = tf.compat.v1.placeholder(tf.int64, [None])
-        number = 1 + (self._compensation is not None)
-        return ids, *(
-            tf.compat.v1.placeholder(piece.variable.dtype, shape)
-            for _ in range(number)
-        )
+            ids = [tf.compat.v1.placeholder(tf.int64, [None])]
+        wire = self._wire(piece.variable.dtype)
+        values = [
+            tf.compat.v1.placeholder(wire.dtype, shape)
+            for _ in range(1 + (self._compensation is not None))
+        ]
+        decoded = [wire.decode(value) for value in values]
+        return [*ids, *values], [*(ids or [None]), *decoded]
 
     def _updated(self, gradients, count, version, rate):
         """Operations that update variables of a server."""

@@ -67,7 +67,9 @@ class Training:
             strategy.staleness_aware,
             strategy.delay_compensation,
             f"training/{number}",
+            strategy.options.wire,
         )
+        self._wire = strategy.options.wire
         self._compensates = strategy.delay_compensation is not None
         self._keepers = [self._keeper(layer) for layer in self._layers]
         # By the `id`s of what reads them.
@@ -128,7 +130,8 @@ class Training:
             return tf.convert_to_tensor(iterations.value)
 
         return PulledRows(
-            variable, pull, read_version, layer.name, self._compensates
+            *(variable, pull, read_version, layer.name, self._compensates),
+            self._wire(variable.dtype),
         )
 
     # A step.
@@ -188,14 +191,15 @@ class Training:
         """
         dense = self.store.dense
         keepers = [keeper for keeper, *_ in lookups]
+        wires = [self._wire(variable.dtype) for variable in dense]
 
         def pulled(*ids):
             return self._pulled(keepers, ids)
 
         dtypes = [
             tf.int64,
-            *(v.dtype for v in dense),
-            *(dtype for *_, dtype in lookups),
+            *(wire.dtype for wire in wires),
+            *(keeper.wire.dtype for keeper in keepers),
         ]
         # Eagerly a single result comes without a list.
         version, *values = tf.nest.flatten(
@@ -205,13 +209,14 @@ class Training:
             )
         )
         values, rows = values[: len(dense)], values[len(dense) :]
-        for variable, value in zip(dense, values, strict=True):
-            variable.assign(tf.ensure_shape(value, variable.shape))
+        for variable, wire, value in zip(dense, wires, values, strict=True):
+            variable.assign(tf.ensure_shape(wire.decode(value), variable.shape))
         # Of which schedules make the learning rate.
         keras_optimizers.iterations(self._optimizer).assign(
             tf.ensure_shape(version, [])
         )
-        for (keeper, *_), of_lookup in zip(lookups, rows, strict=True):
+        rows = [k.wire.decode(r) for k, r in zip(keepers, rows, strict=True)]
+        for keeper, of_lookup in zip(keepers, rows, strict=True):
             of_lookup.set_shape([None, keeper.dim])
         return rows
 
@@ -257,11 +262,13 @@ class Training:
         for variable, rows, value in zip(
             variables, ids, self._clipped(values), strict=True
         ):
-            sent += [*rows, value]
+            wire = self._wire(variable.dtype)
+            sent += [*rows, wire.encode(value)]
             if self._compensates and rows:
                 sent.append(of_rows[id(variable)].read(*rows))
             elif self._compensates:
-                sent.append(tf.convert_to_tensor(variable.value))
+                read = tf.convert_to_tensor(variable.value)
+                sent.append(wire.encode(read))
 
         def pushed(*values):
             self.pushing.begin(push, self.batch, self._version, *values)

@@ -9,6 +9,7 @@ import pytest
 import keras_sparsity as ks
 from keras_sparsity.asynchronous import servers
 from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.exchange.options import Options
 from tests import asynchronous_functions as functions
 from tests import delayed_loop
 from tests.conftest import engines
@@ -122,6 +123,7 @@ def test_a_server_updates_by_the_formula():
     store = Store(
         *(servers.started(rank), 0, optimizer, variables, variables[1:]),
         *(None, False, 3.0, "test_a_server_updates_by_the_formula"),
+        Options().wire,
     )
     store.create()
     store.upload()

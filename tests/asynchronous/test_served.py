@@ -151,12 +151,40 @@ def test_an_epoch_is_one_pass_of_all(cluster, engine, num_servers, tmp_path):
     np.testing.assert_array_equal(table, ranks[0][1])
 
 
-@pytest.mark.parametrize("num_servers", [0, 2])
-def test_an_epochs_figures_are_reported(cluster, num_servers, tmp_path, capsys):
-    ranks = cluster("native", 2, num_servers=num_servers).run(
-        functions.reported, str(tmp_path)
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+@pytest.mark.parametrize("compensation", [None, 0.5])
+def test_weights_and_gradients_travel_in_16_bits(wire, compensation):
+    x, y = functions.data()
+    rule = delayed_loop.RULES["adagrad"]
+    begun, found, expected = [functions.network() for _ in range(3)]
+    options = {"wire_dtype": wire, "delay_compensation": compensation}
+    _served(found, rule(), max_staleness=1, **options)
+    found.fit(x, y, functions.BATCH, shuffle=False, verbose=0)
+    delayed_loop.train(
+        *(expected, rule(), keras.losses.MeanSquaredError()),
+        [delayed_loop.batches(x, y, functions.BATCH)],
+        *(0, compensation or 0.0, wire),
     )
-    for figures, num_bytes, version in ranks:
+    one, other, before = (
+        np.concatenate([w.reshape(-1) for w in model.get_weights()])
+        for model in (found, expected, begun)
+    )
+    # Between two of 16 bits, a number may be rounded to either.
+    assert np.isclose(one, other, 1e-5, 1e-6).mean() > 0.9
+    moved = np.abs(other - before).max()
+    assert moved > 0.01 and np.abs(one - other).max() < 0.01 * moved
+
+
+@pytest.mark.parametrize(
+    "num_servers, wire, size", [(0, None, 4), (2, None, 4), (2, "bfloat16", 2)]
+)
+def test_an_epochs_figures_are_reported(
+    cluster, num_servers, wire, size, tmp_path, capsys
+):
+    ranks = cluster("native", 2, num_servers=num_servers).run(
+        functions.reported, str(tmp_path), wire
+    )
+    for figures, number, version in ranks:
         assert figures == ranks[0][0]
         assert figures.version == version == 5 * functions.EPOCHS
         assert sum(figures.num_steps.values()) == 5
@@ -165,8 +193,9 @@ def test_an_epochs_figures_are_reported(cluster, num_servers, tmp_path, capsys):
         assert {*figures.servers} == ({2, 3} if num_servers else {0, 1})
         traffic = figures.servers.values()
         assert {each.num_updates for each in traffic} == {5}
-        assert sum(each.pulled_bytes for each in traffic) == 5 * num_bytes
-        assert sum(each.pushed_bytes for each in traffic) == 5 * num_bytes
+        num_bytes = 5 * number * size
+        assert sum(each.pulled_bytes for each in traffic) == num_bytes
+        assert sum(each.pushed_bytes for each in traffic) == num_bytes
     reports.show(str(tmp_path))
     assert "Version 10 of the weights" in capsys.readouterr().out
     events = event_accumulator.EventAccumulator(str(tmp_path / "architecture"))

@@ -53,8 +53,8 @@ BAD = [
             ({"architecture": "measured"}, "'measured' with synchronous=False"),
             ({"prefetch": True}, "prefetch=True with synchronous=False"),
             (
-                {"wire_dtype": "bfloat16"},
-                "no effect. Received: wire_dtype='bfloat16' with",
+                {"wire_dtype": "int8"},
+                'in 16 bits at least. Received: wire_dtype="int8" with',
             ),
             ({"architecture": "allreduce"}, "architecture='allreduce' with"),
         ]
