@@ -24,7 +24,7 @@ from keras_sparsity.launch.rank_process import last_lines
 from tests import forked
 
 _START_TIMEOUT_SECONDS = 90
-_LAST_WORDS_SECONDS = 15
+_LAST_WORDS_SECONDS = 5
 
 
 class ClusterError(AssertionError):

@@ -75,7 +75,7 @@ def covering(every, usual):
         pytest.param(
             *cell,
             marks=[
-                *skips[cell[0]],
+                *skips.get(cell[0], ()),
                 *[pytest.mark.all_cells] * (cell not in usual),
             ],
         )
@@ -88,11 +88,15 @@ _LESS_POLLING = {"HOROVOD_CYCLE_TIME": "5"}
 _GROUPS = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
 
 
-class Clusters:
-    """The running clusters; only those of one engine at a time.
+# A process holds 500 MB.
+_MOST_PROCESSES = 16
 
-    A process holds 500 MB, and one of Horovod's polls while it waits: of those
-    there is one cluster at a time.
+
+class Clusters:
+    """The running clusters; those used last stay, up to a number of processes.
+
+    A process of Horovod's polls while it waits: of those there is one cluster
+    at a time, and none of the native engine.
     """
 
     def __init__(self):
@@ -112,23 +116,27 @@ class Clusters:
         """
         has_groups &= engine == "horovod"  # the others always can
         key = (engine, num_processes, machines, has_groups, num_servers)
-        for other, cluster in self._clusters.items():
-            is_in_the_way = other[0] != engine or "horovod" == engine
-            if other != key and is_in_the_way and cluster.is_running:
-                cluster.stop()
-        if key not in self._clusters:
-            self._clusters[key] = Cluster(
-                num_processes,
-                engine,
-                machines,
-                _LESS_POLLING | (_GROUPS if has_groups else {}),
-                num_servers,
-            )
-        return self._clusters[key]
+        found = self._clusters.pop(key, None) or Cluster(
+            num_processes,
+            engine,
+            machines,
+            _LESS_POLLING | (_GROUPS if has_groups else {}),
+            num_servers,
+        )
+        num_running = found.num_processes
+        for other in reversed(self._clusters.values()):
+            num_running += other.num_processes * other.is_running
+            engines = engine, other.engine
+            if num_running > _MOST_PROCESSES or (
+                "horovod" in engines and "local" not in engines
+            ):
+                other.stop()
+        self._clusters[key] = found  # the last
+        return found
 
     def stop(self, engine=None):
-        for (other, *_), cluster in self._clusters.items():
-            if engine in (None, other) and cluster.is_running:
+        for cluster in self._clusters.values():
+            if engine in (None, cluster.engine):
                 cluster.stop()
 
 

@@ -1,6 +1,7 @@
 """What the ranks run in tests of rows that are brought up to date."""
 
 import contextlib
+import functools
 import logging
 import os
 from unittest import mock
@@ -109,6 +110,7 @@ def fit(model, epochs=EPOCHS, callbacks=(), rate_every=1, **more):
     )
 
 
+@functools.cache
 def stock(*names, **how):
     """Weights and slots of stock Keras, fed the dense gradient.
 
@@ -197,10 +199,10 @@ class ReadsAlone(keras.callbacks.Callback):
         np.testing.assert_array_equal(gradient, np.full_like(rows, 2))
 
 
-def train(name, reads_between, *options):
+def train(name, reads_between, options):
     """Weights and state, on every rank."""
     try:
-        model = spread(made(name), **dict(options))
+        model = spread(made(name), **options)
         callbacks, more = [], {}
         if reads_between and saving.tables_of(model)[0].has_replicas:
             callbacks = [ReadsAlone()]

@@ -55,7 +55,7 @@ def test_an_exception_on_every_rank_leaves_the_processes(cluster):
     [
         (launch_functions.fail, 120, "ValueError: no luck on rank 1"),
         (launch_functions.die, 120, "rank 1 was killed by SIGKILL"),
-        (launch_functions.hang, 15, "time.sleep(600)"),
+        (launch_functions.hang, 5, "time.sleep(600)"),
     ],
 )
 def test_a_broken_cluster_starts_anew(cluster, function, timeout, said):
@@ -67,11 +67,14 @@ def test_a_broken_cluster_starts_anew(cluster, function, timeout, said):
     assert len(workers.run(launch_functions.describe)) == 2
 
 
-def test_one_engine_at_a_time(cluster):
+def test_clusters_stay_unless_they_are_many_or_of_horovod(cluster):
     native, local = cluster("native", 2), cluster("local", 1)
-    assert not native.is_running
-    assert local.run(launch_functions.describe)[0]["engine"] == "local"
-    cluster("native", 2)
+    for each in (native, local):
+        assert each.run(launch_functions.describe)[0]["engine"] == each.engine
+    assert native.is_running and local.is_running
+    cluster("horovod", 2)
+    assert not native.is_running and local.is_running
+    cluster("native", 16)
     assert not local.is_running
 
 

@@ -649,27 +649,20 @@ CELLS = {
 _ROTATION = (N2, H2)
 PLACES_OF = {
     "sgd": (N2, LOCAL),
-    "sgd, clipped": (H4,),
-    "momentum": (N4,),
-    "momentum, clipped": (H2,),
     "adagrad": (H4,),
     "adagrad, clipped": (N2,),
     "rmsprop": (H2,),
-    "rmsprop, clipped": (N4,),
-    "adam": (N2, H4, LOCAL),
+    "adam": (N2, LOCAL),
     "adam, clipped": (H2,),
     "clipnorm": (N22,),
     "global_clipnorm": (H22,),
     "frozen table": (N2,),
-    "empty parts": (N4,),
     "empty parts, logarithm": (N4,),
     "empty parts, added losses": (H4,),
     "empty parts, without labels": (N4,),
     "fewer rows than ranks": (N3,),
-    "kept, fewer rows than ranks": (N3,),
     "kept, tied, ftrl": (N4,),
     "unit norm": (H2,),
-    "masked": (N2,),
     "own logs": (H2,),
     "average that overwrites": (N2,),
     "accumulation, clipped": (H2,),
@@ -680,15 +673,27 @@ PLACES_OF = {
     # Whose fields others have.
     **dict.fromkeys(
         (
+            "momentum",
+            "sgd, clipped",
             "momentum, clipped",
             "rmsprop, clipped",
             "lazy RMSprop",
             "lazy AdamW",
             "lazy Adamax",
             "lazy Lion",
+            "average",
             "accumulation",
             "loss scale",
+            "overflow",
+            "max norm",
+            "empty parts",
+            "masked",
+            "masked pooling",
+            "mixed_float16",
+            "stock, own loop",
+            "kept, own loop",
             "kept, naive servers",
+            "kept, fewer rows than ranks",
         ),
         (),
     ),
@@ -841,11 +846,12 @@ def _draws():
                 marks=[*engine.marks, *marks],
                 id=f"{engine.values[0]}-{num_processes}-anew",
             )
-        options = {
-            "max_examples": 5,
-            "phases": [hypothesis.Phase.generate],
-            "derandomize": True,
-        }
+    options = {
+        "max_examples": 5,
+        "phases": [hypothesis.Phase.generate],
+        "derandomize": True,
+    }
+    for engine in engines(usually="native"):
         yield pytest.param(
             *engine.values,
             2,

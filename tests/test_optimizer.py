@@ -416,9 +416,10 @@ def stock_spread(case, size):
 
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_tables_alone_as_on_one_process(cluster, engine):
+    expected = {case: stock_spread(case, 2) for case in SPREAD}
     for results in cluster(engine, 2).run(train_spread):
         for case in SPREAD:
-            for a, b in zip(results[case], stock_spread(case, 2), strict=True):
+            for a, b in zip(results[case], expected[case], strict=True):
                 np.testing.assert_allclose(
                     a, b, rtol=1e-4, atol=1e-5, err_msg=case
                 )

@@ -85,7 +85,7 @@ def _reference():
     ("engine", "num_workers", "num_servers"),
     covering(
         [(engine, *split) for engine in _USUAL for split in _ALL],
-        [("native", *_USUAL["native"])],
+        [("horovod", *_USUAL["horovod"])],
     ),
 )
 def test_every_input_ends_with_the_workers(

@@ -107,10 +107,9 @@ def test_ragged_and_sparse_batches(cluster, engine):
             model, keras.optimizers.Adagrad(0.1), loss="mse", metrics=["mae"]
         )
 
-    for results in cluster(engine, 2).run(on_ranks):
-        for (kind, as_dataset), got in zip(CASES, results, strict=True):
-            expected = trained(
-                kind, keras.layers.Embedding, prepare, as_dataset
-            )
+    ranks = cluster(engine, 2).run(on_ranks)
+    for (kind, as_dataset), *results in zip(CASES, *ranks, strict=True):
+        expected = trained(kind, keras.layers.Embedding, prepare, as_dataset)
+        for got in results:
             for a, b in zip(got, expected, strict=True):
                 np.testing.assert_allclose(a, b, atol=2e-5, err_msg=kind)

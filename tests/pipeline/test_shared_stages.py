@@ -215,28 +215,33 @@ def test_resumed_from_a_checkpoint(cluster, tmp_path):
 @pytest.mark.parametrize("num_examples", [1, 5, 17, 1000])
 def test_pieces_of_micro_batches(num_examples):
     """Their sizes differ by one at most, and cost a few operations."""
-    number, num_pieces = 3, 504  # of 7, 8 and 9 ranks
+    number = 3
 
-    def sizes(x):
-        batches = MicroBatches(functional, (x,), number, num_pieces)
-        return [batches.number(place) for place in places]
+    def traced(places, num_pieces):
+        def sizes(x):
+            batches = MicroBatches(functional, (x,), number, num_pieces)
+            return [batches.number(place) for place in places]
+
+        return tf.function(sizes, autograph=False).get_concrete_function(x)
+
+    def expected(num_pieces):
+        return [
+            len(piece)
+            for part in np.array_split(np.arange(num_examples), number)
+            for piece in np.array_split(part, num_pieces)
+        ]
 
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     functional = keras_functional.functional_of(model)
     x = tf.zeros([num_examples, 1])
-    places = range(number * num_pieces)
-    found = tf.function(sizes, autograph=False)(x)
-    pieces = [
-        len(piece)
-        for part in np.array_split(np.arange(num_examples), number)
-        for piece in np.array_split(part, num_pieces)
-    ]
-    np.testing.assert_array_equal(found, pieces)
+    found = traced(range(number * 12), 12)(x)
+    np.testing.assert_array_equal(found, expected(12))
+    # Of 7, 8 and 9 ranks, the second of eight, and all of a part.
+    pieces = expected(504)
     for own in (range(504 + 63, 504 + 2 * 63), range(1008, 1512)):
-        places = [own]
-        traced = tf.function(sizes, autograph=False).get_concrete_function(x)
-        assert len(traced.graph.get_operations()) < 100
-        assert int(traced(x)[0]) == sum(pieces[own.start : own.stop])
+        function = traced([own], 504)
+        assert len(function.graph.get_operations()) < 100
+        assert int(function(x)[0]) == sum(pieces[own.start : own.stop])
 
 
 def test_the_cuts_and_the_ranks_are_the_best_of_all():

@@ -76,7 +76,9 @@ def test_as_one_process(
         assert {len(rank["messages"]) for rank in workers} == {1}
 
 
-@pytest.mark.parametrize("rule", ["adam", "scaled"])
+@pytest.mark.parametrize(
+    "rule", [pytest.param("adam", marks=pytest.mark.all_cells), "scaled"]
+)
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_saved_loaded_exported(cluster, engine, rule, tmp_path):
     ranks = cluster(engine, 3, has_groups=True).run(

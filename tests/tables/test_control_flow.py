@@ -131,7 +131,7 @@ def on_ranks():
     return results
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_tables_in_loops(cluster, engine):
     def prepare(model):
         oracles.dense_reference(model, keras.optimizers.Adam(0.01), loss="mse")

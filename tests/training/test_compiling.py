@@ -102,10 +102,12 @@ def of_ranks(architecture):
 
 
 def _places():
-    """Of each architecture, the engine that `make test` takes."""
-    for architecture, usually in (("hybrid", "horovod"), ("auto", "native")):
-        for engine in engines(usually=usually):
-            yield pytest.param(*engine.values, architecture, marks=engine.marks)
+    """`make test` takes one; its smoke tests both, on the native engine."""
+    for engine in engines():
+        for architecture in ("hybrid", "auto"):
+            is_usual = (*engine.values, architecture) == ("horovod", "hybrid")
+            marks = [*engine.marks, *[pytest.mark.all_cells] * (not is_usual)]
+            yield pytest.param(*engine.values, architecture, marks=marks)
 
 
 # Stock Keras's, of a copy of an untrained model.

@@ -12,7 +12,7 @@ from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity.tables import whole
 from keras_sparsity.update import kept_rows, rules, step_sums
 from tests import kept_functions
-from tests.conftest import engines
+from tests.conftest import covering, engines
 
 ROWS, DIM = 60, 3
 RULES = {
@@ -757,52 +757,49 @@ def test_whole_updates_are_told_once(cluster):
     assert not second
 
 
-CASES = {
-    ("native", 2): [
-        ("averaged", True, ("prefetch", True)),
-        ("adam", False, ("prefetch", True)),
-        ("adamw", True, ("architecture", "allgather")),
-    ],
-    ("native", 3): [
-        ("adamw", False),
-        ("accumulating", True, ("prefetch", True)),
-    ],
-    ("horovod", 2): [
-        ("amsgrad", True),
-        ("rmsprop", False),
-        ("averaged", True, ("architecture", "allreduce")),
-    ],
-    ("local", 1): [("adamax", True), ("adadelta", False)],
-}
+PREFETCH = {"prefetch": True}
+# Engine, processes, rule, whether weights are read between steps, options.
+CASES = [
+    ("native", 2, "adam", False, PREFETCH),
+    ("native", 2, "adamw", True, {"architecture": "allgather"}),
+    ("native", 3, "accumulating", True, PREFETCH),
+    ("horovod", 2, "amsgrad", True, {}),
+    ("horovod", 2, "averaged", True, {"architecture": "allreduce"}),
+    ("local", 1, "adamax", True, {}),
+    ("local", 1, "adadelta", False, {}),
+]
+# All rules train on ranks in `closed_form/test_rules.py`, too.
+MORE = [
+    ("native", 2, "averaged", True, PREFETCH),
+    ("native", 3, "adamw", False, {}),
+    ("horovod", 2, "rmsprop", False, {}),
+]
 
 
-def parameters():
-    for engine, num_processes in CASES:
-        marks = []
-        if engine != "local":
-            marks = engines(engine)[0].marks
-        yield pytest.param(engine, num_processes, marks=marks)
+@pytest.mark.parametrize(
+    ("engine", "num_processes", "name", "reads_between", "options"),
+    covering(CASES + MORE, CASES),
+)
+def test_fit_as_stock_keras(
+    cluster, engine, num_processes, name, reads_between, options
+):
+    results = cluster(engine, num_processes).run(
+        kept_functions.train, name, reads_between, options, timeout=200
+    )
+    assert_trained(results, [name])
 
 
-@pytest.mark.parametrize(("engine", "num_processes"), [*parameters()])
-def test_fit_as_stock_keras(cluster, engine, num_processes):
-    for case in CASES[engine, num_processes]:
-        results = cluster(engine, num_processes).run(
-            kept_functions.train, *case, timeout=400
-        )
-        assert_trained(results, case[:1])
+COMPILED_AGAIN = [
+    ("local", 1, ("adam", "adamw")),
+    ("horovod", 2, ("adam", "nesterov")),
+]
 
 
 @pytest.mark.parametrize(
     ("engine", "num_processes", "names"),
-    [
-        ("local", 1, ("adam", "adamw")),
-        ("native", 2, ("nesterov", "adam")),
-        pytest.param(
-            *("horovod", 2, ("adam", "nesterov")),
-            marks=engines("horovod")[0].marks,
-        ),
-    ],
+    covering(
+        [*COMPILED_AGAIN, ("native", 2, ("nesterov", "adam"))], COMPILED_AGAIN
+    ),
     ids=str,
 )
 def test_compiled_again(cluster, engine, num_processes, names):
@@ -813,7 +810,7 @@ def test_compiled_again(cluster, engine, num_processes, names):
     assert_trained(results, names, epochs=1)
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_ordinary_embeddings(cluster, engine, tmp_path):
     """Also on ranks that go on from a checkpoint, to the bit.
 
@@ -846,10 +843,7 @@ def test_custom_loop_as_one_process(cluster, engine):
 
 @pytest.mark.parametrize(
     ("engine", "num_processes", "machines"),
-    [
-        pytest.param("native", 4, 2),
-        pytest.param("horovod", 2, 1, marks=engines("horovod")[0].marks),
-    ],
+    covering([("native", 4, 2), ("horovod", 2, 1)], [("native", 4, 2)]),
 )
 def test_partitions_are_searched(cluster, engine, num_processes, machines):
     """On several machines, too, and by several steps an execution."""
@@ -885,7 +879,11 @@ def flat(weights_and_state):
     return [*weights, *state]
 
 
-@pytest.mark.parametrize("name", ["accumulating", "averaged"])
+@pytest.mark.parametrize(
+    "name",
+    # "accumulating" goes on below, too.
+    [pytest.param("accumulating", marks=pytest.mark.all_cells), "averaged"],
+)
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_goes_on_from_a_checkpoint(cluster, engine, name, tmp_path):
     """To the bit; on another number of ranks, to the rounding of sums."""

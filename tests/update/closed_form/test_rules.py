@@ -85,7 +85,7 @@ def test_one_term_is_not_enough(name):
 
 def places():
     """Engines, processes and rules: in `make test`, each rule at one place."""
-    kinds = ("native", 4, KEPT[::2]), ("horovod", 2, KEPT[1::2])
+    kinds = ("native", 2, KEPT[::2]), ("horovod", 2, KEPT[1::2])
     for engine, num_processes, names in kinds:
         (param,) = engines(engine)
         yield pytest.param(engine, num_processes, names, marks=param.marks)
