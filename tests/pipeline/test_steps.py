@@ -81,7 +81,8 @@ def _distance(weights, others):
 )
 def test_two_stages(cluster, engine, model, schedule):
     cuts = _CUTS[model][0]
-    optimizer, num_examples = "momentum", 22
+    # Of 17 examples the last mini-batch has one, for four micro-batches.
+    optimizer, num_examples = "momentum", 17 if model == "dense" else 22
     ranks = cluster(engine, 2).run(
         pipeline_functions.train, model, optimizer, cuts, schedule, num_examples
     )
@@ -113,14 +114,6 @@ def test_three_stages(cluster, engine, model, optimizer, schedule):
         pipeline_functions.train, model, optimizer, cuts, schedule, 22
     )
     check(ranks, model, optimizer, 22)
-
-
-def test_a_batch_smaller_than_the_number_of_micro_batches(cluster):
-    cuts = _CUTS["dense"][0]
-    ranks = cluster("native", 2).run(
-        pipeline_functions.train, "dense", "momentum", cuts, "1f1b", 17
-    )
-    check(ranks, "dense", "momentum", 17)
 
 
 @pytest.mark.parametrize(
