@@ -31,7 +31,7 @@ def check(ranks, model, optimizer, num_examples, replicas=1):
     x, y = pipeline_functions.data(model, num_examples)
     options = {"batch_size": pipeline_functions.BATCH_SIZE, "verbose": 0}
     evaluated = network.evaluate(x, y, return_dict=True, **options)
-    predicted = keras.tree.flatten(network.predict(x, **options))
+    predicted = keras.tree.flatten(network(x))
     trained = {}
     for rank in ranks:
         trained.update(rank["weights"])
