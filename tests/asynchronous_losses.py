@@ -1,5 +1,7 @@
 """Trainings whose workers are killed, stopped, or raise."""
 
+import ast
+import functools
 import os
 import random
 import signal
@@ -12,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.asynchronous import joiners
 from keras_sparsity.asynchronous.store import Store
 
 NUM_BATCHES = 40
@@ -53,7 +56,13 @@ def output(y, outputs):
 
 
 def train(
-    begin, epochs=2, bound=3, num_batches=NUM_BATCHES, known=True, callbacks=()
+    begin,
+    epochs=2,
+    bound=3,
+    num_batches=NUM_BATCHES,
+    known=True,
+    callbacks=(),
+    before=lambda model, data: None,
 ):
     """`(kernel, other, history, steps of this rank)`.
 
@@ -61,6 +70,7 @@ def train(
         begin: function of the strategy, the number of this rank's step, and
             that of the batch.
         known: whether the number of batches is known.
+        before: function of the model and the data, called before `fit`.
     """
     strategy = ks.HybridStrategy(synchronous=False, max_staleness=bound)
     steps = []
@@ -79,6 +89,7 @@ def train(
     if not known:
         data = data.filter(lambda x, y: True)
     data = data.shuffle(num_batches, seed=3)
+    before(model, data)
     history = model.fit(
         data,
         epochs=epochs,
@@ -328,6 +339,108 @@ class UntilJoined(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+class Two:
+    """Two `fit`s, in one of which a worker is lost.
+
+    Its new process comes to the first one when the others are in the second.
+
+    Args:
+        folder: for files.
+        victim: the worker.
+        number: the number of the `fit`, 0 or 1.
+        saves: whether the first one has a `ShardedCheckpoint`.
+    """
+
+    def __init__(self, folder, victim, number, saves):
+        self.path = functools.partial(os.path.join, folder)
+        self._victim, self._number, self._saves = victim, number, saves
+        self.is_new = os.environ["KERAS_SPARSITY_RESTARTS"] != "0"
+        self._fit = self._count = 0
+
+    def mark(self, name, text=""):
+        with open(self.path(name), "a") as file:
+            file.write(text)
+
+    def begin(self, strategy, count, number):
+        time.sleep(0.01)
+        self._count += 1
+        if self.is_new:
+            self.mark("joined", f"{number}\n")
+        elif self._fit == 1:
+            self.mark("second")
+        is_due = self._fit == self._number and self._count == 3
+        if strategy.rank == self._victim and is_due and not self.is_new:
+            end_by("SIGKILL")
+
+    def before(self, model, data):
+        """The first `fit`, and what comes with it."""
+        first = ks.callbacks.ShardedCheckpoint(self.path("first"))
+        if self.is_new:
+            while not os.path.exists(self.path("second")):
+                time.sleep(0.01)
+        if self.is_new and self._saves:
+            self._check_restored(first, model)
+        callbacks = [
+            keras.callbacks.LambdaCallback(
+                on_epoch_end=lambda epoch, logs: setattr(
+                    model, "stop_training", epoch == 1
+                )
+            ),
+            *[first] * self._saves,
+        ]
+        history = model.fit(data, epochs=3, callbacks=callbacks, verbose=0)
+        np.testing.assert_array_equal(model.get_weights(), -2)
+        assert history.history["loss"] == [(NUM_BATCHES - 1) / 2] * 2
+        assert history.epoch == [0, 1]
+        weights = self.path("between.weights.h5")
+        written = self.is_new and os.stat(weights).st_mtime_ns
+        model.save_weights(weights)
+        if self.is_new:  # The others have written it.
+            assert os.stat(weights).st_mtime_ns == written
+            self.mark("ready")
+        self._fit, self._count = 1, 0
+
+    def _check_restored(self, checkpoint, model):
+        start = model.get_weights()
+        checkpoint.restore(model)
+        np.testing.assert_array_equal(model.get_weights(), -2)
+        model.set_weights(start)
+
+
+def rejoined_later(folder, victim, number):
+    """A worker is lost in one of two `fit`s, and joins the second one."""
+    two = Two(folder, victim, number, True)
+    found = train(
+        two.begin,
+        epochs=1000,
+        callbacks=[
+            UntilJoined(folder),
+            ks.callbacks.ShardedCheckpoint(two.path("checkpoints")),
+        ],
+        before=two.before,
+    )
+    two.mark("ranks", f"{found[-1]}\n")
+    return found
+
+
+def left_out_later(folder, victim):
+    """As `rejoined_later`, but of the first `fit` there is no checkpoint."""
+    two = Two(folder, victim, 0, False)
+    stock = joiners._stay_out
+
+    def stay_out(number):
+        two.mark("out")
+        stock(number)
+
+    def wait(epoch, logs):
+        while not os.path.exists(two.path("out")):
+            time.sleep(0.01)
+
+    joiners._stay_out = stay_out
+    until = keras.callbacks.LambdaCallback(on_epoch_end=wait)
+    return train(two.begin, callbacks=[until], before=two.before)
+
+
 def rejoined(folder, victim, kind):
     """A worker is lost in the first epoch, is started anew, and joins."""
     is_new = os.environ["KERAS_SPARSITY_RESTARTS"] != "0"
@@ -367,14 +480,8 @@ def rejoined(folder, victim, kind):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        found = at_step([int(sys.argv[1])], "SIGKILL", 5)
-    elif len(sys.argv) == 4:
-        folder, rank, kind = sys.argv[1:]
-        found = rejoined(folder, int(rank), kind)
-    else:
-        folder, rank, seconds, lost = sys.argv[1:]
-        found = resumed(folder, int(rank), float(seconds), int(lost))
+    name, *given = sys.argv[1:]
+    found = globals()[name](*map(ast.literal_eval, given))
     kernel, other, history, *_ = found
     print("applied", {*kernel.tolist(), *other.tolist()}, flush=True)
     print("losses", history["loss"], flush=True)

@@ -40,16 +40,12 @@ def change_input(iterator, change):
 def on_next_epoch(epoch_iterator, enumerate_epoch):
     """Has Keras's epoch iterator enumerate its next epoch in another way.
 
-    `EpochIterator._enumerate_iterator`; `enumerate_epoch` in Keras 3.5.
-
     Args:
         epoch_iterator: the iterator from which `fit` draws its batches.
         enumerate_epoch: generator function of the stock generator function,
             in whose place it stands once.
     """
-    name = "_enumerate_iterator"
-    if not hasattr(epoch_iterator, name):
-        name = "enumerate_epoch"
+    name = _enumerating(epoch_iterator)
     stock = getattr(epoch_iterator, name)
     is_replaced = name in vars(epoch_iterator)  # by an earlier call
 
@@ -61,6 +57,17 @@ def on_next_epoch(epoch_iterator, enumerate_epoch):
         return enumerate_epoch(stock)
 
     setattr(epoch_iterator, name, once)
+
+
+def steps(epoch_iterator):
+    """Begins an epoch; iterates over its steps, `(first, last, iterator)`."""
+    return getattr(epoch_iterator, _enumerating(epoch_iterator))()
+
+
+def _enumerating(epoch_iterator):
+    # In Keras 3.5 `enumerate_epoch`.
+    has_new = hasattr(epoch_iterator, "_enumerate_iterator")
+    return "_enumerate_iterator" if has_new else "enumerate_epoch"
 
 
 def iterator_of(batch, epoch_iterator):

@@ -35,7 +35,7 @@ class Epochs(keras.callbacks.Callback):
         self._strategy = strategy
         self._collectives = strategy.collectives
         self._iterator = self._training = None
-        self._is_running = False
+        self._is_running = self._has_begun = False
 
     def use(self, iterator):
         """Takes Keras's epoch iterator of the training data."""
@@ -65,6 +65,7 @@ class Epochs(keras.callbacks.Callback):
         self._training = training
 
     def on_epoch_begin(self, epoch, logs=None):
+        self._has_begun = True
         self._training.begin_epoch(epoch, self._progress)
         self._tell_checkpoint()
         if self._num_read:
@@ -74,7 +75,19 @@ class Epochs(keras.callbacks.Callback):
         self._is_running = True
 
     def on_train_end(self, logs=None):
+        if not self._has_begun and self._checkpoint is not None:
+            self._pass(self._checkpoint.num_ended)
         self._tell_checkpoint()
+
+    def _pass(self, num_epochs):
+        """Brings a dataset to the order in which a later `fit` reads it.
+
+        Processes that have trained in these epochs may read it, too.
+        """
+        if not self._collectives.is_server:
+            for _ in range(num_epochs):
+                steps = keras_input.steps(self._iterator)
+                _Reader(steps, self._iterator).draw_order()
 
     def _tell_checkpoint(self):
         if self._checkpoint is not None:

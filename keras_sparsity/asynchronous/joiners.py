@@ -1,6 +1,8 @@
 """A worker that was started anew takes part in a `fit` that runs."""
 
 import contextlib
+import logging
+import time
 
 import keras
 
@@ -57,6 +59,9 @@ class Progress:
 def begun(model, callbacks, arguments, number):
     """Context of a `fit`, as `resuming.resuming`; waits for others' epoch.
 
+    A `fit` that the others have ended is resumed by a joining process alone,
+    from the end of its `ShardedCheckpoint`.
+
     Args:
         model: the model to be trained.
         callbacks: list of all of its callbacks.
@@ -67,15 +72,21 @@ def begun(model, callbacks, arguments, number):
         The `ShardedCheckpoint` or None, and how many epochs of the input others
         have read.
     """
-    letters = meeting.joining(model.distribute_strategy.collectives)
-    if letters is None:
-        with resuming.resuming(model, callbacks, arguments) as checkpoint:
+    collectives = model.distribute_strategy.collectives
+    letters = meeting.joining(collectives)
+    epoch = letters and letters.wait(number)
+    if epoch is None:
+        trains = letters is None
+        told = arguments, meeting.left(collectives), trains
+        with resuming.resuming(model, callbacks, *told) as checkpoint:
+            is_over = _first(arguments) >= arguments.get("epochs", 1)
+            if not trains and not is_over:
+                _stay_out(number)
             yield checkpoint, 0
         return
     order_seed = resuming.next_order_seed()
     checkpoint = sharded_checkpoint.among(callbacks)
-    epoch = letters.wait(number)
-    first = arguments.get("initial_epoch", 0)
+    first = _first(arguments)
     arguments["initial_epoch"] = epoch
     keras_callbacks.append_logs(callbacks)
     with contextlib.ExitStack() as stack:
@@ -84,3 +95,18 @@ def begun(model, callbacks, arguments, number):
             order_seed = checkpoint.join(model, callbacks, epoch, order_seed)
         stack.enter_context(patches.array_orders_change(order_seed))
         yield checkpoint, epoch - first
+
+
+def _first(arguments):
+    return arguments.get("initial_epoch", 0)
+
+
+def _stay_out(number):
+    """Waits for the end of the others, which ends this process."""
+    logging.getLogger(__name__).warning(
+        "The others have ended `fit` number %d of the script, and no "
+        "ShardedCheckpoint of it has its end: this process takes part no more.",
+        number + 1,
+    )
+    while True:
+        time.sleep(1)

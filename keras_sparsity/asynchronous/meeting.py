@@ -68,10 +68,10 @@ def admitting(collectives, fit, epoch):
     Args:
         collectives: `Collectives` of all ranks.
         fit: the number of the `fit` that runs.
-        epoch: the epoch that begins.
+        epoch: the epoch that begins; None for the first one, which none joins.
     """
     letters = _letters.get(collectives)
-    return letters and (lambda: letters.admit(fit, epoch))
+    return (lambda: letters.admit(fit, epoch)) if letters else (lambda: [])
 
 
 def left(collectives):
@@ -134,6 +134,7 @@ class Letters:
         self._mutex = tf.raw_ops.MutexV2(shared_name="meeting/mutex")
         self._numbers = Cell("meeting/numbers", tf.int64, [self.size])
         self._lost = Cell("meeting/lost", tf.bool, [self.size])
+        self._fit = Cell("meeting/fit", tf.int64, [])  # that runs
         # The `fit` that a rank waits to join, and the epoch in which it may.
         self._asks = Cell("meeting/asks", tf.int64, [self.size])
         self._epochs = Cell("meeting/epochs", tf.int64, [self.size])
@@ -145,8 +146,8 @@ class Letters:
     def _begun(self):
         letters = [cell.fill("") for cell in sum(self._letters, [])]
         asks = [self._asks.fill(_NONE), self._epochs.fill(_NONE)]
-        numbers = self._numbers.fill(0)
-        return [self._lost.fill(False), numbers, *asks, *letters]
+        numbers, fit = self._numbers.fill(0), self._fit.fill(_NONE)
+        return [self._lost.fill(False), numbers, fit, *asks, *letters]
 
     def _make_calls(self, session):
         number = tf.compat.v1.placeholder(tf.int64, [])
@@ -218,9 +219,9 @@ class Letters:
         self._ask = call([fit], asked)
         self._admit = call([rank, count, epoch], admitted)
         self._read_asks = call([], self._asks.read)
-        seen = locked(
-            self._mutex, lambda: [self._epochs.read(), self._numbers.read()]
-        )
+        self._tell = function_of(session, [fit], [], [self._fit.assign(fit)])
+        cells = self._epochs, self._numbers, self._fit
+        seen = locked(self._mutex, lambda: [cell.read() for cell in cells])
         self._see = function_of(session, [], seen)
 
     def admit(self, fit, epoch):
@@ -229,6 +230,9 @@ class Letters:
         Returns:
             Their numbers.
         """
+        if epoch is None:
+            self._tell(fit)
+            return []
         (asks,) = self._read_asks()
         ranks = np.flatnonzero(asks == fit).tolist()
         for rank in ranks:
@@ -237,13 +241,19 @@ class Letters:
         return ranks
 
     def wait(self, fit):
-        """Waits until this process may join a `fit`; returns the epoch."""
+        """Waits until this process may join a `fit`.
+
+        Returns:
+            The epoch; None if the others run a later `fit`.
+        """
         self._ask(fit)
         while True:
-            epochs, numbers = self._see()
+            epochs, numbers, running = self._see()
             if epochs[self.rank] != _NONE:
                 self._joins_at = numbers[self.rank]
                 return int(epochs[self.rank])
+            if running > fit:
+                return None
             time.sleep(_LOOK_SECONDS)
 
     def join(self):

@@ -7,7 +7,7 @@ import numpy as np
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import keras_models, keras_scopes
-from keras_sparsity.asynchronous import joiners
+from keras_sparsity.asynchronous import joiners, meeting
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
 from keras_sparsity.callbacks import rank_zero
@@ -160,6 +160,8 @@ class Runs(Binding):
         self._save("save_weights", args, kwargs)
 
     def _save(self, name, args, kwargs):
+        if meeting.joining(self._collectives):
+            return  # The others have, or will.
         self._check_same_call(name, {})
         rank, error, first = self._collectives.rank, None, None
 

@@ -77,7 +77,7 @@ class Servers:
         with self._lock:
             self._shared.remove(shared)
 
-    def begin_epoch(self, store, admit=lambda: ()):
+    def begin_epoch(self, store, admit):
         """Has a `Store` begin an epoch; by all ranks, while they wait.
 
         Args:

@@ -319,21 +319,17 @@ class Training:
             self._collectives.barrier("asynchronous/epoch/ended")
             # It may be the one that saves them next.
             self.store.download()
-        elif not self._is_begun:
-            self._begin()
-            self._enter_epoch()
         else:
-            self._enter_epoch(
-                meeting.admitting(self._collectives, self._number, epoch)
-            )
+            if not self._is_begun:
+                self._begin()
+                epoch = None
+            # All have read the values and the records of the last one.
+            self._collectives.barrier("asynchronous/epoch/ended")
+            told = self._collectives, self._number, epoch
+            self._servers.begin_epoch(self.store, meeting.admitting(*told))
         self._is_begun = True
         self._tell_new(joins is not None, progress)
         self.batch, self.is_bounded = batches.NONE, True
-
-    def _enter_epoch(self, *admit):
-        # All have read the values and the records of the last one.
-        self._collectives.barrier("asynchronous/epoch/ended")
-        self._servers.begin_epoch(self.store, *filter(None, admit))
 
     def _tell_new(self, is_new, progress):
         """All begin together; gives new processes what they do not know."""

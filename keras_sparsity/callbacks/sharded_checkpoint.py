@@ -21,7 +21,9 @@ from keras_sparsity._tf import (
 )
 from keras_sparsity.checkpoint import folder, index, lock, storage
 from keras_sparsity.checkpoint.replay import replay
+from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.global_batch import random_states
+from keras_sparsity.machines import door
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):
@@ -131,6 +133,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             isinstance(model, keras.Model), "model", model, "a `keras.Model`"
         )
         communicator = collectives.current()
+        if door.facts():
+            communicator = single_process()  # It is alone, whatever its rank.
         found = storage.latest(self.directory, communicator)
         if not found:
             raise FileNotFoundError(
@@ -148,20 +152,33 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     # Called by an adopted model's `fit`, before Keras's own.
 
-    def begin(self, model, callbacks, arguments):
+    @property
+    def num_ended(self):
+        """The number of epochs of this `fit` that were saved."""
+        return self._latest[0] - self._first if self._latest else 0
+
+    def begin(
+        self, model, callbacks, arguments, communicator=None, trains=True
+    ):
         """Looks for a checkpoint to resume from.
 
         Args:
             model: the model to be trained.
             callbacks: list of all callbacks of this `fit`.
             arguments: `fit`'s, by name.
+            communicator: the `Collectives` of the processes that take part, by
+                default the strategy's.
+            trains: whether they may train, and so write.
 
         Returns:
             The epoch in which `fit` is to begin.
         """
-        self._collectives = model.distribute_strategy.collectives
-        self._hold_directory()
-        lock.check_is_shared(self.directory, self._collectives)
+        self._collectives = (
+            communicator or model.distribute_strategy.collectives
+        )
+        if trains:
+            self._hold_directory()
+            lock.check_is_shared(self.directory, self._collectives)
         first = arguments.get("initial_epoch", 0)
         self._begin(callbacks, first)
         found = storage.latest(self.directory, self._collectives, True)
@@ -186,9 +203,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         keras_callbacks.append_logs(self._others)
         self._latest = position["epoch"], position["step"]
         epochs = arguments.get("epochs", 1)
-        has_ended = position["has_stopped"] or position["epoch"] >= epochs
-        self._say_resuming(position, has_ended)
-        return max(epochs, position["epoch"]) if has_ended else self._latest[0]
+        self._has_ended = position["has_stopped"] or position["epoch"] >= epochs
+        self._say_resuming(position)
+        if self._has_ended:
+            return max(epochs, position["epoch"])
+        return position["epoch"]
 
     def join(self, model, callbacks, epoch, order_seed):
         """Saves what other processes save, from the end of an epoch on.
@@ -258,17 +277,18 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """Takes the processes that save from now on: some may be lost."""
         self._collectives = collectives
 
-    def _say_resuming(self, position, has_ended):
+    def _say_resuming(self, position):
         if self._collectives.rank == 0:
             then = (
                 "the training had ended"
-                if has_ended
+                if self._has_ended
                 else f"going on in epoch {position['epoch'] + 1} after "
                 f"{position['step']} of its steps"
             )
             print(f"Resuming from {self._path}: {then}.", flush=True)
         seed = random_seeds.global_seed()
-        if position["step"] and not has_ended and position["seed"] != seed:
+        is_within = position["step"] and not self._has_ended
+        if is_within and position["seed"] != seed:
             logging.getLogger(__name__).warning(
                 "The random seed is %s, and was %s before the interruption. "
                 "A shuffle without a seed of its own now gives another order, "
@@ -296,7 +316,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         states = storage.read_host_states(
             self._path, self._index, self._collectives
         )
-        if self.params["epochs"] <= self._found["epoch"]:
+        if self._has_ended:
             random_states.set_host_states(states)
             return
 

@@ -19,13 +19,14 @@ def checkpoint_last(callbacks):
 
 
 @contextlib.contextmanager
-def resuming(model, callbacks, arguments):
+def resuming(model, callbacks, arguments, communicator=None, trains=True):
     """Context of a `fit`: its first epoch and the order of its arrays.
 
     Args:
         model: the model to be trained.
         callbacks: list of all of its callbacks.
         arguments: `fit`'s, by name; gets `initial_epoch`.
+        communicator, trains: see `ShardedCheckpoint.begin`.
 
     Yields:
         The `ShardedCheckpoint` among the callbacks, or None.
@@ -36,7 +37,7 @@ def resuming(model, callbacks, arguments):
         if checkpoint:
             stack.callback(checkpoint.end)
             arguments["initial_epoch"] = checkpoint.begin(
-                model, callbacks, arguments
+                model, callbacks, arguments, communicator, trains
             )
             order_seed = checkpoint.order_seed(order_seed)
         stack.enter_context(patches.array_orders_change(order_seed))

@@ -94,19 +94,20 @@ def test_a_stopped_worker_is_left_behind():
 
 @pytest.fixture
 def launched(capfd):
-    """`launched(folder, num_servers, options, *args)` runs the command.
+    """`launched(folder, num_servers, options, function, *args)` runs one.
 
     Returns:
         `(exit code, standard output, lines of the launcher)`.
     """
 
-    def launched(folder, num_servers, options, *args):
+    def launched(folder, num_servers, options, function, *args):
         with forked.ranks():
             code = launch.main(
                 [
                     *["run", "-n", "2", "--servers", str(num_servers)],
                     *["--log-dir", os.path.relpath(folder), *options],
-                    *["-m", "tests.asynchronous_losses", *map(str, args)],
+                    *["-m", "tests.asynchronous_losses", function.__name__],
+                    *map(repr, args),
                 ]
             )
         output, errors = capfd.readouterr()
@@ -117,7 +118,8 @@ def launched(capfd):
 
 
 def test_the_launcher_says_it_in_one_line(launched, tmp_path):
-    code, output, said = launched(tmp_path, 1, [], 1)
+    call = losses.at_step, [1], "SIGKILL", 5
+    code, output, said = launched(tmp_path, 1, [], *call)
     assert code == 0, said
     assert "applied {2.0}" in output
     assert len(said) == 1
@@ -132,8 +134,8 @@ def _check_resumed(
 ):
     options = ["--max-restarts", "1", "--engine", engine]
     code, output, said = launched(
-        *(folder / "logs", num_servers, options),
-        *(folder / "checkpoints", victim, seconds, lost),
+        *(folder / "logs", num_servers, options, losses.resumed),
+        *(str(folder / "checkpoints"), victim, seconds, lost),
     )
     assert code == 0, said
     assert f"rank {victim} of" in said[-1] and "restart 1 of 1" in said[-1]
@@ -153,7 +155,8 @@ def _check_rejoined(launched, folder, engine, victim, kind):
     options = ["--max-restarts", "1", "--engine", engine]
     options += ["--rank-timeout", "8"] * (kind == "SIGSTOP")
     code, output, said = launched(
-        *(folder / "logs", 1, options), *(folder, victim, kind)
+        *(folder / "logs", 1, options, losses.rejoined),
+        *(str(folder), victim, kind),
     )
     assert code == 0, said
     assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
@@ -185,6 +188,34 @@ def test_a_lost_worker_joins_again(launched, engine, tmp_path):
 @pytest.mark.parametrize("victim", [0, 1])
 def test_all_lost_workers_join_again(launched, engine, kind, victim, tmp_path):
     _check_rejoined(launched, tmp_path, engine, victim, kind)
+
+
+def _check_two(launched, folder, function, *args):
+    """The losses of the second `fit`, of two."""
+    options = ["--max-restarts", "1"]
+    code, output, said = launched(
+        *(folder / "logs", 1, options, function), *(str(folder), *args)
+    )
+    assert code == 0, said
+    assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
+    (losses_,) = re.findall("losses (.*)", output)
+    found = ast.literal_eval(losses_)
+    assert found == [(losses.NUM_BATCHES - 1) / 2] * len(found)
+    # Each batch was applied once in each epoch of both.
+    assert f"applied {{{float(2 + len(found))}}}" in output
+    return found
+
+
+@pytest.mark.parametrize("victim, number", [(0, 1), (1, 0)])
+def test_a_lost_worker_joins_a_later_fit(launched, victim, number, tmp_path):
+    _check_two(launched, tmp_path, losses.rejoined_later, victim, number)
+    assert len((tmp_path / "joined").read_text().split()) > 0
+    assert (tmp_path / "ranks").read_text() == "[0, 1, 2]\n" * 3
+
+
+def test_without_a_checkpoint_it_joins_no_later_fit(launched, tmp_path):
+    found = _check_two(launched, tmp_path, losses.left_out_later, 1)
+    assert len(found) == 2 and (tmp_path / "out").exists()
 
 
 @pytest.mark.all_cells
