@@ -187,6 +187,36 @@ def while_pushing(victim, when):
     return train(begin)
 
 
+def woken(victim):
+    """A rank's fifth push comes when it is left out at the servers alone.
+
+    As if it was stopped before and goes on at this moment.
+    """
+    stock, pushes = Store.pusher, []
+
+    def pusher(store, variables):
+        push = stock(store, variables)
+
+        def made():
+            rank = tf.compat.v1.placeholder(tf.int64, [])
+            servers = store._servers.values()
+            return [rank], [server.leave_out(rank) for server in servers]
+
+        leave_out = store._call(("leave_out", "servers"), lambda _: made())
+
+        def delayed(*values):
+            pushes.append(1)
+            if len(pushes) == 5:
+                leave_out(victim)
+            return push(*values)
+
+        return delayed
+
+    if ks.collectives.current().rank == victim:
+        Store.pusher = pusher
+    return train(lambda *_: time.sleep(0.01))
+
+
 def failing_push(folder, is_last):
     """A push of rank 1 fails that is under way.
 

@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_sparsity.asynchronous.batches import LOST
 from keras_sparsity.asynchronous.cells import Cell, locked
 
 
@@ -68,6 +69,7 @@ class ServerState:
         """Makes `(feeds, count before)` of an update.
 
         Feeds: the batch's number, the version of the pull, the learning rate.
+        The count is `LOST` if the update is left out as a lost worker's.
         """
         with tf.device(self.device):
             facts = [
@@ -101,4 +103,6 @@ class ServerState:
 
         # If this worker is lost meanwhile, TensorFlow begins no function any
         # more, and ends those that it has begun: all of it, or nothing.
-        return tf.cond(is_due, apply, self._count.read)
+        return tf.cond(
+            is_due, apply, lambda: tf.where(is_lost, LOST, self._count.read())
+        )

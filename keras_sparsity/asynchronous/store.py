@@ -4,9 +4,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.asynchronous.batches import Batches
+from keras_sparsity.asynchronous.batches import LOST, Batches
 from keras_sparsity.asynchronous.cells import Cell, function_of
 from keras_sparsity.asynchronous.clocks import Clocks
+from keras_sparsity.asynchronous.meeting import raise_of_lost
 from keras_sparsity.asynchronous.rule import updated
 from keras_sparsity.asynchronous.server_state import ServerState
 from keras_sparsity.asynchronous.stored import joined, placed
@@ -264,10 +265,14 @@ class Store:
                 given = [next(values) for _ in range(1 + has_read)]
                 sent += self._sent_pieces(stored, ids, given)
             facts = [batch, version, rate] * len(self._servers)
-            before, *_ = push(*facts, *sent)
+            before = push(*facts, *sent)
+            if LOST in before:
+                # It may not have been told yet, nor `Batches`, which would
+                # take the batch for one that has ended.
+                raise_of_lost(self._rank)
             for traffic in self.traffic.values():
                 traffic.num_updates += 1
-            return before
+            return before[0]
 
         return push_all
 

@@ -65,6 +65,11 @@ def test_a_batch_whose_push_is_under_way_counts_once(engine, when):
     _check(results, [1])
 
 
+def test_a_push_that_is_left_out_has_not_ended():
+    results = _run(losses.woken, 2, "native", 1, num_servers=2)
+    _check(results, [1])
+
+
 def _check_error(folder):
     message, num_threads = (folder / "error").read_text().rsplit("\n", 1)
     assert "no luck" in message and num_threads == "0"
