@@ -44,8 +44,18 @@ class PulledRows:
 
     def keep(self, ids, rows):
         """Takes rows that were pulled in this step, encoded."""
-        if self._keeps:
-            self._pulled.append((ids, rows))
+        self._pulled.append((ids, rows if self._keeps else None))
+
+    def looked_up(self, ids, *values):
+        """Of rows of a gradient, and values of each, those of this step.
+
+        The gradient of a branch without lookups is zeros for all rows.
+        """
+        if len(ids) < self.variable.shape[0]:
+            return ids, *values
+        known = [np.empty(0, np.int64), *(known for known, _ in self._pulled)]
+        is_known = np.isin(ids, np.concatenate(known))
+        return [part[is_known] for part in (ids, *values)]
 
     def read(self, ids):
         """Rows that were read in this step, by their numbers; encoded."""
@@ -56,7 +66,7 @@ class PulledRows:
 
     def _read(self, ids):
         if not self._pulled:
-            # The gradients, of a branch that looks up none, are zeros.
+            # Of a branch without lookups, see `looked_up`.
             dtype = self.wire.dtype.as_numpy_dtype
             return np.zeros([len(ids), self.dim], dtype)
         known, rows = map(np.concatenate, zip(*self._pulled, strict=True))

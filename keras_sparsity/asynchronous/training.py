@@ -250,31 +250,43 @@ class Training:
         )
         push = self.store.pusher(variables)
         of_rows = {id(keeper.variable): keeper for keeper in self._keepers}
+        keepers = [of_rows.get(id(variable)) for variable in variables]
+        parts = self._parts(grads, variables, keepers)
+        rate = tf.cast(self._optimizer.learning_rate, tf.float32)
+
+        def pushed(rate, *values):
+            values, sent = iter(values), []
+            for keeper, part in zip(keepers, parts, strict=True):
+                part = [next(values) for _ in part]
+                sent += part if keeper is None else keeper.looked_up(*part)
+            self.pushing.begin(push, self.batch, self._version, rate, *sent)
+            return np.int64(0)
+
+        sent = [rate, *sum(parts, [])]
+        tf.numpy_function(pushed, sent, tf.int64, stateful=True)
+
+    def _parts(self, grads, variables, keepers):
+        """What a push carries of each variable, see `Store.pusher`."""
         ids, values = [], []
-        for gradient, variable in zip(grads, variables, strict=True):
+        for gradient, keeper in zip(grads, keepers, strict=True):
             ids.append([])
-            if id(variable) in of_rows:
+            if keeper is not None:
                 gradient = slices.merged(rows_of(gradient))
                 ids[-1] = [tf.cast(gradient.indices, tf.int64)]
                 gradient = gradient.values
             values.append(tf.convert_to_tensor(gradient))
-        sent = [tf.cast(self._optimizer.learning_rate, tf.float32)]
-        for variable, rows, value in zip(
-            variables, ids, self._clipped(values), strict=True
+        parts = []
+        for variable, keeper, rows, value in zip(
+            variables, keepers, ids, self._clipped(values), strict=True
         ):
             wire = self._wire(variable.dtype)
-            sent += [*rows, wire.encode(value)]
+            parts.append([*rows, wire.encode(value)])
             if self._compensates and rows:
-                sent.append(of_rows[id(variable)].read(*rows))
+                parts[-1].append(keeper.read(*rows))
             elif self._compensates:
                 read = tf.convert_to_tensor(variable.value)
-                sent.append(wire.encode(read))
-
-        def pushed(*values):
-            self.pushing.begin(push, self.batch, self._version, *values)
-            return np.int64(0)
-
-        tf.numpy_function(pushed, sent, tf.int64, stateful=True)
+                parts[-1].append(wire.encode(read))
+        return parts
 
     def _clipped(self, values):
         """Of one batch, a worker has all gradients."""

@@ -162,6 +162,22 @@ def _trained(kind, number, is_served, callbacks=(), **options):
     return model.get_weights()
 
 
+class OfOddIds(keras.Model):
+    """The sum of rows of a batch whose first id is odd, else 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(ROWS, 2)
+        self(np.zeros((1, 3), "int32"))
+
+    def call(self, ids):
+        return tf.cond(
+            tf.equal(ids[0, 0] % 2, 1),
+            lambda: tf.reduce_sum(self.table(ids), (1, 2)),
+            lambda: tf.zeros([tf.shape(ids)[0]]),
+        )
+
+
 def _requests(monkeypatch, kind, number):
     """The numbers of requests between the ends of steps."""
     made, ends = [], []
@@ -222,6 +238,42 @@ def test_rows_in_a_branch_are_pulled_behind_the_bound(monkeypatch):
     assert events == ["pull", "rows", "rows"] * STEPS
     for one, other in zip(found, _trained(InBranch, 2, False), strict=True):
         np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+
+
+@pytest.mark.parametrize("compensation", [None, 0.5])
+def test_a_branch_without_lookups_moves_no_row(compensation):
+    keras.utils.set_random_seed(1)
+    model = OfOddIds()
+    expected = model.get_weights()[0].astype("float64")
+    strategy = ks.HybridStrategy(
+        synchronous=False,
+        max_staleness=1,
+        sparse_updates="lazy",
+        delay_compensation=compensation,
+    )
+    with strategy.scope():
+        model.compile(
+            keras.optimizers.SGD(0.1, momentum=0.5), functions.first_output
+        )
+    ids = np.array(
+        [[[1, 3, 3], [5, 3, 0]], [[2, 1, 7], [1, 1, 3]], [[3, 5, 9], [3, 4, 4]]]
+    )
+    model.fit(
+        *(ids.reshape(6, 3).astype("int32"), np.zeros(6, "float32"), 2),
+        shuffle=False,
+        verbose=0,
+    )
+    momentum = np.zeros((ROWS, 1))
+    for batch in ids[[0, 2]]:  # The other one looks nothing up.
+        gradient = np.zeros((ROWS, 1))
+        np.add.at(gradient, batch.reshape(-1), 1 / 2)
+        touched = np.unique(batch)
+        momentum[touched] = 0.5 * momentum[touched] - 0.1 * gradient[touched]
+        expected[touched] += momentum[touched]
+    np.testing.assert_allclose(model.get_weights()[0], expected, 1e-5, 1e-6)
+    (traffic,) = strategy.epoch_figures.servers.values()
+    of_row = 8 + 2 * 4 * (1 + (compensation is not None))
+    assert traffic.pushed_bytes == (4 + 4) * of_row
 
 
 @pytest.mark.parametrize("kind", [InFunctions, InLoop])
