@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.asynchronous import joiners
+from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.store import Store
 
 NUM_BATCHES = 40
@@ -144,18 +145,18 @@ def while_pushing(victim, when):
     if ks.collectives.current().rank != victim:
         return train(lambda *_: time.sleep(0.01))
     has_taken, pushes, takes = threading.Event(), [], []
-    stock, take, made = Store.pusher, Store.take, Store._made_push
+    stock, take, made = Store.pusher, Store.take, Operations.push
 
-    def made_partly(store, *names):
-        feeds, counts, *_ = made(store, *names)
+    def made_partly(operations, *names):
+        feeds, counts, *_ = made(operations, *names)
         return feeds, counts[:1]
 
     def pusher(store, variables):
         push = stock(store, variables)
         calls, store._calls = store._calls, {}
-        Store._made_push = made_partly
+        Operations.push = made_partly
         push_partly = stock(store, variables)
-        Store._made_push, store._calls = made, calls
+        Operations.push, store._calls = made, calls
 
         def delayed(*values):
             pushes.append(1)
@@ -199,10 +200,10 @@ def woken(victim):
 
         def made():
             rank = tf.compat.v1.placeholder(tf.int64, [])
-            servers = store._servers.values()
+            servers = store._operations.servers.values()
             return [rank], [server.leave_out(rank) for server in servers]
 
-        leave_out = store._call(("leave_out", "servers"), lambda _: made())
+        leave_out = store._call(made)
 
         def delayed(*values):
             pushes.append(1)

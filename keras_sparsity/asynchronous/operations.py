@@ -1,0 +1,233 @@
+"""The operations by which a worker uses the variables at servers."""
+
+import tensorflow as tf
+
+from keras_sparsity.asynchronous.batches import Batches
+from keras_sparsity.asynchronous.cells import Cell
+from keras_sparsity.asynchronous.clocks import Clocks
+from keras_sparsity.asynchronous.rule import updated
+from keras_sparsity.asynchronous.server_state import ServerState
+from keras_sparsity.update.compensation import compensated
+
+
+class Operations:
+    """Operations of a session's graph, for a `Store`.
+
+    Each method makes those of one call: `(feeds, fetches, *targets)`. Names of
+    variables are their `id`s.
+
+    Args:
+        servers, rank, optimizer, bound, is_staleness_aware, compensation, name,
+            wire: as for `Store`.
+        stored: list of `Stored`.
+
+    Attributes:
+        servers: dict from the numbers of the servers to `ServerState`s.
+    """
+
+    def __init__(
+        self,
+        servers,
+        rank,
+        optimizer,
+        stored,
+        bound,
+        is_staleness_aware,
+        compensation,
+        name,
+        wire,
+    ):
+        self._optimizer, self._rank, self._wire = optimizer, rank, wire
+        self._is_staleness_aware = is_staleness_aware
+        self._compensation, self._is_bounded = compensation, bound is not None
+        self._stored = stored
+        self._of = {id(each.variable): each for each in stored}
+        # Of the first server too, whose count is the version of the model.
+        self._first = servers.owners[0]
+        pieces = sum((each.pieces for each in stored), [])
+        of_rank = servers.num_workers, rank
+        self.servers = {
+            number: ServerState(
+                servers.device(number), *of_rank, name, self._updated
+            )
+            for number in sorted({self._first, *(p.server for p in pieces)})
+        }
+        self._make_cells(name)
+        device = servers.device(self._first)
+        self._clocks = Clocks(device, *of_rank, bound, f"{name}/clocks")
+        self._batches = Batches(device, *of_rank, f"{name}/batches")
+        self.take, self.end = self._batches.take, self._batches.end
+        self.leave = self._batches.leave
+
+    def _make_cells(self, name):
+        for index, stored in enumerate(self._stored):
+            for part, variable in enumerate([stored.variable, *stored.slots]):
+                for piece in stored.pieces:
+                    with tf.device(self._device(piece)):
+                        piece.cells[id(variable)] = Cell(
+                            f"{name}/{index}/{part}",
+                            variable.dtype,
+                            piece.shape,
+                        )
+
+    def _device(self, piece):
+        return self.servers[piece.server].device
+
+    def _cells(self, name):
+        """The devices and cells of a variable or slot, piece by piece."""
+        return [
+            (self._device(piece), piece.cells[name])
+            for stored in self._stored
+            for piece in stored.pieces
+            if name in piece.cells
+        ]
+
+    def assign(self, name):
+        feeds, assigned = [], []
+        for device, cell in self._cells(name):
+            with tf.device(device):
+                feeds.append(tf.compat.v1.placeholder(cell.dtype, cell.shape))
+                assigned.append(cell.assign(feeds[-1]))
+        return feeds, [], *assigned
+
+    def read(self, name):
+        values = []
+        for device, cell in self._cells(name):
+            with tf.device(device):
+                values.append(cell.read())
+        return [], values
+
+    def count(self):
+        value = tf.compat.v1.placeholder(tf.int64, [])
+        servers = self.servers.values()
+        return [value], [], *(server.set_count(value) for server in servers)
+
+    def create(self):
+        servers = self.servers.values()
+        return [], [], self._batches.create, *(s.create for s in servers)
+
+    def reset(self):
+        begun = [self._clocks.reset, self._batches.reset]
+        return [], [], *begun, *(s.reset for s in self.servers.values())
+
+    def leave_out(self):
+        rank = tf.compat.v1.placeholder(tf.int64, [])
+        told = [server.leave_out(rank) for server in self.servers.values()]
+        with tf.control_dependencies(told):
+            return [rank], [
+                self._batches.leave_out(rank),
+                self._clocks.finish(rank),
+            ]
+
+    def welcome(self):
+        rank = tf.compat.v1.placeholder(tf.int64, [])
+        welcomed = [server.welcome(rank) for server in self.servers.values()]
+        return [rank], [], self._batches.welcome(rank), *welcomed
+
+    def version(self):
+        return [], [self.servers[self._first].version]
+
+    def records(self):
+        return [], [self._batches.records]
+
+    def finish(self):
+        return [], [self._clocks.finish(self._rank)]
+
+    def is_over(self):
+        return [], [self._clocks.are_done]
+
+    def destroy(self):
+        destroyed = []
+        for stored in self._stored:
+            for piece in stored.pieces:
+                with tf.device(self._device(piece)):
+                    cells = piece.cells.values()
+                    destroyed += [cell.destroy() for cell in cells]
+        return [], [], *destroyed
+
+    def pull(self, waits, *names):
+        waited = [self._clocks.begin()] if waits else []
+        feeds, of_rows = self._lookups(names)
+        whole = [each for each in self._stored if not each.is_of_rows]
+        parts = [(piece, None) for each in whole for piece in each.pieces]
+        with tf.control_dependencies(waited):
+            values, version = self._read([*parts, *of_rows])
+        return feeds, [version, *values, *waited]
+
+    def rows(self, name):
+        feeds, parts = self._lookups([name])
+        return feeds, self._read(parts)[0]
+
+    def _lookups(self, names):
+        """Placeholders for row numbers, and `(Piece, row numbers)`."""
+        parts = []
+        for piece in sum((self._of[name].pieces for name in names), []):
+            with tf.device(self._device(piece)):
+                ids = tf.compat.v1.placeholder(tf.int64, [None])
+            parts.append((piece, ids))
+        return [ids for _, ids in parts], parts
+
+    def _read(self, parts):
+        """The values of `(Piece, row numbers or None)`, and the version."""
+        values, counts = {}, []
+        for number, server in self.servers.items():
+            places = [
+                place
+                for place, (piece, _) in enumerate(parts)
+                if piece.server == number
+            ]
+            count, *found = server.read([parts[place] for place in places])
+            with tf.device(server.device):
+                found = [self._wire(each.dtype).encode(each) for each in found]
+            values.update(zip(places, found, strict=True))
+            counts.append(count)
+        return [values[place] for place in range(len(parts))], counts[0]
+
+    def push(self, *names):
+        feeds, gradients = [], {number: [] for number in self.servers}
+        for stored in (self._of[name] for name in names):
+            for piece in stored.pieces:
+                with tf.device(self._device(piece)):
+                    sent, decoded = self._pushed(piece, stored.is_of_rows)
+                feeds += sent
+                gradients[piece.server].append((piece, *decoded))
+        facts, counts = [], []
+        for number, server in self.servers.items():
+            of_server, count = server.push(gradients[number])
+            facts, counts = [*facts, *of_server], [*counts, count]
+        ended = []
+        if self._is_bounded:
+            with tf.control_dependencies(counts):
+                ended = [self._clocks.end()]
+        return [*facts, *feeds], counts, *ended
+
+    def _pushed(self, piece, is_of_rows):
+        """Placeholders: row numbers, the gradient, the weights or rows read.
+
+        Returns:
+            List of them; and list of the row numbers or None, and of the
+            others decoded.
+        """
+        shape, ids = piece.shape, []
+        if is_of_rows:
+            shape = (None, *shape[1:])
+            ids = [tf.compat.v1.placeholder(tf.int64, [None])]
+        wire = self._wire(piece.variable.dtype)
+        values = [
+            tf.compat.v1.placeholder(wire.dtype, shape)
+            for _ in range(1 + (self._compensation is not None))
+        ]
+        decoded = [wire.decode(value) for value in values]
+        return [*ids, *values], [*(ids or [None]), *decoded]
+
+    def _updated(self, gradients, count, version, rate):
+        """Operations that update variables of a server."""
+        if self._is_staleness_aware:
+            rate /= tf.cast(tf.maximum(count - version, 1), rate.dtype)
+        if self._compensation is not None:
+            gradients = [self._compensated(*sent) for sent in gradients]
+        return updated(self._optimizer, gradients, rate, count)
+
+    def _compensated(self, piece, ids, gradient, read):
+        now, strength = piece.cell.read(ids), self._compensation
+        return piece, ids, compensated(gradient, strength, now, read)
