@@ -397,7 +397,7 @@ class Two:
         self._count += 1
         if self.is_new:
             self.mark("joined", f"{number}\n")
-        elif self._fit == 1:
+        elif self._fit == 1 and self._count == 1:
             self.mark("second")
         is_due = self._fit == self._number and self._count == 3
         if strategy.rank == self._victim and is_due and not self.is_new:

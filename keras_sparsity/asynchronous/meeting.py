@@ -10,6 +10,7 @@ from keras_sparsity.asynchronous import servers as tf_servers
 from keras_sparsity.asynchronous.cells import Cell, function_of, locked
 from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Engine
+from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.collectives.wire import Wire
 from keras_sparsity.health import journal, watch
 from keras_sparsity.machines import door
@@ -82,6 +83,8 @@ def left(collectives):
     letters = _letters.get(collectives)
     if letters is None:
         return collectives
+    if letters.is_alone:
+        return single_process()
     ranks = collectives.gather_objects(collectives.rank, "asynchronous/left")
     if len(ranks) == collectives.size:
         return collectives

@@ -173,11 +173,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         Returns:
             The epoch in which `fit` is to begin.
         """
-        self._collectives = (
-            communicator or model.distribute_strategy.collectives
-        )
+        everyone = model.distribute_strategy.collectives
+        self._collectives = communicator or everyone
         if trains:
-            self._hold_directory()
+            # The new process of a lost rank 0 holds it when it joins.
+            self._hold_directory(everyone)
             lock.check_is_shared(self.directory, self._collectives)
         first = arguments.get("initial_epoch", 0)
         self._begin(callbacks, first)
@@ -223,7 +223,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             The seed of the order of the others' arrays.
         """
         self._collectives = model.distribute_strategy.collectives
-        self._hold_directory()  # the lock of a lost rank 0 went with it
+        # The lock of a lost rank 0 went with it.
+        self._hold_directory(self._collectives)
         self._found = None
         self._begin(callbacks, epoch - 1)
         names = folder.complete(self.directory)
@@ -234,8 +235,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._order_seed = order_seed
         return order_seed
 
-    def _hold_directory(self):
-        held = lock.held(self.directory, self._collectives)
+    def _hold_directory(self, communicator):
+        held = lock.held(self.directory, communicator)
         self._lock.enter_context(held)
 
     def _begin(self, callbacks, first):
