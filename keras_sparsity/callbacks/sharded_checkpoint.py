@@ -184,12 +184,16 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         found = storage.latest(self.directory, self._collectives, True)
         if not found:
             return first
-        if not self.resume:
+        if trains and not self.resume:
             raise ValueError(
                 f"The directory {self.directory} has checkpoints of an "
                 "earlier training, which resume=False would overwrite. Use "
                 "another directory, or resume=True to go on from them."
             )
+        return self._go_on(found, first, arguments.get("epochs", 1))
+
+    def _go_on(self, found, first, epochs):
+        """Takes what was found; the epoch in which `fit` is to begin."""
         self._path, self._index = found
         self._found = position = self._index["position"]
         keras_callbacks.check_learnt(position["callbacks"], self._path)
@@ -202,7 +206,6 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             )
         keras_callbacks.append_logs(self._others)
         self._latest = position["epoch"], position["step"]
-        epochs = arguments.get("epochs", 1)
         self._has_ended = position["has_stopped"] or position["epoch"] >= epochs
         self._say_resuming(position)
         if self._has_ended:
