@@ -71,6 +71,19 @@ def captured(tensor):
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
+def calls_so_far():
+    """Operations of the graph in tracing that call others, or Python code."""
+    if tf.executing_eagerly():
+        return []
+    kinds = (
+        *("Case", "If", "StatelessCase", "StatelessIf"),
+        *("PartitionedCall", "StatefulPartitionedCall"),
+        *("EagerPyFunc", "PyFunc", "StatelessWhile", "While"),
+    )
+    graph = tf.compat.v1.get_default_graph()
+    return [op for op in graph.get_operations() if op.type in kinds]
+
+
 def around_control_flow(entered):
     """The outermost loop or branch of a step that is being traced.
 

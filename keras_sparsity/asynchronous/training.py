@@ -9,7 +9,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_models, keras_optimizers, keras_variables
+from keras_sparsity._tf import (
+    keras_models,
+    keras_optimizers,
+    keras_variables,
+    tf_graphs,
+)
 from keras_sparsity._tf.current_variable import make_current, read_by
 from keras_sparsity.asynchronous import batches, meeting, rule, servers
 from keras_sparsity.asynchronous.pulled_rows import PulledRows, rows_of
@@ -251,8 +256,6 @@ class Training:
         push = self.store.pusher(variables)
         of_rows = {id(keeper.variable): keeper for keeper in self._keepers}
         keepers = [of_rows.get(id(variable)) for variable in variables]
-        parts = self._parts(grads, variables, keepers)
-        rate = tf.cast(self._optimizer.learning_rate, tf.float32)
 
         def pushed(rate, *values):
             values, sent = iter(values), []
@@ -262,8 +265,12 @@ class Training:
             self.pushing.begin(push, self.batch, self._version, rate, *sent)
             return np.int64(0)
 
-        sent = [rate, *sum(parts, [])]
-        tf.numpy_function(pushed, sent, tf.int64, stateful=True)
+        # Gradients may not depend on the rows that these look up.
+        with tf.control_dependencies(tf_graphs.calls_so_far()):
+            parts = self._parts(grads, variables, keepers)
+            rate = tf.cast(self._optimizer.learning_rate, tf.float32)
+            sent = [rate, *sum(parts, [])]
+            tf.numpy_function(pushed, sent, tf.int64, stateful=True)
 
     def _parts(self, grads, variables, keepers):
         """What a push carries of each variable, see `Store.pusher`."""
