@@ -60,7 +60,10 @@ def on_next_epoch(epoch_iterator, enumerate_epoch):
 
 
 def steps(epoch_iterator):
-    """Begins an epoch; iterates over its steps, `(first, last, iterator)`."""
+    """Begins an epoch; iterates over its steps, `(first, last, iterator)`.
+
+    In Keras 3.5 `(first, iterator)`.
+    """
     return getattr(epoch_iterator, _enumerating(epoch_iterator))()
 
 

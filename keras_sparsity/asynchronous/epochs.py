@@ -152,7 +152,7 @@ class _Reader:
     Batches that others hold are kept: they may be handed out again.
 
     Args:
-        steps: Keras's steps of the epoch, `(first, last, iterator)`.
+        steps: Keras's steps of the epoch, as of `keras_input.steps`.
         epoch_iterator: Keras's epoch iterator.
 
     Attributes:
@@ -162,6 +162,7 @@ class _Reader:
     def __init__(self, steps, epoch_iterator):
         self._steps, self._iterator = steps, epoch_iterator
         self._held, self._kept = (), {}
+        self._num_numbers = None  # of a step: one in Keras 3.5
         self.position = 0
 
     @property
@@ -190,6 +191,7 @@ class _Reader:
             return None
         while self.position <= number:
             step = next(self._steps)
+            self._num_numbers = len(step) - 1
             if total is not None and self.position == number:
                 self.position += 1
                 return step
@@ -202,4 +204,5 @@ class _Reader:
         return self._of(number, self._kept.pop(number))
 
     def _of(self, number, batch):
-        return number, number, keras_input.iterator_of(batch, self._iterator)
+        iterator = keras_input.iterator_of(batch, self._iterator)
+        return *[number] * self._num_numbers, iterator
