@@ -145,6 +145,9 @@ class Operations:
                     destroyed += [cell.destroy() for cell in cells]
         return [], [], *destroyed
 
+    def wait(self):
+        return [], [self._clocks.begin()]
+
     def pull(self, waits, *names):
         waited = [self._clocks.begin()] if waits else []
         feeds, of_rows = self._lookups(names)
@@ -156,7 +159,8 @@ class Operations:
 
     def rows(self, name):
         feeds, parts = self._lookups([name])
-        return feeds, self._read(parts)[0]
+        values, version = self._read(parts)
+        return feeds, [version, *values]
 
     def _lookups(self, names):
         """Placeholders for row numbers, and `(Piece, row numbers)`."""

@@ -24,6 +24,8 @@ class PulledRows:
 
     Attributes:
         variable, wire: as above.
+        arriving: list of the rows that the step in tracing pulls beside its
+            weights.
     """
 
     # What `CurrentVariable` asks for.
@@ -37,6 +39,18 @@ class PulledRows:
         self._layer_name, self._keeps = layer_name, keeps
         self.dim = variable.shape[-1]
         self._pulled = []  # in this step, `(row numbers, rows)`
+        self.end_trace()
+
+    def begin_trace(self, begun):
+        """Rows of a step in tracing are pulled beside its weights.
+
+        Args:
+            begun: a tensor that is there when the step may pull.
+        """
+        self._begun = begun
+
+    def end_trace(self):
+        self._begun, self.arriving = None, []
 
     def forget(self):
         """Begins a step."""
@@ -79,17 +93,25 @@ class PulledRows:
         """Rows by their numbers, those that the step's pull has brought too."""
         rows = foreseen.rows(self, ids, None, self.wire.source)
         if rows is None:
-            # The version: in a branch, no other operation comes before.
-            told = [ids, self._read_version()]
-            rows = self.wire.decode(
-                tf.numpy_function(
-                    self._pull_now, told, self.wire.dtype, stateful=True
-                )
-            )
+            rows = self.wire.decode(self._pulled_alone(ids))
             rows.set_shape([None, self.dim])
         return rows
 
-    def _pull_now(self, ids, version):
+    def _pulled_alone(self, ids):
+        """Pulls rows: beside the weights, or in a branch or loop after them."""
+        graph = tf.compat.v1.get_default_graph()
+        is_beside = self._begun is not None and self._begun.graph is graph
+        # Operations with state wait for each other.
+        after = self._begun if is_beside else self._read_version()
+        rows = tf.numpy_function(
+            *(self._pull_now, [ids, after], self.wire.dtype),
+            stateful=not is_beside,
+        )
+        if is_beside:
+            self.arriving.append(rows)
+        return rows
+
+    def _pull_now(self, ids, after):
         rows = self._pull(ids)
         self.keep(ids, rows)
         return rows

@@ -152,6 +152,12 @@ class Store:
         """Whether all workers have finished, or are lost."""
         return bool(self._call(self._operations.is_over)()[0])
 
+    def wait(self):
+        """Waits for the bound."""
+        if self._is_bounded:
+            (waited,) = self._call(self._operations.wait)()
+            self.waiting_seconds += float(waited)
+
     def pull(self, is_bounded=True, lookups=()):
         """Waits for the bound, then reads `dense` and rows, all at once.
 
@@ -178,12 +184,20 @@ class Store:
             *self._rows(lookups, cuts, parts),
         ]
 
-    def rows(self, variable, ids):
-        """Rows of a variable, by their numbers."""
-        lookups = [(variable, ids)]
-        cuts = self._cuts(lookups)
-        parts = self._call(self._operations.rows, id(variable))
-        return self._rows(lookups, cuts, iter(parts(*_sent(cuts))))[0]
+    def rows_of(self, variable):
+        """A function that reads rows of a variable, by their numbers.
+
+        It may be called from several threads, and returns the version, too.
+        """
+        read = self._call(self._operations.rows, id(variable))
+
+        def rows(ids):
+            lookups = [(variable, ids)]
+            cuts = self._cuts(lookups)
+            version, *parts = read(*_sent(cuts))
+            return version, self._rows(lookups, cuts, iter(parts))[0]
+
+        return rows
 
     def _cuts(self, lookups):
         return [

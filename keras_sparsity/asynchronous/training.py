@@ -82,7 +82,7 @@ class Training:
         self.batch = batches.NONE  # the number of the one in training
         # Whether this worker waits for slower ones before a step.
         self.is_bounded = True
-        self._version = None  # of the last pull
+        self._versions = []  # of what this step has pulled
         self._is_pushed = False  # in the step under way
         # A worker without others trains as stock Keras does.
         self.pushing = Pushing(self._collectives.num_workers > 1)
@@ -126,8 +126,12 @@ class Training:
     def _keeper(self, layer):
         variable = layer.embeddings
 
+        read = self.store.rows_of(variable)
+
         def pull(ids):
-            return self.store.rows(variable, ids)
+            version, rows = read(ids)
+            self._versions.append(version)
+            return rows
 
         def read_version():
             # `_pull` assigns it.
@@ -160,14 +164,14 @@ class Training:
                 return step(batch)
 
         with self._keeping():
-            scouted, lookups = None, {}
+            scouted, lookups, is_all = None, {}, True
             if self._keepers and not tf.executing_eagerly():
                 is_first = self._collectives.rank == 0
                 told = self._model, reading, batch, is_first
                 scouted = scouting.scouted_step(*told)
             if scouted is not None:
-                lookups = scouted.known()
-            rows = self._pull(list(lookups.values()))
+                lookups, is_all = scouted.known(), scouted.knows_all()
+            rows = self._pull(list(lookups.values()), is_all)
             if not lookups:
                 return reading(batch)
             given = scouted.given(dict(zip(lookups, rows, strict=True)))
@@ -184,12 +188,15 @@ class Training:
         finally:
             for keeper in self._keepers:
                 keeper.variable.value.keeper = None
+                keeper.end_trace()
 
-    def _pull(self, lookups):
+    def _pull(self, lookups, is_all):
         """Pulls, by one request to each server.
 
         Args:
             lookups: list of `(PulledRows, ids, dtype)`.
+            is_all: whether no other lookups are known to come; they pull their
+                rows beside this request.
 
         Returns:
             The rows of each.
@@ -198,9 +205,19 @@ class Training:
         keepers = [keeper for keeper, *_ in lookups]
         wires = [self._wire(variable.dtype) for variable in dense]
 
-        def pulled(*ids):
-            return self._pulled(keepers, ids)
+        def begun():
+            self._begin_step(True)
+            return np.int64(0)
 
+        def pulled(*ids):
+            if is_all:
+                self._begin_step(False)
+            return self._pulled(keepers, ids, is_all and self.is_bounded)
+
+        if not is_all:
+            begin = tf.numpy_function(begun, [], tf.int64, stateful=True)
+            for keeper in self._keepers:
+                keeper.begin_trace(begin)
         dtypes = [
             tf.int64,
             *(wire.dtype for wire in wires),
@@ -225,17 +242,23 @@ class Training:
             of_lookup.set_shape([None, keeper.dim])
         return rows
 
-    def _pulled(self, keepers, ids):
+    def _begin_step(self, waits):
         for keeper in self._keepers:
             keeper.forget()
-        self._version, *values = self.store.pull(
-            self.is_bounded,
+        self._versions = []
+        if waits and self.is_bounded:
+            self.store.wait()
+
+    def _pulled(self, keepers, ids, waits):
+        version, *values = self.store.pull(
+            waits,
             [(k.variable, i) for k, i in zip(keepers, ids, strict=True)],
         )
+        self._versions.append(version)
         rows = values[len(values) - len(ids) :]
         for keeper, *pulled in zip(keepers, ids, rows, strict=True):
             keeper.keep(*pulled)
-        return [self._version, *values]
+        return [version, *values]
 
     def _push(self, grads, trainable_variables=None):
         """In place of `optimizer.apply`."""
@@ -262,11 +285,13 @@ class Training:
             for keeper, part in zip(keepers, parts, strict=True):
                 part = [next(values) for _ in part]
                 sent += part if keeper is None else keeper.looked_up(*part)
-            self.pushing.begin(push, self.batch, self._version, rate, *sent)
+            version = min(self._versions)
+            self.pushing.begin(push, self.batch, version, rate, *sent)
             return np.int64(0)
 
         # Gradients may not depend on the rows that these look up.
-        with tf.control_dependencies(tf_graphs.calls_so_far()):
+        arriving = sum((keeper.arriving for keeper in self._keepers), [])
+        with tf.control_dependencies([*tf_graphs.calls_so_far(), *arriving]):
             parts = self._parts(grads, variables, keepers)
             rate = tf.cast(self._optimizer.learning_rate, tf.float32)
             sent = [rate, *sum(parts, [])]

@@ -184,6 +184,11 @@ class Scouted:
             )
         }
 
+    def knows_all(self):
+        """Whether the ids of all lookups that were noted are known."""
+        number_of = self._computations.number_of
+        return all(number_of(ids) is not None for _, ids, _ in self._asked)
+
     def given(self, rows):
         """Source for `foreseen.by` of rows by the keys of `known`."""
         return Pulled(self._computations, rows, None)

@@ -1,5 +1,6 @@
 """Rows that a step pulls: how many requests, and when."""
 
+import threading
 import time
 
 import keras
@@ -81,6 +82,33 @@ class InBranch(Tables):
         return tf.cond(
             tf.reduce_all(ids >= 0), lambda: rows(ids), lambda: rows(-ids)
         )
+
+
+class OfDrawnIds(keras.Model):
+    """The sum of the rows of its ids, of which a random 0 makes a secret."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(ROWS, 2)
+        self.bias = self.add_weight(shape=(), initializer="zeros")
+        self(np.zeros((1, 3), "int32"))
+
+    def call(self, ids):
+        ids = ids + tf.random.uniform(tf.shape(ids), maxval=1, dtype=tf.int32)
+        return tf.reduce_sum(self.table(ids), (1, 2)) + self.bias
+
+
+class AppliesInFunction(OfDrawnIds):
+    """Applies its gradients in a function."""
+
+    def train_step(self, batch):
+        x, y, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+        variables = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self(x, training=True))
+        gradients = tape.gradient(loss, variables)
+        tf.function(lambda: self.optimizer.apply(gradients, variables))()
+        return {"loss": loss}
 
 
 class Alone(Tables):
@@ -212,28 +240,72 @@ def test_tables_of_a_batch_are_pulled_together(monkeypatch, kind, number):
 
 
 def test_rows_that_no_batch_tells_are_pulled_by_table(monkeypatch):
+    # Beside the three of all steps one that waits for the bound.
     number = 3
-    expected = [3 + number] * (STEPS - 1)
+    expected = [4 + number] * (STEPS - 1)
     assert _requests(monkeypatch, Random, number) == expected
+
+
+@pytest.mark.parametrize("kind", [OfDrawnIds, AppliesInFunction])
+def test_rows_that_no_batch_tells_come_beside_the_weights(monkeypatch, kind):
+    pull, rows_of, begun = store.Store.pull, store.Store.rows_of, []
+    has_come = threading.Event()
+
+    def late_pull(self, *args):
+        begun.append(has_come.wait(20))
+        has_come.clear()
+        return pull(self, *args)
+
+    def late_rows_of(self, variable):
+        read = rows_of(self, variable)
+
+        def rows(ids):
+            has_come.set()
+            time.sleep(0.3)  # Their gradient could be pushed before.
+            return read(ids)
+
+        return rows
+
+    monkeypatch.setattr(store.Store, "pull", late_pull)
+    monkeypatch.setattr(store.Store, "rows_of", late_rows_of)
+    model = kind()
+    expected = model.table.get_weights()[0].astype("float64")
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=1, delay_compensation=0.5
+    )
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1), functions.first_output)
+    ids = np.random.default_rng(2).integers(ROWS, size=(2 * STEPS, 3))
+    labels = np.zeros(len(ids), "float32")
+    model.fit(ids.astype("int32"), labels, 2, shuffle=False, verbose=0)
+    assert begun == [True] * STEPS
+    # One worker's rows are of the last version: nothing to compensate.
+    np.add.at(expected, ids.reshape(-1), -0.1 / 2)
+    np.testing.assert_allclose(model.table.get_weights()[0], expected, 1e-5)
 
 
 def test_rows_in_a_branch_are_pulled_behind_the_bound(monkeypatch):
     events = []
 
-    def noted(name):
-        stock = getattr(store.Store, name)
+    pull, rows_of = store.Store.pull, store.Store.rows_of
 
-        def call(*args):
-            if name == "pull":
-                time.sleep(0.2)  # At the bound; branches could begin.
-            result = stock(*args)
-            events.append(name)
-            return result
+    def late_pull(self, *args):
+        time.sleep(0.2)  # At the bound; branches could begin.
+        found = pull(self, *args)
+        events.append("pull")
+        return found
 
-        monkeypatch.setattr(store.Store, name, call)
+    def noted_rows_of(self, variable):
+        read = rows_of(self, variable)
 
-    noted("pull")
-    noted("rows")
+        def rows(ids):
+            events.append("rows")
+            return read(ids)
+
+        return rows
+
+    monkeypatch.setattr(store.Store, "pull", late_pull)
+    monkeypatch.setattr(store.Store, "rows_of", noted_rows_of)
     found = _trained(InBranch, 2, True)
     assert events == ["pull", "rows", "rows"] * STEPS
     for one, other in zip(found, _trained(InBranch, 2, False), strict=True):
