@@ -1,5 +1,7 @@
 """A model's variables at the servers, as a worker uses them."""
 
+import threading
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -53,6 +55,7 @@ class Store:
         self._graph = tf.Graph()
         self._session = servers.session(self._graph)
         self._calls = {}
+        self._counting = threading.Lock()  # Rows may come beside a pull.
         with self._graph.as_default():
             self._operations = Operations(
                 *(servers, rank, optimizer, self._stored, bound),
@@ -223,8 +226,9 @@ class Store:
     def _counted(self, stored, parts):
         """Takes the parts of a variable, and counts their bytes."""
         found = [next(parts) for _ in stored.pieces]
-        for piece, part in zip(stored.pieces, found, strict=True):
-            self.traffic[piece.server].pulled_bytes += part.nbytes
+        with self._counting:
+            for piece, part in zip(stored.pieces, found, strict=True):
+                self.traffic[piece.server].pulled_bytes += part.nbytes
         return found
 
     def pusher(self, variables):
