@@ -373,6 +373,7 @@ def _trained_in_flight(
     num_micro_batches=None,
     run_eagerly=False,
     check=lambda network: None,
+    messages_ahead=False,
 ):
     strategy = PipelineStrategy(
         schedule,
@@ -381,6 +382,7 @@ def _trained_in_flight(
         prediction=target,
         decay=pipeline_oracle.GAMMA,
         replicas=replicas,
+        messages_ahead=messages_ahead,
     )
     is_inside = model in _MADE_INSIDE
     with strategy.scope() if is_inside else contextlib.nullcontext():
@@ -745,7 +747,7 @@ def fitted_with_callbacks():
     return history, network.evaluate(x, labels, verbose=0, return_dict=True)
 
 
-def planned(schedule, log_dir):
+def planned(schedule, log_dir, messages_ahead=False):
     """The plan of eight layers of one width.
 
     Returns:
@@ -757,7 +759,10 @@ def planned(schedule, log_dir):
     model = keras.Sequential([keras.Input((width,)), *layers])
     num_bytes = sum(4 * int(np.prod(v.shape)) for v in model.weights)
     strategy = PipelineStrategy(
-        schedule, stages=["dense_1", "dense_4"], num_micro_batches=4
+        schedule,
+        stages=["dense_1", "dense_4"],
+        num_micro_batches=4,
+        messages_ahead=messages_ahead,
     )
     with strategy.scope():
         model.compile(keras.optimizers.Adam(), "mse")
@@ -808,7 +813,7 @@ def cut_by_slow_links():
     return [stage.layers for stage in plan.stages], rates
 
 
-def counted(num_steps):
+def counted(num_steps, messages_ahead=False):
     """What passes of a training without a flush compute with, as they run.
 
     Returns:
@@ -821,14 +826,14 @@ def counted(num_steps):
     missed, ahead = [], []
     stock_forward, stock_ahead = Vanilla.forward, Predicted._ahead
 
-    def forward(versions, num_in_flight):
+    def forward(versions, *args):
         optimizer = versions._stage.part.model.optimizer
         tf.numpy_function(
             lambda updates: missed.append(len(missed) - int(updates)),
             [tf.convert_to_tensor(optimizer.iterations)],
             [],
         )
-        return stock_forward(versions, num_in_flight)
+        return stock_forward(versions, *args)
 
     def predicted(versions, num_updates):
         tf.numpy_function(
@@ -840,7 +845,9 @@ def counted(num_steps):
     for schedule in ("vanilla", "spectrain"):
         model = dense()
         strategy = PipelineStrategy(
-            schedule, stages=["dense_0", "dense_1", "dense_2"]
+            schedule,
+            stages=["dense_0", "dense_1", "dense_2"],
+            messages_ahead=messages_ahead,
         )
         with strategy.scope():
             model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
@@ -854,7 +861,7 @@ def counted(num_steps):
     return missed, ahead
 
 
-def recorded(num_steps):
+def recorded(num_steps, messages_ahead=False):
     """The tasks of this rank's stage in a run, as `(kind, batch)`.
 
     The batch's number is an input of each stage. A forward pass that is
@@ -900,7 +907,10 @@ def recorded(num_steps):
         x = keras.layers.Dense(4, name=f"dense_{i}")(x)
         x = Noting(name=f"note_{i}")([x, numbers])
     model = keras.Model(inputs, x)
-    with PipelineStrategy("vanilla", ["note_0", "note_1"]).scope():
+    strategy = PipelineStrategy(
+        "vanilla", ["note_0", "note_1"], messages_ahead=messages_ahead
+    )
+    with strategy.scope():
         model.compile(NotingSGD(0.01), "mse")
     size = 4
     x = np.ones((num_steps * size, 6), "float32")

@@ -1,7 +1,9 @@
 """A pipeline without a flush, in one process of stock Keras, slot by slot.
 
 Forward of mini-batch m at stage k in slot 2m + k, backward and update in
-2m + 2N - 1 - k (SpecTrain, figure 2). Weights are kept by that definition.
+2m + 2N - 1 - k (SpecTrain, figure 2). With messages ahead, turns of two slots:
+forward in turn m + k, backward in the second half of turn m + k + 3(N - 1 - k).
+Weights are kept by that definition.
 """
 
 import keras
@@ -102,7 +104,7 @@ class Stage:
             average += (1 - GAMMA) * gradient
 
 
-def train(stages, batches, schedule, target):
+def train(stages, batches, schedule, target, messages_ahead=False):
     """Trains until the pipeline is empty; returns each mini-batch's loss.
 
     Args:
@@ -110,22 +112,26 @@ def train(stages, batches, schedule, target):
         batches: list of `(x, y)`.
         schedule: `"vanilla"`, `"stash"` or `"spectrain"`.
         target: of predictions, `"paper"` or `"sequential"`.
+        messages_ahead: whether messages travel for a turn.
     """
     num_stages = len(stages)
     slots = []
     for k in range(num_stages):
+        first, back = _delays(k, num_stages, messages_ahead)
         for m in range(len(batches)):
-            slots.append((2 * m + k, k, m, "forward"))
-            slots.append((2 * m + 2 * num_stages - 1 - k, k, m, "backward"))
+            slots.append((2 * m + first, k, m, "forward"))
+            slots.append((2 * m + back, k, m, "backward"))
     losses = np.zeros(len(batches))
     activations, upstream, versions = {}, {}, {}
-    for slot, k, m, kind in sorted(slots):
+    for _, k, m, kind in sorted(slots):
         stage, y = stages[k], batches[m][1]
 
         def loss_of(output, y=y):
             return tf.reduce_mean(tf.square(output - y))
 
-        ahead = _ahead(slots, slot, k, m, kind, num_stages, target)
+        ahead = _ahead(
+            len(batches) - 1, k, m, kind, num_stages, target, messages_ahead
+        )
         weights = [v.numpy() for v in stage.weights]
         if schedule == "spectrain":
             weights = stage.predicted(ahead)
@@ -157,22 +163,32 @@ def train(stages, batches, schedule, target):
     return losses
 
 
-def _ahead(slots, slot, k, m, kind, num_stages, target):
+def _delays(k, num_stages, messages_ahead):
+    """The slots of mini-batch 0: forward and backward."""
+    if messages_ahead:
+        return 2 * k, 2 * (k + 3 * (num_stages - 1 - k)) + 1
+    return k, 2 * num_stages - 1 - k
+
+
+def _ahead(last, k, m, kind, num_stages, target, messages_ahead):
     """The updates of other mini-batches until the weights are as wanted.
 
-    A forward pass expects that more mini-batches will come.
+    While a stage reads mini-batches, it expects that more will come.
     """
-    last = max(batch for _, _, batch, _ in slots)
-    if kind == "forward":
-        last += num_stages
-    back = 2 * num_stages - 1 - k
-    # While the stage's backward passes go with forward ones, it goes on.
-    if kind == "backward" and m + num_stages - 1 - k <= last:
-        last += num_stages
+    first, back = _delays(k, num_stages, messages_ahead)
+    turn = m
+    if messages_ahead:
+        turn += k
+    if kind == "backward":
+        turn += (3 if messages_ahead else 1) * (num_stages - 1 - k)
+    if turn <= last:
+        last += 3 * num_stages
+    slot = 2 * m + (first if kind == "forward" else back)
     others = [n for n in range(last + 1) if n != m and 2 * n + back > slot]
     if target == "sequential":
         return sum(n < m for n in others)
-    return sum(2 * n + back <= 2 * m + 2 * num_stages - 1 for n in others)
+    _, returned = _delays(0, num_stages, messages_ahead)
+    return sum(2 * n + back <= 2 * m + returned for n in others)
 
 
 def _assign(variables, values):

@@ -6,12 +6,12 @@ import tensorflow as tf
 class LateLogs:
     """The vectors of logs that a stage knows and does not show yet.
 
-    They travel from the last stage with gradients, one stage in a step: stage
-    k of N knows those of N - 1 - k steps ago and shows those of N - 1 steps
-    ago, as all stages do.
+    They travel from the last stage with gradients. All stages show those of
+    the mini-batch that has come back to the first one: N - 1 steps ago, or
+    3 (N - 1) with `messages_ahead`.
 
     Args:
-        number: the stage's number k.
+        number: the steps between knowing and showing them.
     """
 
     def __init__(self, number):

@@ -20,7 +20,7 @@ def num_bytes(arrays):
     )
 
 
-def lasting_bytes(stage, optimizer, versions, num_stages):
+def lasting_bytes(stage, optimizer, versions):
     """Bytes of a stage's weights, gradients, slots and copies of weights.
 
     Gradients and copies of rows that a batch looks up do not count: they are
@@ -30,7 +30,6 @@ def lasting_bytes(stage, optimizer, versions, num_stages):
         stage: the `Stage`.
         optimizer: its optimizer, built, or None.
         versions: `Versions`, for training without a flush; else None.
-        num_stages: N.
     """
     tables = num_bytes(stage.updates.by_rows)
     found = num_bytes(stage.part.model.weights)
@@ -39,7 +38,7 @@ def lasting_bytes(stage, optimizer, versions, num_stages):
     if optimizer is not None and stage.variables:
         found += num_bytes(optimizer.variables)
     if versions is not None:
-        found += num_bytes(versions.copied(num_stages - 1 - stage.number))
+        found += num_bytes(versions.copied)
     return found
 
 
@@ -56,24 +55,26 @@ def num_passes(strategy, schedule, versions):
     return strategy.num_micro_batches
 
 
-def passing_bytes(schedule, number, num_in_turn, taken, made):
+def passing_bytes(schedule, number, turns, num_in_turn, taken, made):
     """Bytes of the passes that a stage holds at once.
 
     Args:
         schedule: the `Schedule`.
         number: the stage's number.
-        num_in_turn: without a flush the number of a mini-batch's micro-batches;
-            else None.
+        turns: `Turns`, without a flush; else None.
+        num_in_turn: the number of a mini-batch's micro-batches, then.
         taken: bytes of the tensors that a pass takes.
         made: bytes of its layers' outputs.
     """
-    if num_in_turn is None:
+    if turns is None:
         return schedule.in_flight(number) * (taken + made)
     # Of mini-batches in flight, the inputs alone are kept. The last stage ends
     # both passes of a micro-batch before the next one.
-    num_ahead = schedule.num_stages - 1 - number
+    num_ahead = turns.num_ahead(number)
     num_made = num_in_turn if num_ahead else 1
-    return (num_ahead + 1) * num_in_turn * taken + num_made * made
+    # Also those that have been read or received before their pass, at most.
+    num_taken = num_ahead + 1 + turns.forward(number)
+    return num_taken * num_in_turn * taken + num_made * made
 
 
 def with_all_outputs(part):
@@ -109,14 +110,15 @@ class Limit:
         self._functional = keras_functional.functional_of(model)
         self._parts, self._schedule = parts, schedule
         passes = num_passes(strategy, schedule, versions)
-        self._num_in_turn = None if versions is None else passes
+        self._turns = versions and versions.turns
+        self._num_in_turn = passes
         stages = strategy.stages_of_ranks
         # Of a mini-batch, at each stage.
         self._num_parts = [
             passes * stages.count(number) for number in range(len(parts))
         ]
         self._most, self._known = strategy.memory_bytes, set()
-        own = lasting_bytes(stage, model.optimizer, versions, len(parts))
+        own = lasting_bytes(stage, model.optimizer, versions)
         of_ranks = strategy.collectives.gather_objects(
             own, name="pipeline/memory"
         )
@@ -164,6 +166,7 @@ class Limit:
             + passing_bytes(
                 self._schedule,
                 number,
+                self._turns,
                 self._num_in_turn,
                 *self._of_pass(part, values, -(-shapes[0][0] // num_parts)),
             )

@@ -1,5 +1,7 @@
 """The micro-batches of a batch."""
 
+import copy
+
 import keras
 import tensorflow as tf
 
@@ -32,6 +34,26 @@ class MicroBatches:
         self._parts = inputs, x, y, sample_weight
         self.num_examples = tf.shape(inputs[0])[0]
         self._number, self._num_pieces = number, num_pieces
+
+    def held(self, stage):
+        """The tensors that a `Stage` computes with, in any structure."""
+        inputs, *labels = self._parts
+        needed = {place: inputs[place] for place in stage.part.inputs}
+        return needed, labels if stage.is_last else [], self.num_examples
+
+    def again(self, held):
+        """These of another batch, of which a stage has `held` the tensors."""
+        inputs, labels, num_examples = held
+        found = self.of_size(num_examples)
+        found.batch = tuple(labels or [None] * 3)
+        found._parts = inputs, *found.batch
+        return found
+
+    def of_size(self, num_examples):
+        """These of a batch of which the number of examples is known alone."""
+        found = copy.copy(self)
+        found.num_examples = num_examples
+        return found
 
     def part(self, place):
         """`(inputs, x, y, sample_weight)`, of one part."""

@@ -226,16 +226,12 @@ class Planner:
 
     def _memory(self, tensors):
         stage = self._stage
-        lasting = lasting_bytes(
-            stage,
-            self._model.optimizer,
-            self._versions,
-            self._schedule.num_stages,
-        )
+        lasting = lasting_bytes(stage, self._model.optimizer, self._versions)
         return lasting + passing_bytes(
             self._schedule,
             stage.number,
-            None if self._versions is None else self._num_passes,
+            self._versions and self._versions.turns,
+            self._num_passes,
             num_bytes(tensors),
             self._made_bytes(tensors),
         )
@@ -261,11 +257,14 @@ class Planner:
     def _missed_updates(self):
         if self._versions is None:
             return 0
+        turns = self._versions.turns
         # So many that the pipeline is full in the middle.
-        size = self._schedule.num_stages
-        filled = without_flush(size, 2 * size + 1)
+        number = turns.backward(0) + 1
+        filled = without_flush(
+            turns.num_stages, 2 * number, turns.messages_ahead
+        )
         missed = missed_updates(filled, self._stage.number)
-        return missed[Task(Kind.FORWARD, size)]
+        return missed[Task(Kind.FORWARD, number)]
 
     def _step_seconds(self, costs):
         if self._versions is not None:

@@ -66,7 +66,6 @@ class Steps(Binding):
         self._in_flight = versions and InFlight(
             model,
             stage,
-            schedule.num_stages,
             self._objective,
             self._logs,
             versions,
@@ -110,9 +109,13 @@ class Steps(Binding):
             self._in_flight.num_turns, name="pipeline/turns"
         )
         if turns[0] >= 0 and len(set(turns)) == 1:
-            self._in_flight.drain()
+            self._drain()
         else:
             self._in_flight.clear()
+
+    def _drain(self):
+        with self._in_step([]):
+            self._in_flight.drain()
 
     def train_step(self, data):
         first = [self._limit.checked(data)] if self._limit else []
@@ -151,7 +154,7 @@ class Steps(Binding):
         if self._is_in_step or keras_scopes.in_symbolic_scope():
             return self._stock["get_metrics_result"]()
         if self._in_flight:
-            self._in_flight.drain()
+            self._drain()
         logs = self._logs.result()
         values = self._collectives.broadcast(
             [tf.convert_to_tensor(value) for value in logs.values()],

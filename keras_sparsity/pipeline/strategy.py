@@ -15,6 +15,7 @@ from keras_sparsity.pipeline.staged import (
 )
 from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages.simulation import simulate
+from keras_sparsity.stages.turns import Turns
 
 _FLUSHED = {
     "gpipe": schedules.gpipe,
@@ -84,6 +85,13 @@ class PipelineStrategy(StagedStrategy):
             `ks.plan`. A model whose stage exceeds it is an error of `compile`,
             or of the first step if that is due to the layers' outputs. None:
             any number.
+        messages_ahead: whether, in the schedules without a flush, each message
+            travels during a whole step and is used in the next one. A step
+            then takes as long as the slowest stage's passes, or as a message
+            behind a forward pass, rather than as both together; stage k has
+            3 (N - 1 - k) + 1 mini-batches in flight in place of N - k: as many
+            updates more are missed or predicted, copies of `"stash"` held, and
+            logs are 3 (N - 1) batches late.
         engine, timeout: see `ks.HybridStrategy`.
 
     Attributes:
@@ -132,6 +140,7 @@ class PipelineStrategy(StagedStrategy):
         wire_dtype=None,
         replicas=1,
         memory_bytes=None,
+        messages_ahead=False,
         engine=None,
         timeout=None,
     ):
@@ -152,6 +161,16 @@ class PipelineStrategy(StagedStrategy):
             "a number from 0 to below 1",
         )
         check_wire_dtype(wire_dtype)
+        checks.boolean("messages_ahead", messages_ahead)
+        if messages_ahead and schedule in _FLUSHED:
+            raise ValueError(
+                "A schedule with a flush waits for all micro-batches, so that "
+                "no message can travel while the next mini-batch is computed. "
+                f"Received: schedule={schedule!r} and messages_ahead=True. "
+                'Choose "spectrain", "vanilla" or "stash", or more '
+                "`num_micro_batches`."
+            )
+        self.messages_ahead = messages_ahead
         self.schedule = schedule
         self._num_of_flushed = num_micro_batches or _NUM_MICRO_BATCHES
         self.num_micro_batches = num_micro_batches or 1
@@ -258,14 +277,20 @@ class PipelineStrategy(StagedStrategy):
         if name in _FLUSHED or optimizer is None:
             return schedule, None
         # So many mini-batches that the pipeline fills, is full and empties.
-        num_batches = 2 * self.num_stages + 1
-        simulate(schedules.without_flush(self.num_stages, num_batches))
+        turns = Turns(self.num_stages, self.messages_ahead)
+        simulate(
+            schedules.without_flush(
+                self.num_stages,
+                2 * turns.backward(0) + 3,
+                self.messages_ahead,
+            )
+        )
         if name == "vanilla":
-            return schedule, versions.Vanilla(stage)
+            return schedule, versions.Vanilla(stage, turns)
         if name == "stash":
-            return schedule, versions.Stashed(stage)
+            return schedule, versions.Stashed(stage, turns)
         return schedule, versions.Predicted(
-            stage, optimizer, self.prediction, self.decay
+            stage, turns, optimizer, self.prediction, self.decay
         )
 
 

@@ -64,25 +64,31 @@ class Versions(abc.ABC):
 
     Args:
         stage: the `Stage`.
+        turns: `Turns`.
         by_rows: list of the variables of `Embedding`s, of which a pass reads
             the rows that it looks up; by default all that are updated so.
+
+    Attributes:
+        turns: `Turns`.
     """
 
-    def __init__(self, stage, by_rows=None):
-        self._stage = stage
+    def __init__(self, stage, turns, by_rows=None):
+        self._stage, self.turns = stage, turns
         if by_rows is None:
             by_rows = stage.updates.by_rows
         self._by_rows = by_rows
         self._ids_by_rows = {id(variable) for variable in by_rows}
 
-    def forward(self, num_in_flight):
+    def forward(self, num_in_flight, num_later=None):
         """The `Weights` of a forward pass.
 
         Args:
             num_in_flight: int32 scalar, the number of earlier mini-batches
                 that have not come back to the stage.
+            num_later: int32 scalar, the number of later mini-batches; None:
+                more will come.
         """
-        del num_in_flight
+        del num_in_flight, num_later
         return self._weights(tf.convert_to_tensor)
 
     def kept(self, weights):
@@ -109,13 +115,9 @@ class Versions(abc.ABC):
         """Whether each weight has an average, from which it is predicted."""
         return False
 
-    def copied(self, num_ahead):
-        """List of the variables of which copies are held, each with each copy.
-
-        Args:
-            num_ahead: the number of stages behind this one.
-        """
-        del num_ahead
+    @property
+    def copied(self):
+        """List of the variables that are held a second time, for each copy."""
         return []
 
     def updating(self, gradients):
@@ -171,7 +173,7 @@ class Stashed(Versions):
         PipeDream (arXiv:1806.03377), 3.3 (weight stashing).
     """
 
-    def __init__(self, stage):
+    def __init__(self, stage, turns):
         # Rows that a layer reads within a call of its own, as in a loop, may
         # be known there alone.
         calls = keras_functional.functional_calls(stage.part.model)
@@ -182,10 +184,10 @@ class Stashed(Versions):
             for variable in call.operation.trainable_variables
         }
         by_rows = [v for v in stage.updates.by_rows if id(v) in called]
-        super().__init__(stage, by_rows)
+        super().__init__(stage, turns, by_rows)
 
-    def forward(self, num_in_flight):
-        del num_in_flight
+    def forward(self, num_in_flight, num_later=None):
+        del num_in_flight, num_later
         noted = []
         weights = self._weights(
             tf.convert_to_tensor, lambda v: _Noting(v.value, noted)
@@ -196,8 +198,9 @@ class Stashed(Versions):
     def kept(self, weights):
         return [*weights.tensors, *weights.noted]
 
-    def copied(self, num_ahead):
-        return self._whole * num_ahead
+    @property
+    def copied(self):
+        return self._whole * self.turns.num_ahead(self._stage.number)
 
     def backward(self, kept, num_later):
         del num_later
@@ -243,6 +246,7 @@ class Predicted(Versions):
 
     Args:
         stage: the `Stage`.
+        turns: `Turns`.
         rule: the optimizer that updates its variables, built.
         target: `"paper"`: when the mini-batch's round trip ends; or
             `"sequential"`: when the updates of all earlier mini-batches are
@@ -253,20 +257,27 @@ class Predicted(Versions):
         SpecTrain (arXiv:1809.02839), equations 4 to 6.
     """
 
-    def __init__(self, stage, rule, target, decay):
+    def __init__(self, stage, turns, rule, target, decay):
         self._predictor = predictor_of(rule, decay)
-        super().__init__(stage, self._predictor.by_rows(stage.updates.by_rows))
+        super().__init__(
+            stage, turns, self._predictor.by_rows(stage.updates.by_rows)
+        )
         # Equation 6: until the mini-batch is back at the first stage.
-        self._beyond = stage.number // 2 if target == "paper" else 0
+        self._most_beyond = 0
+        if target == "paper":
+            self._most_beyond = turns.num_beyond(stage.number)
 
-    def forward(self, num_in_flight):
-        return self._ahead(num_in_flight + self._beyond)
+    def forward(self, num_in_flight, num_later=None):
+        return self._ahead(num_in_flight + self._beyond(num_later))
 
     def backward(self, kept, num_later):
         del kept
+        return self._ahead(self._beyond(num_later))
+
+    def _beyond(self, num_later):
         if num_later is None:
-            return self._ahead(self._beyond)
-        return self._ahead(tf.minimum(num_later, self._beyond))
+            return self._most_beyond
+        return tf.minimum(num_later, self._most_beyond)
 
     @property
     def has_averages(self):
@@ -276,8 +287,8 @@ class Predicted(Versions):
         """The Keras variable with the average of a weight's changes."""
         return self._predictor.average(variable)
 
-    def copied(self, num_ahead):
-        del num_ahead
+    @property
+    def copied(self):
         # The predicted ones of the pass under way.
         return (
             self._whole + self._stage.variables * self._predictor.num_averages

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity.pipeline.stage import floats
-from keras_sparsity.pipeline.store import Store
+from keras_sparsity.pipeline.store import Store, nothing
 
 
 class Waiting:
@@ -13,28 +13,51 @@ class Waiting:
         stage: this rank's `Stage`.
         functional: the model's `Functional`.
         states: list of the variables of random generators.
-        num_ahead: the number of stages behind this one.
+        turns: `Turns`.
 
     Attributes:
-        passes: `Store` of the tensors that a pass computes with.
-        results: `Store` of the message to the stage before.
+        passes: of the tensors that a pass computes with.
+        results: of the message to the stage before.
+        arrived, upstream: with `messages_ahead`, of messages that the next
+            turn uses: from the stage before, and from the stage behind.
+        outputs, returned: then, of messages that leave in the same turn: to
+            the stage behind, and to the stage before.
     """
 
-    def __init__(self, stage, functional, states, num_ahead):
+    def __init__(self, stage, functional, states, turns):
         self._stage, self._num_states = stage, len(states)
         inputs = [functional.inputs[place] for place in stage.part.inputs]
+        forward = turns.forward(stage.number)
+        backward = turns.backward(stage.number)
         self.passes = Store(
-            num_ahead + 1,
             [
                 *(tf.TensorSpec(each.shape, each.dtype) for each in inputs),
                 *stage.received.specs,
                 *(tf.TensorSpec(each.shape, each.dtype) for each in states),
                 tf.TensorSpec([]),
             ],
+            forward,
+            backward,
         )
+        message = _message(stage.received)
+        sent = backward + (not stage.is_first)
+        self.results = Store(message, backward, sent)
+        # Gradients arrive a turn ahead of the pass that uses them.
+        asked = max(forward, backward - turns.messages_ahead)
         # The numbers of examples, and unknown sizes, of the sent tensors.
-        self._sizes = Store(num_ahead + 1, [tf.TensorSpec([None], tf.int32)])
-        self.results = Store(1, _message(stage.received))
+        self._sizes = Store([tf.TensorSpec([None], tf.int32)], forward, asked)
+        self._stores = [self.passes, self.results, self._sizes]
+        if turns.messages_ahead:
+            arriving = max(0, forward - 1)
+            loss = tf.TensorSpec([])
+            self.arrived = Store(
+                [*stage.received.specs, loss], arriving, forward
+            )
+            self.upstream = Store(self.message, asked, backward)
+            self.outputs = Store([*stage.sent.specs, loss])
+            self.returned = Store(message)
+            self._stores += [self.arrived, self.upstream]
+            self._stores += [self.outputs, self.returned]
 
     @property
     def message(self):
@@ -79,13 +102,24 @@ class Waiting:
             [number if sizes is None else tf.concat([number, sizes], 0)]
         )
 
-    def receive_gradients(self, num_logs):
+    def keep_outputs(self, outputs, loss):
+        """Keeps a message to the stage behind until it leaves."""
+        self.outputs.put([*self._stage.sent.with_masks(outputs), loss])
+
+    def take_sizes_if(self, condition):
+        """The sizes of the oldest gradients, int32 vector; else empty."""
+        (sizes,) = self._sizes.take_if(condition)
+        return sizes
+
+    def receive_gradients(self, num_logs, sizes=None):
         """The message of the stage behind, of the oldest mini-batch.
 
         Args:
             num_logs: the number of the values of its logs.
+            sizes: those of its gradients; None: the oldest ones.
         """
-        (sizes,) = self._sizes.take()
+        if sizes is None:
+            (sizes,) = self._sizes.take()
         sent = self._stage.sent
         shapes = sent.shapes(sizes[0], sizes[1:])
         like = [
@@ -98,27 +132,25 @@ class Waiting:
 
     def no_gradients(self):
         """A message without elements, in the place of one."""
-        return [
-            tf.zeros([size or 0 for size in spec.shape], spec.dtype)
-            for spec in self.message
-        ]
+        return nothing(self.message)
 
     def send_result(self):
         """Sends the gradients and logs of the turn before."""
-        *gradients, row = self.results.take()
-        self._stage.before.send_gradients(gradients, [row])
+        self.send_back(self.results.take())
         return True
 
-    def holds(self, num_passes, num_results):
-        """Whether it has so many entries."""
-        return (
-            int(self.passes.size) == int(self._sizes.size) == num_passes
-            and int(self.results.size) == num_results
-        )
+    def send_back(self, message):
+        """Sends gradients and logs to the stage before."""
+        *gradients, row = message
+        self._stage.before.send_gradients(gradients, [row])
+
+    def holds(self, turn):
+        """Whether all stores have their entries after so many turns."""
+        return all(store.holds(turn) for store in self._stores)
 
     def clear(self):
         """Forgets all; eagerly."""
-        for store in (self.passes, self._sizes, self.results):
+        for store in self._stores:
             store.clear()
 
 

@@ -8,6 +8,7 @@ import enum
 import typing
 
 from keras_sparsity._tf import checks
+from keras_sparsity.stages.turns import Turns
 
 
 class Kind(enum.Enum):
@@ -42,11 +43,14 @@ class Schedule:
             order in which it runs them.
         num_pieces: the number of pieces of each batch, if the ranks of a stage
             share it; else 1.
+        delays: the times in which activations and gradients travel, where a
+            pass takes 1; they do not wait for each other.
     """
 
     num_batches: int
     stages: tuple
     num_pieces: int = 1
+    delays: tuple = (0, 0)
 
     @property
     def num_stages(self):
@@ -179,15 +183,18 @@ def one_forward_one_backward(num_stages, num_batches):
     )
 
 
-def without_flush(num_stages, num_batches):
+def without_flush(num_stages, num_batches, messages_ahead=False):
     """One forward and one backward pass in turn, an update after each.
 
     The batches are whole mini-batches. A forward pass at stage k misses the
-    updates of up to N - 1 - k mini-batches before its own.
+    updates of up to N - 1 - k mini-batches before its own; with
+    `messages_ahead`, of up to 3 (N - 1 - k).
 
     Args:
         num_stages: N.
         num_batches: mini-batches until the pipeline drains.
+        messages_ahead: whether messages travel during a turn of their own,
+            see `Turns`.
 
     Returns:
         `Schedule`.
@@ -199,20 +206,26 @@ def without_flush(num_stages, num_batches):
 
     >>> [task.kind.value for task in without_flush(2, 2).stages[1]]
     ['forward', 'backward', 'update', 'forward', 'backward', 'update']
+    >>> without_flush(2, 9, messages_ahead=True).in_flight(0)
+    4
 
     References:
         SpecTrain (arXiv:1809.02839), 3; PipeDream (arXiv:1806.03377), 3.2.
     """
     _check(num_stages, num_batches)
+    turns = Turns(num_stages, messages_ahead)
     stages = []
     for stage in range(num_stages):
         tasks = []
-        for task in _in_turn(num_stages - 1 - stage, num_batches):
+        for task in _in_turn(turns.num_ahead(stage), num_batches):
             tasks.append(task)
             if task.kind is Kind.BACKWARD:
                 tasks.append(Task(Kind.UPDATE, task.batch))
         stages.append(tuple(tasks))
-    return Schedule(num_batches, tuple(stages))
+    # Of a turn of two passes: activations travel from the middle to the end,
+    # gradients from the end to the middle of the second turn after.
+    delays = (1, 3) if messages_ahead else (0, 0)
+    return Schedule(num_batches, tuple(stages), delays=delays)
 
 
 def _in_turn(num_ahead, num_batches):

@@ -63,6 +63,8 @@ def simulate(
         processors: for each stage, the number of its processor; by default
             each has its own.
 
+    Without any of these times, messages take the `delays` of the schedule.
+
     Returns:
         `Timeline`.
 
@@ -81,6 +83,13 @@ def simulate(
     """
     num_stages = schedule.num_stages
     units, links = [1] * num_stages, [0] * (num_stages - 1)
+    given = (
+        forward_seconds,
+        backward_seconds,
+        activation_seconds,
+        gradient_seconds,
+    )
+    is_in_units = all(seconds is None for seconds in given)
     run = _Run(
         schedule,
         {
@@ -93,6 +102,7 @@ def simulate(
             Kind.BACKWARD: gradient_seconds or links,
         },
         processors or range(num_stages),
+        schedule.delays if is_in_units else (0, 0),
     )
     return run.timeline()
 
@@ -104,8 +114,11 @@ class _Run:
     runs: what its end makes possible starts no earlier.
     """
 
-    def __init__(self, schedule, seconds, message_seconds, processors):
+    def __init__(self, schedule, seconds, message_seconds, processors, delays):
         self._schedule = schedule
+        self._delays = dict(
+            zip((Kind.FORWARD, Kind.BACKWARD), delays, strict=True)
+        )
         self._seconds = seconds
         self._message_seconds = message_seconds
         self._processors = processors
@@ -181,7 +194,7 @@ class _Run:
         begin = max(end, self._link_free[link])
         arrival = begin + self._message_seconds[task.kind][link[1]]
         self._link_free[link] = arrival
-        self._arrivals[target][task] = arrival
+        self._arrivals[target][task] = arrival + self._delays[task.kind]
         return [target]
 
     def _check_done(self):

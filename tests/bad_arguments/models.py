@@ -34,6 +34,11 @@ BAD = [
             ({"replicas": 2}, "replicas=2 and 1 processes.*replicas=1"),
             ({"replicas": 1.5}, "a positive integer.*replicas=1.5"),
             ({"memory_bytes": 0}, "positive integer or None.*bytes=0"),
+            ({"messages_ahead": 1}, "True or False.*messages_ahead=1"),
+            (
+                {"schedule": "1f1b", "messages_ahead": True},
+                "with a flush waits.*='1f1b' and messages_ahead=True",
+            ),
             ({"stages": ["a", 3]}, "a list of layers' names.*'a', 3"),
             ({"stages": [["a"], "b"]}, "a list of layers' names.*'b'"),
             ({"num_micro_batches": 0}, "a positive integer.*batches=0"),

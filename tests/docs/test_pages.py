@@ -38,4 +38,5 @@ def test_pictures_of_schedules_are_drawn_from_their_tasks():
         drawn(schedule.gpipe(4, 4)),
         drawn(schedule.one_forward_one_backward(4, 4)),
         drawn(schedule.without_flush(4, 7)),
+        drawn(schedule.without_flush(2, 7, messages_ahead=True)),
     ]

@@ -104,20 +104,22 @@ def _called(function, values, *args):
     return tf.ensure_shape(made, values.shape)
 
 
-def waited(schedule, which):
+def waited(schedule, which, messages_ahead=False):
     """Whether each message came while the pass ahead of it still ran.
 
     Args:
         schedule: the schedule.
         which: `"gradients"`, for which forward passes of the first stage wait,
             or `"activations"`, for which backward passes of the last wait.
+        messages_ahead: whether they are those that the next turn uses.
 
     Returns:
         List of bools of the rank that waits.
     """
     is_flushed = schedule in ("gpipe", "1f1b")
-    arrivals = Arrivals(are_made_again=not is_flushed)
-    options = {"of_forward": 0}, {}
+    is_last = which == "activations"
+    arrivals = Arrivals(are_made_again=not (is_flushed or is_last))
+    options = {"of_forward": int(messages_ahead)}, {}
     if which == "activations":
         options = {}, {"of_backward": 2}
     x, numbers = keras.Input((3,), name="x"), keras.Input((1,), name="numbers")
@@ -128,7 +130,10 @@ def waited(schedule, which):
     y = Waiting(arrivals, **options[1])([y, numbers])
     model = keras.Model([x, numbers], keras.layers.Dense(2)(y))
     num_parts = NUM_BATCHES if is_flushed else 1
-    with ks.PipelineStrategy(schedule, ["cut"], num_parts).scope():
+    strategy = ks.PipelineStrategy(
+        schedule, ["cut"], num_parts, messages_ahead=messages_ahead
+    )
+    with strategy.scope():
         model.compile("sgd", "mse")
     name = f"receive_{which}"
     noting = arrivals.noting(getattr(Link, name))

@@ -11,22 +11,69 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import PipelineStrategy
-from tests import pipeline_functions
+from tests import pipeline_functions, pipeline_oracle
 
 _SIZE = 24
 
 
-def eager(schedule):
+def eager(schedule, messages_ahead=False):
     """Weights after an eager training, and after a traced one."""
     found = []
     for is_eager in (True, False):
-        strategy, model = PipelineStrategy(schedule, ["first"], 2), dense()
+        model, strategy = (
+            dense(),
+            PipelineStrategy(
+                schedule, ["first"], 2, messages_ahead=messages_ahead
+            ),
+        )
         with strategy.scope():
             model.compile("adam", "mse", run_eagerly=is_eager)
         x, y = np.split(np.random.default_rng(0).normal(size=(22, 8)), [6], 1)
         model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
         found.append(model.get_weights())
     return found
+
+
+def parts():
+    """Two lists of mini-batches."""
+    x, y = pipeline_functions.data("line", 40)
+    batches = [
+        (x[begin : begin + 8].astype("float64"), y[begin : begin + 8])
+        for begin in range(0, 40, 8)
+    ]
+    return batches[:3], batches[3:]
+
+
+def in_parts():
+    """Weights and predictions after `parts`, the first ones with weights.
+
+    And the message of one without weights while those are in flight.
+    """
+    keras.config.set_floatx("float64")
+    try:
+        model = pipeline_functions.made("line")
+        strategy = PipelineStrategy("vanilla", ["dense_1"], messages_ahead=True)
+        with strategy.scope():
+            model.compile(
+                pipeline_oracle.RULES["momentum"](),
+                keras.losses.MeanSquaredError(dtype="float64"),
+            )
+        first, second = parts()
+        for x, y in first:
+            model.train_on_batch(x, y, sample_weight=np.ones(len(x)))
+        message = None
+        try:
+            model.train_on_batch(*second[0])
+        except tf.errors.InvalidArgumentError as error:
+            message = str(error)
+        model.evaluate(*second[0], verbose=0)
+        for x, y in second:
+            model.train_on_batch(x, y)
+        model.evaluate(*second[0], verbose=0)
+        predicted = model.predict(first[0][0], verbose=0)
+        return [*model.get_weights(), predicted], message
+    finally:
+        keras.config.set_floatx("float32")
 
 
 def dense(**options):
@@ -171,10 +218,13 @@ def one_batch_an_epoch(compile_):
     return model.get_weights(), history.history
 
 
-def unknown_number_of_batches(schedule, is_known):
+def unknown_number_of_batches(schedule, is_known, messages_ahead=False):
     """Weights and history; that an epoch ends is found in a step."""
     model = pipeline_functions.made("branches")
-    with PipelineStrategy(schedule, ["norm"]).scope():
+    strategy = PipelineStrategy(
+        schedule, ["norm"], messages_ahead=messages_ahead
+    )
+    with strategy.scope():
         model.compile(keras.optimizers.SGD(0.1), ["mse", "mae"])
     (ids, numbers), y = pipeline_functions.data("branches", _SIZE)
     arrays = (ids, numbers), tuple(y)
@@ -246,7 +296,13 @@ TRAININGS = {
 _CUTS = {"lengths": ["norm"], "one_batch_an_epoch": ["norm"]}
 
 
-def run(name, schedule=None, num_micro_batches=1, prediction="sequential"):
+def run(
+    name,
+    schedule=None,
+    num_micro_batches=1,
+    prediction="sequential",
+    messages_ahead=False,
+):
     """`(arrays, history)` of a training; without a schedule in stock Keras."""
     scope = contextlib.nullcontext
     if schedule is not None:
@@ -255,6 +311,7 @@ def run(name, schedule=None, num_micro_batches=1, prediction="sequential"):
             _CUTS.get(name, ["first"]),
             num_micro_batches,
             prediction,
+            messages_ahead=messages_ahead,
         ).scope
 
     def compile_(model, optimizer, loss, **options):

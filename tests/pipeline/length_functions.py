@@ -33,12 +33,16 @@ def batches():
     ]
 
 
-def trained(rule, schedule, num_micro_batches):
+def trained(rule, schedule, num_micro_batches, messages_ahead=False):
     """All weights after an epoch, and its loss."""
     keras.config.set_floatx("float64")
     try:
         strategy = ks.PipelineStrategy(
-            schedule, CUTS, num_micro_batches, decay=pipeline_oracle.GAMMA
+            schedule,
+            CUTS,
+            num_micro_batches,
+            decay=pipeline_oracle.GAMMA,
+            messages_ahead=messages_ahead,
         )
         model = made()
         with strategy.scope():

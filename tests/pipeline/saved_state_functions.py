@@ -34,10 +34,12 @@ def interrupt():
     raise Interruption
 
 
-def pipeline(schedule, rule, stages, replicas=1):
+def pipeline(schedule, rule, stages, replicas=1, messages_ahead=False):
     """A compiled model with random states, statistics and metrics."""
     network = pipeline_functions.made("line32")
-    strategy = ks.PipelineStrategy(schedule, stages, replicas=replicas)
+    strategy = ks.PipelineStrategy(
+        schedule, stages, replicas=replicas, messages_ahead=messages_ahead
+    )
     with strategy.scope():
         network.compile(
             pipeline_functions.OPTIMIZERS[rule](), "mse", metrics=["mae"]

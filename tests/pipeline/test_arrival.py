@@ -11,14 +11,20 @@ from tests.pipeline import arrival_functions
 
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize(
-    ("schedule", "which"),
+    ("schedule", "which", "messages_ahead"),
     [
-        ("1f1b", "gradients"),
-        ("1f1b", "activations"),
-        ("vanilla", "gradients"),
+        ("1f1b", "gradients", False),
+        ("1f1b", "activations", False),
+        ("vanilla", "gradients", False),
+        ("vanilla", "gradients", True),
+        ("vanilla", "activations", True),
     ],
 )
-def test_during_the_pass_ahead(cluster, engine, schedule, which):
-    ranks = cluster(engine, 2).run(arrival_functions.waited, schedule, which)
+def test_during_the_pass_ahead(
+    cluster, engine, schedule, which, messages_ahead
+):
+    ranks = cluster(engine, 2).run(
+        arrival_functions.waited, schedule, which, messages_ahead
+    )
     waiting = ranks[0 if which == "gradients" else 1]
     assert waiting == [True] * arrival_functions.NUM_BATCHES

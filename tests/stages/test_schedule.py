@@ -65,6 +65,10 @@ def test_each_pass_is_run_once_and_in_the_order_of_batches(make, size):
         (gpipe, lambda n, k, m: m),
         (one_forward_one_backward, lambda n, k, m: min(n - k, m)),
         (without_flush, lambda n, k, m: min(n - k, m)),
+        (
+            lambda n, m: without_flush(n, m, messages_ahead=True),
+            lambda n, k, m: min(3 * (n - 1 - k) + 1, m),
+        ),
     ],
 )
 def test_activations_that_a_stage_holds(make, held, size):

@@ -1,0 +1,273 @@
+"""The passes of a turn, without a flush: of all of a rank's micro-batches."""
+
+import tensorflow as tf
+
+from keras_sparsity._tf import keras_functional, keras_losses
+from keras_sparsity.pipeline.flushed import added, operations
+from keras_sparsity.pipeline.micro_batches import MicroBatches
+from keras_sparsity.pipeline.stage import Pass, floats
+from keras_sparsity.pipeline.store import Store
+from keras_sparsity.pipeline.waiting import Waiting
+
+
+class TurnPasses:
+    """Runs a stage's passes, all of a mini-batch with the same weights.
+
+    A backward pass computes the layers again, with its own weights. Of each
+    micro-batch a rank computes its own pieces; a stage's gradients are summed
+    over its ranks.
+
+    Args:
+        model: the whole model.
+        stage: this rank's `Stage`.
+        objective: `Objective`.
+        logs: `Logs`.
+        versions: `Versions` of the stage.
+        together: `Together`.
+
+    Attributes:
+        places: list of this rank's pieces of each micro-batch, ranges.
+        waiting: list of the `Waiting` of each micro-batch.
+    """
+
+    def __init__(self, model, stage, objective, logs, versions, together):
+        self._model, self._stage = model, stage
+        self._together = together
+        strategy = model.distribute_strategy
+        self._num_parts = strategy.num_micro_batches
+        self._num_pieces, own = strategy.pieces
+        self.places = [
+            range(first + own.start, first + own.stop)
+            for first in range(
+                0, self._num_parts * self._num_pieces, self._num_pieces
+            )
+        ]
+        self._objective = objective
+        self._logs, self._versions = logs, versions
+        part = stage.part.model
+        weights = {id(variable) for variable in part.weights}
+        # Those of random generators: layers that are computed again draw the
+        # same numbers again.
+        self._states = [v for v in part.variables if id(v) not in weights]
+        self._functional = keras_functional.functional_of(model)
+        self.waiting = [
+            Waiting(stage, self._functional, self._states, versions.turns)
+            for _ in self.places
+        ]
+        self._kept = None  # before the first pass
+        self._arrived = Store(self.waiting[0].message)
+
+    def batches(self, data):
+        """The `MicroBatches` of a batch, as `train_step` gets it."""
+        return MicroBatches(
+            self._functional, data, self._num_parts, self._num_pieces
+        )
+
+    def combine_statistics(self, batches):
+        """Gives a stage's ranks the same moving statistics."""
+        self._together.combine_statistics(
+            self._stage.part.model, tf.add_n(self._numbers(batches))
+        )
+
+    def holds(self, turn):
+        """Whether all stores have their entries after so many turns."""
+        return all(each.holds(turn) for each in self._stores)
+
+    def clear(self):
+        """Forgets the mini-batches in flight; eagerly."""
+        for each in self._stores:
+            each.clear()
+
+    @property
+    def _stores(self):
+        kept = [] if self._kept is None else [self._kept]
+        return [*self.waiting, *kept, self._arrived]
+
+    def forward(self, batches, arrived, send, *distance):
+        """The forward passes.
+
+        Args:
+            batches: `MicroBatches`.
+            arrived: list of each micro-batch's `(received tensors, loss)`.
+            send: function of a micro-batch's `Waiting`, outputs and loss.
+            distance: arguments of `Versions.forward`.
+
+        Returns:
+            The operations that make the last outputs.
+        """
+        weights = self._versions.forward(*distance)
+        earlier = []
+        for place, waiting, arriving in zip(
+            self.places, self.waiting, arrived, strict=True
+        ):
+            # In this order: the stage behind waits for the first one.
+            with tf.control_dependencies(earlier):
+                outputs = self._forward_of(
+                    batches, place, waiting, weights, *arriving, send
+                )
+            earlier = operations(outputs)
+        self._keep(weights)
+        return earlier
+
+    def _keep(self, weights):
+        """Keeps the weights that the mini-batch's backward passes need."""
+        kept = self._versions.kept(weights)
+        if not kept:
+            return
+        if self._kept is None:
+            # Of looked-up rows, each mini-batch has another number.
+            num_whole = len(weights.tensors)
+            specs = [
+                tf.TensorSpec(
+                    each.shape
+                    if place < num_whole
+                    else [None, *each.shape[1:]],
+                    each.dtype,
+                )
+                for place, each in enumerate(kept)
+            ]
+            turns, number = self._versions.turns, self._stage.number
+            self._kept = Store(
+                specs, turns.forward(number), turns.backward(number)
+            )
+        self._kept.put(kept)
+
+    def _forward_of(
+        self, batches, place, waiting, weights, received, loss, send
+    ):
+        """The forward pass of a micro-batch; returns its outputs."""
+        stage = self._stage
+        inputs, *labels = batches.part(place)
+        share = batches.share(place)
+        states = [tf.convert_to_tensor(v.value) for v in self._states]
+        with weights.given() as scope:
+            outputs, losses = stage.compute(inputs, received, True)
+        own = self._objective.of_training(labels, outputs, losses, share)
+        self._assign_updates(scope)
+        send(waiting, outputs, loss if own is None else loss + own)
+        waiting.put_pass(inputs, received, states, share)
+        waiting.put_sizes(batches.size(place), outputs)
+        return outputs
+
+    def backward(self, messages, num_later):
+        """The oldest mini-batch's backward passes; returns its logs.
+
+        Args:
+            messages: list of the messages of the stage behind, of each
+                micro-batch.
+            num_later: see `Versions.backward`.
+        """
+        kept = [] if self._kept is None else self._kept.take()
+        weights = self._versions.backward(kept, num_later)
+        sums, results, earlier = None, [], []
+        for waiting, message in zip(self.waiting, messages, strict=True):
+            with tf.control_dependencies(earlier):
+                inputs, received, states, share = waiting.take_pass()
+                found, _ = self._computed(
+                    inputs, None, received, share, weights, states
+                )
+            earlier = operations(found.outputs)
+            self._arrived.put(message)
+            # The weights are read before gradients can update them. A store
+            # keeps this order: TensorFlow's graph optimizer drops the
+            # dependency of an update on a read where it first finds a path by
+            # a shape between them, and then takes the shape for a constant.
+            with tf.control_dependencies(found.outputs):
+                *upstream, row = self._arrived.take()
+            gradients, of_received = found.gradients(upstream)
+            sums = added(sums, gradients)
+            results.append(of_received)
+        self._finish(sums, results, row)
+        return tf.ensure_shape(row, [self._logs.size])
+
+    def both(self, batches, arrived, num_later=None):
+        """The last stage's passes, with the same weights; returns the logs.
+
+        Args:
+            batches, arrived: as for `forward`.
+            num_later: see `Versions.backward`.
+        """
+        weights = self._versions.forward(0, num_later)
+        sums, results, parts, earlier = None, [], [], []
+        total = tf.zeros([])
+        for place, (received, loss) in zip(self.places, arrived, strict=True):
+            inputs, *labels = batches.part(place)
+            with tf.control_dependencies(earlier):
+                found, own = self._computed(
+                    *(inputs, labels, received, batches.share(place)),
+                    *(weights, None),
+                )
+                gradients, of_received = found.gradients([])
+            made = [each for each in gradients if each is not None]
+            earlier = operations([*made, *of_received])
+            sums = added(sums, gradients)
+            results.append(of_received)
+            parts.append(found.outputs)
+            total += loss + own
+        row = self._logs.of_batch(
+            self._together.total(total),
+            batches,
+            lambda: self._whole(batches, parts),
+        )
+        self._finish(sums, results, row)
+        return row
+
+    def _numbers(self, batches):
+        return [batches.number(place) for place in self.places]
+
+    def _whole(self, batches, parts):
+        """The outputs for the whole batch.
+
+        Args:
+            batches: `MicroBatches`.
+            parts: list of those of each micro-batch, lists.
+        """
+        width = len(self.places[0])
+        return [
+            self._together.whole(
+                each,
+                self._numbers(batches),
+                lambda rows: batches.in_order(rows, width),
+            )
+            for each in zip(*parts, strict=True)
+        ]
+
+    def _computed(self, inputs, labels, received, share, weights, states):
+        """A recorded `Pass` and its loss; with `states`, of one made again."""
+        stage = self._stage
+        others = []
+        if states is not None:
+            others = zip(self._states, states, strict=True)
+        with tf.GradientTape() as tape:
+            tape.watch([*weights.tensors, *floats(received)])
+            with weights.given(others) as scope:
+                outputs, losses = stage.compute(inputs, received, True)
+            own = self._objective.of_training(labels, outputs, losses, share)
+            to_derive = own
+            if own is not None:
+                to_derive = self._together.scaled(own)
+        if states is None:
+            self._assign_updates(scope)
+        return Pass(tape, weights.values, received, outputs, to_derive), own
+
+    def _finish(self, gradients, results, row):
+        """Updates the weights; keeps the messages to the stage before."""
+        gradients = self._together.summed(gradients)
+        strategy = self._model.distribute_strategy
+        updating = self._versions.updating(gradients)
+        with updating, strategy.gradients_summed():
+            self._stage.updates.apply(gradients)
+        if not self._stage.is_first:
+            for waiting, of_received in zip(self.waiting, results, strict=True):
+                waiting.results.put([*of_received, row])
+
+    def _assign_updates(self, scope):
+        """Statistics, random states and losses by output, as they changed."""
+        losses = keras_losses.loss_metrics(self._model)
+        for variable in [
+            *self._stage.part.model.non_trainable_variables,
+            *(v for metric in losses for v in metric.variables),
+        ]:
+            value = scope.get_current_value(variable)
+            if value is not None:
+                variable.assign(value)
