@@ -8,10 +8,10 @@ mini-batch. The bytes that the interfaces count, without
 headers and idle traffic, must be within 3 % of those that `ks.plan` counts;
 samples/s of "spectrain" at 50 Mbit/s at least 8.91 times those of data
 parallelism, for the fully connected and the recurrent model. With two machines,
-which have a core each, a step of "spectrain" at 50 and 200 Mbit/s, with messages
-ahead if that is among the ways, must take at most 1.18 times the bound: the
-slowest stage's computation, as `ks.plan` has it in the same run, or the bytes
-that a machine sends over the rate. Needs root, as `cluster.py` does.
+which have a core each, a step of "spectrain" at 50 and 200 Mbit/s, with
+messages ahead if that is among the ways, must take at most 1.18 times the
+bound: the slowest stage's computation, as `ks.plan` has it in the same run, or
+the bytes that a machine sends over the rate. Needs root, as `cluster.py` does.
 """
 
 import _network

@@ -121,5 +121,6 @@ def strategy_of(cost):
             stages=list(cost.stages),
             num_micro_batches=cost.num_micro_batches,
             replicas=cost.num_replicas,
+            messages_ahead=cost.messages_ahead,
         )
     return HybridStrategy()

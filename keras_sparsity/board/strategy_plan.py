@@ -95,6 +95,8 @@ def described(cost):
         parts = ""
         if cost.num_micro_batches > 1:
             parts = f", {cost.num_micro_batches} micro-batches"
+        if cost.messages_ahead:
+            parts = ", messages ahead"
         return f"{cost.way} '{cost.schedule}'{parts}"
     return cost.way
 

@@ -104,6 +104,7 @@ class StrategyCost:
         num_tails: tail workers, and
         tail_split: what several of them divide, "batch" or "columns".
         num_micro_batches: parts of a mini-batch.
+        messages_ahead: whether messages travel during a step of their own.
     """
 
     way: str
@@ -120,6 +121,7 @@ class StrategyCost:
     num_tails: int = 0
     tail_split: str = "batch"
     num_micro_batches: int = 1
+    messages_ahead: bool = False
 
     @property
     def is_exact(self):

@@ -8,7 +8,7 @@ import dataclasses
 
 import pytest
 
-from keras_sparsity.board.strategy_plan import StrategyPlan
+from keras_sparsity.board.strategy_plan import StrategyPlan, described
 from keras_sparsity.planning import Cluster, VariableSpec
 from keras_sparsity.stages.column_split import ColumnSize
 from keras_sparsity.stages.costs import ModelFacts
@@ -110,6 +110,33 @@ def test_slow_links_and_latency():
     placed = named["layer placement"]
     assert placed.step_seconds == pytest.approx(13 + 2 * (0.08 + 0.5))
     assert found[0].schedule == "1f1b"
+
+
+@pytest.mark.parametrize(
+    ("latency", "in_turn", "ahead"),
+    [
+        # In two steps a round trip of 3 + 4 + 9 s and two messages.
+        (6.0, 8 + 6, 12.0),
+        # A message behind the forward pass.
+        (18.0, 8 + 18, 3 + 18),
+    ],
+)
+def test_messages_ahead(latency, in_turn, ahead):
+    cluster = Cluster(2, megabits_per_second=RATE, latency_seconds=latency)
+    found, _ = costs(cluster)
+    named = {
+        cost.messages_ahead: cost for cost in found if cost.schedule == "stash"
+    }
+    assert named[False].step_seconds == pytest.approx(in_turn, rel=1e-4)
+    assert named[True].step_seconds == pytest.approx(ahead, rel=1e-4)
+    assert [named[each].missed_updates for each in (False, True)] == [1, 3]
+    # Three copies of weights in place of one; a message more.
+    front, back = 4_400, 40_000
+    assert named[True].memory_bytes == (
+        front * 7 + 8 * 1_010,
+        back * 4 + 8 * 14 + 80,
+    )
+    assert described(named[True]) == "pipeline 'stash', messages ahead"
 
 
 def test_messages_take_the_time_of_processors():
