@@ -23,6 +23,7 @@ class MessagesAhead:
 
     def __init__(self, stage, passes, turns, logs, turn):
         self._stage, self._passes = stage, passes
+        self._waiting = passes.waiting
         self._logs, self._turn = logs, turn
         self._num_ahead = turns.num_ahead(stage.number)
         self._forward = turns.forward(stage.number)
@@ -61,71 +62,76 @@ class MessagesAhead:
 
     def _turn_of(self, batches):
         """A turn; `batches` are those of its mini-batch, or None."""
-        stage, is_train = self._stage, batches is not None
-        turn = tf.convert_to_tensor(self._turn)
+        number = self._unread.num_batches if batches is None else None
+        now = _Now(tf.convert_to_tensor(self._turn), number)
+        is_forward, is_backward = (
+            now.has(self._forward),
+            now.has(self._backward),
+        )
+        is_asked = now.has(self._backward - 1)
+        arrived = upstream = sizes = []
+        if not self._stage.is_first:
+            arrived = [w.arrived.take_if(is_forward) for w in self._waiting]
+            _when(now.has(self._backward + 1), self._take_results)
+        if not self._stage.is_last:
+            upstream = [w.upstream.take_if(is_backward) for w in self._waiting]
+            sizes = [w.take_sizes_if(is_asked) for w in self._waiting]
+        row, outputs = self._forward_passes(batches, arrived, now)
+        self._meet_neighbours(sizes, now)
+        if self._stage.is_last:
+            return row
+        # What the stage behind waits for is computed first.
+        with tf.control_dependencies(outputs):
+            return self._logs_if(
+                is_backward,
+                lambda: self._passes.backward(
+                    upstream, now.num_later(self._backward)
+                ),
+            )
 
-        def has(delay):
-            """Whether there is a mini-batch that was read so long ago."""
-            if not delay:
-                return is_train
-            if is_train:
-                return turn >= delay
-            number = self._unread.num_batches
-            return (turn >= delay) & (turn < number + delay)
+    def _forward_passes(self, batches, arrived, now):
+        """The forward passes; at the last stage both.
 
-        def num_later(delay):
-            """The mini-batches behind it, when their number is known."""
-            if is_train:
-                return None
-            return self._unread.num_batches - 1 - (turn - delay)
+        Returns:
+            The logs of the last stage, and operations that make the last
+            outputs.
+        """
+        passes, delay = self._passes, self._forward
 
-        is_forward, is_backward = has(self._forward), has(self._backward)
-        arrived = [] if stage.is_first else self._arrived(is_forward)
-        is_returned = is_asked = False
-        if not stage.is_first:
-            is_returned = has(self._backward + 1)
-            _when(is_returned, self._take_results)
-        if not stage.is_last:
-            is_asked = has(self._backward - 1)
-            upstream, sizes = self._upstream(is_backward, is_asked)
-
-        def computed(passes, *args):
-            own = self._unread.take() if self._forward else batches
+        def run(function, *args):
+            own = self._unread.take() if delay else batches
             here = self._arrived_of(arrived)
-            found = passes(own, here, *args, num_later(self._forward))
-            self._passes.combine_statistics(own)
+            found = function(own, here, *args, now.num_later(delay))
+            passes.combine_statistics(own)
             return found
 
         def forward():
-            distance = tf.minimum(turn - self._forward, self._num_ahead)
-            return computed(
-                self._passes.forward, Waiting.keep_outputs, distance
-            )
+            number = tf.minimum(now.turn - delay, self._num_ahead)
+            return run(passes.forward, Waiting.keep_outputs, number)
 
-        outputs = []
-        if stage.is_last:
-            row = self._logs_if(is_forward, lambda: computed(self._passes.both))
-        elif is_forward is True:
-            outputs = forward()
-        else:
-            _when(is_forward, forward)
-        # In this order without a trace: neighbours meet at their link, those
-        # of the first link at first.
-        if not stage.is_first:
-            _when(has(self._forward - 1), self._receive)
-            _when(is_returned, self._send_back)
-        if not stage.is_last:
-            _when(is_forward, self._send)
-            _when(is_asked, lambda: self._receive_gradients(sizes))
-            # What the stage behind waits for is computed first.
-            with tf.control_dependencies(outputs):
-                row = self._logs_if(
-                    is_backward,
-                    lambda: self._passes.backward(
-                        upstream, num_later(self._backward)
-                    ),
-                )
-        return row
+        if self._stage.is_last:
+            both = self._logs_if(now.has(delay), lambda: run(passes.both))
+            return both, []
+        if now.has(delay) is True:
+            return None, forward()
+        _when(now.has(delay), forward)
+        return None, []
+
+    def _meet_neighbours(self, sizes, now):
+        """Sends and receives messages.
+
+        In this order, without a trace: neighbours meet at their link, those of
+        the first link at first.
+        """
+        if not self._stage.is_first:
+            _when(now.has(self._forward - 1), self._receive)
+            _when(now.has(self._backward + 1), self._send_back)
+        if not self._stage.is_last:
+            _when(now.has(self._forward), self._send)
+            _when(
+                now.has(self._backward - 1),
+                lambda: self._receive_gradients(sizes),
+            )
 
     def _logs_if(self, condition, passes):
         def no_logs():
@@ -135,44 +141,30 @@ class MessagesAhead:
             return passes() if condition else no_logs()
         return tf.cond(condition, passes, no_logs)
 
-    def _arrived(self, is_forward):
-        """List of each micro-batch's message of the stage before."""
-        return [
-            each.arrived.take_if(is_forward) for each in self._passes.waiting
-        ]
-
     def _arrived_of(self, messages):
         """List of each micro-batch's `(received tensors, loss so far)`.
 
         Tensors of the function that is traced, for its tapes.
         """
         if self._stage.is_first:
-            return [([], tf.zeros([])) for _ in self._passes.waiting]
+            return [([], tf.zeros([])) for _ in self._waiting]
         found = []
         for message in messages:
             *values, loss = map(tf.identity, message)
             found.append((self._stage.received.without_masks(values), loss))
         return found
 
-    def _upstream(self, is_backward, is_asked):
-        """`(messages for the backward passes, sizes of the next ones)`."""
-        waiting = self._passes.waiting
-        return (
-            [each.upstream.take_if(is_backward) for each in waiting],
-            [each.take_sizes_if(is_asked) for each in waiting],
-        )
-
     def _take_results(self):
-        for waiting in self._passes.waiting:
+        for waiting in self._waiting:
             waiting.returned.put(waiting.results.take())
 
     def _send_back(self):
-        for waiting in self._passes.waiting:
+        for waiting in self._waiting:
             waiting.send_back(waiting.returned.take())
 
     def _send(self):
         sent = self._stage.sent
-        for waiting in self._passes.waiting:
+        for waiting in self._waiting:
             *values, loss = waiting.outputs.take()
             self._stage.send(sent.without_masks(values), loss)
 
@@ -180,17 +172,43 @@ class MessagesAhead:
         """Receives the activations that the next turn uses."""
         batches, stage = self._unread.take_size(), self._stage
         for place, waiting in zip(
-            self._passes.places, self._passes.waiting, strict=True
+            self._passes.places, self._waiting, strict=True
         ):
             received, loss = stage.receive(batches.size(place), place)
             waiting.arrived.put([*stage.received.with_masks(received), loss])
 
     def _receive_gradients(self, sizes):
         """Receives the gradients that the next turn uses."""
-        for waiting, of_one in zip(self._passes.waiting, sizes, strict=True):
+        for waiting, of_one in zip(self._waiting, sizes, strict=True):
             waiting.upstream.put(
                 waiting.receive_gradients(self._logs.size, of_one)
             )
+
+
+class _Now:
+    """The mini-batches that passes and messages of a turn are about.
+
+    Args:
+        turn: int32 scalar, the number of earlier turns.
+        number: int32 scalar, the number of mini-batches; None: more will come.
+    """
+
+    def __init__(self, turn, number):
+        self.turn, self._number = turn, number
+
+    def has(self, delay):
+        """Whether there is one that is read so many turns earlier."""
+        if not delay:
+            return self._number is None
+        if self._number is None:
+            return self.turn >= delay
+        return (self.turn >= delay) & (self.turn < self._number + delay)
+
+    def num_later(self, delay):
+        """The number of mini-batches behind it, if that is known."""
+        if self._number is None:
+            return None
+        return self._number - 1 - (self.turn - delay)
 
 
 def _when(condition, function):
