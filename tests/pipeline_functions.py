@@ -362,6 +362,11 @@ def train_in_flight(*args, **options):
         keras.config.set_floatx("float32")
 
 
+def train_ahead(*args, **options):
+    """As `train_in_flight`, with `messages_ahead`."""
+    return train_in_flight(*args, messages_ahead=True, **options)
+
+
 def _trained_in_flight(
     rule,
     stages,

@@ -42,18 +42,16 @@ def _train(
     num_examples=_NUM_EXAMPLES,
     model="line",
     replicas=1,
-    **options,
+    options=(),
 ):
     """Trains and compares; `layers` are those of each stage."""
     size = len(layers) * replicas
     if isinstance(replicas, list):
         size = sum(replicas)
     ranks = cluster(engine, size, has_groups=size > 2).run(
-        pipeline_functions.train_in_flight,
+        pipeline_functions.train_ahead,
         *(rule, [names[-1] for names in layers[:-1]], *way, num_examples),
-        *(model, replicas),
-        messages_ahead=True,
-        **options,
+        *(model, replicas, *options),
     )
     test_in_flight.check(
         *(ranks, rule, *way, layers, num_examples, model),
@@ -113,12 +111,12 @@ _PLAIN = [["dense_0", "dense_1"], ["dense_2", "dense_3", "out"]]
 @pytest.mark.parametrize(
     ("rule", "way", "replicas", "options"),
     [
-        ("momentum", _WAYS[1], 1, {"num_micro_batches": 3}),
-        ("adam", _WAYS[2], 1, {"run_eagerly": True}),
-        ("adam", _WAYS[2], 2, {}),
-        ("momentum", _WAYS[3], [1, 2], {"num_micro_batches": 2}),
+        ("momentum", _WAYS[1], 1, (3,)),
+        ("adam", _WAYS[2], 1, (2, True)),
+        ("adam", _WAYS[2], 2, ()),
+        ("momentum", _WAYS[3], [1, 2], (2,)),
         pytest.param(
-            *("adam", _WAYS[1], [2, 1], {}), marks=pytest.mark.all_cells
+            *("adam", _WAYS[1], [2, 1], ()), marks=pytest.mark.all_cells
         ),
     ],
 )
@@ -127,8 +125,7 @@ def test_parts_of_a_mini_batch(cluster, rule, way, replicas, options):
     num_examples = 57
     _train(
         *(cluster, "native", rule, way, _PLAIN, num_examples, "plain line"),
-        replicas,
-        **options,
+        *(replicas, options),
     )
 
 
@@ -136,9 +133,8 @@ def test_rows_that_are_looked_up(cluster):
     """Rows of the mini-batches in flight are kept."""
     cuts, num_examples = ["dense_0", "dense_1"], _NUM_EXAMPLES
     ranks = cluster("native", 3, has_groups=True).run(
-        *(pipeline_functions.train_in_flight, "momentum", cuts),
+        *(pipeline_functions.train_ahead, "momentum", cuts),
         *("stash", "paper", num_examples, "rows line"),
-        messages_ahead=True,
     )
     test_in_flight.check(
         *(ranks, "momentum", "stash", "paper", cuts, num_examples),
@@ -162,9 +158,8 @@ def test_fewer_mini_batches_than_in_flight(cluster):
     layers = [["dense_0"], ["drop", "dense_1", "norm"], ["dense_2"]]
     layers.append(["dense_3", "out"])
     ranks = cluster("native", 4, has_groups=True).run(
-        *(pipeline_functions.train_in_flight, "momentum"),
+        *(pipeline_functions.train_ahead, "momentum"),
         *(["dense_0", "norm", "dense_2"], "spectrain", "paper", num_examples),
-        messages_ahead=True,
     )
     network = pipeline_functions.made("line")
     stages = [
@@ -190,7 +185,7 @@ def test_one_mini_batch_an_epoch(cluster, schedule):
     name = "one_batch_an_epoch"
     arrays, history = fit_functions.run(name)
     for found, logs in cluster("native", 2).run(
-        fit_functions.run, name, schedule, messages_ahead=True
+        fit_functions.run, name, schedule, 1, "paper", True
     ):
         assert logs.keys() == history.keys()
         for key, values in history.items():
