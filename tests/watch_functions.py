@@ -227,7 +227,7 @@ def fail_in_fit(how, rank):
     model.fit(dataset(), epochs=10, verbose=0, callbacks=[Fail()])
 
 
-def fail_in_pipeline(how, rank, schedule):
+def fail_in_pipeline(how, rank, schedule, messages_ahead=False):
     """Trains stages until one rank fails, in the middle of an epoch.
 
     Under a schedule, or with heads on all workers if it is None.
@@ -250,7 +250,11 @@ def fail_in_pipeline(how, rank, schedule):
     # busy machine a trace may take that long, too.
     timeout = 7 if how == "SIGSTOP" else None
     if schedule:
-        strategy = ks.PipelineStrategy(schedule, ["first"], timeout=timeout)
+        strategy = ks.PipelineStrategy(
+            *(schedule, ["first"]),
+            messages_ahead=messages_ahead,
+            timeout=timeout,
+        )
     else:
         strategy = ks.LayerPlacementStrategy(["first"], timeout=timeout)
     model = keras.Sequential(

@@ -216,7 +216,7 @@ CASES = [
     ),
     Case(
         "fail_in_pipeline",
-        ("SIGKILL", 1, "spectrain"),
+        ("SIGKILL", 1, "spectrain", True),
         message=("the process of rank 1 is gone: it was killed",),
         codes=(1, -9),
         silent=(1,),
@@ -299,18 +299,26 @@ _GONE = (1, -9), r"the process of rank 1 is gone: it was killed"
 _SILENT = (1, None), r"rank 1 has not been heard of for \d+ s: it is stopped"
 _RAISED = (1, 1), r"rank 1 raised ValueError: no such file: corpus.txt"
 # Those of all schedules that stand above.
-_USUAL = {("SIGKILL", "vanilla"), ("SIGSTOP", "stash"), ("callback", "1f1b")}
+_USUAL = {
+    ("SIGKILL", ("vanilla",)),
+    ("SIGSTOP", ("stash",)),
+    ("callback", ("1f1b",)),
+    ("SIGKILL", ("spectrain", True)),
+}
 CASES += [
     Case(
         "fail_in_pipeline",
-        (how, 1, schedule),
+        (how, 1, *schedule),
         message=(message,),
         codes=codes,
         silent=(1,),
         engines=("native",),
         is_rare=True,
     )
-    for schedule in ("gpipe", "1f1b", "vanilla", "stash", "spectrain")
+    for schedule in [
+        *(("gpipe",), ("1f1b",), ("vanilla",), ("stash",), ("spectrain",)),
+        ("spectrain", True),
+    ]
     for how, (codes, message) in {
         "SIGKILL": _GONE,
         "SIGSTOP": _SILENT,
