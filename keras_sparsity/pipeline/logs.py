@@ -70,14 +70,18 @@ class Logs:
         """The dict of logs that such a vector holds."""
         values = tf.split(row, self._sizes())
         return {
-            name: tf.reshape(part, value.shape)
-            for (name, value), part in zip(
-                self._result().items(), values, strict=True
+            name: tf.reshape(part, shape)
+            for (name, shape), part in zip(
+                self._shapes().items(), values, strict=True
             )
         }
 
     def _sizes(self):
-        return [
-            tf.convert_to_tensor(value).shape.num_elements()
-            for value in self._result().values()
-        ]
+        return [shape.num_elements() for shape in self._shapes().values()]
+
+    def _shapes(self):
+        # Eagerly, metrics that have seen nothing may give Python numbers.
+        return {
+            name: tf.convert_to_tensor(value).shape
+            for name, value in self._result().items()
+        }
