@@ -371,8 +371,8 @@ def _drawn(draws, spec, num_examples):
     dtype = tf.as_dtype(spec.dtype)
     if dtype.is_floating:
         return tf.cast(draws.normal(size=shape), dtype)
-    # An id that each table has; a mask that hides nothing.
-    return tf.cast(tf.ones(shape) if dtype.is_bool else tf.zeros(shape), dtype)
+    # An id that each table has, or no text; a mask that hides nothing.
+    return (tf.ones if dtype.is_bool else tf.zeros)(shape, dtype)
 
 
 def _shape(spec, num_examples):

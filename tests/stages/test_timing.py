@@ -53,6 +53,14 @@ def test_processor_time_of_runs_for_a_while(monkeypatch):
     assert events == ["run"] * 3
 
 
+def test_inputs_of_text_are_drawn():
+    text = keras.Input((), dtype="string")
+    ids = keras.layers.StringLookup(vocabulary=["a", "b"])(text)
+    model = keras.Model(text, keras.layers.Embedding(3, 2)(ids))
+    found = timing.call_seconds(cutting.Cutter(model), 2)
+    assert len(found) == 2 and min(found) > 0
+
+
 def test_layers_of_the_same_time_are_measured_once(monkeypatch):
     measured = []
 
