@@ -125,8 +125,9 @@ METRIC_ATTRIBUTES = Patch(
 ASSIGN = Patch(
     "keras.src.backend:Variable",
     "assign",
-    during="the tracing of a step on several processes",
-    reason="A metric's combined value holds until the metric is updated.",
+    during="the tracing of a step on several processes, or of one at servers",
+    reason="A metric's combined value holds until the metric is updated; what "
+    "a step assigns to variables at servers would be lost.",
 )
 SCALE_LOSS = Patch(
     "keras.src.losses.loss",

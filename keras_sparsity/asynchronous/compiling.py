@@ -46,6 +46,7 @@ def compile_served(stock, model, args, kwargs, strategy):
         )
     if getattr(model, _ADOPTION, None) is None:
         object.__setattr__(model, _ADOPTION, Runs(model))
+    getattr(model, _ADOPTION).optimizer = model.optimizer
 
 
 def _check_layers(model):

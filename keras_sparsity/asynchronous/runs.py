@@ -15,7 +15,11 @@ from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.global_batch import metrics, random_states
 from keras_sparsity.training import resuming
-from keras_sparsity.training.binding import Binding, bound_arguments
+from keras_sparsity.training.binding import (
+    Binding,
+    bound_arguments,
+    raise_of_compiled_outside,
+)
 
 # The same on all ranks, which train the same models.
 _numbers = itertools.count()
@@ -26,7 +30,12 @@ class Runs(Binding):
 
     Args:
         model: an adopted model.
+
+    Attributes:
+        optimizer: that of the last `compile` inside of the scope.
     """
+
+    optimizer = None
 
     def __init__(self, model):
         self._training = self._epochs = None  # while `fit` runs
@@ -44,6 +53,7 @@ class Runs(Binding):
 
     def fit(self, *args, **kwargs):
         arguments = bound_arguments(self._stock["fit"], args, kwargs)
+        self._check_optimizer()
         self._check_same_call("fit", arguments)
         if arguments.get("steps_per_epoch"):
             raise ValueError(
@@ -187,7 +197,9 @@ class Runs(Binding):
             )
 
     def _check_optimizer(self):
-        """The model's optimizer is Keras's own."""
+        """The model's optimizer is Keras's own, compiled in the scope."""
+        if self._model.optimizer is not self.optimizer:
+            raise_of_compiled_outside(self._model)
 
 
 class _Recorded:

@@ -13,6 +13,7 @@ from keras_sparsity._tf import (
     keras_models,
     keras_optimizers,
     keras_variables,
+    patches,
     tf_graphs,
 )
 from keras_sparsity._tf.current_variable import make_current, read_by
@@ -160,7 +161,8 @@ class Training:
 
         def reading(batch):
             self._is_pushed = False
-            with read_by(self._readers):
+            refusing = patches.assignments_are_told(self._refuse_assigned)
+            with read_by(self._readers), refusing:
                 return step(batch)
 
         with self._keeping():
@@ -177,6 +179,17 @@ class Training:
             given = scouted.given(dict(zip(lookups, rows, strict=True)))
             with foreseen.by(given):
                 return reading(batch)
+
+    def _refuse_assigned(self, variable):
+        """Raises ValueError if servers have a variable that a step assigns."""
+        if any(variable is each for each in self._model.trainable_variables):
+            raise ValueError(
+                "Servers have the trained variables, and a value that a step "
+                "assigns here would be lost at the next pull. Received: a "
+                f"layer or step that assigns '{variable.path}', as "
+                "`keras.layers.SpectralNormalization` does. Leave it out, or "
+                'use `delay="fixed"`.'
+            )
 
     @contextlib.contextmanager
     def _keeping(self):

@@ -31,6 +31,7 @@ class Runs(Binding):
 
     def build(self, iterator=None, data_batch=None):
         """Builds metrics from the shapes of a batch."""
+        self._steps.check_compiled()
         if iterator is not None:
             data_batch = self._input.shapes(iterator)
         self._stock[keras_models.SYMBOLIC_BUILD](data_batch=data_batch)

@@ -117,7 +117,12 @@ class Steps(Binding):
         with self._in_step([]):
             self._in_flight.drain()
 
+    def check_compiled(self):
+        """Raises ValueError if the model was compiled outside of the scope."""
+        self._stage.updates.check_is_of(self._model)
+
     def train_step(self, data):
+        self.check_compiled()
         first = [self._limit.checked(data)] if self._limit else []
         with self._in_step(data), tf.control_dependencies(first):
             if self._in_flight:

@@ -6,6 +6,7 @@ from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.pipeline.tables import Placements, is_spread
 from keras_sparsity.placement import choice
 from keras_sparsity.sparsity import touches
+from keras_sparsity.training.binding import raise_of_compiled_outside
 from keras_sparsity.update import lookups, optimizer_arguments, rules
 
 
@@ -87,6 +88,11 @@ class Updates:
         """Whether they are applied by this optimizer, but for loss scaling."""
         rule_of = optimizer_arguments.rule_of
         return rule_of(optimizer) is rule_of(self._optimizer)
+
+    def check_is_of(self, model):
+        """Raises ValueError if a model was compiled outside of the scope."""
+        if model.optimizer is not self._optimizer:
+            raise_of_compiled_outside(model)
 
     def check_knows(self, variables):
         """Raises ValueError for variables that the optimizer has no slots of.

@@ -48,6 +48,9 @@ class Weights:
 
         Yields:
             The `keras.StatelessScope`.
+
+        Raises:
+            ValueError: if a layer assigns one of these variables.
         """
         pairs = [
             (variable, value)
@@ -55,8 +58,22 @@ class Weights:
             if not keras_variables.is_variable(value)
         ]
         scope = keras.StatelessScope([*pairs, *others], collect_losses=True)
+        given = [scope.get_current_value(variable) for variable, _ in pairs]
         with read_by(self.readers), scope:
             yield scope
+        for (variable, _), value in zip(pairs, given, strict=True):
+            if scope.get_current_value(variable) is not value:
+                _raise_of_assigned(variable)
+
+
+def _raise_of_assigned(variable):
+    raise ValueError(
+        "Without a flush passes compute with copies of the trained weights, "
+        "and a value that a layer assigns in a pass would be lost. Received: "
+        f"a layer that assigns '{variable.path}', as "
+        '`keras.layers.SpectralNormalization` does. Use the schedule "1f1b" '
+        'or "gpipe", or leave the layer out.'
+    )
 
 
 class Versions(abc.ABC):

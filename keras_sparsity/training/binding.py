@@ -86,6 +86,16 @@ def raise_of_another_strategy(model, strategy):
     )
 
 
+def raise_of_compiled_outside(model):
+    """Raises ValueError of a model that has an optimizer of no strategy."""
+    raise ValueError(
+        f"The model '{model.name}' was compiled again outside of its "
+        "strategy's scope, and its strategy knows the optimizer of an earlier "
+        f"`compile` alone. Received: a {type(model.optimizer).__name__}. Write "
+        "`with strategy.scope(): model.compile(...)` each time."
+    )
+
+
 def bound_arguments(function, args, kwargs):
     """The given arguments of a call, by name."""
     bound = inspect.signature(function).bind(*args, **kwargs)

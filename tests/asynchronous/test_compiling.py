@@ -88,6 +88,14 @@ CASES = {
         lambda: _compiled().train_on_batch(X, np.ones((4, 2, 2))),
         "train_on_batch.*Use `fit`",
     ),
+    "compiled outside": (
+        lambda: _compiled_outside(),
+        "compiled again outside of its.*SGD.*`with strategy.scope",
+    ),
+    "weights that a layer assigns": (
+        lambda: _fit_assigned(),
+        "assigns '.*kernel', as .*SpectralNormalization.*delay=.fixed",
+    ),
     "own callback": (
         lambda: _fit(_compiled(), callbacks=[ks.callbacks.PartitionSearch()]),
         "a PartitionSearch.*ModelCheckpoint",
@@ -123,6 +131,20 @@ CASES = {
         "each process would train alone.*call `fit`",
     ),
 }
+
+
+def _compiled_outside():
+    model = _compiled()
+    model.compile("sgd", "mse")
+    _fit(model)
+
+
+def _fit_assigned():
+    dense = keras.layers.SpectralNormalization(keras.layers.Dense(2))
+    model = keras.Sequential([keras.Input((2,)), dense])
+    with _strategy().scope():
+        model.compile("sgd", "mse")
+    model.fit(X, np.ones((4, 2)), verbose=0)
 
 
 def _own_loop(make):

@@ -148,6 +148,16 @@ def learning_rates(compile_):
     return found, history.history
 
 
+def spectral_normalization(compile_):
+    """A layer that assigns its kernel in each forward pass."""
+    model = dense()
+    last = keras.layers.SpectralNormalization(model.layers[-1])
+    model = keras.Sequential([keras.Input((6,)), model.layers[0], last])
+    compile_(model, "sgd", "mse")
+    history = model.fit(*_data(), 8, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights(), history.history
+
+
 def averages(compile_):
     """Weights that are averages of all steps', at the end of `fit`."""
     found = []
@@ -285,6 +295,7 @@ TRAININGS = {
         sample_weights,
         class_weights,
         learning_rates,
+        spectral_normalization,
         averages,
         single_batches,
         lengths,
@@ -293,7 +304,11 @@ TRAININGS = {
         bfloat16,
     ]
 }
-_CUTS = {"lengths": ["norm"], "one_batch_an_epoch": ["norm"]}
+_CUTS = {
+    "lengths": ["norm"],
+    "one_batch_an_epoch": ["norm"],
+    "spectral_normalization": [],
+}
 
 
 def run(

@@ -9,6 +9,8 @@ import pytest
 from tests.conftest import covering
 from tests.pipeline import fit_functions
 
+_WITHOUT_A_FLUSH = ["vanilla", "stash", "spectrain"]
+
 
 @functools.cache
 def _expected(name):
@@ -45,12 +47,23 @@ def test_schedules_with_a_flush(cluster, name, schedule, num_micro_batches):
     _check(ranks, name)
 
 
-@pytest.mark.parametrize("schedule", ["vanilla", "stash", "spectrain"])
+@pytest.mark.parametrize("schedule", _WITHOUT_A_FLUSH)
 def test_schedules_without_a_flush(cluster, schedule):
     ranks = cluster("native", 2).run(
         fit_functions.run, "one_batch_an_epoch", schedule
     )
     _check(ranks, "one_batch_an_epoch")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", *_WITHOUT_A_FLUSH])
+def test_weights_that_a_layer_assigns(schedule):
+    """As one process, or refused: passes compute with copies."""
+    if schedule == "gpipe":
+        found = fit_functions.run("spectral_normalization", schedule, 1)
+        _check([found], "spectral_normalization")
+        return
+    with pytest.raises(ValueError, match="assigns '.*kernel'.*or .gpipe"):
+        fit_functions.run("spectral_normalization", schedule)
 
 
 @pytest.mark.parametrize(
