@@ -11,8 +11,9 @@ from keras_sparsity.training import jit
 ADOPTION = "_keras_sparsity_adoption"
 
 _EVERY_RANK = (
-    "Every rank must make the same calls; `ks.export(model)` gives a model "
-    "that one rank can use by itself."
+    "Every rank must make the same calls, and the same models before them: "
+    "Keras numbers their names. `ks.export(model)`, called by every rank, "
+    "gives a model that one rank can use by itself."
 )
 
 

@@ -1,9 +1,14 @@
 """Methods that are bound on one model, and the arguments of their calls."""
 
+import types
+
 import keras
+import pytest
 
 import keras_sparsity as ks
 from keras_sparsity._tf import keras_models
+from keras_sparsity.collectives.differences import raise_if_different
+from keras_sparsity.health import agreement
 from keras_sparsity.training.binding import Binding, bound_arguments
 
 
@@ -21,6 +26,26 @@ def test_a_method_is_bound_on_one_model_alone():
     Doubling(one, ["count_params"])
     assert (one.count_params(), other.count_params()) == (6, 3)
     assert one.count_params.__name__ == "count_params"
+
+
+def test_ranks_of_which_one_has_made_another_model():
+    """Keras then gives the next model other names there."""
+    one, other = (
+        keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        for _ in range(2)
+    )
+    keras_models.set_distribute_strategy(one, ks.HybridStrategy())
+    binding = Doubling(one, ["count_params"])
+
+    def check_equal(facts, *told):
+        others = {**facts, **agreement.of_model(other)}
+        raise_if_different([facts, others], *told)
+
+    binding._collectives = types.SimpleNamespace(
+        size=2, check_equal=check_equal
+    )
+    with pytest.raises(ValueError, match="(?s)dense.*Keras numbers their na"):
+        binding._check_same_call("fit", {})
 
 
 def test_arguments_that_a_call_gives_by_name():
