@@ -101,7 +101,7 @@ class Epochs(keras.callbacks.Callback):
         while (number := self._next(reader)) is not None:
             step = reader.step(number)
             if step is None:
-                self._training.pushing.wait()
+                self._training.worker.pushing.wait()
                 self._training.store.end_data(reader.num_batches)
             else:
                 yield step
@@ -112,19 +112,19 @@ class Epochs(keras.callbacks.Callback):
 
         At the end it waits for the others', one of which may be lost.
         """
-        training = self._training
+        training, worker = self._training, self._training.worker
         while True:
             number, held = training.store.take(training.record())
             if number == LOST:
                 raise_of_lost(self._collectives.rank)
             reader.keep(held)
             if number != NONE:
-                training.batch = number
+                worker.batch = number
                 return number
-            training.pushing.wait()
-            if training.is_bounded:
+            worker.pushing.wait()
+            if worker.is_bounded:
                 # Others wait for it no more.
-                training.is_bounded = False
+                worker.is_bounded = False
                 training.store.finish()
             if not held:
                 return None

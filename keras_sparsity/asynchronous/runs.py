@@ -84,9 +84,9 @@ class Runs(Binding):
                     self._training.end()
                 except BaseException:
                     if self._training is not None:
-                        self._training.release(raises=False)
+                        self._training.worker.release(raises=False)
                     raise
-                self._training.release(raises=True)
+                self._training.worker.release(raises=True)
             return history
         finally:
             # A function that was traced pushes to the servers of this `fit`.
@@ -127,7 +127,8 @@ class Runs(Binding):
         self._is_in_step = True
         try:
             with random_states.drawn_by_rank(rank):
-                return self._training.step(self._stock["train_step"], data)
+                step = self._stock["train_step"]
+                return self._training.worker.step(step, data)
         finally:
             self._is_in_step = False
 
