@@ -8,7 +8,6 @@ import keras
 
 from keras_sparsity._tf import keras_callbacks, keras_variables, patches
 from keras_sparsity.asynchronous import meeting
-from keras_sparsity.callbacks import sharded_checkpoint
 from keras_sparsity.training import resuming
 
 
@@ -85,7 +84,7 @@ def begun(model, callbacks, arguments, number):
             yield checkpoint, 0
         return
     order_seed = resuming.next_order_seed()
-    checkpoint = sharded_checkpoint.among(callbacks)
+    checkpoint = resuming.checkpoint_among(callbacks)
     first = _first(arguments)
     arguments["initial_epoch"] = epoch
     keras_callbacks.append_logs(callbacks)

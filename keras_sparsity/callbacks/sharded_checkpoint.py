@@ -1,16 +1,11 @@
 """Saves the whole training state while a model trains, and resumes from it."""
 
 import contextlib
-import copy
 import logging
-import math
 import os
 import random
-import time
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import (
@@ -19,7 +14,9 @@ from keras_sparsity._tf import (
     keras_input,
     random_seeds,
 )
-from keras_sparsity.checkpoint import folder, index, lock, storage
+from keras_sparsity.callbacks.save_times import SaveTimes
+from keras_sparsity.checkpoint import folder, index, lock, state, storage
+from keras_sparsity.checkpoint.found import FoundCheckpoint
 from keras_sparsity.checkpoint.replay import replay
 from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.global_batch import random_states
@@ -111,7 +108,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.keep = keep
         self.resume = resume
         self._collectives = None
-        self._found = None
+        self._found = None  # a `FoundCheckpoint`, until all is restored
         self._lock = contextlib.ExitStack()
 
     def restore(self, model):
@@ -193,10 +190,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         return self._go_on(found, first, arguments.get("epochs", 1))
 
     def _go_on(self, found, first, epochs):
-        """Takes what was found; the epoch in which `fit` is to begin."""
-        self._path, self._index = found
-        self._found = position = self._index["position"]
-        keras_callbacks.check_learnt(position["callbacks"], self._path)
+        """Takes the checkpoint found; the epoch in which `fit` is to begin."""
+        self._found = FoundCheckpoint(*found, epochs)
+        position = self._found.position
         if position["epoch"] < first:
             raise ValueError(
                 f"The latest checkpoint in {self.directory} is of epoch "
@@ -206,9 +202,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             )
         keras_callbacks.append_logs(self._others)
         self._latest = position["epoch"], position["step"]
-        self._has_ended = position["has_stopped"] or position["epoch"] >= epochs
-        self._say_resuming(position)
-        if self._has_ended:
+        self._found.tell(self._collectives.rank == 0)
+        if self._found.has_ended:
             return max(epochs, position["epoch"])
         return position["epoch"]
 
@@ -261,7 +256,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             seed: the seed of this one, None for stock Keras's orders.
         """
         if self._found:
-            seed = self._found["order_seed"]
+            seed = self._found.position["order_seed"]
         elif seed is None and random_seeds.global_seed() is None:
             seed = random.SystemRandom().randrange(2**62)
         self._order_seed = seed
@@ -281,28 +276,6 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """Takes the processes that save from now on: some may be lost."""
         self._collectives = collectives
 
-    def _say_resuming(self, position):
-        if self._collectives.rank == 0:
-            then = (
-                "the training had ended"
-                if self._has_ended
-                else f"going on in epoch {position['epoch'] + 1} after "
-                f"{position['step']} of its steps"
-            )
-            print(f"Resuming from {self._path}: {then}.", flush=True)
-        seed = random_seeds.global_seed()
-        is_within = position["step"] and not self._has_ended
-        if is_within and position["seed"] != seed:
-            logging.getLogger(__name__).warning(
-                "The random seed is %s, and was %s before the interruption. "
-                "A shuffle without a seed of its own now gives another order, "
-                "so that examples of this epoch are seen twice or not at all. "
-                "Start the processes with KERAS_SPARSITY_SEED=%s.",
-                seed,
-                position["seed"],
-                position["seed"],
-            )
-
     # Called by Keras.
 
     def on_train_begin(self, logs=None):
@@ -313,14 +286,14 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 "`strategy = ks.HybridStrategy()`. Received: the model "
                 f"'{self.model.name}'."
             )
-        self._count_from_here()
-        if not self._found:
+        self._save_times = SaveTimes(self.every_steps, self.every_seconds)
+        found = self._found
+        if not found:
             return
-        self._restore(("model", "optimizer", "prediction"))
-        states = storage.read_host_states(
-            self._path, self._index, self._collectives
-        )
-        if self._has_ended:
+        sections = "model", "optimizer", "prediction"
+        found.restore(self.model, self._collectives, sections)
+        states = found.host_states(self._collectives)
+        if found.has_ended:
             random_states.set_host_states(states)
             return
 
@@ -331,8 +304,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
         replay(
             self._epoch_iterator,
-            self._found["epoch"] - self._first,
-            self._found["step"],
+            found.position["epoch"] - self._first,
+            found.position["step"],
             go_on,
             self._first_is_enough,
         )
@@ -341,7 +314,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._epoch = epoch
         self._steps = 0
         if self._found:
-            self._steps = self._found["step"]
+            self._steps = self._found.position["step"]
             self._restore_progress()
         elif epoch > self._first:
             # Here and not at the end of the one before: now all other
@@ -353,10 +326,12 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         # Not by `batch`: Keras's versions count executions differently.
         num_steps = self.model.steps_per_execution
         self._steps += num_steps
-        self._steps_since += num_steps
+        self._save_times.add_steps(num_steps)
         in_epoch = self.params.get("steps")
         # At the end of the epoch there is more to come before it is saved.
-        if not (in_epoch and self._steps >= in_epoch) and self._is_due():
+        if in_epoch and self._steps >= in_epoch:
+            return
+        if self._save_times.is_due(self._collectives):
             self._save(self._epoch, self._steps)
 
     def on_train_end(self, logs=None):
@@ -365,29 +340,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         else:
             self._save(self._epoch + 1)
 
-    # Saving.
-
-    def _count_from_here(self):
-        self._steps_since = 0
-        self._time = time.monotonic()
-        self._look_after = 1
-
-    def _is_due(self):
-        if self.every_steps and self._steps_since >= self.every_steps:
-            return True
-        if not self.every_seconds or self._steps_since < self._look_after:
-            return False
-        # Rank 0's clock decides. So as not to ask it in each step, it tells
-        # when to ask again: half of the way that is left, at this speed.
-        elapsed = max(time.monotonic() - self._time, 1e-3)
-        left = self.every_seconds - elapsed
-        steps_left = math.ceil(left / elapsed * self._steps_since / 2)
-        (wait,) = self._collectives.broadcast(
-            [tf.constant(min(max(0, steps_left), 1 << 30), tf.int64)],
-            name="checkpoint/clock",
+    def _restore_progress(self):
+        self._found.restore_progress(
+            self.model, self._collectives, self._others
         )
-        self._look_after = self._steps_since + int(wait)
-        return self._look_after == self._steps_since
+        self._found = None
 
     def _save(self, epoch, step=0):
         if (epoch, step) == self._latest:
@@ -409,9 +366,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             position,
             self._collectives,
             self.keep,
-            is_doubtful=not _is_finite(loss),
+            is_doubtful=not state.is_finite(loss),
         )
-        self._count_from_here()
+        self._save_times.restart()
         if spoiled is None:
             self._latest = epoch, step
         else:
@@ -432,43 +389,3 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             self.directory,
             latest or "none so far",
         )
-
-    # Resuming.
-
-    def _restore(self, sections):
-        storage.restore(
-            self.model, self._path, self._index, self._collectives, sections
-        )
-
-    def _restore_progress(self):
-        """Restores state that Keras and its callbacks reset at the start."""
-        if self._found["step"]:
-            self._restore(("metrics",))
-        history = self.model.history
-        history.epoch, values = map(copy.copy, self._found["history"])
-        history.history.clear()
-        history.history.update(values)
-        keras_callbacks.set_all_learnt(self._others, self._found["callbacks"])
-        self._found = None
-
-
-def among(callbacks):
-    """The `ShardedCheckpoint` among a `fit`'s callbacks, or None."""
-    found = [c for c in callbacks if isinstance(c, ShardedCheckpoint)]
-    if len(found) > 1:
-        raise ValueError(
-            "Give `fit` one ShardedCheckpoint. Received: "
-            f"{[c.directory for c in found]}. `every_steps` and "
-            "`every_seconds` can be combined in one."
-        )
-    return found[0] if found else None
-
-
-def _is_finite(loss):
-    """Whether a loss, as it is in `logs`, is a finite number, or not there."""
-    if loss is None:
-        return True
-    try:
-        return bool(np.all(np.isfinite(np.asarray(loss, "float64"))))
-    except (TypeError, ValueError):  # of a `train_step` that logs others
-        return True

@@ -32,30 +32,13 @@ def replay(
         )
     first_is_enough |= keras_input.repeats_an_order_at_once(epoch_iterator)
 
-    def pull(iterator):
-        next(iterator)
-        for _ in range(num_per_execution - 1):
-            try:
-                next(iterator)
-            except StopIteration:  # a last execution of fewer steps
-                return
-
-    def pass_epoch(stock):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the input has ended
-            with epoch_iterator.catch_stop_iteration():
-                for *_, iterator in stock():
-                    pull(iterator)
-                    if first_is_enough:
-                        break
-
     def enumerate_epoch(stock):
         for _ in range(num_epochs):
-            pass_epoch(stock)
+            _pass_epoch(epoch_iterator, stock(), first_is_enough)
         executions = stock()
         for _ in range(num_steps // num_per_execution):
             try:
-                pull(next(executions)[-1])
+                _pass_execution(next(executions)[-1], num_per_execution)
             except StopIteration:
                 raise ValueError(
                     "The input has fewer batches than before the "
@@ -70,3 +53,22 @@ def replay(
         keras_input.on_next_epoch(epoch_iterator, enumerate_epoch)
     else:
         on_done()
+
+
+def _pass_epoch(epoch_iterator, executions, first_is_enough):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the input has ended
+        with epoch_iterator.catch_stop_iteration():
+            for *_, iterator in executions:
+                _pass_execution(iterator, epoch_iterator.steps_per_execution)
+                if first_is_enough:
+                    break
+
+
+def _pass_execution(iterator, num_steps):
+    next(iterator)
+    for _ in range(num_steps - 1):
+        try:
+            next(iterator)
+        except StopIteration:  # a last execution of fewer steps
+            return

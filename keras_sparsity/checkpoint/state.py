@@ -164,6 +164,16 @@ def spoiled(entries, rank, also_infinite):
     return None
 
 
+def is_finite(loss):
+    """Whether a loss, as it is in `logs`, is a finite number, or not there."""
+    if loss is None:
+        return True
+    try:
+        return bool(np.all(np.isfinite(np.asarray(loss, "float64"))))
+    except (TypeError, ValueError):  # of a `train_step` that logs others
+        return True
+
+
 class Source:
     """A checkpoint's HDF5 file, of which only the expected is read.
 

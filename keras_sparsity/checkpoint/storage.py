@@ -72,14 +72,9 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
 
         def commit():
             if is_first:
-                contents = {
-                    "versions": _versions(),
-                    "num_processes": communicator.size,
-                    "position": begun[0][1],
-                    "variables": _records(entries, differing, communicator),
-                    "files": {k: v for part in sealed for k, v in part.items()},
-                }
-                index.write(path, contents)
+                records = _records(entries, differing, communicator)
+                facts = communicator.size, begun[0][1], records, sealed
+                index.write(path, _contents(*facts))
                 folder.commit(directory, name, keep)
 
         together(commit)
@@ -87,6 +82,22 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
         if is_first:
             shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def _contents(num_processes, position, records, sealed):
+    """The index: `sealed` has, for each rank, the facts of its files."""
+    return {
+        "versions": {
+            "keras_sparsity": __version__,
+            "keras": keras.__version__,
+            "tensorflow": tf.__version__,
+            "python": platform.python_version(),
+        },
+        "num_processes": num_processes,
+        "position": position,
+        "variables": records,
+        "files": {k: v for of_rank in sealed for k, v in of_rank.items()},
+    }
 
 
 def on_all_ranks(communicator, what, attempt):
@@ -331,15 +342,6 @@ def _records(entries, differing, communicator):
             )
         records.append(record)
     return records
-
-
-def _versions():
-    return {
-        "keras_sparsity": __version__,
-        "keras": keras.__version__,
-        "tensorflow": tf.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _check_same_variables(entries, records, path):

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 
 from keras_sparsity._tf import keras_input, patches, random_seeds
-from keras_sparsity.callbacks import sharded_checkpoint
+from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.collectives import agreed_seed
 
 _fits = itertools.count()
@@ -12,10 +12,19 @@ _fits = itertools.count()
 
 def checkpoint_last(callbacks):
     """Callbacks in their order; a checkpoint saves the state of the others."""
-    return sorted(
-        callbacks,
-        key=lambda c: isinstance(c, sharded_checkpoint.ShardedCheckpoint),
-    )
+    return sorted(callbacks, key=lambda c: isinstance(c, ShardedCheckpoint))
+
+
+def checkpoint_among(callbacks):
+    """The `ShardedCheckpoint` among a `fit`'s callbacks, or None."""
+    found = [c for c in callbacks if isinstance(c, ShardedCheckpoint)]
+    if len(found) > 1:
+        raise ValueError(
+            "Give `fit` one ShardedCheckpoint. Received: "
+            f"{[c.directory for c in found]}. `every_steps` and "
+            "`every_seconds` can be combined in one."
+        )
+    return found[0] if found else None
 
 
 @contextlib.contextmanager
@@ -32,7 +41,7 @@ def resuming(model, callbacks, arguments, communicator=None, trains=True):
         The `ShardedCheckpoint` among the callbacks, or None.
     """
     order_seed = next_order_seed()
-    checkpoint = sharded_checkpoint.among(callbacks)
+    checkpoint = checkpoint_among(callbacks)
     with contextlib.ExitStack() as stack:
         if checkpoint:
             stack.callback(checkpoint.end)

@@ -193,7 +193,7 @@ def test_when_it_saves(tmp_path, monkeypatch):
     # A clock that goes on by 10 s each time it is asked.
     times = iter(range(0, 100_000, 10))
     monkeypatch.setattr(
-        "keras_sparsity.callbacks.sharded_checkpoint.time.monotonic",
+        "keras_sparsity.callbacks.save_times.time.monotonic",
         lambda: next(times),
     )
     always = _count_saves(monkeypatch, directory=tmp_path, every_seconds=1)

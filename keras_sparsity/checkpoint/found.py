@@ -1,0 +1,73 @@
+"""The checkpoint from which a training goes on."""
+
+import copy
+import logging
+
+from keras_sparsity._tf import keras_callbacks, random_seeds
+from keras_sparsity.checkpoint import storage
+
+
+class FoundCheckpoint:
+    """What `fit` takes from a checkpoint, before and after it begins.
+
+    Args:
+        path, contents: result of `storage.latest`.
+        epochs: the number at which `fit` ends.
+
+    Attributes:
+        position: dict of the values that were saved with the model.
+        has_ended: whether the training had ended.
+    """
+
+    def __init__(self, path, contents, epochs):
+        self._path, self._contents = path, contents
+        self.position = position = contents["position"]
+        self.has_ended = position["has_stopped"] or position["epoch"] >= epochs
+        keras_callbacks.check_learnt(position["callbacks"], path)
+
+    def tell(self, is_first):
+        """Prints where the training goes on, on the first rank.
+
+        Warns on every rank whose orders will differ.
+        """
+        position = self.position
+        if is_first:
+            then = (
+                "the training had ended"
+                if self.has_ended
+                else f"going on in epoch {position['epoch'] + 1} after "
+                f"{position['step']} of its steps"
+            )
+            print(f"Resuming from {self._path}: {then}.", flush=True)
+        seed = random_seeds.global_seed()
+        is_within = position["step"] and not self.has_ended
+        if is_within and position["seed"] != seed:
+            logging.getLogger(__name__).warning(
+                "The random seed is %s, and was %s before the interruption. "
+                "A shuffle without a seed of its own now gives another order, "
+                "so that examples of this epoch are seen twice or not at all. "
+                "Start the processes with KERAS_SPARSITY_SEED=%s.",
+                seed,
+                position["seed"],
+                position["seed"],
+            )
+
+    def host_states(self, collectives):
+        """This rank's `random_states.host_states`."""
+        return storage.read_host_states(self._path, self._contents, collectives)
+
+    def restore(self, model, collectives, sections):
+        """Restores some sections of a model's state, see `storage.restore`."""
+        storage.restore(
+            model, self._path, self._contents, collectives, sections
+        )
+
+    def restore_progress(self, model, collectives, callbacks):
+        """Restores state that Keras and its callbacks reset at the start."""
+        if self.position["step"]:
+            self.restore(model, collectives, ("metrics",))
+        history = model.history
+        history.epoch, values = map(copy.copy, self.position["history"])
+        history.history.clear()
+        history.history.update(values)
+        keras_callbacks.set_all_learnt(callbacks, self.position["callbacks"])
