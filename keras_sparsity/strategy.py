@@ -9,7 +9,7 @@ from keras_sparsity._tf import checks
 from keras_sparsity.asynchronous import modes
 from keras_sparsity.board.epoch_figures import EpochFigures
 from keras_sparsity.collectives.startup import single_process
-from keras_sparsity.data import distribution
+from keras_sparsity.data import sharding
 from keras_sparsity.exchange.options import Options, check_wire_dtype
 from keras_sparsity.global_batch import losses, metrics
 from keras_sparsity.layers import ordinary
@@ -282,7 +282,7 @@ class HybridStrategy(ProcessStrategy):
         Raises:
             ValueError: if the ranks' datasets differ.
         """
-        return distribution.shard(dataset, self.collectives)
+        return sharding.shard(dataset, self.collectives)
 
 
 def _check_options(wire_dtype, local_aggregation, bucket_bytes, prefetch):

@@ -9,7 +9,7 @@ from keras_sparsity.asynchronous.batches import LOST, NONE
 from keras_sparsity.asynchronous.meeting import left, raise_of_lost
 from keras_sparsity.board.epoch_figures import EpochFigures
 from keras_sparsity.checkpoint.replay import replay
-from keras_sparsity.data import distribution
+from keras_sparsity.data import distribution, marks
 
 # Between two looks at the batches of others, at the end of an epoch.
 _LOOK_SECONDS = 0.02
@@ -47,7 +47,7 @@ class Epochs(keras.callbacks.Callback):
             )
 
         def check(dataset):
-            if distribution.is_sharded(dataset):
+            if marks.is_sharded(dataset):
                 raise ValueError(
                     'Under `delay="bounded"` each rank reads the whole dataset '
                     "and leaves batches out. Received: a part of a dataset, "

@@ -1,5 +1,5 @@
 """Each rank's part of the input."""
 
-from keras_sparsity.data.distribution import shard
+from keras_sparsity.data.sharding import shard
 
 __all__ = ["shard"]

@@ -8,34 +8,28 @@ from time to time.
 """
 
 import contextlib
-import logging
 
 import tensorflow as tf
 
-from keras_sparsity._tf import checks, keras_input
 from keras_sparsity.data.batches import split_batch
-from keras_sparsity.data.dataset_graph import CannotSplit, DatasetGraph
-from keras_sparsity.data.equal_steps import ending_together, with_equal_steps
+from keras_sparsity.data.equal_steps import ending_together
 from keras_sparsity.data.fingerprints import Fingerprints, fingerprint
-from keras_sparsity.data.of_servers import (
-    agreed,
-    agreed_number,
-    parts_of_server,
+from keras_sparsity.data.marks import (
+    check_is_dataset,
+    check_nothing_reads_ahead,
+    is_sharded,
+    mark_as_part,
 )
+from keras_sparsity.data.of_servers import agreed_number, parts_of_server
 from keras_sparsity.data.stand_ins import counted_part, with_stand_ins
 
-__all__ = ["shard"]
-
-_SHARDED = "_keras_sparsity_is_sharded"
-_told = set()  # reasons to split late, which would be told in each epoch
-_IN_STEP = "_keras_sparsity_agrees_in_step"
-_ORIGINAL = "_keras_sparsity_original"
-_counts = []  # not empty while what `distribute` makes is `Counted`
-_SAME_DATASET = (
+SAME_DATASET = (
     "Give every rank the same dataset: each trains on its own part of every "
     "batch. Seed its shuffles and generators alike on every rank. What is "
     "each rank's own part already, only `strategy.shard(dataset)` can make."
 )
+
+_counts = []  # not empty while what `distribute` makes is `Counted`
 
 
 def distribute(dataset, collectives):
@@ -55,12 +49,12 @@ def distribute(dataset, collectives):
     """
     if collectives.size == 1:
         return dataset
-    _check_is_dataset(dataset)
+    check_is_dataset(dataset)
     if is_sharded(dataset):
-        _check_nothing_reads_ahead(dataset)
+        check_nothing_reads_ahead(dataset)
         return with_stand_ins(dataset) if _counts else dataset
     number = agreed_number(
-        dataset, _SAME_DATASET, collectives, _counts and _counts[-1]()
+        dataset, SAME_DATASET, collectives, _counts and _counts[-1]()
     )
     if collectives.is_server:
         return parts_of_server(dataset, number, collectives, bool(_counts))
@@ -90,7 +84,7 @@ def repeat_on_all(dataset, collectives):
     """
     if collectives.size == 1:
         return dataset
-    _check_is_dataset(dataset)
+    check_is_dataset(dataset)
     if is_sharded(dataset):
         raise ValueError(
             "Every process of a model in stages reads whole batches: the "
@@ -103,7 +97,7 @@ def repeat_on_all(dataset, collectives):
 
 def check_is_alike(dataset, collectives):
     """Raises ValueError unless the ranks' datasets have one structure."""
-    agreed_number(dataset, _SAME_DATASET, collectives)
+    agreed_number(dataset, SAME_DATASET, collectives)
 
 
 @contextlib.contextmanager
@@ -142,8 +136,8 @@ def split_batches(dataset, rank, size, fingerprints=None):
     >>> [part.numpy().tolist() for part in split_batches(batches, 0, 2)]
     [[0, 1], [4]]
     """
-    _check_is_dataset(dataset)
-    _check_is_batched(dataset)
+    check_is_dataset(dataset)
+    check_is_batched(dataset)
     # Keras turns tuning off where Python workers fill the pipeline: threads
     # that read ahead would ask them for batches after the epoch's end.
     is_tuned = dataset.options().autotune.enabled is not False
@@ -174,69 +168,9 @@ def split_batches(dataset, rank, size, fingerprints=None):
     return parts.prefetch(tf.data.AUTOTUNE) if is_tuned else parts
 
 
-def is_sharded(dataset):
-    """Whether a dataset comes from `shard`, with or without later steps.
-
-    Example:
-
-    >>> is_sharded(tf.data.Dataset.range(4).batch(2))
-    False
-    """
-    if getattr(dataset, _SHARDED, False):
-        return True
-    inputs = keras_input.dataset_inputs(dataset)
-    return bool(inputs) and all(is_sharded(each) for each in inputs)
-
-
-def in_order(data):
-    """Data whose examples come in the order that one process sees.
-
-    A dataset that is split by files or by elements gives each rank examples
-    from all over a batch: predictions would be put together in another order.
-
-    Args:
-        data: the input of `predict`.
-
-    Returns:
-        The dataset from before `shard`, if `data` is one that reorders; else
-        `data` itself.
-
-    Raises:
-        ValueError: if steps of the pipeline come after `shard`.
-    """
-    if not isinstance(data, tf.data.Dataset) or not is_sharded(data):
-        return data
-    sharded = data
-    while not getattr(sharded, _SHARDED, False):
-        sharded = keras_input.dataset_inputs(sharded)[0]
-    original = getattr(sharded, _ORIGINAL, None)
-    if original is None:
-        return data
-    if sharded is not data:
-        raise ValueError(
-            "`predict` returns outputs in the dataset's order, which a "
-            "dataset that is split by files or elements has lost. Received: "
-            "a dataset with steps after `strategy.shard(dataset)`. Give "
-            "`predict` the dataset without `strategy.shard`, or shard it last."
-        )
-    return original
-
-
-def mark_as_part(dataset):
-    """Has a strategy take the dataset for this rank's part, as it is.
-
-    Each rank's dataset must then have as many batches as the others'.
-    """
-    _check_is_dataset(dataset)
-    # A new object: the user's may serve as a whole elsewhere.
-    dataset = dataset.with_options(tf.data.Options())
-    setattr(dataset, _SHARDED, True)
-    return dataset
-
-
 def own_parts(dataset, collectives):
     """Has a strategy take each worker's dataset for its parts, as it is."""
-    _check_is_dataset(dataset)
+    check_is_dataset(dataset)
     if not collectives.num_servers:
         return mark_as_part(dataset)
     (number,) = collectives.broadcast(
@@ -249,143 +183,8 @@ def own_parts(dataset, collectives):
     return mark_as_part(dataset)
 
 
-def shard(dataset, collectives, by=None):
-    """This rank's part of a dataset of global batches, for large input.
-
-    `fit` cuts each rank's part from batches that every rank has read and
-    decoded whole. This splits earlier where the pipeline allows it, and has
-    the rank read or decode its own examples only:
-
-    - by files, where it reads a list of files whose number is a multiple of
-      the ranks' (or at least 8 for each): each rank reads files of its own;
-    - by elements, where maps stand between its elements and its batches:
-      each rank maps every n-th element only. Maps right before the batches
-      are saved without any other change: each global batch then holds the
-      examples it would have held. If it is shuffled behind the maps, each
-      rank shuffles its own elements;
-    - by batches elsewhere, as `fit` does.
-
-    For the first two the global batch size must be a multiple of the number
-    of ranks, and nothing but maps and prefetching may follow the batches (a
-    map there sees this rank's rows only). What the ranks cannot be sure to
-    agree on is split by batches too: Python generators, orders that vary,
-    unseeded shuffles. Rank 0 logs each reason once, unless `by` asks for
-    batches.
-
-    In each step every rank gets at most its share of the global batch, and
-    each example is read once, by one rank. All ranks get the same number of
-    steps: ranks that run out get batches without rows until the last one has
-    ended. Where the number of steps is unknown beforehand (files, filters)
-    the ranks agree in each step with one small message; this must be the
-    last step of the pipeline then, and prefetches itself.
-
-    `predict` returns outputs in the order of the dataset. So it reads a dataset
-    that is split by files or elements as if it were not sharded.
-
-    Args:
-        dataset: `tf.data.Dataset` of global batches, the same on all ranks.
-        collectives: the processes that share each batch.
-        by: "files", "elements" or "batches", to have that or an error; the
-            first possible one when None.
-
-    Returns:
-        `tf.data.Dataset` of this rank's parts, which a strategy recognises.
-        In one process the dataset itself; on a dedicated server, which reads
-        none, as many stand-ins.
-
-    Raises:
-        ValueError: on every rank, if their datasets differ or cannot be
-            split as asked.
-
-    Example:
-
-    >>> import tensorflow as tf, keras_sparsity as ks
-    >>> strategy = ks.HybridStrategy()
-    >>> batches = tf.data.Dataset.range(8).batch(4)
-    >>> part = ks.data.shard(batches, strategy.collectives)
-    >>> [batch.tolist() for batch in part.as_numpy_iterator()]
-    [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-    References:
-        EuroSys 4.1 (`shard`). `tf.data.experimental.AutoShardPolicy` names
-        the same ways: FILE, DATA.
-    """
-    if by is not None:
-        checks.one_of("by", by, ("files", "elements", "batches"), ", or None")
-    _check_is_dataset(dataset)
-    checks.processes("collectives", collectives)
-    if is_sharded(dataset):
-        return dataset
-    _check_is_batched(dataset)
-    if collectives.size == 1:
-        return dataset
-    graph = place = reason = None
-    if by != "batches" and not collectives.is_server:
-        try:
-            graph = DatasetGraph(dataset)
-            place = graph.best_split(collectives.num_workers, by)
-        except CannotSplit as error:
-            reason = str(error)
-    plan = {"split by": place.by if place else "batches"}
-    if place:
-        plan.update(pipeline=graph.steps, constants=graph.fingerprint)
-    if collectives.num_servers:
-        plan["reason"] = reason
-    plan = agreed(plan, "The dataset to shard", _SAME_DATASET, collectives)
-    if plan["split by"] == "batches":
-        _tell_of_late_split(plan.get("reason", reason), by, collectives)
-        return mark_as_part(distribute(dataset, collectives))
-    return _split_early(dataset, graph, place, collectives)
-
-
-def _tell_of_late_split(reason, by, collectives):
-    """Logs why a dataset is split by batches; raises if `by` forbids it."""
-    if by in ("files", "elements"):
-        raise ValueError(
-            f"The dataset cannot be split as asked (by={by!r}): {reason}. "
-            "Change it, or leave `by` to be chosen."
-        )
-    if reason and reason not in _told and collectives.rank == 0:
-        _told.add(reason)
-        logging.getLogger(__name__).warning(
-            "`shard` splits this dataset late: every process reads and maps "
-            "all examples, and keeps its part of each batch, as `fit` does "
-            "without `shard`, because %s. (by='batches' asks for that.)",
-            reason,
-        )
-
-
-def _split_early(dataset, graph, place, collectives):
-    """This rank's part, split by files or elements."""
-    part = number = None
-    if place:
-        part = graph.split(place, collectives.rank, collectives.num_workers)
-        part = part.with_options(dataset.options())
-        counted = dataset if place.keeps_batches else part
-        number = int(counted.cardinality())
-    numbers = collectives.gather_objects(number, name="input/num_steps")
-    numbers = numbers[: collectives.num_workers]
-    # As many as the worker with most has.
-    num_steps = min(numbers) if min(numbers) < 0 else max(numbers)
-    if part is None:
-        part = parts_of_server(dataset, num_steps, collectives)
-    else:
-        part = with_equal_steps(part, num_steps, collectives)
-    part = mark_as_part(part)
-    setattr(part, _IN_STEP, num_steps == tf.data.UNKNOWN_CARDINALITY)
-    setattr(part, _ORIGINAL, dataset)
-    return part
-
-
-def _check_is_dataset(dataset):
-    if not isinstance(dataset, tf.data.Dataset):
-        raise TypeError(
-            "Expected a `tf.data.Dataset` of global batches. Received: "
-            f"{checks.spell(dataset)} of type {type(dataset)}."
-        )
-
-
-def _check_is_batched(dataset):
+def check_is_batched(dataset):
+    """Raises ValueError for elements without a batch axis."""
     for spec in tf.nest.flatten(dataset.element_spec):
         shape = getattr(spec, "shape", None)
         if isinstance(spec, tf.OptionalSpec) or shape is None:
@@ -397,20 +196,3 @@ def _check_is_batched(dataset):
                 f"in them: element_spec={dataset.element_spec}. Batch it "
                 "first: `dataset.batch(global_batch_size)`."
             )
-
-
-def _check_nothing_reads_ahead(dataset):
-    """Raises where ranks would send messages before they need to."""
-    reads_ahead = None
-    while not getattr(dataset, _SHARDED, False):
-        kind = type(dataset).__name__
-        if "Prefetch" in kind or "Parallel" in kind:
-            reads_ahead = kind.strip("_")
-        dataset = keras_input.dataset_inputs(dataset)[0]
-    if reads_ahead and getattr(dataset, _IN_STEP, False):
-        raise ValueError(
-            "How many batches this dataset has is not known beforehand, so "
-            "the ranks agree in each step whether any has one left; nothing "
-            f"may read ahead of that. Received: {reads_ahead} behind "
-            "`strategy.shard(dataset)`. Shard it last: it prefetches itself."
-        )

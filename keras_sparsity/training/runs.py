@@ -15,7 +15,7 @@ from keras_sparsity.callbacks import (
 )
 from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.input_check import InputCheck
-from keras_sparsity.data import distribution
+from keras_sparsity.data import distribution, marks
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.data.stand_ins import counted_part
 from keras_sparsity.training import prefetching
@@ -96,7 +96,7 @@ class Runs(Binding):
     def predict(self, *args, **kwargs):
         arguments = bound_arguments(self._stock["predict"], args, kwargs)
         self._check_call("predict", arguments)
-        arguments["x"] = distribution.in_order(arguments["x"])
+        arguments["x"] = marks.in_order(arguments["x"])
         return self._run("predict", arguments)
 
     def _run(self, name, arguments):

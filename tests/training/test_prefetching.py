@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.data import distribution
+from keras_sparsity.data import sharding
 from tests.conftest import engines
 from tests.logged import with_messages_of
 
@@ -91,7 +91,7 @@ def said(lines):
 
     communicator = ks.collectives.current()
     lines.clear()
-    distribution._told.clear()
+    sharding._told.clear()
     batches = tf.data.Dataset.range(8).batch(4)
     for _ in range(2):  # as in each of two epochs
         ks.data.shard(batches.shuffle(2), communicator)

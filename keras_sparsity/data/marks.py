@@ -1,0 +1,102 @@
+"""Marks of datasets that are one rank's part already."""
+
+import tensorflow as tf
+
+from keras_sparsity._tf import checks, keras_input
+
+_SHARDED = "_keras_sparsity_is_sharded"
+_IN_STEP = "_keras_sparsity_agrees_in_step"
+_ORIGINAL = "_keras_sparsity_original"
+
+
+def is_sharded(dataset):
+    """Whether a dataset comes from `shard`, with or without later steps.
+
+    Example:
+
+    >>> is_sharded(tf.data.Dataset.range(4).batch(2))
+    False
+    """
+    if getattr(dataset, _SHARDED, False):
+        return True
+    inputs = keras_input.dataset_inputs(dataset)
+    return bool(inputs) and all(is_sharded(each) for each in inputs)
+
+
+def in_order(data):
+    """Data whose examples come in the order that one process sees.
+
+    A dataset that is split by files or by elements gives each rank examples
+    from all over a batch: predictions would be put together in another order.
+
+    Args:
+        data: the input of `predict`.
+
+    Returns:
+        The dataset from before `shard`, if `data` is one that reorders; else
+        `data` itself.
+
+    Raises:
+        ValueError: if steps of the pipeline come after `shard`.
+    """
+    if not isinstance(data, tf.data.Dataset) or not is_sharded(data):
+        return data
+    sharded = data
+    while not getattr(sharded, _SHARDED, False):
+        sharded = keras_input.dataset_inputs(sharded)[0]
+    original = getattr(sharded, _ORIGINAL)
+    if original is None:
+        return data
+    if sharded is not data:
+        raise ValueError(
+            "`predict` returns outputs in the dataset's order, which a "
+            "dataset that is split by files or elements has lost. Received: "
+            "a dataset with steps after `strategy.shard(dataset)`. Give "
+            "`predict` the dataset without `strategy.shard`, or shard it last."
+        )
+    return original
+
+
+def mark_as_part(dataset, original=None, agrees_in_step=False):
+    """Has a strategy take the dataset for this rank's part, as it is.
+
+    Each rank's dataset must then have as many batches as the others'.
+
+    Args:
+        dataset: `tf.data.Dataset` of this rank's parts.
+        original: the global batches, if the parts have another order.
+        agrees_in_step: whether the ranks send messages before each batch.
+    """
+    check_is_dataset(dataset)
+    # A new object: the user's may serve as a whole elsewhere.
+    dataset = dataset.with_options(tf.data.Options())
+    setattr(dataset, _SHARDED, True)
+    setattr(dataset, _ORIGINAL, original)
+    setattr(dataset, _IN_STEP, agrees_in_step)
+    return dataset
+
+
+def check_is_dataset(dataset):
+    """Raises TypeError for other input."""
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            "Expected a `tf.data.Dataset` of global batches. Received: "
+            f"{checks.spell(dataset)} of type {type(dataset)}."
+        )
+
+
+def check_nothing_reads_ahead(dataset):
+    """Raises where ranks would send messages before they need to."""
+    reads_ahead = None
+    while not getattr(dataset, _SHARDED, False):
+        kind = type(dataset).__name__
+        if "Prefetch" in kind or "Parallel" in kind:
+            reads_ahead = kind.strip("_")
+        dataset = keras_input.dataset_inputs(dataset)[0]
+    if reads_ahead and getattr(dataset, _IN_STEP):
+        raise ValueError(
+            "How many batches this dataset has is not known beforehand, so "
+            "the ranks agree in each step whether any has one left; nothing "
+            f"may read ahead of that. Received: {reads_ahead} behind "
+            "`strategy.shard(dataset)`. Shard it last: it prefetches itself."
+        )
