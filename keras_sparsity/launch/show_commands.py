@@ -1,0 +1,118 @@
+"""The commands `keras-sparsity plan` and `report`: what they print."""
+
+import os
+
+from keras_sparsity._tf.requirements import check_requirements
+
+COMMANDS = {
+    "plan": "print how each variable travels, or how to train a saved model",
+    "report": "print the plan, its costs, and the searches' results",
+}
+# Options of `plan` for a saved model: type, name of the value, description.
+_DESCRIBED = {
+    "--machines": (int, "N", "number of machines"),
+    "--processes-per-machine": (int, "L", "processes of each; by default 1"),
+    "--rate": (float, "MBIT", "Mbit/s of a machine's link in each direction"),
+    "--latency": (float, "MS", "milliseconds of an empty message"),
+    "--message": (float, "MS", "milliseconds of a processor that sends it"),
+    "--message-byte": (float, "NS", "nanoseconds of it for each byte"),
+    "--memory": (float, "GB", "memory of a process"),
+    "--speed": (
+        float,
+        "FACTOR",
+        "computation of a machine, relative to this one; by default 1",
+    ),
+    "--batch-size": (
+        int,
+        "B",
+        "examples of a step over all processes; by default 32 for each",
+    ),
+    "--alpha": (
+        float,
+        "A",
+        "fraction of the rows of each Embedding that a process touches in a "
+        "step; by default that of rows without duplicates",
+    ),
+}
+_MORE = (
+    " For a saved model and a cluster of --machines with links of --rate, the "
+    "predicted steps of all ways to train it, by passes that are measured "
+    "here.",
+    "",
+)
+
+
+def add_to(commands):
+    """Adds the parsers of the commands.
+
+    Args:
+        commands: `add_subparsers()` of the command's parser.
+    """
+    plan, report = (
+        commands.add_parser(
+            name,
+            help=shown,
+            description=f"{shown.capitalize()}. LOG_DIR is a folder of "
+            f"`ks.callbacks.ArchitectureLogger`.{more}",
+        )
+        for (name, shown), more in zip(COMMANDS.items(), _MORE, strict=True)
+    )
+    report.add_argument("source", metavar="LOG_DIR")
+    plan.add_argument("source", metavar="LOG_DIR | MODEL.keras")
+    for name, (kind, metavar, description) in _DESCRIBED.items():
+        plan.add_argument(name, type=kind, metavar=metavar, help=description)
+
+
+def show(options):
+    """Prints; raises ValueError for options that do not go together."""
+    given = [
+        name
+        for name in _DESCRIBED
+        if getattr(options, name[2:].replace("-", "_"), None) is not None
+    ]
+    is_model = options.command == "plan" and not os.path.isdir(options.source)
+    if given and not is_model:
+        raise ValueError(
+            f"{', '.join(given)} are for a saved model. Received: the folder "
+            f"{options.source!r}. Name a file, MODEL.keras."
+        )
+    is_described = {"--machines", "--rate"} <= set(given)
+    is_file = is_model and os.path.isfile(options.source)
+    if (given or is_file) and not is_described:
+        raise ValueError(
+            "The plan of a saved model needs --machines and --rate. "
+            f"Received: {', '.join(given) or 'neither'}."
+        )
+    # These import TensorFlow, which takes seconds.
+    check_requirements()
+    if is_described:
+        _show_described(options)
+        return
+    from keras_sparsity.board import reports
+
+    shows = {"plan": reports.show_plan, "report": reports.show}
+    shows[options.command](options.source)
+
+
+def _show_described(options):
+    from keras_sparsity.board.described_plan import described
+    from keras_sparsity.planning import Cluster
+
+    def scaled(value, factor):
+        return None if value is None else value * factor
+
+    cluster = Cluster(
+        options.machines,
+        1
+        if options.processes_per_machine is None
+        else options.processes_per_machine,
+        megabits_per_second=options.rate,
+        latency_seconds=scaled(options.latency, 1e-3),
+        message_seconds=scaled(options.message, 1e-3),
+        message_seconds_per_byte=scaled(options.message_byte, 1e-9),
+        relative_speed=1.0 if options.speed is None else options.speed,
+        memory_bytes=scaled(options.memory, 1e9),
+    )
+    described(
+        options.source, cluster, options.batch_size, options.alpha
+    ).print()
