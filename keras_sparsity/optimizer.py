@@ -1,27 +1,17 @@
 """The optimizer: aggregates gradients, then applies a Keras rule."""
 
 import keras
-import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_optimizers, xla
 from keras_sparsity.placement import choice
 from keras_sparsity.tables import control_flow
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
-from keras_sparsity.update import (
-    keeping,
-    lookups,
-    loss_scale,
-    rules,
-    start,
-    state,
-    transform,
-)
+from keras_sparsity.update import keeping, lookups, rules, start, state
 from keras_sparsity.update import optimizer_arguments as arguments
 from keras_sparsity.update import rows as row_update
-from keras_sparsity.update.accumulate import accumulate
 from keras_sparsity.update.aggregate import Aggregation, merged
-from keras_sparsity.update.clip import Clipping
 from keras_sparsity.update.closed_form import closed_form_of
+from keras_sparsity.update.step import Step
 from keras_sparsity.update.wrapper import OptimizerWrapper
 
 
@@ -180,7 +170,7 @@ class HybridOptimizer(OptimizerWrapper):
             keras_optimizers.set_optimizer_strategy(optimizer, strategy)
         are_zero |= not inner.built and values is None
         if not inner.built:
-            self._build_inner(var_list, pieces)
+            start.build(inner, self._rule, var_list, pieces)
         self._trainable_variables = var_list
         self.built = True
         if values is not None:
@@ -203,16 +193,6 @@ class HybridOptimizer(OptimizerWrapper):
         values = [keras.ops.convert_to_numpy(v) for v in inner.variables]
         self._wrap(type(inner).from_config(inner.get_config()))
         return values
-
-    def _build_inner(self, variables, pieces):
-        for variable, of_variable in zip(variables, pieces, strict=True):
-            keras_optimizers.exclude_from_weight_decay_too(
-                self._rule, variable, of_variable
-            )
-        inner = self.inner_optimizer
-        named = keras.name_scope(inner.name)
-        with named, start.slots_stored_once(self._rule):
-            inner.build([v for several in pieces for v in several])
 
     def _keep_rows(self, variables, are_zero=False):
         """Has rows of tables kept, where all would be updated else."""
@@ -339,16 +319,15 @@ class HybridOptimizer(OptimizerWrapper):
         )
 
     def _apply_aggregated(self, updates, placements):
-        inner = self.inner_optimizer
-        if inner is self._rule:
-            self._update(updates, placements)
-        else:
-            loss_scale.apply_if_finite(
-                inner,
-                self._clipping(placements).is_finite(updates),
-                updates,
-                lambda unscaled: self._update(unscaled, placements),
-            )
+        Step(
+            self.inner_optimizer,
+            self._rule,
+            self._aggregation,
+            placements,
+            self.transform_gradients,
+            self.updates_rows_of,
+            self._kept,
+        ).apply(updates)
 
     def _keeps_rows(self, variable):
         """Whether only the touched rows of a variable may change."""
@@ -376,42 +355,6 @@ class HybridOptimizer(OptimizerWrapper):
         if self.sparse_updates != "exact":
             return None
         return keeping.kept_rows(variable, self._rule)
-
-    def _clipping(self, placements):
-        return Clipping(placements.communicator, self._aggregation.spread)
-
-    def _update(self, updates, placements):
-        """The inner optimizer's step on gradients of all ranks."""
-        if self.transform_gradients is not None:
-            updates = self._aggregation.by_piece(
-                transform.transform(self.transform_gradients, updates),
-                self.updates_rows_of,
-            )
-        rule = self._rule
-        if not updates:  # a rank that owns no row, of a model of tables only
-            self._clipping(placements).take_part(rule)
-            keras_optimizers.iterations(rule).assign_add(1)
-        elif rule.gradient_accumulation_steps and any(
-            isinstance(u.gradient, tf.IndexedSlices) for u in updates
-        ):
-            accumulate(
-                rule,
-                updates,
-                lambda variable: self._kept(variable).accumulator_of(variable),
-                lambda *args: self._apply_rule(*args, placements),
-            )
-        else:
-            self._apply_rule(rule, updates, placements)
-
-    def _apply_rule(self, rule, updates, placements):
-        clipping = self._clipping(placements)
-        row_update.apply(
-            rule,
-            updates,
-            keeping.KeptUpdates(updates, self._kept),
-            lambda grads: clipping.clip(rule, grads, updates),
-            placements.strategy,
-        )
 
     # As an optimizer among Keras's own.
 

@@ -72,8 +72,7 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
 
         def commit():
             if is_first:
-                records = _records(entries, differing, communicator)
-                facts = communicator.size, begun[0][1], records, sealed
+                facts = begun[0][1], sealed, entries, differing, communicator
                 index.write(path, _contents(*facts))
                 folder.commit(directory, name, keep)
 
@@ -84,7 +83,7 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
         raise
 
 
-def _contents(num_processes, position, records, sealed):
+def _contents(position, sealed, entries, differing, communicator):
     """The index: `sealed` has, for each rank, the facts of its files."""
     return {
         "versions": {
@@ -93,9 +92,9 @@ def _contents(num_processes, position, records, sealed):
             "tensorflow": tf.__version__,
             "python": platform.python_version(),
         },
-        "num_processes": num_processes,
+        "num_processes": communicator.size,
         "position": position,
-        "variables": records,
+        "variables": _records(entries, differing, communicator),
         "files": {k: v for of_rank in sealed for k, v in of_rank.items()},
     }
 

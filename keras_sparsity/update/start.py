@@ -5,6 +5,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_optimizers
 from keras_sparsity._tf.filled_variable import filling
 from keras_sparsity.health import agreement
 from keras_sparsity.tables import initial_values
@@ -40,8 +41,25 @@ def synchronise_model(optimizer):
     return synchronise is not None
 
 
+def build(inner, rule, variables, pieces):
+    """Builds an inner optimizer on the pieces of variables.
+
+    Args:
+        inner: a Keras optimizer.
+        rule: the same, or the one inside of a `LossScaleOptimizer`.
+        variables: the model's.
+        pieces: list of the pieces of each.
+    """
+    for variable, of_variable in zip(variables, pieces, strict=True):
+        keras_optimizers.exclude_from_weight_decay_too(
+            rule, variable, of_variable
+        )
+    with keras.name_scope(inner.name), _slots_stored_once(rule):
+        inner.build([v for several in pieces for v in several])
+
+
 @contextlib.contextmanager
-def slots_stored_once(rule):
+def _slots_stored_once(rule):
     """While entered, a rule's large slots are made without a second copy.
 
     Of its slots that begin with one number everywhere, as all of Keras do.
