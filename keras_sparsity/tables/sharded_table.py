@@ -8,12 +8,11 @@ from keras_sparsity._tf.current_variable import keeper_of, make_current
 from keras_sparsity.exchange import options
 from keras_sparsity.exchange.layout import Layout
 from keras_sparsity.exchange.pull import PullNow, in_turn, shaped
-from keras_sparsity.placement import choice
 from keras_sparsity.sparsity import touches
 from keras_sparsity.tables import (
-    agreement,
     arguments,
     control_flow,
+    distributing,
     foreseen,
     initial_values,
     row_wise,
@@ -109,7 +108,7 @@ class ShardedTable:
     ):
         self.num_rows = checks.dimension("num_rows", num_rows)
         self.dim = checks.dimension("dim", dim)
-        num_partitions = arguments.check_spreading(
+        self.requested_partitions = arguments.check_spreading(
             num_partitions, partition_group, architecture
         )
         checks.boolean("trainable", trainable)
@@ -120,11 +119,8 @@ class ShardedTable:
         )
         arguments.check_is_float(dtype)
         self.requested_architecture = architecture
-        self.requested_partitions = num_partitions
-        self.partition_group = partition_group
-        self.regularizer = regularizer
-        self.constraint = constraint
-        self._to_stock = to_stock
+        self.partition_group, self._to_stock = partition_group, to_stock
+        self.regularizer, self.constraint = regularizer, constraint
         self._begin(initial_values.standardize(initializer), owner_name or name)
         # The variable may create its storage at once, or later in `build`.
         self.variable = None
@@ -166,8 +162,7 @@ class ShardedTable:
         self.is_of_stock_layer = False
         self.is_whole_lookup_told = False
         # None until the table is distributed, and in one process.
-        self.collectives = None
-        self.placement = None
+        self.collectives = self.placement = self.owners = None
         self.partitions = []
         # Collectives of one table are told apart by this role.
         self.role = f"table/{self.owner_name}"
@@ -220,55 +215,9 @@ class ShardedTable:
         """Whether its rows were last pulled with those of other tables."""
         return self.messages != self.role
 
-    # Storage.
+    # Storage; by these two it gets its first.
 
-    def create(self, variable):
-        """Creates the storage; returns the value of the table's variable."""
-        self.variable = variable
-        placements = choice.entered()
-        # Out of any function that is being traced: values are real.
-        with tf.init_scope():
-            placement = None
-            if placements.communicator.size > 1:
-                self.initializer = agreement.same_seed(
-                    self.initializer, placements.communicator
-                )
-                placement = self._distributed(placements)
-            rows = initial_values.draw(
-                self.initializer,
-                (self.num_rows, self.dim),
-                variable.dtype,
-                self._own_rows(placement),
-                variable.trainable and not (placement and placement.layout),
-                variable.name,
-            )
-            return self.hold(placement, rows)
-
-    def shard(self, placements, name=None):
-        """Distributes a table that was built by one process.
-
-        Every process keeps its own rows of rank 0's table, if the table is to
-        be spread. A distributed table stays as it is.
-
-        Args:
-            placements: `Placements` of the strategy.
-            name: that of its placement, by default the one asked for.
-        """
-        communicator = placements.communicator
-        is_done = self.collectives is not None or not self.variable.is_built
-        if is_done or communicator.size == 1:
-            return
-        placement = self._distributed(placements, name)
-        if placement.layout is None:
-            # Rank 0's values, as of all whole variables, before the first step.
-            self.placement = placement
-            return
-        (whole,) = communicator.broadcast(
-            [tf.constant(self.variable.numpy())], name=f"{self.role}/shard"
-        )
-        whole = whole.numpy()
-        rows = [whole[r] for r in self._own_rows(placement)]
-        self.variable.use(self.hold(placement, rows))
+    create, shard = distributing.create, distributing.shard
 
     def layout_over_owners(self, num_partitions=None):
         """The `Layout` of the rows where each rank is to own some.
@@ -277,7 +226,7 @@ class ShardedTable:
             num_partitions: by default, as many as the table was made with.
         """
         count = num_partitions or self.requested_partitions
-        return Layout(self.num_rows, count or len(self._owners), self._owners)
+        return Layout(self.num_rows, count or len(self.owners), self.owners)
 
     def hold(self, placement, rows):
         """Stores these rows from now on.
@@ -333,24 +282,6 @@ class ShardedTable:
         self.constraint = constraint
         for partition in self.partitions:
             partition.constraint = constraint
-
-    def _distributed(self, placements, name=None):
-        """Takes its communicator, once all ranks are seen to agree.
-
-        Returns:
-            Its `Placement`.
-        """
-        self._owners = agreement.owners(self, placements)
-        self.collectives = placements.communicator
-        return placements.of_table(self, name)
-
-    def _own_rows(self, placement):
-        """Ids of the rows of each piece that this rank has by a placement."""
-        layout = placement and placement.layout
-        if layout is None:
-            return [np.arange(self.num_rows)]
-        owned = layout.owned_partitions(self.collectives.rank)
-        return [layout.rows_of(partition) for partition in owned]
 
     # Rows.
 
