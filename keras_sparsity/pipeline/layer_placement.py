@@ -4,12 +4,10 @@ import contextlib
 import dataclasses
 import functools
 
-import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import checks, deferred_weights
 from keras_sparsity.board import measured_plan
-from keras_sparsity.board.split_plan import SplitPlan
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.collectives.base import divided
 from keras_sparsity.exchange.options import check_wire_dtype
@@ -17,6 +15,7 @@ from keras_sparsity.global_batch import random_states
 from keras_sparsity.pipeline import columns
 from keras_sparsity.pipeline.fan import fan, workers_of_tails
 from keras_sparsity.pipeline.head_sums import HeadSums
+from keras_sparsity.pipeline.splits import Splits
 from keras_sparsity.pipeline.staged import (
     StagedStrategy,
     start_without_servers,
@@ -30,7 +29,6 @@ from keras_sparsity.stages.profile import (
     with_tables_in_head,
 )
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
-from keras_sparsity.stages.split_costs import fastest, split_costs
 from keras_sparsity.strategy import HybridStrategy
 from keras_sparsity.tables.table_variable import TableVariable
 from keras_sparsity.training import compiling
@@ -134,27 +132,8 @@ class LayerPlacementStrategy(StagedStrategy):
         timeout=None,
         tail_split=None,
     ):
-        checks.positive_integer("num_tail_workers", num_tail_workers)
-        checks.one_of("tail_batches", tail_batches, ("whole", "by_worker"))
-        checks.one_of("head_gradients", head_gradients, ("allreduce", "server"))
-        if tail_split is not None:
-            known = ("batch", "columns")
-            checks.one_of("tail_split", tail_split, known, " or None")
-        if tail_split == "columns" and tail_batches == "by_worker":
-            raise ValueError(
-                "Tail workers that divide columns compute whole batches. "
-                'Received: tail_split="columns" and tail_batches="by_worker". '
-                'Use tail_batches="whole", or tail_split="batch".'
-            )
-        checks.one_of("rule", rule, ("published", "fastest"))
-        checks.positive_integer("num_examples", num_examples)
-        checks.check(
-            isinstance(threshold, (int, float))
-            and not isinstance(threshold, bool),
-            "threshold",
-            threshold,
-            "a number",
-        )
+        _check_tails(num_tail_workers, tail_batches, tail_split, head_gradients)
+        _check_rule(rule, num_examples, threshold)
         check_wire_dtype(wire_dtype)
         self.num_tail_workers = num_tail_workers
         self.tail_batches, self.num_examples = tail_batches, num_examples
@@ -164,28 +143,40 @@ class LayerPlacementStrategy(StagedStrategy):
         self.options = dataclasses.replace(self.options, wire_dtype=wire_dtype)
         self._hybrid = None  # the strategy of models that gain nothing
         communicator = start_without_servers(engine, timeout, self)
-        size = communicator.size
-        if size == 1:
+        self._splits = self._splits_among(communicator.size)
+        if communicator.size == 1:
             super().__init__(communicator, communicator, (None, None), stages)
             self.stages = None  # One process trains the whole model.
             return
-        if 2 * num_tail_workers > size:
-            raise ValueError(
-                "Each tail worker needs a worker of its own. Received: "
-                f"num_tail_workers={num_tail_workers} and {size} processes; "
-                f"expected: at most {size // 2}."
-            )
-        first = size - num_tail_workers
+        first = self._splits.num_workers
         self._workers_of_tails = workers_of_tails(first, num_tail_workers)
         super().__init__(
             communicator,
             divided(
                 communicator,
-                [[*range(first)], [*range(first, size)]],
+                [[*range(first)], [*range(first, communicator.size)]],
                 f"tail/peers/{num_tail_workers}",
             ),
             fan(communicator, self._workers_of_tails, wire_dtype),
             stages,
+        )
+
+    def _splits_among(self, size):
+        num_tails = self.num_tail_workers
+        if size > 1 and 2 * num_tails > size:
+            raise ValueError(
+                "Each tail worker needs a worker of its own. Received: "
+                f"num_tail_workers={num_tails} and {size} processes; "
+                f"expected: at most {size // 2}."
+            )
+        return Splits(
+            self.rule,
+            self.num_examples,
+            self.threshold,
+            num_workers=max(1, size - num_tails),
+            num_tails=min(num_tails, size - 1),
+            is_star=self.head_gradients == "server",
+            tail_split="batch" if self._by_worker else self.tail_split,
         )
 
     spreads_tables = True
@@ -212,30 +203,19 @@ class LayerPlacementStrategy(StagedStrategy):
                 return
             except _NoGain as no_gain:
                 profile = no_gain.profile
-                self._say_no_gain(model, profile)
-                plan = functools.partial(self._plan, profile, None)
+                if self.rank == 0:
+                    rank_zero.say(
+                        "LayerPlacementStrategy leaves the model "
+                        f"'{model.name}' to data parallelism: "
+                        f"{self._splits.why_none(profile)}."
+                    )
+                plan = functools.partial(self._splits.plan, profile, None)
                 object.__setattr__(model, measured_plan.OF_STAGES, plan)
         if self._hybrid is None:
             self._hybrid = HybridStrategy(wire_dtype=self._wire_dtype)
         with choice.entering(self._hybrid.placements):
             deferred_weights.initialize(model.weights)
         compiling.compile_adopted(stock, model, args, kwargs, self._hybrid)
-
-    def _say_no_gain(self, model, profile):
-        reason = "no split has a shorter predicted step"
-        skewness = layer_placement.skewness(profile.sizes)
-        if self.rule == "published" and skewness < self.threshold:
-            reason = "no place behind its convolutions divides it"
-        elif self.rule == "published":
-            reason = (
-                f"the skewness of its parameters is {skewness:.2f}, not below "
-                f"threshold={self.threshold}"
-            )
-        if self.rank == 0:
-            rank_zero.say(
-                f"LayerPlacementStrategy leaves the model '{model.name}' to "
-                f"data parallelism: {reason}."
-            )
 
     @property
     def is_flushed(self):
@@ -275,10 +255,7 @@ class LayerPlacementStrategy(StagedStrategy):
     def found_places(self, cutter, profile):
         if self.size == 1:
             return []
-        place = self._published(profile)
-        if self.rule == "fastest":
-            num_examples = self.num_examples * self._num_workers
-            place = fastest(self._costs(profile, num_examples))
+        place = self._splits.place(profile)
         if place is None:
             raise _NoGain(profile)
         return [place]
@@ -289,76 +266,30 @@ class LayerPlacementStrategy(StagedStrategy):
             own = len(stage.part.names)
             others = len(profile.names) - own
             chosen = (others if stage.is_last else own) - 1
-        return functools.partial(self._plan, profile, chosen)
-
-    def _plan(self, profile, chosen, dataset):
-        data = next(iter(dataset), None)
-        checks.check(
-            data is not None, "dataset", dataset, "a dataset with a batch"
-        )
-        num_examples = int(tf.shape(keras.tree.flatten(data)[0])[0])
-        costs = self._costs(profile, num_examples)
-        return SplitPlan(
-            num_examples=num_examples,
-            num_workers=self._num_workers,
-            num_tails=self._num_tails,
-            costs=tuple(costs),
-            names={
-                place: profile.names[place] for place in profile.crossing_bytes
-            },
-            skewness=layer_placement.skewness(profile.sizes),
-            chosen=chosen,
-            published=self._published(profile),
-            fastest=fastest(costs),
-        )
-
-    def _published(self, profile):
-        return layer_placement.published_split(
-            profile.sizes,
-            self.num_examples,
-            self.threshold,
-            list(profile.crossing_bytes),
-        )
-
-    def _costs(self, profile, num_examples):
-        return split_costs(
-            profile,
-            self._num_workers,
-            self._num_tails,
-            num_examples,
-            is_star=self.head_gradients == "server",
-            tail_split="batch" if self._by_worker else self.tail_split,
-        )
+        return functools.partial(self._splits.plan, profile, chosen)
 
     @property
     def _by_worker(self):
         return self.tail_batches == "by_worker"
 
     def check_columns(self, parts, optimizer):
-        if self.tail_split == "columns" and self._num_tails > 1:
+        if self.tail_split == "columns" and self._splits.num_tails > 1:
             self._to_divide(parts, optimizer)
 
     def _to_divide(self, parts, optimizer):
         return columns.to_divide(
             parts[1].model,
             optimizer,
-            self.num_examples * self._num_workers,
+            self._splits.num_batch_examples,
             self.tail_split == "columns",
         )
 
-    @property
-    def _num_tails(self):
-        return min(self.num_tail_workers, self.size - 1)
-
     def divide_columns(self, stage, parts, profile, optimizer):
-        if self._num_tails < 2 or self._by_worker or self.tail_split == "batch":
+        splits = self._splits
+        if splits.num_tails < 2 or splits.tail_split == "batch":
             return
         layers, place = self._to_divide(parts, optimizer), len(parts[0].names)
-        number = self.num_examples * self._num_workers
-        if self.tail_split is None and not any(
-            cost.place == place - 1 and cost.tail_split == "columns"
-            for cost in self._costs(profile, number)
-        ):
+        if not splits.divides_columns(profile, place - 1):
             layers = []
         random_states.share(parts[1].model.variables, bool(layers))
         if stage.is_last and layers:
@@ -369,7 +300,7 @@ class LayerPlacementStrategy(StagedStrategy):
     def head_sums(self, parts):
         weights = parts[0].model.trainable_variables
         has_dense = not all(isinstance(v, TableVariable) for v in weights)
-        is_server = self.head_gradients == "server" and self._num_workers > 1
+        is_server = self._splits.is_star and self._splits.num_workers > 1
         if not (is_server and has_dense):
             return None
         before, behind = self.links
@@ -378,10 +309,6 @@ class LayerPlacementStrategy(StagedStrategy):
             self.peers if before else None,
             [v.dtype for v in weights],
         )
-
-    @property
-    def _num_workers(self):
-        return max(1, self.size - self.num_tail_workers)
 
     def passes(self, stage, optimizer):
         del optimizer
@@ -392,11 +319,11 @@ class LayerPlacementStrategy(StagedStrategy):
         else:
             own = self._workers_of_tails[self.rank]
             if stage.columns is not None:
-                own = range(self._num_workers)
+                own = range(self._splits.num_workers)
             is_whole = self.tail_batches == "whole"
             tasks = (), _in_turn([own] if is_whole else own)
         # Of the other stage it knows nothing.
-        return Schedule(self.size - self.num_tail_workers, tasks), None
+        return Schedule(self._splits.num_workers, tasks), None
 
 
 class _NoGain(Exception):
@@ -411,3 +338,29 @@ def _in_turn(batches):
     """Each micro-batch's forward and backward pass."""
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return tuple(Task(kind, batch) for batch in batches for kind in kinds)
+
+
+def _check_tails(num_tail_workers, tail_batches, tail_split, head_gradients):
+    checks.positive_integer("num_tail_workers", num_tail_workers)
+    checks.one_of("tail_batches", tail_batches, ("whole", "by_worker"))
+    checks.one_of("head_gradients", head_gradients, ("allreduce", "server"))
+    if tail_split is not None:
+        known = ("batch", "columns")
+        checks.one_of("tail_split", tail_split, known, " or None")
+    if tail_split == "columns" and tail_batches == "by_worker":
+        raise ValueError(
+            "Tail workers that divide columns compute whole batches. "
+            'Received: tail_split="columns" and tail_batches="by_worker". '
+            'Use tail_batches="whole", or tail_split="batch".'
+        )
+
+
+def _check_rule(rule, num_examples, threshold):
+    checks.one_of("rule", rule, ("published", "fastest"))
+    checks.positive_integer("num_examples", num_examples)
+    checks.check(
+        isinstance(threshold, (int, float)) and not isinstance(threshold, bool),
+        "threshold",
+        threshold,
+        "a number",
+    )

@@ -1,0 +1,107 @@
+"""Where layer placement divides a model: rules, costs, and the plan."""
+
+import dataclasses
+
+import keras
+import tensorflow as tf
+
+from keras_sparsity._tf import checks
+from keras_sparsity.board.split_plan import SplitPlan
+from keras_sparsity.stages import layer_placement
+from keras_sparsity.stages.split_costs import fastest, split_costs
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """The places where a head may end, as a strategy's options rate them.
+
+    Args:
+        rule, num_examples, threshold: as of `LayerPlacementStrategy`.
+        num_workers, num_tails: of the processes.
+        is_star: whether the head's gradients are summed by tail workers.
+        tail_split: what several tail workers divide; None: the cheaper one.
+    """
+
+    rule: str
+    num_examples: int
+    threshold: float
+    num_workers: int
+    num_tails: int
+    is_star: bool
+    tail_split: str | None
+
+    @property
+    def num_batch_examples(self):
+        """Examples of a mini-batch of all workers."""
+        return self.num_examples * self.num_workers
+
+    def place(self, profile):
+        """The place by `rule`; None where the model gains nothing."""
+        if self.rule == "fastest":
+            return fastest(self._costs(profile, self.num_batch_examples))
+        return self._published(profile)
+
+    def why_none(self, profile):
+        """The reason why `place` finds none."""
+        if self.rule != "published":
+            return "no split has a shorter predicted step"
+        skewness = layer_placement.skewness(profile.sizes)
+        if skewness < self.threshold:
+            return "no place behind its convolutions divides it"
+        return (
+            f"the skewness of its parameters is {skewness:.2f}, not below "
+            f"threshold={self.threshold}"
+        )
+
+    def divides_columns(self, profile, place):
+        """Whether tail workers divide columns, for a head up to a place."""
+        return self.tail_split == "columns" or any(
+            cost.place == place and cost.tail_split == "columns"
+            for cost in self._costs(profile, self.num_batch_examples)
+        )
+
+    def plan(self, profile, chosen, dataset):
+        """The `SplitPlan` for the mini-batches of a dataset.
+
+        Args:
+            profile: the `Profile` of the model.
+            chosen: the place where it is divided; None if it is not.
+            dataset: `tf.data.Dataset` of mini-batches.
+        """
+        data = next(iter(dataset), None)
+        checks.check(
+            data is not None, "dataset", dataset, "a dataset with a batch"
+        )
+        num_examples = int(tf.shape(keras.tree.flatten(data)[0])[0])
+        costs = self._costs(profile, num_examples)
+        return SplitPlan(
+            num_examples=num_examples,
+            num_workers=self.num_workers,
+            num_tails=self.num_tails,
+            costs=tuple(costs),
+            names={
+                place: profile.names[place] for place in profile.crossing_bytes
+            },
+            skewness=layer_placement.skewness(profile.sizes),
+            chosen=chosen,
+            published=self._published(profile),
+            fastest=fastest(costs),
+        )
+
+    def _published(self, profile):
+        return layer_placement.published_split(
+            profile.sizes,
+            self.num_examples,
+            self.threshold,
+            list(profile.crossing_bytes),
+        )
+
+    def _costs(self, profile, num_examples):
+        return split_costs(
+            profile,
+            self.num_workers,
+            self.num_tails,
+            num_examples,
+            is_star=self.is_star,
+            tail_split=self.tail_split,
+        )
