@@ -136,31 +136,7 @@ def _bring_up(module, timeout_seconds, seed):
     first = Collectives(
         engine, Topology(engine.rank, engine.size), journal=notes
     )
-    # One message for all facts that the ranks compare or share.
-    facts = first.gather_objects(
-        {
-            "machine": machine,
-            "versions": {
-                "Python": platform.python_version(),
-                "TensorFlow": tf.__version__,
-                "Keras": keras.__version__,
-                "keras_sparsity": __version__,
-            },
-            "timeout": timeout_seconds,
-            "servers": servers,
-            "seed": seed,
-        },
-        "start/facts",
-    )
-    raise_if_different(
-        [each["versions"] for each in facts],
-        "The versions",
-        "Install the same ones for every rank.",
-    )
-    raise_if_different([each["timeout"] for each in facts], "The timeout")
-    raise_if_different(
-        [each["servers"] for each in facts], "The number of servers"
-    )
+    facts = _facts_of_ranks(first, machine, timeout_seconds, servers, seed)
     machines = [each["machine"] for each in facts]
     collectives = Collectives(
         engine,
@@ -175,6 +151,32 @@ def _bring_up(module, timeout_seconds, seed):
             collectives, notes, engine.abort, engine.close, timeout_seconds
         )
     return collectives, facts[0]["seed"]
+
+
+def _facts_of_ranks(collectives, machine, timeout_seconds, servers, seed):
+    """What ranks compare or share when they start, by rank, in one message."""
+    facts = collectives.gather_objects(
+        {
+            "machine": machine,
+            "versions": {
+                "Python": platform.python_version(),
+                "TensorFlow": tf.__version__,
+                "Keras": keras.__version__,
+                "keras_sparsity": __version__,
+            },
+            "timeout": timeout_seconds,
+            "servers": servers,
+            "seed": seed,
+        },
+        "start/facts",
+    )
+    for name, what, *fix in (
+        ("versions", "The versions", "Install the same ones for every rank."),
+        ("timeout", "The timeout"),
+        ("servers", "The number of servers"),
+    ):
+        raise_if_different([each[name] for each in facts], what, *fix)
+    return facts
 
 
 def _joined(facts, engine):

@@ -145,13 +145,10 @@ def expanded(request, route, owned, rows):
         with xla.not_compiled(), tf.name_scope("push"):
             # Summed per row here, then along the addresses' own route: each
             # owner already knows which rows these are.
+            of_requests = map(empty_parts.cut_gradient, gradients)
             of_ids = [
                 padded(each, length, exchange.width)
-                for each, length in zip(
-                    map(empty_parts.cut_gradient, gradients),
-                    lengths,
-                    strict=True,
-                )
+                for each, length in zip(of_requests, lengths, strict=True)
             ]
             summed = tf.math.unsorted_segment_sum(
                 tf.concat(of_ids, axis=0), route.arrivals, route.num_sent

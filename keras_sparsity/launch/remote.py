@@ -98,14 +98,13 @@ class Remote:
         ssh: Command of the ssh client, as one string; by default the
             environment's KERAS_SPARSITY_SSH, else `ssh` without questions.
         python: Path of Python on the hosts.
-        directory: Folder in which to start.
         names: Names of further environment variables to pass.
     """
 
-    def __init__(self, ssh=None, python=None, directory=None, names=()):
+    def __init__(self, ssh=None, python=None, names=()):
         self._ssh = ssh_command(ssh)
         self._python = python or sys.executable
-        self._directory = directory or _working_folder()
+        self._directory = _working_folder()
         self._names = names
 
     def start(self, host, rank, arguments, variables, **files):

@@ -40,8 +40,8 @@ class LogUniformSampler(keras.random.SeedGenerator):
     TensorShape([3])
     """
 
-    def __init__(self, num_classes, num_sampled, seed=None, name=None):
-        super().__init__(seed=seed, name=name)
+    def __init__(self, num_classes, num_sampled, seed=None):
+        super().__init__(seed=seed)
         self.num_classes = num_classes
         self.num_sampled = num_sampled
         # Unlike a dropout's: ranks must not get streams of their own.

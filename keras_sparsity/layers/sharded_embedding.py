@@ -124,16 +124,20 @@ class ShardedEmbedding(keras.layers.Embedding):
         # In configurations; None if no other layer uses the table.
         self._shared_as = None
         if weights is not None:
-            self.build()
-            if isinstance(weights, list) and len(weights) == 1:
-                (weights,) = weights
-            shape = (input_dim, output_dim)
-            if getattr(weights, "shape", None) != shape:
-                raise ValueError(
-                    f"`weights` must be an array of shape {shape}, or a list "
-                    f"of one. Received: {checks.spell(weights)}."
-                )
-            self.set_weights([weights])
+            self._take(weights)
+
+    def _take(self, weights):
+        """Begins with an array, or with that in a list of one, as Keras's."""
+        self.build()
+        if isinstance(weights, list) and len(weights) == 1:
+            (weights,) = weights
+        shape = (self.input_dim, self.output_dim)
+        if getattr(weights, "shape", None) != shape:
+            raise ValueError(
+                f"`weights` must be an array of shape {shape}, or a list "
+                f"of one. Received: {checks.spell(weights)}."
+            )
+        self.set_weights([weights])
 
     def build(self, input_shape=None):
         if self.built:

@@ -116,10 +116,11 @@ def check_table(name, value, otherwise=""):
     checks.one_of(name, value, tuple(OF_TABLES), otherwise)
 
 
-def check_requested(name, value, otherwise=""):
-    """Raises ValueError unless a value is one that `ShardedTable` takes."""
+def check_requested(value):
+    """Raises ValueError unless `ShardedTable` takes it as `architecture`."""
     if value is not None and not (isinstance(value, str) and value == "auto"):
-        check_table(name, value, f", 'auto'{otherwise}")
+        otherwise = ", 'auto', or None for the strategy's"
+        check_table("architecture", value, otherwise)
 
 
 class Placements:

@@ -181,13 +181,8 @@ def sharded_table_bytes(
     id_bytes = narrowest_index(math.ceil(most - 1e-9))
     if padded:
         return _padded_table(
-            variable,
-            cluster,
-            most,
-            id_bytes,
-            largest_rows,
-            local_aggregation,
-            pulled_bytes,
+            *(variable, cluster, most, id_bytes),
+            *(largest_rows, local_aggregation, pulled_bytes),
         )
     pulled = None
     if pulled_bytes is not None:

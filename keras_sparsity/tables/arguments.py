@@ -13,9 +13,7 @@ from keras_sparsity.tables.table_variable import to_numpy
 def check_spreading(num_partitions, partition_group, architecture):
     """Checks how a table is to be spread; returns `num_partitions`."""
     checks.optional_string("partition_group", partition_group)
-    choice.check_requested(
-        "architecture", architecture, ", or None for the strategy's"
-    )
+    choice.check_requested(architecture)
     if num_partitions is None:
         return None
     otherwise = ", or None for the number of processes"
