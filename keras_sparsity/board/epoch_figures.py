@@ -4,9 +4,15 @@ import dataclasses
 
 import numpy as np
 import tensorflow as tf
-from rich import filesize
 
-from keras_sparsity.board.written_plan import PLAN, WrittenPlan
+from keras_sparsity.board.written_plan import (
+    PLAN,
+    WrittenPlan,
+    as_table,
+    in_bytes,
+)
+
+_HEAD = ("rank", "updates as a server", "pulled", "pushed", "steps", "waited")
 
 
 @dataclasses.dataclass
@@ -69,30 +75,26 @@ class EpochFigures(WrittenPlan):
         )
 
     def markdown(self):
-        lines = [
-            "| rank | updates as a server | pulled | pushed | steps | waited |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
+        rows = []
         for rank in sorted({*self.servers, *self.num_steps}):
             cells = ["", "", "", "", ""]
             if rank in self.servers:
                 traffic = self.servers[rank]
                 cells[:3] = (
                     f"{traffic.num_updates:,}",
-                    filesize.decimal(traffic.pulled_bytes),
-                    filesize.decimal(traffic.pushed_bytes),
+                    in_bytes(traffic.pulled_bytes),
+                    in_bytes(traffic.pushed_bytes),
                 )
             if rank in self.num_steps:
                 waited = self.waiting_seconds[rank]
                 cells[3:] = f"{self.num_steps[rank]:,}", f"{waited:.3f} s"
-            lines.append(f"| {rank} | {' | '.join(cells)} |")
+            rows.append([str(rank), *cells])
         counts = ", ".join(f"{n}: {c:,}" for n, c in self.staleness.items())
-        lines += [
-            "",
+        about = (
             f"Version {self.version:,} of the weights. Pushes by the number of "
-            f"updates since their pull: {counts}.",
-        ]
-        return "\n".join(lines)
+            f"updates since their pull: {counts}."
+        )
+        return "\n".join([*as_table(_HEAD, rows), "", about])
 
     def write_summaries(self):
         """Writes them into TensorFlow's default summary writer."""

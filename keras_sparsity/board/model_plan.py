@@ -6,11 +6,13 @@ import dataclasses
 import functools
 import operator
 
-from rich import filesize
-
 from keras_sparsity import planning, sparsity
 from keras_sparsity.board.strategy_plan import StrategyPlan
-from keras_sparsity.board.written_plan import print_markdown
+from keras_sparsity.board.written_plan import (
+    as_table,
+    in_bytes,
+    print_markdown,
+)
 from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
 from keras_sparsity.planning import transfer_cost
 
@@ -115,8 +117,7 @@ class ModelPlan:
         busiest machine sends and receives in a step under each architecture,
         and the bytes counted at the engine, for a process on average.
         """
-        head, *rows = self._rows()
-        lines = [_line(head), _line(["---"] * len(head)), *map(_line, rows)]
+        lines = as_table(_HEAD, self._rows())
         return "\n".join([*lines, "", self._of_the_model()])
 
     def print(self):
@@ -129,7 +130,6 @@ class ModelPlan:
         dense = [v for v in self.variables if v.sparsity.alpha is None]
         dense.sort(key=lambda v: -v.sparsity.spec().num_elements)
         unlisted = {id(v) for v in dense[_MOST_DENSE:]}
-        yield _HEAD
         for variable in self.variables:
             if id(variable) not in unlisted:
                 yield _row(variable)
@@ -138,7 +138,7 @@ class ModelPlan:
 
     def _of_the_model(self):
         moved = ", ".join(
-            f"{filesize.decimal(round(self.bytes_of(a)))} by {a}"
+            f"{in_bytes(self.bytes_of(a))} by {a}"
             for a in transfer_cost.ARCHITECTURES
             if self.bytes_of(a)
         )
@@ -198,7 +198,7 @@ def _row(variable):
     return [
         facts.name,
         " x ".join(map(str, facts.shape)) or "scalar",
-        filesize.decimal(facts.spec().num_bytes()),
+        in_bytes(facts.spec().num_bytes()),
         "dense" if facts.alpha is None else f"{facts.alpha:.4g}",
         variable.architecture,
         _partitions(variable),
@@ -219,7 +219,7 @@ def _row_of_all(variables):
     return [
         f"{len(variables)} smaller dense variables",
         "",
-        filesize.decimal(num_bytes),
+        in_bytes(num_bytes),
         "dense",
         "allreduce",
         "",
@@ -234,7 +234,7 @@ def _row_of_all(variables):
 
 
 def _spell_bytes(count):
-    return "" if count is None else filesize.decimal(round(count))
+    return "" if count is None else in_bytes(count)
 
 
 def _costs(variables):
@@ -244,7 +244,3 @@ def _costs(variables):
         total = sum(cost.busiest_bytes for cost in of_each)
         costs.append(_spell_bytes(total if of_each else None))
     return costs
-
-
-def _line(cells):
-    return "| " + " | ".join(cells) + " |"

@@ -5,7 +5,12 @@ import os
 import tensorflow as tf
 
 from keras_sparsity.board import search_plot
-from keras_sparsity.board.written_plan import PLAN, RUN, print_markdown
+from keras_sparsity.board.written_plan import (
+    PLAN,
+    RUN,
+    as_table,
+    print_markdown,
+)
 
 _UNITS = {"seconds": (1e3, "ms"), "bytes": (1e-3, "kB")}
 
@@ -29,14 +34,14 @@ def show(log_dir):
             last = events.Tensors(tag)[-1]
             value = float(tf.make_ndarray(last.tensor_proto))
             scale, unit = _UNITS[kind]
-            figures.append(f"| {kind}: {name} | {value * scale:,.3f} {unit} |")
+            figures.append([f"{kind}: {name}", f"{value * scale:,.3f} {unit}"])
         elif kind == "search" and name.endswith("/choice"):
             group = name.removesuffix("/choice")
             choice = _texts(events, tag)[-1][1]
             searches.append(f"Partition search, '{group}': {choice}")
     if figures:
-        head = ["| per step | |", "| --- | --- |"]
-        print_markdown("\n".join([*head, *figures, "", *searches]))
+        lines = as_table(["per step", ""], figures)
+        print_markdown("\n".join([*lines, "", *searches]))
 
 
 def _events(log_dir):

@@ -61,9 +61,10 @@ class ClosedForm(abc.ABC):
         Row i is of j - t = i + 1; later steps move no row any more.
         """
 
-    @abc.abstractmethod
     def step_size(self, iterations, learning_rate, rule):
         """The number :math:`a_j` of the step that is about to be applied.
+
+        1 of a rule that has it in its slots.
 
         Args:
             iterations: float64 scalar, number of steps applied before.
@@ -73,6 +74,8 @@ class ClosedForm(abc.ABC):
         Returns:
             float64 scalar.
         """
+        del iterations, learning_rate, rule
+        return tf.ones([], tf.float64)
 
     def mark(self, iterations, learning_rate):
         """Another number of that step: float64 scalar."""
@@ -132,9 +135,3 @@ def powers(factor, num_steps):
 def as_float32(number):
     """A number that `keras.ops.cast` has turned into float32 on its way."""
     return float(np.float32(number))
-
-
-def one(iterations, learning_rate, rule):
-    """The step size of a rule that has it in its slots."""
-    del iterations, learning_rate, rule
-    return tf.ones([], tf.float64)

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers
-from keras_sparsity.update.closed_form.base import NO_MARK, ClosedForm, one
+from keras_sparsity.update.closed_form.base import NO_MARK, ClosedForm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +46,6 @@ class Ftrl(ClosedForm):
     @property
     def kernel(self):
         return np.zeros((1, 1))
-
-    def step_size(self, iterations, learning_rate, rule):
-        return one(iterations, learning_rate, rule)
 
     def mark(self, iterations, learning_rate):
         del iterations

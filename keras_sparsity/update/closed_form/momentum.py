@@ -8,7 +8,6 @@ import numpy as np
 from keras_sparsity.update.closed_form.base import (
     ClosedForm,
     num_steps_of,
-    one,
     powers,
 )
 
@@ -40,9 +39,6 @@ class Momentum(ClosedForm):
         ahead = self.momentum if self.is_nesterov else 1.0
         return ahead * powers(self.momentum, num_steps_of(self.momentum))
 
-    def step_size(self, iterations, learning_rate, rule):
-        return one(iterations, learning_rate, rule)
-
     def moved(self, weights, slots, sums):
         return weights + slots[self.kind] * (self.sign * sums[0])
 
@@ -64,9 +60,6 @@ class Resting(ClosedForm):
     @property
     def kernel(self):
         return np.zeros((1, 1))
-
-    def step_size(self, iterations, learning_rate, rule):
-        return one(iterations, learning_rate, rule)
 
     def moved(self, weights, slots, sums):
         del slots, sums
