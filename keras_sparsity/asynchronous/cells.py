@@ -67,9 +67,3 @@ def locked(mutex, build):
         released = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
     with tf.control_dependencies([released]):
         return tf.nest.map_structure(tf.identity, results)
-
-
-def function_of(session, feeds, fetches, targets=()):
-    """A function of the feeds' values; returns a list of the fetches'."""
-    handle = session.make_callable([*fetches, *targets], feed_list=feeds)
-    return lambda *values: handle(*values)[: len(fetches)]

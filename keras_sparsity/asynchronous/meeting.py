@@ -6,8 +6,9 @@ import time
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous import servers as tf_servers
-from keras_sparsity.asynchronous.cells import Cell, function_of, locked
+from keras_sparsity.asynchronous.cells import Cell, locked
 from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Engine
 from keras_sparsity.collectives.startup import single_process

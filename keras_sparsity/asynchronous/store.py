@@ -6,8 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous.batches import LOST
-from keras_sparsity.asynchronous.cells import function_of
 from keras_sparsity.asynchronous.meeting import raise_of_lost
 from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.stored import joined, placed

@@ -3,8 +3,8 @@
 import pytest
 import tensorflow as tf
 
+from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous import batches
-from keras_sparsity.asynchronous.cells import function_of
 
 _NONE, _LOST = batches.NONE, batches.LOST
 

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous import store
-from keras_sparsity.asynchronous.cells import function_of
 from tests import asynchronous_functions as functions
 from tests import oracles
 
