@@ -11,6 +11,8 @@ import keras
 import tensorflow as tf
 from peers import _stock
 
+from keras_sparsity.layers.sampled_softmax_loss import losses_of_sample
+
 
 class SampledSoftmax(_stock.SampledSoftmax):
     """As that of `_stock`, of rows of `Embedding`s."""
@@ -46,19 +48,15 @@ class SampledSoftmax(_stock.SampledSoftmax):
             own[:, tf.newaxis], 1, self.num_sampled, True, self.num_classes
         )
         rows = self.classes(tf.concat([own, sampled], 0))
-        sizes = [tf.size(own), self.num_sampled]
-        kernel, others = tf.split(rows[:, :-1], sizes)
-        bias, other_biases = tf.split(rows[:, -1], sizes)
-        logit = tf.reduce_sum(hidden * kernel, -1) + bias
-        logit -= tf.math.log(own_count[:, 0])
-        logits = tf.matmul(hidden, others, transpose_b=True) + other_biases
-        logits -= tf.math.log(counts)
-        is_own = tf.equal(own[:, tf.newaxis], sampled)
-        logits = tf.where(is_own, logits.dtype.min, logits)
-        in_all = tf.reduce_logsumexp(
-            tf.concat([logit[:, tf.newaxis], logits], 1), 1
+        # Less to compute than by operations that take all logits together.
+        losses = losses_of_sample(
+            own,
+            sampled,
+            hidden,
+            rows[:, :-1],
+            rows[:, -1] - tf.math.log(tf.concat([own_count[:, 0], counts], 0)),
         )
-        return tf.reshape(in_all - logit, tf.shape(labels))
+        return tf.reshape(losses, tf.shape(labels))
 
 
 def _initial_rows(shape, dtype=None):
