@@ -36,9 +36,9 @@ _FIX = (
     "the shuffle (`keras.utils.set_random_seed(seed)` before the data is "
     "made, `dataset.shuffle(n, seed=seed)`) and the generators "
     "(`numpy.random.default_rng(seed)`), with the same seed on every rank, "
-    "and read files in a sorted order. A Python generator that goes on after an "
-    "iteration has lost the batches that were read ahead, on each rank other "
-    "ones: use a `tf.data.Dataset`."
+    "and read files in a sorted order. A Python generator that goes on after "
+    "an iteration has lost the batches that were read ahead, on each rank "
+    "other ones: use a `tf.data.Dataset`."
 )
 
 
