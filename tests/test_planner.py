@@ -171,6 +171,7 @@ def test_strategies_of_costs():
                 stages=list(cost.stages),
                 num_micro_batches=cost.num_micro_batches,
                 replicas=cost.num_replicas,
+                messages_ahead=cost.messages_ahead,
             )
         elif cost.way == "layer placement":
             placement.assert_called_once_with(
