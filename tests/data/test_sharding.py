@@ -78,21 +78,17 @@ def _of_paths(directory):
     )
 
 
+def _lines(directory, num_files):
+    lines = tf.data.TextLineDataset(_text_files(directory, num_files))
+    return lines.map(lambda line: tf.strings.join([line, "!"]))
+
+
 def _of_files(directory):
-    return (
-        tf.data.TextLineDataset(_text_files(directory, 4))
-        .map(lambda line: tf.strings.join([line, "!"]))
-        .shuffle(7)
-        .batch(8)
-    )
+    return _lines(directory, 4).shuffle(7).batch(8)
 
 
 def _of_few_files(directory):
-    return (
-        tf.data.TextLineDataset(_text_files(directory, 3))
-        .map(lambda line: tf.strings.join([line, "!"]))
-        .batch(8)
-    )
+    return _lines(directory, 3).batch(8)
 
 
 def _of_shuffled_maps(directory):
