@@ -145,6 +145,17 @@ def without_horovod(ways, horovod):
     return [way for way in ways if way != horovod]
 
 
+def engine(way, *of_horovod):
+    """The engine of a way of training: Horovod's for some, where it is.
+
+    Naive servers need it: each gradient goes to one server, and the native
+    engine pads such a message to one of equal parts for all, whose memory
+    eight processes do not have.
+    """
+    is_there = importlib.util.find_spec("horovod") is not None
+    return "horovod" if is_there and way in of_horovod else "native"
+
+
 def _spread_steps(args, window, warm_up):
     """Makes the command line's steps those of each rate."""
     args.warm_up = warm_up

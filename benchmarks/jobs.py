@@ -215,7 +215,7 @@ def _command(args, cluster, folder, models, job, way):
             *arguments,
             *("--steps", str(args.steps), "--machines", str(args.machines)),
         ],
-        "horovod" if way == _HOROVOD else "native",
+        _ways.engine(way, _HOROVOD, _SERVERS),
         first_machine=job * args.machines // len(models),
     )
 
