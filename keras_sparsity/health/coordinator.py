@@ -7,7 +7,7 @@ import time
 from multiprocessing import connection
 
 from keras_sparsity.health import verdict
-from keras_sparsity.health.report import Report
+from keras_sparsity.health.report import Report, to_lists
 
 _TICK_SECONDS = 0.25
 # Time for the ranks' answers to `ask`. They take milliseconds, unless a rank
@@ -25,8 +25,8 @@ class Coordinator:
     ends its program), `trouble` (a collective failed), `timeout` (a new one),
     `alive`, `spare` (ranks without which the others go on), `joined` (of a lost
     rank's new process: it takes part). Messages to all ranks: `ask` (report
-    now), `timeout` (a new one), `failure`, `farewell`, `alive`, `without` (a
-    rank that is lost).
+    now, also how often some calls have ended), `timeout` (a new one),
+    `failure`, `farewell`, `alive`, `without` (a rank that is lost).
 
     Args:
         channels: dict from rank to `Channel`.
@@ -183,7 +183,7 @@ class Coordinator:
     def _suspect(self, problem, is_cause=True):
         """Declares the problem later, when all ranks have reported."""
         if self._problem is None:
-            self._tell(kind="ask")
+            self._ask()
         elif self._is_cause or not is_cause:
             return
         self._problem = problem
@@ -228,7 +228,7 @@ class Coordinator:
             return
         if self._asked is None:
             self._asked = now
-            self._tell(kind="ask")
+            self._ask()
             return
         waited_for = [
             rank
@@ -243,6 +243,15 @@ class Coordinator:
                 self._is_cause = True
                 self._declare(problem)
             self._asked = None
+
+    def _ask(self):
+        """Asks all ranks for a report, with the ends of the open calls."""
+        calls = {
+            call.without_shape()
+            for report in self._reports.values()
+            for call in report.open_calls
+        }
+        self._tell(kind="ask", calls=to_lists(calls))
 
     def _aged(self, now):
         """The reports as if they had arrived now."""

@@ -8,6 +8,7 @@ chain the operations on one resource, so a shared variable would order
 independent collectives.)
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -119,6 +120,10 @@ class Journal:
         self._sites = {}
         self._meters = {}
         self._scopes = set()
+        # Of functions that are gone: their sites, until their counts are read,
+        # and the sums of these.
+        self._dropped = collections.deque()
+        self._past = {}
         self._last_active = None
         # Reentrant, as a function may be garbage-collected at any point.
         self._lock = threading.RLock()
@@ -174,6 +179,7 @@ class Journal:
         """
         if self._moved(self._last_active):
             return True
+        self._read_dropped()
         moved = [site for site in self.sites() if self._moved(site)]
         if moved:
             self._last_active = moved[-1]
@@ -207,6 +213,30 @@ class Journal:
             for site in self.sites()
             if site.counts()[0] < rounds.get(site.scope, 0)
         ]
+
+    def counts(self, call):
+        """How often a call, of any shape, has begun and ended.
+
+        In all functions together, also those that are gone.
+
+        Args:
+            call: a `Call` of this rank or another one.
+        """
+        self._read_dropped()
+        call = call.without_shape()
+        found = [self._past.get(call, (0, 0))]
+        for site in self.sites():
+            if site.call.without_shape() == call:
+                found.append(site.counts())
+        return tuple(map(sum, zip(*found, strict=True)))
+
+    def _read_dropped(self):
+        while self._dropped:
+            site = self._dropped.popleft()
+            call = site.call.without_shape()
+            entered, left = self._past.get(call, (0, 0))
+            more_entered, more_left = site.counts()
+            self._past[call] = entered + more_entered, left + more_left
 
     def forget_open(self):
         """Forgets all open calls after an error, and returns them."""
@@ -266,7 +296,8 @@ class Journal:
             self._scopes.discard(scope)
             for key, site in list(self._sites.items()):
                 if site.scope == scope:
-                    del self._sites[key]
+                    # Read later: this runs whenever garbage is collected.
+                    self._dropped.append(self._sites.pop(key))
             for key in list(self._meters):
                 if key[1] == scope:
                     del self._meters[key]

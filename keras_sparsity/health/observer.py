@@ -44,11 +44,12 @@ class Observer:
         self._cpu = self._cpu_at = 0.0
         self._is_busy = False
 
-    def look(self, closely=False):
+    def look(self, closely=False, calls=()):
         """The `Report` of this rank.
 
         Args:
             closely: Whether to include calls that began since the last look.
+            calls: those that other ranks are in; `Report.left` has them.
         """
         now = time.monotonic()
         self._look_at_cpu(now)
@@ -61,12 +62,16 @@ class Observer:
             stalled_seconds=now - self._moved_at,
             busy=self._is_busy,
             place=_place(),
+            left=tuple((c, self._journal.counts(c)[1]) for c in calls),
         )
         open_sites = self._still_open()
         if open_sites and (closely or self._moved_at != now):
             report.status = "blocked"
             report.open_calls = tuple(s.current_call() for s in open_sites)
             report.upcoming = tuple(self._journal.upcoming(open_sites))
+            report.begun = tuple(
+                self._journal.counts(call)[0] for call in report.open_calls
+            )
         return report
 
     def _still_open(self):

@@ -31,9 +31,12 @@ class Call:
 
     def agrees(self, other):
         """Whether two ranks' calls are one collective."""
-        return dataclasses.replace(self, shape=None) == dataclasses.replace(
-            other, shape=None
-        ) and _shapes_agree(self.shape, other.shape)
+        same = self.without_shape() == other.without_shape()
+        return same and _shapes_agree(self.shape, other.shape)
+
+    def without_shape(self):
+        """The same call of any shape."""
+        return dataclasses.replace(self, shape=None)
 
     def __str__(self):
         text = f'{self.op} "{self.name}"'
@@ -57,6 +60,10 @@ class Report:
         busy: Whether it computes.
         place: The current line of the user's program.
         note: Further information.
+        begun: For each open call, how often it has begun, of any shape.
+        left: Pairs of a call that another rank is in, and how often it has
+            ended here: a rank may leave a call before the others, such as the
+            one from which a broadcast goes out.
     """
 
     status: str = "working"
@@ -66,20 +73,39 @@ class Report:
     busy: bool = False
     place: str = ""
     note: str = ""
+    begun: tuple = ()
+    left: tuple = ()
+
+    def has_left(self, call, number):
+        """Whether a call has ended here as often as it has begun elsewhere."""
+        call = call.without_shape()
+        return any(
+            number <= times
+            for each, times in self.left
+            if each.without_shape() == call
+        )
 
     def to_json(self):
         return dataclasses.asdict(self) | {
-            name: list(map(dataclasses.astuple, getattr(self, name)))
-            for name in ("open_calls", "upcoming")
+            "open_calls": to_lists(self.open_calls),
+            "upcoming": to_lists(self.upcoming),
+            "left": [[dataclasses.astuple(c), times] for c, times in self.left],
         }
 
     @classmethod
     def from_json(cls, fields):
-        calls = {
-            name: tuple(map(Call.from_list, fields[name]))
-            for name in ("open_calls", "upcoming")
-        }
-        return cls(**fields | calls)
+        return cls(
+            **fields
+            | {
+                "open_calls": from_lists(fields["open_calls"]),
+                "upcoming": from_lists(fields["upcoming"]),
+                "begun": tuple(fields["begun"]),
+                "left": tuple(
+                    (Call.from_list(call), times)
+                    for call, times in fields["left"]
+                ),
+            }
+        )
 
     def __str__(self):
         if self.status == "gone" and self.note:
@@ -94,6 +120,16 @@ class Report:
         if self.place and self.status in ("working", "blocked"):
             text += f" ({self.place})"
         return f"{text}; {self.note}" if self.note else text
+
+
+def to_lists(calls):
+    """Calls, for JSON."""
+    return list(map(dataclasses.astuple, calls))
+
+
+def from_lists(lists):
+    """The calls of `to_lists`, also after JSON."""
+    return tuple(map(Call.from_list, lists))
 
 
 def _as_tuple(value):

@@ -1,8 +1,8 @@
 """Decides from all ranks' reports whether they wait for each other forever."""
 
 # A collective in progress moves its journal many times a second; a slow one
-# is open on all its ranks and never suspected. So the only thing left to wait
-# for is a rank between two calls.
+# is open on all its ranks, or some have left it, and never suspected. So the
+# only thing left to wait for is a rank between two calls.
 STALL_SECONDS = 3.0
 # Independent calls of one traced function may begin in any order, with
 # computation between them.
@@ -24,9 +24,14 @@ def find_deadlock(reports, timeout_seconds):
         return None
     calls = _open(waiting)
     ended = [rank for rank, r in reports.items() if r.status == "ended"]
-    if any(set(_members(call, reports)) & set(ended) for call in calls):
+    if any(
+        rank in _members(call, reports)
+        and not reports[rank].has_left(call, number)
+        for call, number in calls
+        for rank in ended
+    ):
         return f"{_programs(ended)} ended; others wait in a collective for it."
-    if any(_may_end(call, reports, False) for call in calls):
+    if any(_may_end(*begun, reports, False) for begun in calls):
         waited = quiet_seconds
     else:
         waited = max(report.stalled_seconds for report in waiting)
@@ -42,7 +47,7 @@ def find_deadlock(reports, timeout_seconds):
 
 def _is_hopeless(calls, reports):
     """Whether no call can end, though all ranks are in some call."""
-    if not any(_may_end(call, reports, True) for call in calls):
+    if not any(_may_end(*begun, reports, True) for begun in calls):
         return True
     return all(
         report.stalled_seconds >= REORDER_SECONDS and not report.busy
@@ -54,7 +59,7 @@ def find_mismatch(reports):
     """A description of how all ranks' calls differ, or None."""
     calls = _open(reports.values())
     if not all(r.open_calls for r in reports.values()) or any(
-        _may_end(call, reports, True) for call in calls
+        _may_end(*begun, reports, True) for begun in calls
     ):
         return None
     return _difference(calls)
@@ -68,22 +73,30 @@ def describe(problem, reports):
 
 
 def _open(reports):
-    return [call for report in reports for call in report.open_calls]
+    """Pairs of an open call, and how often it has begun there."""
+    return [
+        begun
+        for report in reports
+        for begun in zip(report.open_calls, report.begun, strict=True)
+    ]
 
 
 def _members(call, reports):
     return reports if call.ranks is None else call.ranks
 
 
-def _may_end(call, reports, with_upcoming):
+def _may_end(call, number, reports, with_upcoming):
+    """Whether all ranks are in a call, begun so often, or have left it."""
     return all(
         any(map(call.agrees, reports[rank].open_calls))
+        or reports[rank].has_left(call, number)
         or (with_upcoming and any(map(call.agrees, reports[rank].upcoming)))
         for rank in _members(call, reports)
     )
 
 
-def _difference(calls):
+def _difference(begun):
+    calls = [call for call, _ in begun]
     problems = {
         "name": "call different collectives",
         "op": "call different operations",

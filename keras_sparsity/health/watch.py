@@ -20,7 +20,7 @@ from keras_sparsity.health import channel as channels
 from keras_sparsity.health import errors, verdict
 from keras_sparsity.health.coordinator import Coordinator
 from keras_sparsity.health.observer import Observer
-from keras_sparsity.health.report import Report
+from keras_sparsity.health.report import Report, from_lists
 from keras_sparsity.machines import settings
 
 _POLL_SECONDS = 0.5
@@ -214,7 +214,7 @@ class _Watch:
         """The failure, or None when all ranks have ended."""
         self._heard = told = time.monotonic()
         while True:
-            asked = False
+            asked = None
             if self._channel.poll(_POLL_SECONDS):
                 message = self._channel.receive() or {"kind": "lost"}
                 self._heard = time.monotonic()
@@ -233,7 +233,8 @@ class _Watch:
                     told = 0.0  # Rank 0 may expect a sign of life at once.
                 if message["kind"] == "without":
                     self._go_on(message["rank"], message["problem"])
-                asked = message["kind"] == "ask"
+                if message["kind"] == "ask":
+                    asked = from_lists(message["calls"])
             self._report(asked)
             now = time.monotonic()
             if now - told > min(5.0, self.timeout_seconds / 4):
@@ -247,17 +248,22 @@ class _Watch:
                 )
 
     def _report(self, asked):
-        report = self._look(asked)
+        """Sends the report if it says something new, or is asked for.
+
+        Args:
+            asked: the calls that other ranks are in; None: it is not asked for.
+        """
+        report = self._look(asked is not None, asked or ())
         # A blocked rank that computes may still move; rank 0 must learn when
         # it stops computing.
         busy = report.status == "blocked" and report.busy
         state = report.status, report.open_calls, report.note, busy
-        if asked or state != self._sent:
+        if asked is not None or state != self._sent:
             self._channel.send(kind="report", **report.to_json())
             self._sent = state
 
-    def _look(self, closely):
-        report = self._observer.look(closely)
+    def _look(self, closely, calls=()):
+        report = self._observer.look(closely, calls)
         report.note = self._note
         if self._has_ended:
             report.status = "ended"

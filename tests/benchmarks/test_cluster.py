@@ -70,6 +70,19 @@ else:
         way(channel)
 """
 
+# The rank that sends a broadcast may leave it before the other has received it.
+_SLOW_BROADCAST = """\
+import tensorflow as tf
+from keras_sparsity import collectives
+
+collectives.start()
+ranks = collectives.current()
+ranks.broadcast([tf.ones(500_000)], root=0, name="weights")
+(total,) = ranks.all_reduce([tf.ones(())], name="sum")
+if ranks.rank == 0:
+    print(f"The sum is {total:.0f}.")
+"""
+
 # Sums a known number of bytes over all ranks.
 _ALL_REDUCE = """\
 import tensorflow as tf
@@ -218,6 +231,19 @@ def test_a_delay_is_kept_or_refused(nothing_is_left, variables):
     else:
         # There and back, and at first for the other's hardware address.
         assert 80 <= figures["answer_ms"] < 300
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_a_slow_broadcast_is_no_deadlock(
+    engine, nothing_is_left, variables, tmp_path, capfd
+):
+    script = tmp_path / "script.py"
+    script.write_text(_SLOW_BROADCAST)
+    # 2 MB take 8 s, in which rank 0 waits in the sum.
+    with emulated.Cluster(2, 1, rate=2) as cluster:
+        figures = cluster.run(str(script), engine=engine)
+    assert figures["exit_code"] == 0
+    assert "The sum is 2." in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("engine", engines(usually="horovod"))

@@ -7,7 +7,7 @@ import pytest
 
 from keras_sparsity.health.channel import Channel
 from keras_sparsity.health.coordinator import Coordinator
-from keras_sparsity.health.report import Call, Report
+from keras_sparsity.health.report import Call, Report, from_lists
 
 
 @pytest.fixture
@@ -72,7 +72,11 @@ def test_a_lost_rank_is_named(ranks):
 def test_different_calls_are_named(ranks):
     ends = ranks(2)
     reports = [
-        Report("blocked", (Call("all_reduce", name),), stalled_seconds=5.0)
+        Report(
+            *("blocked", (Call("all_reduce", name),)),
+            stalled_seconds=5.0,
+            begun=(1,),
+        )
         for name in ("a", "b")
     ]
     for end, report in zip(ends, reports, strict=True):
@@ -84,6 +88,33 @@ def test_different_calls_are_named(ranks):
     for end, report in zip(ends, reports, strict=True):
         message = wait_for(end, "failure", report)["message"]
         assert "the ranks call different collectives" in message
+
+
+def test_a_rank_that_has_left_a_slow_call_is_asked_about_it(ranks):
+    ends = ranks(2)
+    calls = [Call("broadcast", name, "float32", (3,)) for name in ("a", "b")]
+    reports = [
+        Report("blocked", (call,), stalled_seconds=5.0, begun=(1,))
+        for call in calls
+    ]
+    for end, report in zip(ends, reports, strict=True):
+        end.send(kind="report", **report.to_json())
+    left = (calls[0].without_shape(), 1), (calls[1].without_shape(), 0)
+    reports[1].left = left
+    for end, report in zip(ends, reports, strict=True):
+        asked = from_lists(wait_for(end, "ask")["calls"])
+        assert set(asked) == {call for call, _ in left}
+        end.send(kind="report", **report.to_json())
+    # All reports were heard, and then judged.
+    for seconds in (50.0, 51.0):
+        for end in ends:
+            end.send(kind="timeout", seconds=seconds)
+        while ends[0].receive() != {"kind": "timeout", "seconds": seconds}:
+            pass
+    for end in ends:
+        end.send(kind="report", **Report("ended").to_json())
+    for end in ends:
+        wait_for(end, "farewell")
 
 
 def test_a_new_timeout_goes_to_all(ranks):
@@ -163,7 +194,7 @@ def test_the_others_calls_do_not_need_one_that_has_not_joined(joined):
     server, worker, new = joined
     new.send(kind="report", **Report("ended", stalled_seconds=5.0).to_json())
     calls = (Call("all_reduce", name="a"),)
-    blocked = Report("blocked", calls, stalled_seconds=5.0)
+    blocked = Report("blocked", calls, stalled_seconds=5.0, begun=(1,))
     for end in (server, worker):
         end.send(kind="report", **blocked.to_json())
     kinds = []

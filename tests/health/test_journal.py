@@ -83,6 +83,20 @@ def test_sites_of_a_deleted_function_are_dropped():
     assert not journal.sites()
 
 
+def test_counts_are_of_all_functions_also_of_those_that_are_gone():
+    journal = Journal()
+    for length in (2, 3):
+        step = tf.function(lambda x: noted(journal, x, "a"))
+        for _ in range(length):
+            step(tf.ones([length]))
+        (call,) = {site.call for site in journal.sites()}
+        del step
+        gc.collect()
+        assert not journal.sites()
+    noted(journal, tf.ones([4]), "b")
+    assert journal.counts(call) == (5, 5)
+
+
 def test_shapes_known_at_run_time_only_are_recorded():
     journal = Journal()
 

@@ -1,5 +1,6 @@
 """The observer's report of what this process is doing."""
 
+import dataclasses
 import threading
 import time
 
@@ -54,6 +55,21 @@ def test_a_waiting_call_is_reported_and_not_forgotten():
         end()
         observer.look()
         assert observer.look().status == "working"
+
+
+def test_calls_that_have_ended_here_are_counted_when_asked_for():
+    journal = Journal()
+    observer = Observer(journal)
+    in_a_call(journal, traced=False)()
+    end = in_a_call(journal, traced=False)
+    observer.look()
+    report = observer.look()
+    (call,), (begun,) = report.open_calls, report.begun
+    other = dataclasses.replace(call, name="b")
+    left = observer.look(closely=True, calls=[call, other]).left
+    end()
+    assert begun == 2
+    assert left == ((call, 1), (other, 0))
 
 
 def test_a_call_that_has_just_begun_is_named_when_asked_for():

@@ -17,16 +17,24 @@ FIRST_TWO = Call("all_reduce sum", "machine/a", "float32", (3,), (0, 1))
 LAST_TWO = Call("all_reduce sum", "machine/a", "float32", (3,), (2, 3))
 
 
-def blocked(*calls, seconds=5.0, upcoming=(), busy=False):
-    return Report("blocked", calls, tuple(upcoming), seconds, busy)
+def blocked(*calls, seconds=5.0, upcoming=(), busy=False, left=()):
+    return Report(
+        "blocked",
+        calls,
+        tuple(upcoming),
+        seconds,
+        busy,
+        begun=(2,) * len(calls),
+        left=tuple(left),
+    )
 
 
 def working(seconds=5.0):
     return Report("working", stalled_seconds=seconds)
 
 
-def ended(seconds=5.0):
-    return Report("ended", stalled_seconds=seconds)
+def ended(seconds=5.0, left=()):
+    return Report("ended", stalled_seconds=seconds, left=tuple(left))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +67,14 @@ def ended(seconds=5.0):
             [ended(), ended(), blocked(LAST_TWO), blocked(LAST_TWO)],
             id="ended, of another group",
         ),
+        pytest.param(
+            [blocked(A), blocked(A), blocked(B, left=[(A, 2)])],
+            id="slow, and one has left it",
+        ),
+        pytest.param(
+            [blocked(A), ended(left=[(A, 2)])],
+            id="slow, and one has ended after it",
+        ),
     ],
 )
 def test_ranks_that_may_still_go_on(reports):
@@ -84,7 +100,16 @@ def test_ranks_that_may_still_go_on(reports):
             [blocked(FIRST_TWO), blocked(A), blocked(A), blocked(A)],
             "different collectives",
         ),
+        (
+            [blocked(A), blocked(A), blocked(B, left=[(A, 1)])],
+            "different collectives",
+        ),
+        ([blocked(A), ended(left=[(A, 1)])], "the program of rank 1 has ended"),
         ([blocked(A, seconds=601), working()], "longer than the timeout"),
+        (
+            [blocked(A, seconds=601), blocked(B, seconds=601, left=[(A, 2)])],
+            "longer than the timeout",
+        ),
         ([blocked(A, seconds=601)] * 2, "longer than the timeout"),
     ],
 )
