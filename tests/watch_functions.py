@@ -3,6 +3,7 @@
 Rank 1 does something that the other ranks do not.
 """
 
+import gc
 import os
 import resource
 import signal
@@ -37,6 +38,27 @@ def agree(pause_seconds):
     if ranks.rank == 0:
         time.sleep(1)  # rank 1 waits for it, in no collective
     return "done"
+
+
+def collect_garbage():
+    """Nothing is wrong; each new object collects a `threading.local`.
+
+    Also those that are made while the watch looks at the threads' frames.
+    """
+    ranks = begin()
+
+    def leave_garbage(phase, info):
+        if phase == "stop":
+            garbage = [threading.local()]
+            garbage.append(garbage)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(leave_garbage)
+    gc.set_threshold(1)
+    time.sleep(3)
+    gc.set_threshold(*thresholds)
+    gc.callbacks.remove(leave_garbage)
+    ranks.barrier("end")
 
 
 def _stop(seconds):

@@ -1,5 +1,6 @@
 """The state of this process, observed from another thread."""
 
+import gc
 import os
 import sys
 import sysconfig
@@ -102,7 +103,24 @@ def _is_in_call():
     """Whether any thread may be in a collective."""
     if not tf.config.experimental.get_synchronous_execution():
         return True
-    return any(map(_frame_is_in_call, sys._current_frames().values()))
+    return any(map(_frame_is_in_call, _frames().values()))
+
+
+def _frames():
+    """The threads' frames, during which no garbage is collected.
+
+    Up to Python 3.11.8 `sys._current_frames` may collect garbage. It holds a
+    lock for which garbage may wait, such as a `threading.local`, of which each
+    `tf.Graph` has one; then all threads stand still
+    (https://github.com/python/cpython/issues/106883).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _frame_is_in_call(frame):
@@ -118,7 +136,7 @@ def _frame_is_in_call(frame):
 
 def _place():
     """The main thread's current line in the user's program."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    frame = _frames().get(threading.main_thread().ident)
     while frame is not None:
         path = frame.f_code.co_filename
         if not (path.startswith(("<", *_NOT_THE_USERS)) or _generated(path)):

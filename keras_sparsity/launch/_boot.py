@@ -160,8 +160,12 @@ def _serve_requests(requests):
 
 
 def _print_stacks():
+    import gc
     import traceback
 
+    # Garbage may block all threads here, see `health/observer.py`. The launcher
+    # ends this process next.
+    gc.disable()
     frames = sys._current_frames()
     for thread in threading.enumerate():
         # Without this package's threads, which always wait.
