@@ -84,7 +84,7 @@ class Runs(Binding):
                     self._training.end()
                 except BaseException:
                     if self._training is not None:
-                        self._training.worker.release(raises=False)
+                        self._training.give_up()
                     raise
                 self._training.worker.release(raises=True)
             return history

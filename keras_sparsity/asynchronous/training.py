@@ -1,6 +1,8 @@
 """One `fit` with variables at servers: its epochs, on all ranks together."""
 
+import contextlib
 import pickle
+import threading
 import time
 
 import keras
@@ -197,6 +199,21 @@ class Training:
         records = [pickle.loads(each) for each in contents if each]
         # Before its first batch a worker's metrics may have no variables.
         return version, [each for each in records if each["staleness"]]
+
+    def give_up(self):
+        """After an error: the others do not wait for this worker's batch.
+
+        They come to the end of the epoch, where the watch sees that this rank
+        does not, if its program has caught the error.
+        """
+        self.worker.release(raises=False)
+        if not self._collectives.is_server:
+            # In a thread, as a server may be gone.
+            threading.Thread(target=self._leave_out, daemon=True).start()
+
+    def _leave_out(self):
+        with contextlib.suppress(tf.errors.OpError):
+            self.store.leave_out(self._collectives.rank)
 
     def end(self):
         """Frees the servers' variables."""

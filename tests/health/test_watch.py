@@ -46,7 +46,8 @@ class Case:
     num_servers: int = 0
 
     def __str__(self):
-        return "-".join([self.name, *map(str, self.args)])
+        servers = [f"servers{self.num_servers}"] * bool(self.num_servers)
+        return "-".join([self.name, *map(str, self.args), *servers])
 
 
 CASES = [
@@ -214,6 +215,16 @@ CASES = [
         silent=(2,),
         num_servers=1,
         engines=("native",),
+    ),
+    *(
+        Case(
+            "catch_error_of_fit",
+            message=("the program of rank 1 has ended", "rank 0: waiting"),
+            codes=(1,) * (2 + num_servers),
+            num_servers=num_servers,
+            engines=("native",),
+        )
+        for num_servers in (0, 1)
     ),
     Case(
         "fail_in_pipeline",
