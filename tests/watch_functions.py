@@ -249,6 +249,29 @@ def fail_in_fit(how, rank):
     model.fit(dataset(), epochs=10, verbose=0, callbacks=[Fail()])
 
 
+def stand_still_in_fit():
+    """A worker is alive, but its callback waits for good."""
+    import keras
+
+    import keras_sparsity as ks
+
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            begin()  # a server, too
+
+        def on_train_batch_end(self, batch, logs=None):
+            begin()
+            if strategy.rank == 1:
+                time.sleep(100)
+
+    strategy = ks.HybridStrategy(synchronous=False, max_staleness=1, timeout=8)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    x = np.ones((80, 4), "float32")
+    model.fit(x, x[:, :1], 8, verbose=0, callbacks=[Stop()])
+
+
 def catch_error_of_fit():
     """An asynchronous worker goes on after an error that it has alone."""
     import keras

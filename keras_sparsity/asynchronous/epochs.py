@@ -7,6 +7,7 @@ import keras
 from keras_sparsity._tf import keras_input
 from keras_sparsity.asynchronous.batches import LOST, NONE
 from keras_sparsity.asynchronous.meeting import left, raise_of_lost
+from keras_sparsity.asynchronous.waiting import noted
 from keras_sparsity.board.epoch_figures import EpochFigures
 from keras_sparsity.checkpoint.replay import replay
 from keras_sparsity.data import distribution, marks
@@ -113,22 +114,35 @@ class Epochs(keras.callbacks.Callback):
         At the end it waits for the others', one of which may be lost.
         """
         training, worker = self._training, self._training.worker
-        while True:
-            number, held = training.store.take(training.record())
-            if number == LOST:
-                raise_of_lost(self._collectives.rank)
-            reader.keep(held)
-            if number != NONE:
-                worker.batch = number
-                return number
+        number, _ = self._take(reader)
+        if number == NONE:
             worker.pushing.wait()
             if worker.is_bounded:
                 # Others wait for it no more.
                 worker.is_bounded = False
                 training.store.finish()
-            if not held:
-                return None
+            rank = self._collectives.rank
+            number = noted(rank, lambda: self._await(reader))
+        return None if number == NONE else number
+
+    def _await(self, reader):
+        """A number that is handed out again; `NONE` if no worker holds one."""
+        while True:
+            number, held = self._take(reader)
+            if number != NONE or not held:
+                return number
             time.sleep(_LOOK_SECONDS)
+
+    def _take(self, reader):
+        """`Store.take`."""
+        training = self._training
+        number, held = training.store.take(training.record())
+        if number == LOST:
+            raise_of_lost(self._collectives.rank)
+        reader.keep(held)
+        if number != NONE:
+            training.worker.batch = number
+        return number, held
 
     def ends(self):
         """Ends an epoch whose steps have ended, on all ranks.

@@ -11,6 +11,7 @@ from keras_sparsity._tf.current_variable import read_by
 from keras_sparsity.asynchronous import batches
 from keras_sparsity.asynchronous.pulled_rows import PulledRows, rows_of
 from keras_sparsity.asynchronous.pushing import Pushing
+from keras_sparsity.asynchronous.waiting import noted
 from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.placement import slices
 from keras_sparsity.tables import foreseen
@@ -36,7 +37,7 @@ class Worker:
         self._model, self._optimizer = model, model.optimizer
         self._store = store
         strategy = model.distribute_strategy
-        self._is_first = strategy.collectives.rank == 0
+        self._rank = strategy.collectives.rank
         self._wire = strategy.options.wire
         self._compensates = strategy.delay_compensation is not None
         self._keepers = [self._keeper(layer) for layer in layers]
@@ -103,7 +104,7 @@ class Worker:
         with self._keeping():
             scouted, lookups, is_all = None, {}, True
             if self._keepers and not tf.executing_eagerly():
-                told = self._model, reading, batch, self._is_first
+                told = self._model, reading, batch, self._rank == 0
                 scouted = scouting.scouted_step(*told)
             if scouted is not None:
                 lookups, is_all = scouted.known(), scouted.knows_all()
@@ -196,12 +197,12 @@ class Worker:
             keeper.forget()
         self._versions = []
         if waits and self.is_bounded:
-            self._store.wait()
+            noted(self._rank, self._store.wait)
 
     def _pulled(self, keepers, ids, waits):
-        version, *values = self._store.pull(
-            waits,
-            [(k.variable, i) for k, i in zip(keepers, ids, strict=True)],
+        lookups = [(k.variable, i) for k, i in zip(keepers, ids, strict=True)]
+        version, *values = noted(
+            self._rank, lambda: self._store.pull(waits, lookups)
         )
         self._versions.append(version)
         rows = values[len(values) - len(ids) :]

@@ -1,6 +1,7 @@
 """A rank's thread, which collects all ranks' reports and declares failures."""
 
 import dataclasses
+import math
 import queue
 import threading
 import time
@@ -46,6 +47,7 @@ class Coordinator:
         self._is_cause = False
         self._done = False
         self._spare, self._lost = set(), set()
+        self._lost_at = -math.inf
         self._admitted = queue.SimpleQueue()
         self._new = set()  # of lost ranks' new processes, that have not joined
         self._thread = threading.Thread(
@@ -170,6 +172,7 @@ class Coordinator:
         self._spare.remove(rank)
         self._new.discard(rank)
         self._lost.add(rank)
+        self._lost_at = time.monotonic()
         del self._reports[rank], self._heard[rank]
         self._channels[rank].send(
             kind="failure",
@@ -223,7 +226,10 @@ class Coordinator:
     def _judge_calls(self, now):
         """Declares a deadlock that persists after a report of all ranks."""
         aged = self._taking_part(self._aged(now))
-        if not verdict.find_deadlock(aged, self._timeout_seconds):
+        timeout_seconds = self._timeout_seconds
+        if now - self._lost_at < timeout_seconds:
+            timeout_seconds = math.inf  # The others may have waited for it.
+        if not verdict.find_deadlock(aged, timeout_seconds):
             self._asked = None
             return
         if self._asked is None:
@@ -237,7 +243,7 @@ class Coordinator:
         ]
         if all(self._received[rank] > self._asked for rank in waited_for):
             problem = verdict.find_deadlock(
-                self._taking_part(self._reports), self._timeout_seconds
+                self._taking_part(self._reports), timeout_seconds
             )
             if problem:
                 self._is_cause = True

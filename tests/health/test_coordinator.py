@@ -141,6 +141,31 @@ def test_the_others_go_on_without_spare_ranks(ranks):
     assert "the process of rank 1 is gone" in message
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_after_a_loss_the_others_wait_anew(ranks, is_lost):
+    first, second, server = ranks(3)
+    server.send(kind="spare", ranks=[0, 1])
+    wait_for(server, "alive")
+    if is_lost:
+        first.close()
+        wait_for(server, "without")
+    call = Call("a wait for", "other workers", ranks=(1,))
+    still = {end: Report(stalled_seconds=700.0) for end in (first, server)}
+    still[second] = Report("blocked", (call,), stalled_seconds=700.0)
+    for end, report in still.items():
+        end.send(kind="report", **report.to_json())
+    kinds = []
+    # All reports were heard, and then judged.
+    for seconds, end in enumerate((server, second, second), 50):
+        end.send(kind="timeout", seconds=float(seconds))
+        while (message := server.receive()) != {
+            "kind": "timeout",
+            "seconds": float(seconds),
+        }:
+            kinds.append(message["kind"])
+    assert ("ask" in kinds) is not is_lost
+
+
 def test_all_that_are_left_end_together(ranks):
     first, second, server = ranks(3)
     server.send(kind="spare", ranks=[0, 1])

@@ -218,6 +218,20 @@ CASES = [
     ),
     *(
         Case(
+            "stand_still_in_fit",
+            message=(
+                r"a collective has waited for \d+ s, longer than the timeout",
+                r'rank 0: waiting \d+ s in a wait for "other workers"',
+                r"rank 1: in no collective \(.*watch_functions.py:\d+ in on_",
+            ),
+            codes=(1,) * (2 + num_servers),
+            num_servers=num_servers,
+            engines=("native",),
+        )
+        for num_servers in (0, 1)
+    ),
+    *(
+        Case(
             "catch_error_of_fit",
             message=("the program of rank 1 has ended", "rank 0: waiting"),
             codes=(1,) * (2 + num_servers),
