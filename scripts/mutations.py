@@ -105,7 +105,6 @@ LEFT_OUT = {
     "_MOST_TERMS": "whether rows are kept: an update of all is as exact",
     "_NUM_NODES": "more than the series needs",
     "_SMALL_ELEMENTS": "the faster of two exact updates",
-    "_WHOLE_BYTES": "memory of an `Embedding` before its placement is found",
 }
 TIMEOUT_SECONDS = 2400
 

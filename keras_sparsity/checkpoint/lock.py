@@ -59,8 +59,8 @@ def check_is_shared(directory, communicator):
 
     try:
         _together(directory, communicator, write)
+        # Which ends when all ranks have looked.
         _together(directory, communicator, find)
-        communicator.barrier(name="checkpoint/probed")
     finally:
         with contextlib.suppress(OSError):
             os.remove(probe)

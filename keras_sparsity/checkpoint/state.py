@@ -299,10 +299,9 @@ def read_rows(dataset, source, variable, target, num_rows):
     """
     common = common_rows(source, target, num_rows)
     dtype = keras.backend.standardize_dtype(variable.dtype)
-    row_bytes = math.prod(dataset.shape[1:]) * tf.as_dtype(dtype).size
     # Rows of the dataset are read as they lie, those between them too.
     between = common.step // source[1]
-    count = max(1, _BLOCK_BYTES // max(row_bytes * between, 1))
+    count = _rows_of_block(dataset.shape[1:], dtype, between)
     for start in range(0, len(common), count):
         rows = common[start : start + count]
         local = [local_row_of(row, source[1]) for row in (rows[0], rows[-1])]
@@ -319,13 +318,18 @@ def _pieces(variable, shape):
         yield (), variable.value
         return
     dtype = keras.backend.standardize_dtype(variable.dtype)
-    row_bytes = max(1, math.prod(shape[1:]) * tf.as_dtype(dtype).size)
-    count = max(1, _BLOCK_BYTES // row_bytes)
+    count = _rows_of_block(shape[1:], dtype)
     for start in range(0, shape[0], count):
         stop = min(start + count, shape[0])
         # Not a slice: reading a variable copies it whole after sparse writes.
         rows = tf.gather(variable.value, tf.range(start, stop))
         yield slice(start, stop), rows
+
+
+def _rows_of_block(row_shape, dtype, between=1):
+    """How many rows are in memory at a time, each with those up to the next."""
+    row_bytes = math.prod(row_shape) * tf.as_dtype(dtype).size
+    return max(1, _BLOCK_BYTES // max(row_bytes * between, 1))
 
 
 def _stored_dtype(dtype):

@@ -62,7 +62,7 @@ class AllReduce(Reducer):
             return self._communicator.all_reduce(tensors, name=name)
         # A ring would add up in the narrow dtype, servers in the wide one.
         return server_sums.at_all(
-            self._communicator, self._options, tensors, name
+            self._communicator, self._options, tensors, f"{name}/"
         )
 
     @classmethod

@@ -31,7 +31,6 @@ def at_all(communicator, options, gradients, name=ROLE):
     References:
         EuroSys 4.3 (local aggregation).
     """
-    name = name if name.endswith("/") else f"{name}/"
     results = [None] * len(gradients)
     of_dtypes = {}
     for index, gradient in enumerate(gradients):

@@ -1,5 +1,7 @@
 """Values that a checkpoint's index keeps."""
 
+import os
+
 import pytest
 
 from keras_sparsity.checkpoint import index
@@ -22,3 +24,12 @@ def test_how_deep_values_may_be_nested(wrap):
     assert index.plain(kept, "it") == kept
     with pytest.raises(ValueError, match="cannot keep it.*nested too deeply"):
         index.plain(nested(MOST_LEVELS + 1, wrap), "it")
+
+
+def test_an_index_is_whole_when_it_goes_to_disk(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        os, "fsync", lambda file: sizes.append(os.fstat(file).st_size)
+    )
+    index.write(tmp_path, {"num_processes": 2})
+    assert sizes == [(tmp_path / index.INDEX).stat().st_size]

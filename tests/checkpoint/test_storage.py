@@ -508,9 +508,10 @@ def test_a_second_fit_of_the_same_process_is_refused(tmp_path):
 
 def test_a_lock_that_was_left_and_one_that_is_none(tmp_path):
     path = tmp_path / ".lock"
-    path.write_text("process 1 on another machine")  # killed
+    path.write_text("process 1 on another machine" * 9)  # killed
     with lock.locked(tmp_path):
         assert f"process {os.getpid()} on " in path.read_text()
+        assert "another machine" not in path.read_text()
     precious = tmp_path / "precious"
     precious.write_text("mine")
     path.symlink_to(precious)
@@ -520,6 +521,25 @@ def test_a_lock_that_was_left_and_one_that_is_none(tmp_path):
     path.unlink()
     functions.train(tmp_path, epochs=1)
     assert precious.read_text() == "mine"
+
+
+_HOLD = """
+import fcntl, sys
+with open(sys.argv[1], "w") as file:
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_training_that_is_just_ending_is_waited_for(tmp_path, monkeypatch):
+    command = [sys.executable, "-S", "-c", _HOLD, tmp_path / ".lock"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as other:
+        assert other.stdout.readline() == b"held\n"
+        monkeypatch.setattr(lock.time, "sleep", lambda _: other.communicate())
+        with lock.locked(tmp_path):
+            assert other.returncode == 0
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch, caplog):

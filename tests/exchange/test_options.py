@@ -61,6 +61,25 @@ def test_without_merging_machines_are_not_used(merges, local_aggregation):
 
 
 @pytest.mark.parametrize(
+    ("machines", "is_possible"),
+    [
+        ((0, 0, 1, 1), True),
+        ((0, 1, 1, 0), True),
+        ((0, 0, 0, 1, 1, 1), True),
+        ((0, 0, 0, 1, 1), False),
+        ((0, 0), False),
+        ((0, 1), False),
+        ((0,), False),
+    ],
+)
+def test_several_machines_of_as_many_processes_aggregate(machines, is_possible):
+    communicator = types.SimpleNamespace(machines=machines)
+    assert Options().goes_through_machines(communicator) == is_possible
+    for alone in (Options(merges=False), Options(local_aggregation=False)):
+        assert not alone.goes_through_machines(communicator)
+
+
+@pytest.mark.parametrize(
     ("machines", "rank", "is_told"),
     [
         ((0, 0, 1), 0, True),

@@ -13,7 +13,6 @@ from keras_sparsity.board import model_plan
 from keras_sparsity.exchange.pull import PullNow, in_turn
 from keras_sparsity.exchange.together import gather_together
 from keras_sparsity.health import journal
-from keras_sparsity.placement import server_sums
 from tests import oracles
 from tests.conftest import engines
 
@@ -66,6 +65,8 @@ def pull_together(shapes, asked, outside):
     rows, gradients = strategy.run(gather, args=tuple(map(tf.constant, ids)))
     for index, of_request, of_table in zip(ids, rows, asked, strict=True):
         np.testing.assert_array_equal(of_request, whole[of_table][index])
+        # For plans, of float32.
+        assert tables[of_table].pulled_bytes == 4 * tables[of_table].dim
     expected = [np.zeros_like(values) for values in whole]
     for of_rank in ranks.gather_objects(ids):
         for k, (i, index) in enumerate(zip(asked, of_rank, strict=True)):
@@ -450,54 +451,3 @@ def test_a_row_crosses_the_network_once_for_each_machine(engine, cluster):
                 assert sum(sent) == num_rows * WIDE * 4
             else:  # and what goes to the other process of the machine
                 assert sum(sent) > num_rows * WIDE * 4
-
-
-LENGTHS = (1000, 32)  # a fourth of both is a whole number
-
-
-def sum_by_machine(together, wire_dtype):
-    """Dense gradients, their sums by servers, bytes that left this machine."""
-    strategy = ks.HybridStrategy(
-        architecture="ps", local_aggregation=together, wire_dtype=wire_dtype
-    )
-    ranks = strategy.collectives
-    random = np.random.default_rng(strategy.rank)
-    gradients = [random.normal(size=n).astype("float32") for n in LENGTHS]
-    step = tf.function(
-        lambda: server_sums.at_all(ranks, strategy.options, gradients)
-    )
-    with measured() as sent:
-        sums = strategy.run(step)
-    num_bytes = sum(
-        n for r, n in sent.items() if r.startswith(server_sums.ROLE)
-    )
-    return gradients, [total.numpy() for total in sums], num_bytes
-
-
-@pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
-def test_a_dense_sum_crosses_the_network_once_for_each_machine(
-    engine, wire_dtype, cluster
-):
-    processes = cluster(engine, 4, 2)
-    itemsize, off = (2, 0.03) if wire_dtype else (4, 1e-5)
-    # Of four processes, each its part to that of the other machine, and back.
-    least = 4 * 2 * sum(LENGTHS) // 4 * itemsize
-    for together in (True, False):
-        gradients, sums, sent = zip(
-            *processes.run(sum_by_machine, together, wire_dtype), strict=True
-        )
-        for index in range(len(LENGTHS)):
-            expected = np.sum([of_rank[index] for of_rank in gradients], axis=0)
-            for of_rank in sums:
-                np.testing.assert_allclose(
-                    of_rank[index], expected, rtol=off, atol=off
-                )
-                np.testing.assert_array_equal(of_rank[index], sums[0][index])
-        # Alone, also to both of the other machine, and to its own other one.
-        least_sent = least if together else 3 * least
-        assert (
-            least_sent
-            <= sum(sent)
-            <= least_sent * (1 if engine == "horovod" else 1.125)
-        )

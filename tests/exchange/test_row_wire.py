@@ -92,7 +92,9 @@ def test_drawn_gradients_have_the_values_as_their_mean():
 def test_which_wire():
     options = Options(wire_dtype="int8")
     assert isinstance(options.row_wire(FLOAT32, 64), RowWire)
-    assert options.gradient_wire(FLOAT32, 64, "a", 3).rank == 3
+    assert options.gradient_wire(FLOAT32, 64, "a", 3) == RowWire(
+        FLOAT32, is_drawn=True, role="a", rank=3
+    )
     # Shorter rows, and all else, travel in 16 bits.
     assert options.row_wire(FLOAT32, 4).dtype == tf.bfloat16
     assert options.wire(FLOAT32).dtype == tf.bfloat16

@@ -1,6 +1,7 @@
 """The placements of each architecture, by the messages of a step."""
 
 import collections
+import types
 
 import keras
 import numpy as np
@@ -147,9 +148,52 @@ def test_unknown_ones_are_refused():
     assert ks.HybridStrategy().architecture == "auto"
 
 
+MEBIBYTE = 2**20
+
+
+@pytest.mark.parametrize(
+    ("architecture", "size", "num_bytes", "is_owned"),
+    [
+        ("auto", 2, 16 * MEBIBYTE, False),
+        ("auto", 2, 16 * MEBIBYTE + 4, True),
+        ("auto", 1, 17 * MEBIBYTE, False),
+        ("ps", 2, 4, True),
+        ("hybrid", 2, 17 * MEBIBYTE, False),
+    ],
+)
+def test_embeddings_that_begin_as_tables(
+    architecture, size, num_bytes, is_owned
+):
+    communicator = types.SimpleNamespace(size=size, num_servers=0)
+    placements = choice.Placements(architecture, communicator, None, None)
+    assert placements.owns_rows_of(num_bytes) == is_owned
+
+
+def test_measured_times_choose_under_one_alone():
+    assert ks.HybridStrategy(architecture="measured").placements.measures_times
+    for name in choice.ARCHITECTURES.keys() - {"measured"}:
+        assert not ks.HybridStrategy(
+            architecture=name
+        ).placements.measures_times
+
+
+def test_rows_of_an_embedding_may_be_owned_others_not():
+    placements = ks.HybridStrategy(architecture="auto").placements
+    variable = keras.Variable(np.zeros((4, 2)))
+    assert placements.candidates(variable).keys() == {"allreduce", "allgather"}
+    choice.may_be_owned(variable, True)
+    assert "ps" in placements.candidates(variable)
+    choice.may_be_owned(variable, False)
+    assert "ps" not in placements.candidates(variable)
+
+
 def test_outside_of_any_strategy():
     placements = choice.entered()
     assert not placements.is_of_strategy
+    others = ks.HybridStrategy().placements
+    with choice.entering(others):
+        assert choice.entered() is others
+    assert choice.entered() is not others
     assert placements.name_of_table(ks.ShardedTable(4, 2)) == "ps"
     with ks.HybridStrategy(architecture="allreduce").scope():
         assert choice.entered().is_of_strategy

@@ -125,6 +125,21 @@ def test_rows_are_found_behind_what_others_write():
     train(stock, kept, 10, seed=1)
 
 
+def test_rows_are_found_behind_one_write_before_the_first_step():
+    def make():
+        return MADE["adam"](gradient_accumulation_steps=EVERY)
+
+    stock, kept = Trained(make, True), Trained(make, False)
+    for one in (stock, kept):
+        (sums,) = (
+            variable
+            for variable in one.optimizer.variables
+            if "accumulator" in variable.path and variable.shape[0] == ROWS
+        )
+        sums.assign(np.ones((ROWS, DIM), "float32"))
+    train(stock, kept, EVERY)
+
+
 def test_accumulated_rows_alone_are_written(monkeypatch):
     """Untouched rows of a table that is not settled stay as they are."""
 

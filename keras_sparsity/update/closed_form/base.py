@@ -123,7 +123,7 @@ def num_steps_of(factor, tolerance=1e-13):
     if factor <= 0:
         return 1
     tail = np.log(tolerance * (1 - factor))
-    return max(1, int(np.ceil(tail / np.log(factor))))
+    return int(np.ceil(tail / np.log(factor)))
 
 
 def powers(factor, num_steps):

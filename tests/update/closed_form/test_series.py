@@ -1,9 +1,11 @@
 """The series of rules with two moments, against single steps in float64."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_sparsity.update.closed_form import choice
 from keras_sparsity.update.closed_form.adam import Adam, Adamax
 from keras_sparsity.update.closed_form.nadam import Nadam
 from keras_sparsity.update.step_sums import StepSums
@@ -118,3 +120,15 @@ def test_number_of_terms_follows_from_the_factors():
     # The velocity is gone before the momentum is.
     assert num_terms(0.9, 0.9) == 0
     assert num_terms(0.9, 0.5) == 0
+    assert num_terms(0.5, 0.25) == 0  # as fast
+
+
+def test_the_most_steps_that_are_summed_up(monkeypatch):
+    variable = keras.Variable(np.zeros((4, 2)), dtype="float32")
+    rule = keras.optimizers.Adam()
+    rule.build([variable])
+    num_steps = choice.closed_form_of(rule, variable).kernel.shape[0]
+    monkeypatch.setattr(choice, "_MOST_STEPS", num_steps)
+    assert choice.closed_form_of(rule, variable) is not None
+    monkeypatch.setattr(choice, "_MOST_STEPS", num_steps - 1)
+    assert choice.closed_form_of(rule, variable) is None
