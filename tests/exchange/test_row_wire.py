@@ -75,6 +75,7 @@ def test_drawn_gradients_have_the_values_as_their_mean():
                     carried(gradients, is_drawn=True, role="a", rank=1)[0]
                 )
         mean = mean + arrived.numpy() / count
+    assert not row_wire._steps
     np.testing.assert_array_equal(first[:3], again)  # repeatable
     # The deviation of a mean of 1,600 draws is a level / (2 * 40).
     expected = gradients.numpy().mean(axis=0)
