@@ -5,7 +5,7 @@ tree; the tests of the same folder run on it, then wider ones, until one fails.
 A mutation that none finds is a survivor: write the missing test, or see that
 the mutant computes the same.
 
-    .venv-horovod/bin/python scripts/mutations.py --count 32 --seed 1
+    .venv-horovod/bin/python scripts/mutations.py --count 30 --seed 1
     .venv-horovod/bin/python scripts/mutations.py --folders pipeline stages
     .venv-horovod/bin/python scripts/mutations.py --only exchange/pull.py:57
 
