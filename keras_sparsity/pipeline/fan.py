@@ -26,14 +26,14 @@ class Fan:
     def __init__(self, links, num_pieces):
         self._links, self._num_pieces = links, num_pieces
 
-    def shared(self, peers, workers_of_tails):
-        """A `SharedFan`, by which all tails have the parts of all workers.
+    def shared(self, peers, parts_of_tails):
+        """A `SharedFan`, by which all tails have the whole batch.
 
         Args:
             peers: `Collectives` of the tails.
-            workers_of_tails: as for `fan`.
+            parts_of_tails: list of the range of each tail's parts.
         """
-        return SharedFan(self._links, peers, list(workers_of_tails.values()))
+        return SharedFan(self._links, peers, parts_of_tails)
 
     def of(self, batch):
         """The link for a piece, or for a range of them as one."""
@@ -128,25 +128,27 @@ class SharedFan(Fan):
     """A `Fan` of which all tails have the whole batch.
 
     Args:
-        links: as for `Fan`: those of the own workers.
+        links: as for `Fan`: those of the own parts.
         peers: `Collectives` of the tails.
-        workers: list of the range of each tail's workers.
+        parts: list of the range of each tail's parts.
     """
 
-    def __init__(self, links, peers, workers):
-        super().__init__(links, workers[-1].stop)
-        self._peers, self._workers = peers, workers
+    def __init__(self, links, peers, parts):
+        super().__init__(links, parts[-1].stop)
+        self._peers, self._parts = peers, parts
 
     def of(self, batch):
-        """This: all workers' micro-batches are one."""
+        """This: all parts are one micro-batch."""
         del batch
         return self
 
     def receive_activations(self, crossing, num_examples):
         own, loss = super().receive_activations(crossing, num_examples)
-        number = self._workers[-1].stop
         counts = tf.stack(
-            [_bounds(num_examples, number, each)[1] for each in self._workers]
+            [
+                _bounds(num_examples, self._num_pieces, each)[1]
+                for each in self._parts
+            ]
         )
         whole = []
         for value, spec in zip(
@@ -161,10 +163,9 @@ class SharedFan(Fan):
         return crossing.without_masks(whole), loss
 
     def _bounds(self, num_examples):
-        number = self._workers[-1].stop
-        for worker, link in self._links.items():
-            own = range(worker, worker + 1)
-            yield link, *_bounds(num_examples, number, own)
+        for part, link in self._links.items():
+            own = range(part, part + 1)
+            yield link, *_bounds(num_examples, self._num_pieces, own)
 
 
 def _bounds(num_examples, number, own):
@@ -192,32 +193,56 @@ def _at_least_one(part):
     return tf.pad(part, ends)
 
 
-def fan(collectives, workers_of_tails, wire_dtype=None):
+def fan(collectives, parts_of_ranks, num_workers, wire_dtype=None):
     """`(link to the stage before, link to the one behind)` of a rank.
 
     Args:
         collectives: `Collectives` of all ranks. The workers come first.
-        workers_of_tails: dict from a tail's rank to the range of its workers.
+        parts_of_ranks: as `parts_of_ranks` gives them.
+        num_workers: the number of workers.
         wire_dtype: see `Link`.
     """
-    found = {
-        worker: _pair(collectives, worker, tail)
-        for tail, workers in workers_of_tails.items()
-        for worker in workers
+    heads, tails = (
+        [rank for rank, parts in enumerate(each) for _ in parts]
+        for each in (parts_of_ranks[:num_workers], parts_of_ranks[num_workers:])
+    )
+    found = [
+        _pair(collectives, worker, num_workers + tail)
+        for worker, tail in zip(heads, tails, strict=True)
+    ]
+    own = {
+        part: Link(found[part], wire_dtype)
+        for part in parts_of_ranks[collectives.rank]
     }
-    if collectives.rank in found:
-        return None, Link(found[collectives.rank], wire_dtype)
-    own = workers_of_tails[collectives.rank]
-    before = {rank: Link(found[rank], wire_dtype) for rank in own}
-    return Fan(before, len(found)), None
+    if collectives.rank >= num_workers:
+        return Fan(own, len(found)), None
+    if len(own) == 1:
+        return None, *own.values()
+    return None, Fan(own, len(found))
 
 
-def workers_of_tails(num_workers, num_tails):
-    """Dict from the rank of each tail to the range of its workers."""
-    return {
-        num_workers + i: range(*batches.bounds(num_workers, i, num_tails))
-        for i in range(num_tails)
-    }
+def parts_of_ranks(num_workers, num_tails):
+    """The parts of a batch that each rank of head and tail computes.
+
+    As many as the stage with more ranks has: each of these has one.
+
+    Args:
+        num_workers, num_tails: the numbers of ranks.
+
+    Returns:
+        List of the range of each rank's parts, the workers' first.
+
+    Example:
+
+    >>> parts_of_ranks(3, 2)
+    [range(0, 1), range(1, 2), range(2, 3), range(0, 1), range(1, 3)]
+    """
+    number = max(num_workers, num_tails)
+    return [
+        range(*batches.bounds(number, rank, num_ranks))
+        for num_ranks in (num_workers, num_tails)
+        for rank in range(num_ranks)
+    ]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from keras_sparsity.collectives.base import divided
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.pipeline import columns
-from keras_sparsity.pipeline.fan import fan, workers_of_tails
+from keras_sparsity.pipeline.fan import fan, parts_of_ranks
 from keras_sparsity.pipeline.head_sums import HeadSums
 from keras_sparsity.pipeline.splits import Splits
 from keras_sparsity.pipeline.staged import (
@@ -56,10 +56,11 @@ class LayerPlacementStrategy(StagedStrategy):
             name of the head's last layer in a list, or two lists of names.
             None: by `rule`.
         num_tail_workers: the number M of processes that train the tail, the
-            last ones. Each has the parts of some of the workers, and the
-            tail's gradients are summed over them by AllReduce. Statistics of
-            a batch in the tail are then those of its own part, if the layer
-            is not `synchronized`.
+            last ones. Each has the parts of some of the workers, or, where
+            these are fewer, a part of one worker's examples, and the tail's
+            gradients are summed over them by AllReduce. Statistics of a batch
+            in the tail are then those of its own part, if the layer is not
+            `synchronized`.
         tail_split: what several tail workers divide. `"batch"`: as above.
             `"columns"`: each has the whole batch, and of the widest `Dense`
             layers, where that saves bytes, computes and updates its columns
@@ -91,8 +92,8 @@ class LayerPlacementStrategy(StagedStrategy):
         rank, size: this process's number, and the number of processes.
 
     Raises:
-        ValueError: if an argument is not valid, or more than half of the
-            processes are tail workers. By `compile`: as under
+        ValueError: if an argument is not valid, or no process is left for the
+            head. By `compile`: as under
             `ks.PipelineStrategy`, but for sharded layers in the head.
 
     Example:
@@ -149,7 +150,7 @@ class LayerPlacementStrategy(StagedStrategy):
             self.stages = None  # One process trains the whole model.
             return
         first = self._splits.num_workers
-        self._workers_of_tails = workers_of_tails(first, num_tail_workers)
+        self._parts_of_ranks = parts_of_ranks(first, num_tail_workers)
         super().__init__(
             communicator,
             divided(
@@ -157,17 +158,25 @@ class LayerPlacementStrategy(StagedStrategy):
                 [[*range(first)], [*range(first, communicator.size)]],
                 f"tail/peers/{num_tail_workers}",
             ),
-            fan(communicator, self._workers_of_tails, wire_dtype),
+            fan(communicator, self._parts_of_ranks, first, wire_dtype),
             stages,
         )
 
     def _splits_among(self, size):
         num_tails = self.num_tail_workers
-        if size > 1 and 2 * num_tails > size:
+        if 1 < size <= num_tails:
             raise ValueError(
-                "Each tail worker needs a worker of its own. Received: "
+                "A worker must train the head. Received: "
                 f"num_tail_workers={num_tails} and {size} processes; "
-                f"expected: at most {size // 2}."
+                f"expected: at most {size - 1}."
+            )
+        is_star = self.head_gradients == "server"
+        if is_star and 1 < size - num_tails < num_tails:
+            raise ValueError(
+                'With head_gradients="server" each tail worker needs a worker '
+                f"of its own. Received: num_tail_workers={num_tails} and "
+                f"{size} processes; expected: at most {size // 2}, or "
+                'head_gradients="allreduce".'
             )
         return Splits(
             self.rule,
@@ -175,7 +184,7 @@ class LayerPlacementStrategy(StagedStrategy):
             self.threshold,
             num_workers=max(1, size - num_tails),
             num_tails=min(num_tails, size - 1),
-            is_star=self.head_gradients == "server",
+            is_star=is_star,
             tail_split="batch" if self._by_worker else self.tail_split,
         )
 
@@ -294,8 +303,8 @@ class LayerPlacementStrategy(StagedStrategy):
         random_states.share(parts[1].model.variables, bool(layers))
         if stage.is_last and layers:
             stage.columns = columns.Columns(layers, optimizer, self.peers)
-            workers = self._workers_of_tails
-            stage.before = stage.before.shared(self.peers, workers)
+            parts = self._parts_of_ranks[splits.num_workers :]
+            stage.before = stage.before.shared(self.peers, parts)
 
     def head_sums(self, parts):
         weights = parts[0].model.trainable_variables
@@ -314,16 +323,17 @@ class LayerPlacementStrategy(StagedStrategy):
         del optimizer
         if self.size == 1:
             return Schedule(1, (_in_turn([0]),)), None
+        own = self._parts_of_ranks[self.rank]
+        number = self._parts_of_ranks[-1].stop
         if not stage.is_last:
-            tasks = _in_turn([self.rank]), ()
+            tasks = _in_turn([own if len(own) > 1 else own.start]), ()
         else:
-            own = self._workers_of_tails[self.rank]
             if stage.columns is not None:
-                own = range(self._splits.num_workers)
+                own = range(number)
             is_whole = self.tail_batches == "whole"
             tasks = (), _in_turn([own] if is_whole else own)
         # Of the other stage it knows nothing.
-        return Schedule(self._splits.num_workers, tasks), None
+        return Schedule(number, tasks), None
 
 
 class _NoGain(Exception):

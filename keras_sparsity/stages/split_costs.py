@@ -216,13 +216,23 @@ def _of_split(place, sent, head, tail, fan, is_star):
 
 
 def _fan(num_workers, num_tails, cluster):
-    """Arrays: the workers' messages that leave, and that reach, a machine."""
-    tails = [
-        num_workers + tail
-        for tail in range(num_tails)
-        for _ in range(*bounds(num_workers, tail, num_tails))
-    ]
-    return crossings(range(len(tails)), tails, cluster)
+    """Arrays: the workers' messages that leave, and that reach, a machine.
+
+    With more tail workers than workers a message is a part of a worker's.
+    """
+    if not num_tails:
+        return crossings([], [], cluster)
+    number = max(num_workers, num_tails)
+    heads, tails = (
+        [
+            first + rank
+            for rank in range(size)
+            for _ in range(*bounds(number, rank, size))
+        ]
+        for first, size in ((0, num_workers), (num_workers, num_tails))
+    )
+    share = num_workers / number
+    return tuple(share * each for each in crossings(heads, tails, cluster))
 
 
 def _fan_seconds(head, tails, num_bytes, num_messages):
@@ -230,12 +240,15 @@ def _fan_seconds(head, tails, num_bytes, num_messages):
 
     Args:
         head, tails: the `RankGroup`s.
-        num_bytes, num_messages: those of a worker, both ways.
+        num_bytes, num_messages: those of a worker, both ways, if it has one
+            tail worker.
     """
-    most = math.ceil(len(head.ranks) / len(tails.ranks))  # of a tail
+    number = max(len(head.ranks), len(tails.ranks))
+    share = len(head.ranks) / number
+    most = [math.ceil(number / len(group.ranks)) for group in (head, tails)]
     return sum(
-        group.processor_seconds(number * num_bytes, number * num_messages)
-        for group, number in ((head, 1), (tails, most))
+        group.processor_seconds(parts * share * num_bytes, parts * num_messages)
+        for group, parts in zip((head, tails), most, strict=True)
     )
 
 

@@ -334,8 +334,8 @@ def divided_by_times(seconds_per_byte):
     return adoption and adoption.parts[0].names
 
 
-def too_many_tails():
-    """The message where two of three processes would train the tail."""
+def too_many_tails(number, options=None):
+    """The message where so many processes would train the tail."""
     with pytest.raises(ValueError) as raised:
-        ks.LayerPlacementStrategy(num_tail_workers=2)
+        ks.LayerPlacementStrategy(num_tail_workers=number, **options or {})
     return str(raised.value)

@@ -47,6 +47,9 @@ _USUAL = [
     ("horovod", "convolutional", 3, 22, _AT_SERVERS),
     ("native", "ids", 4, 17, _TWO_TAILS),
     ("horovod", "ids", 5, 22, _TWO_TAILS | _BY_WORKER),
+    # A worker has several tails.
+    ("horovod", "ids", 3, 17, _TWO_TAILS),
+    ("native", "convolutional", 5, 22, {"num_tail_workers": 3}),
 ]
 _MORE = [
     ("native", "convolutional", 3, 22, {}),
@@ -99,11 +102,15 @@ def test_as_one_process(
             ("native", 4, 22, "momentum", "columns"),
             ("native", 5, 17, "adam", None),
             ("native", 5, 22, "scaled", "columns"),
+            ("native", 3, 17, "momentum", "columns"),
             ("horovod", 4, 22, "momentum", "columns"),
             ("horovod", 5, 17, "adam", None),
         ],
         # The last batch has one example, norms are of all gradients.
-        [("horovod", 5, 17, "adam", None)],
+        [
+            ("horovod", 5, 17, "adam", None),
+            ("native", 3, 17, "momentum", "columns"),
+        ],
     ),
 )
 def test_tails_that_divide_columns(
@@ -184,10 +191,16 @@ def test_divides_by_predicted_steps(cluster):
     assert found == [None] * 3
 
 
-def test_each_tail_worker_needs_a_worker(cluster):
-    for message in cluster("native", 3).run(placement_functions.too_many_tails):
-        assert "num_tail_workers=2 and 3 processes" in message
-        assert "at most 1" in message
+def test_too_many_tail_workers(cluster):
+    three = cluster("native", 3)
+    for message in three.run(placement_functions.too_many_tails, 3):
+        assert "num_tail_workers=3 and 3 processes" in message
+        assert "at most 2" in message
+    five = cluster("native", 5)
+    at_servers = {"head_gradients": "server"}
+    for message in five.run(placement_functions.too_many_tails, 3, at_servers):
+        assert "num_tail_workers=3 and 5 processes" in message
+        assert "at most 2" in message
 
 
 def test_plan(cluster, tmp_path, capsys):

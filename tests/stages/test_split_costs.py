@@ -73,6 +73,22 @@ def test_three_workers_of_two_tails():
     assert second.busiest_bytes == 2 * 8 * 5 + 4_000
 
 
+def test_two_tails_of_a_worker():
+    _, _, second = split_costs(PROFILE, 1, 2, num_examples=24)
+    # Each has half of its examples.
+    assert second.busiest_bytes == 12 * 5 + 4_000
+    free = Cluster(3, message_seconds=0.5, megabits_per_second=8e6)
+    (_, _, with_messages), (_, _, second) = (
+        split_costs(PROFILE, 1, 2, 24, cluster)
+        for cluster in (free, Cluster(3, megabits_per_second=8e6))
+    )
+    # Activations and gradients: of the worker two messages each way, of a tail
+    # one; then the tails' sum, with one out and one in.
+    assert with_messages.seconds - second.seconds == pytest.approx(
+        0.5 * (2 * 2 + 2 + 2)
+    )
+
+
 def test_narrow_messages_of_data_parallelism():
     narrow = dataclasses.replace(PROFILE, wire_share=0.5)
     whole, first, _ = split_costs(narrow, 3, 1, num_examples=24)
