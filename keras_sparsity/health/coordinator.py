@@ -236,10 +236,11 @@ class Coordinator:
             self._asked = now
             self._ask()
             return
+        # A rank that computes may hold Python's lock for longer.
         waited_for = [
             rank
             for rank, report in self._taking_part(self._reports).items()
-            if report.status == "blocked" or now < self._asked + 1
+            if report.status in ("blocked", "ended") or now < self._asked + 1
         ]
         if all(self._received[rank] > self._asked for rank in waited_for):
             problem = verdict.find_deadlock(

@@ -117,6 +117,24 @@ def test_a_rank_that_has_left_a_slow_call_is_asked_about_it(ranks):
         wait_for(end, "farewell")
 
 
+def test_a_rank_that_has_ended_may_answer_late(ranks):
+    ends = ranks(2)
+    call = Call("broadcast", "a")
+    blocked = Report("blocked", (call,), stalled_seconds=5.0, begun=(1,))
+    ended = Report("ended", stalled_seconds=5.0)
+    for end, report in zip(ends, (blocked, ended), strict=True):
+        end.send(kind="report", **report.to_json())
+    ended.left = ((call, 1),)
+    for end in ends:
+        wait_for(end, "ask")
+    ends[0].send(kind="report", **blocked.to_json())
+    assert not ends[0].poll(2)
+    ends[1].send(kind="report", **ended.to_json())
+    ends[0].send(kind="report", **Report("ended").to_json())
+    for end in ends:
+        wait_for(end, "farewell", ended)
+
+
 def test_a_new_timeout_goes_to_all(ranks):
     ends = ranks(2)
     ends[1].send(kind="timeout", seconds=20.0)
