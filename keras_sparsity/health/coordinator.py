@@ -40,7 +40,7 @@ class Coordinator:
         self._reports = {rank: Report() for rank in channels}
         self._received = dict.fromkeys(channels, time.monotonic())
         self._heard = dict.fromkeys(channels, time.monotonic())
-        self._asked = None
+        self._asked, self._asked_calls = None, set()
         self._told_alive = time.monotonic()
         self._problem = None
         self._deadline = None
@@ -242,7 +242,7 @@ class Coordinator:
             for rank, report in self._taking_part(self._reports).items()
             if report.status in ("blocked", "ended") or now < self._asked + 1
         ]
-        if all(self._received[rank] > self._asked for rank in waited_for):
+        if all(map(self._has_answered, waited_for)):
             problem = verdict.find_deadlock(
                 self._taking_part(self._reports), timeout_seconds
             )
@@ -253,12 +253,17 @@ class Coordinator:
 
     def _ask(self):
         """Asks all ranks for a report, with the ends of the open calls."""
-        calls = {
+        self._asked_calls = {
             call.without_shape()
             for report in self._reports.values()
             for call in report.open_calls
         }
-        self._tell(kind="ask", calls=to_lists(calls))
+        self._tell(kind="ask", calls=to_lists(self._asked_calls))
+
+    def _has_answered(self, rank):
+        """Whether a rank's report came since, and is no earlier one."""
+        told = {call for call, _ in self._reports[rank].left}
+        return self._received[rank] > self._asked and told >= self._asked_calls
 
     def _aged(self, now):
         """The reports as if they had arrived now."""

@@ -38,6 +38,7 @@ class Site:
 
     def __init__(self, call, scope=None, record_shapes=False):
         self.call = call
+        self.of_any_shape = call.without_shape()
         self.scope = scope
         self.meter = None
         self.last_counts = 0, 0
@@ -88,9 +89,14 @@ class Site:
 
     def is_open(self):
         """Whether the call has begun, not ended, and is not forgotten."""
+        entered, over = self.counts_of_over()
+        return entered > over
+
+    def counts_of_over(self):
+        """How often the call has begun, and ended or been forgotten."""
         entered, left = self.counts()
         self._forgotten = min(self._forgotten, entered - left)
-        return entered - left > self._forgotten
+        return entered, left + self._forgotten
 
     def forget(self, counts):
         """Stops waiting for failed calls, whose end is never counted."""
@@ -177,9 +183,9 @@ class Journal:
         During training this reads one variable, that of the last active site.
         Only if it has not moved are all sites read.
         """
+        self._read_dropped()
         if self._moved(self._last_active):
             return True
-        self._read_dropped()
         moved = [site for site in self.sites() if self._moved(site)]
         if moved:
             self._last_active = moved[-1]
@@ -214,29 +220,31 @@ class Journal:
             if site.counts()[0] < rounds.get(site.scope, 0)
         ]
 
-    def counts(self, call):
-        """How often a call, of any shape, has begun and ended.
+    def counts(self, calls):
+        """How often calls, of any shape, have begun and are over.
 
         In all functions together, also those that are gone.
 
         Args:
-            call: a `Call` of this rank or another one.
+            calls: `Call`s of this rank or another one.
+
+        Returns:
+            List of pairs, one for each call.
         """
-        self._read_dropped()
-        call = call.without_shape()
-        found = [self._past.get(call, (0, 0))]
-        for site in self.sites():
-            if site.call.without_shape() == call:
-                found.append(site.counts())
-        return tuple(map(sum, zip(*found, strict=True)))
+        wanted = [call.without_shape() for call in calls]
+        is_whole = False
+        while not is_whole:  # No function was dropped meanwhile.
+            self._read_dropped()
+            found = {call: self._past.get(call, (0, 0)) for call in wanted}
+            for site in self.sites():
+                if site.of_any_shape in found:
+                    _add(found, site)
+            is_whole = not self._dropped
+        return [found[call] for call in wanted]
 
     def _read_dropped(self):
         while self._dropped:
-            site = self._dropped.popleft()
-            call = site.call.without_shape()
-            entered, left = self._past.get(call, (0, 0))
-            more_entered, more_left = site.counts()
-            self._past[call] = entered + more_entered, left + more_left
+            _add(self._past, self._dropped.popleft())
 
     def forget_open(self):
         """Forgets all open calls after an error, and returns them."""
@@ -301,6 +309,13 @@ class Journal:
             for key in list(self._meters):
                 if key[1] == scope:
                     del self._meters[key]
+
+
+def _add(counts, site):
+    """Adds the counts of a site to those of its call."""
+    entered, over = counts.get(site.of_any_shape, (0, 0))
+    more_entered, more_over = site.counts_of_over()
+    counts[site.of_any_shape] = entered + more_entered, over + more_over
 
 
 @functools.cache

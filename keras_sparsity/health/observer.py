@@ -63,16 +63,20 @@ class Observer:
             stalled_seconds=now - self._moved_at,
             busy=self._is_busy,
             place=_place(),
-            left=tuple((c, self._journal.counts(c)[1]) for c in calls),
         )
+        if calls:
+            counts = self._journal.counts(calls)
+            report.left = tuple(
+                (call, over)
+                for call, (_, over) in zip(calls, counts, strict=True)
+            )
         open_sites = self._still_open()
         if open_sites and (closely or self._moved_at != now):
             report.status = "blocked"
             report.open_calls = tuple(s.current_call() for s in open_sites)
             report.upcoming = tuple(self._journal.upcoming(open_sites))
-            report.begun = tuple(
-                self._journal.counts(call)[0] for call in report.open_calls
-            )
+            counts = self._journal.counts(report.open_calls)
+            report.begun = tuple(begun for begun, _ in counts)
         return report
 
     def _still_open(self):

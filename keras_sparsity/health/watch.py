@@ -150,6 +150,7 @@ class _Watch:
         self._observer = Observer(journal)
         self._pid = os.getpid()
         self._sent = None
+        self._asked_calls = ()  # that other ranks were in, when last asked
         self._heard = time.monotonic()
         self._has_ended = False
         self._has_raised = False
@@ -214,7 +215,7 @@ class _Watch:
         """The failure, or None when all ranks have ended."""
         self._heard = told = time.monotonic()
         while True:
-            asked = None
+            asked = False
             if self._channel.poll(_POLL_SECONDS):
                 message = self._channel.receive() or {"kind": "lost"}
                 self._heard = time.monotonic()
@@ -233,8 +234,9 @@ class _Watch:
                     told = 0.0  # Rank 0 may expect a sign of life at once.
                 if message["kind"] == "without":
                     self._go_on(message["rank"], message["problem"])
-                if message["kind"] == "ask":
-                    asked = from_lists(message["calls"])
+                asked = message["kind"] == "ask"
+                if asked:
+                    self._asked_calls = from_lists(message["calls"])
             self._report(asked)
             now = time.monotonic()
             if now - told > min(5.0, self.timeout_seconds / 4):
@@ -248,22 +250,18 @@ class _Watch:
                 )
 
     def _report(self, asked):
-        """Sends the report if it says something new, or is asked for.
-
-        Args:
-            asked: the calls that other ranks are in; None: it is not asked for.
-        """
-        report = self._look(asked is not None, asked or ())
+        report = self._look(asked)
         # A blocked rank that computes may still move; rank 0 must learn when
         # it stops computing.
         busy = report.status == "blocked" and report.busy
         state = report.status, report.open_calls, report.note, busy
-        if asked is not None or state != self._sent:
+        if asked or state != self._sent:
             self._channel.send(kind="report", **report.to_json())
             self._sent = state
 
-    def _look(self, closely, calls=()):
-        report = self._observer.look(closely, calls)
+    def _look(self, closely):
+        # Of these calls each report tells: it takes the place of the answer.
+        report = self._observer.look(closely, self._asked_calls)
         report.note = self._note
         if self._has_ended:
             report.status = "ended"

@@ -224,7 +224,7 @@ def fan(collectives, parts_of_ranks, num_workers, wire_dtype=None):
 def parts_of_ranks(num_workers, num_tails):
     """The parts of a batch that each rank of head and tail computes.
 
-    As many as the stage with more ranks has: each of these has one.
+    There are as many parts as ranks in the larger one of the two.
 
     Args:
         num_workers, num_tails: the numbers of ranks.

@@ -56,11 +56,12 @@ class LayerPlacementStrategy(StagedStrategy):
             name of the head's last layer in a list, or two lists of names.
             None: by `rule`.
         num_tail_workers: the number M of processes that train the tail, the
-            last ones. Each has the parts of some of the workers, or, where
-            these are fewer, a part of one worker's examples, and the tail's
-            gradients are summed over them by AllReduce. Statistics of a batch
-            in the tail are then those of its own part, if the layer is not
-            `synchronized`.
+            last ones. Each has the parts of some of the workers, and the
+            tail's gradients are summed over them by AllReduce. With more tail
+            workers than workers each has a part of one worker's examples; let
+            M then be a multiple of the number of workers, or these have parts
+            of different sizes. Statistics of a batch in the tail are those of
+            its own part, if the layer is not `synchronized`.
         tail_split: what several tail workers divide. `"batch"`: as above.
             `"columns"`: each has the whole batch, and of the widest `Dense`
             layers, where that saves bytes, computes and updates its columns
@@ -73,8 +74,9 @@ class LayerPlacementStrategy(StagedStrategy):
             those of a part.
         head_gradients: `"allreduce"`: the workers sum the head's gradients by
             AllReduce. `"server"`, for comparison, as in the paper: each sends
-            them to its tail worker, which sends back the sums. Rows of
-            embeddings travel among the workers in both.
+            them to its tail worker, which sends back the sums; several
+            workers then need as many as there are tail workers, or more. Rows
+            of embeddings travel among the workers in both.
         rule: where the model is divided without `stages`. `"published"`: by
             the paper's rule, by bytes, see "Layers on one worker".
             `"fastest"`: where the predicted step is shortest, by the measured
@@ -93,8 +95,8 @@ class LayerPlacementStrategy(StagedStrategy):
 
     Raises:
         ValueError: if an argument is not valid, or no process is left for the
-            head. By `compile`: as under
-            `ks.PipelineStrategy`, but for sharded layers in the head.
+            head. By `compile`: as under `ks.PipelineStrategy`, but for sharded
+            layers in the head.
 
     Example:
 

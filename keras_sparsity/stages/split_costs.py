@@ -218,7 +218,8 @@ def _of_split(place, sent, head, tail, fan, is_star):
 def _fan(num_workers, num_tails, cluster):
     """Arrays: the workers' messages that leave, and that reach, a machine.
 
-    With more tail workers than workers a message is a part of a worker's.
+    With more tail workers than workers a worker's message is divided among its
+    tail workers.
     """
     if not num_tails:
         return crossings([], [], cluster)
@@ -240,8 +241,8 @@ def _fan_seconds(head, tails, num_bytes, num_messages):
 
     Args:
         head, tails: the `RankGroup`s.
-        num_bytes, num_messages: those of a worker, both ways, if it has one
-            tail worker.
+        num_bytes: those of a worker, both ways.
+        num_messages: those of a worker and one tail worker, both ways.
     """
     number = max(len(head.ranks), len(tails.ranks))
     share = len(head.ranks) / number

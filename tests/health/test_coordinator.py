@@ -82,8 +82,8 @@ def test_different_calls_are_named(ranks):
     for end, report in zip(ends, reports, strict=True):
         end.send(kind="report", **report.to_json())
     for end, report in zip(ends, reports, strict=True):
-        end.send(kind="report", **report.to_json())
-        wait_for(end, "ask")
+        asked = from_lists(wait_for(end, "ask")["calls"])
+        report.left = tuple((call, 0) for call in asked)
         end.send(kind="report", **report.to_json())
     for end, report in zip(ends, reports, strict=True):
         message = wait_for(end, "failure", report)["message"]
@@ -100,10 +100,14 @@ def test_a_rank_that_has_left_a_slow_call_is_asked_about_it(ranks):
     for end, report in zip(ends, reports, strict=True):
         end.send(kind="report", **report.to_json())
     left = (calls[0].without_shape(), 1), (calls[1].without_shape(), 0)
-    reports[1].left = left
     for end, report in zip(ends, reports, strict=True):
         asked = from_lists(wait_for(end, "ask")["calls"])
         assert set(asked) == {call for call, _ in left}
+        # One that was on its way is no answer.
+        end.send(kind="report", **report.to_json())
+    reports[0].left = tuple((call, 0) for call, _ in left)
+    reports[1].left = left
+    for end, report in zip(ends, reports, strict=True):
         end.send(kind="report", **report.to_json())
     # All reports were heard, and then judged.
     for seconds in (50.0, 51.0):
@@ -120,7 +124,12 @@ def test_a_rank_that_has_left_a_slow_call_is_asked_about_it(ranks):
 def test_a_rank_that_has_ended_may_answer_late(ranks):
     ends = ranks(2)
     call = Call("broadcast", "a")
-    blocked = Report("blocked", (call,), stalled_seconds=5.0, begun=(1,))
+    blocked = Report(
+        *("blocked", (call,)),
+        stalled_seconds=5.0,
+        begun=(1,),
+        left=((call, 0),),
+    )
     ended = Report("ended", stalled_seconds=5.0)
     for end, report in zip(ends, (blocked, ended), strict=True):
         end.send(kind="report", **report.to_json())
@@ -169,7 +178,9 @@ def test_after_a_loss_the_others_wait_anew(ranks, is_lost):
         wait_for(server, "without")
     call = Call("a wait for", "other workers", ranks=(1,))
     still = {end: Report(stalled_seconds=700.0) for end in (first, server)}
-    still[second] = Report("blocked", (call,), stalled_seconds=700.0)
+    still[second] = Report(
+        *("blocked", (call,)), stalled_seconds=700.0, begun=(1,)
+    )
     for end, report in still.items():
         end.send(kind="report", **report.to_json())
     kinds = []

@@ -94,7 +94,18 @@ def test_counts_are_of_all_functions_also_of_those_that_are_gone():
         gc.collect()
         assert not journal.sites()
     noted(journal, tf.ones([4]), "b")
-    assert journal.counts(call) == (5, 5)
+    assert journal.counts([call]) == [(5, 5)]
+
+
+def test_a_call_that_failed_is_over_once_it_is_forgotten():
+    journal = Journal()
+    noted(journal, tf.ones([2]), "a")
+    with pytest.raises(ZeroDivisionError):
+        noted(journal, tf.ones([2]), "a", lambda x: 1 / 0)
+    (call,) = (site.call for site in journal.sites())
+    assert journal.counts([call]) == [(2, 1)]
+    journal.forget_open()
+    assert journal.counts([call]) == [(2, 2)]
 
 
 def test_shapes_known_at_run_time_only_are_recorded():
