@@ -7,7 +7,6 @@ import math
 import tensorflow as tf
 
 from keras_sparsity.collectives.base import divided
-from keras_sparsity.data import batches
 from keras_sparsity.pipeline.links import Link, links
 from keras_sparsity.pipeline.micro_batches import first_example
 
@@ -198,7 +197,7 @@ def fan(collectives, parts_of_ranks, num_workers, wire_dtype=None):
 
     Args:
         collectives: `Collectives` of all ranks. The workers come first.
-        parts_of_ranks: as `parts_of_ranks` gives them.
+        parts_of_ranks: as `stages.split_costs.parts_of_ranks` gives them.
         num_workers: the number of workers.
         wire_dtype: see `Link`.
     """
@@ -219,30 +218,6 @@ def fan(collectives, parts_of_ranks, num_workers, wire_dtype=None):
     if len(own) == 1:
         return None, *own.values()
     return None, Fan(own, len(found))
-
-
-def parts_of_ranks(num_workers, num_tails):
-    """The parts of a batch that each rank of head and tail computes.
-
-    There are as many parts as ranks in the larger one of the two.
-
-    Args:
-        num_workers, num_tails: the numbers of ranks.
-
-    Returns:
-        List of the range of each rank's parts, the workers' first.
-
-    Example:
-
-    >>> parts_of_ranks(3, 2)
-    [range(0, 1), range(1, 2), range(2, 3), range(0, 1), range(1, 3)]
-    """
-    number = max(num_workers, num_tails)
-    return [
-        range(*batches.bounds(number, rank, num_ranks))
-        for num_ranks in (num_workers, num_tails)
-        for rank in range(num_ranks)
-    ]
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from keras_sparsity.collectives.base import divided
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.pipeline import columns
-from keras_sparsity.pipeline.fan import fan, parts_of_ranks
+from keras_sparsity.pipeline.fan import fan
 from keras_sparsity.pipeline.head_sums import HeadSums
 from keras_sparsity.pipeline.splits import Splits
 from keras_sparsity.pipeline.staged import (
@@ -29,6 +29,7 @@ from keras_sparsity.stages.profile import (
     with_tables_in_head,
 )
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
+from keras_sparsity.stages.split_costs import parts_of_ranks
 from keras_sparsity.strategy import HybridStrategy
 from keras_sparsity.tables.table_variable import TableVariable
 from keras_sparsity.training import compiling

@@ -223,17 +223,41 @@ def _fan(num_workers, num_tails, cluster):
     """
     if not num_tails:
         return crossings([], [], cluster)
-    number = max(num_workers, num_tails)
-    heads, tails = (
-        [
-            first + rank
-            for rank in range(size)
-            for _ in range(*bounds(number, rank, size))
-        ]
-        for first, size in ((0, num_workers), (num_workers, num_tails))
-    )
-    share = num_workers / number
+    parts = parts_of_ranks(num_workers, num_tails)
+    ranks = [rank for rank, own in enumerate(parts) for _ in own]
+    heads, tails = ranks[: len(ranks) // 2], ranks[len(ranks) // 2 :]
+    share = num_workers / len(heads)
     return tuple(share * each for each in crossings(heads, tails, cluster))
+
+
+def parts_of_ranks(num_workers, num_tails):
+    """The parts of a batch that each rank of head and tail computes.
+
+    There are as many parts as ranks in the larger one of the two.
+
+    Args:
+        num_workers, num_tails: the numbers of ranks.
+
+    Returns:
+        List of the range of each rank's parts, the workers' first.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> parts_of_ranks(3, 2)
+    [range(0, 1), range(1, 2), range(2, 3), range(0, 1), range(1, 3)]
+
+    References:
+        None: a count.
+    """
+    number = max(num_workers, num_tails)
+    return [
+        range(*bounds(number, rank, num_ranks))
+        for num_ranks in (num_workers, num_tails)
+        for rank in range(num_ranks)
+    ]
 
 
 def _fan_seconds(head, tails, num_bytes, num_messages):
