@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from keras_sparsity import launch
-from keras_sparsity.launch.environment import free_ports
+from keras_sparsity.machines import ports
 from tests import checkpoint_functions, forked, matrix, oracles
 from tests import server_functions as functions
 from tests.conftest import covering, engines
@@ -236,7 +236,7 @@ def test_an_unchanged_script_serves(script, tmp_path, capfd):
 
 def test_the_job_ps_of_tf_config(script):
     """As Kubeflow's TFJob starts pods: no launcher."""
-    worker, server = (f"127.0.0.1:{port}" for port in free_ports(2))
+    worker, server = (f"127.0.0.1:{port}" for port in ports.free(2))
     root = str(pathlib.Path(__file__).parents[1])
     running = []
     for kind in ("worker", "ps"):

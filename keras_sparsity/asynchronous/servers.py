@@ -4,13 +4,13 @@ They are apart from the engine: its collectives wait for all ranks, while a
 session reads and writes the servers' variables whenever its rank is ready.
 """
 
+import contextlib
 import os
-import socket
 import threading
 
 import tensorflow as tf
 
-from keras_sparsity.machines import addresses, door, firewall, settings
+from keras_sparsity.machines import addresses, door, firewall, ports, settings
 
 _JOB = "keras_sparsity"
 
@@ -32,14 +32,8 @@ class Servers:
     """
 
     def __init__(self, collectives):
-        given = self.addresses = _addresses(collectives)
-        port = given[collectives.rank][1]
-        cluster = tf.train.ClusterSpec({_JOB: [f"{h}:{p}" for h, p in given]})
-        hosts = [host.strip("[]") for host, _ in given]
-        with firewall.guarded_port(port, hosts, lambda message: None):
-            self._server = tf.distribute.Server(
-                cluster, job_name=_JOB, task_index=collectives.rank
-            )
+        with _addresses(collectives) as self.addresses:
+            self._server = _server(self.addresses, collectives.rank)
         self.size, self.num_workers = collectives.size, collectives.num_workers
         has_own = bool(collectives.num_servers)
         first = collectives.num_workers if has_own else 0
@@ -106,16 +100,24 @@ class Servers:
                 shared.leave_out(rank)
 
 
+@contextlib.contextmanager
 def _addresses(collectives):
     facts = door.facts()
     if facts:  # at the port of the process that was lost
-        return facts["addresses"]
-    # Free, and taken next: TensorFlow's server is to be told a number.
-    with socket.create_server(("", 0)) as probe:
-        port = probe.getsockname()[1]
-    return collectives.gather_objects(
-        (own_host(collectives.machines), port), "servers/addresses"
-    )
+        yield facts["addresses"]
+        return
+    # TensorFlow's server is to be told a number.
+    with ports.reserved(1) as (port,):
+        yield collectives.gather_objects(
+            (own_host(collectives.machines), port), "servers/addresses"
+        )
+
+
+def _server(given, rank):
+    cluster = tf.train.ClusterSpec({_JOB: [f"{h}:{p}" for h, p in given]})
+    hosts = [host.strip("[]") for host, _ in given]
+    with firewall.guarded_port(given[rank][1], hosts, lambda message: None):
+        return tf.distribute.Server(cluster, job_name=_JOB, task_index=rank)
 
 
 _started = {}  # from `Collectives` to `Servers`

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_sparsity import __version__
 from keras_sparsity.launch import environment
-from keras_sparsity.machines import addresses
+from keras_sparsity.machines import addresses, ports
 
 
 def main(engine, num_ports, script):
@@ -40,13 +40,13 @@ def main(engine, num_ports, script):
             versions["horovod"] = "none"
     try:
         environment.check_memory(int(num_ports))
-        ports = environment.free_ports(int(num_ports))
+        free = ports.free(int(num_ports))
     except ValueError as error:
         return f"keras-sparsity: {error}"
     found = {
         "versions": versions,
         "num_cores": len(os.sched_getaffinity(0)),
-        "ports": ports,
+        "ports": free,
         "has_script": not script or os.path.exists(script),
         "addresses": addresses.of_interfaces(),
         # Client address and port, server address and port.

@@ -6,11 +6,10 @@ import importlib.util
 import json
 import os
 import random
-import socket
 from collections import Counter
 
 from keras_sparsity._tf import checks
-from keras_sparsity.machines import firewall
+from keras_sparsity.machines import firewall, ports
 from keras_sparsity.machines.door import DOOR_VARIABLE, JOINS_VARIABLE
 from keras_sparsity.machines.settings import ENGINES, SERVERS_VARIABLE
 from keras_sparsity.machines.topology import OVERRIDE, Topology
@@ -114,36 +113,6 @@ def _thread_defaults(num_processes, num_cores):
     }
 
 
-def free_ports(count):
-    """Free ports of this machine.
-
-    They lie below the range that the system assigns to connections (32768 and
-    up on Linux), so none is taken between this call and the rank's `bind`.
-    """
-    ports = []
-    candidates = list(range(15000, 32000))
-    random.SystemRandom().shuffle(candidates)
-    while len(ports) < count:
-        if not candidates:
-            raise ValueError(
-                f"{count} processes need as many free ports; of those from "
-                f"15000 to 31999 this machine has {len(ports)}."
-            )
-        port = candidates.pop()
-        if _can_bind(port):
-            ports.append(port)
-    return ports
-
-
-def _can_bind(port):
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
 @dataclasses.dataclass(frozen=True)
 class Network:
     """The addresses of a run; the defaults are for this machine alone.
@@ -223,19 +192,25 @@ def _local_variables(places, network):
 @contextlib.contextmanager
 def _native_variables(places, network):
     addresses = network.addresses or ["127.0.0.1"] * len(places)
-    ports = network.ports or free_ports(len(places))
-    workers = [f"{a}:{p}" for a, p in zip(addresses, ports, strict=True)]
-    yield [
-        {
-            "TF_CONFIG": json.dumps(
-                {
-                    "cluster": {"worker": workers},
-                    "task": {"type": "worker", "index": place.rank},
-                }
-            )
-        }
-        for place in places
-    ]
+    with _ports(places, network) as numbers:
+        workers = [f"{a}:{p}" for a, p in zip(addresses, numbers, strict=True)]
+        yield [
+            {
+                "TF_CONFIG": json.dumps(
+                    {
+                        "cluster": {"worker": workers},
+                        "task": {"type": "worker", "index": place.rank},
+                    }
+                )
+            }
+            for place in places
+        ]
+
+
+def _ports(places, network):
+    if network.ports:
+        return contextlib.nullcontext(network.ports)
+    return ports.reserved(len(places))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from keras_sparsity._tf import checks
 from keras_sparsity.machines import topology
 
 _NAME = re.compile(r"[\w.@-]+")
-# Fewer than the ports that `environment.free_ports` searches.
+# Fewer than the ports that `ports.reserved` searches.
 _MAX_PROCESSES = 10_000
 # A thousand hosts take some 20 kB.
 _MAX_HOSTFILE_BYTES = 1_000_000

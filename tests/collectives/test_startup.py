@@ -18,6 +18,7 @@ import sys
 import pytest
 
 from keras_sparsity.launch import environment, hosts
+from keras_sparsity.machines import ports
 from tests.conftest import HAS_HOROVOD
 
 _ROOT = str(pathlib.Path(__file__).parents[2])
@@ -105,7 +106,7 @@ CASES = {
 
 def _processes(case, stack):
     places = hosts.places(hosts.local_hosts(2))
-    (closed,) = environment.free_ports(1)
+    (closed,) = ports.free(1)
     variables = stack.enter_context(
         environment.of_ranks(case.engine, places, {})
     )

@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from keras_sparsity.launch import environment
 from keras_sparsity.launch.hosts import Host
 from keras_sparsity.launch.remote import HostError, Remote
+from keras_sparsity.machines import ports
 from tests.launch_functions import is_running
 
 _ROOT = pathlib.Path(__file__).parents[2]
@@ -104,7 +104,7 @@ def ssh(tmp_path_factory):
             [keygen, "-q", "-t", "ed25519", "-N", "", "-f", folder / name],
             check=True,
         )
-    (port,) = environment.free_ports(1)
+    (port,) = ports.free(1)
     user = pwd.getpwuid(os.getuid()).pw_name
     for name, text in (("server", _SERVER), ("config", _CLIENT)):
         path = folder / name
