@@ -32,10 +32,11 @@ class Coordinator:
     Args:
         channels: dict from rank to `Channel`.
         timeout_seconds: How long a rank may be silent, or let others wait.
+        root: The rank in whose process this runs.
     """
 
-    def __init__(self, channels, timeout_seconds):
-        self._channels = channels
+    def __init__(self, channels, timeout_seconds, root):
+        self._channels, self._root = channels, root
         self._timeout_seconds = timeout_seconds
         self._reports = {rank: Report() for rank in channels}
         self._received = dict.fromkeys(channels, time.monotonic())
@@ -125,9 +126,7 @@ class Coordinator:
         awaited = self._taking_part(self._reports).values()
         if all(report.status == "ended" for report in awaited):
             self._done = True
-            # Rank 0 last: this thread dies with its process.
-            for rank in sorted(self._channels, reverse=True):
-                self._channels[rank].send(kind="farewell")
+            self._tell_the_last(kind="farewell")
 
     def _taking_part(self, reports):
         """The reports of ranks for which the others may wait."""
@@ -283,8 +282,12 @@ class Coordinator:
             reports = self._taking_part(self._reports)
             problem = verdict.find_mismatch(reports) or problem
         message = verdict.describe(problem, self._reports)
-        for rank in sorted(self._channels, reverse=True):
-            self._channels[rank].send(kind="failure", message=message)
+        self._tell_the_last(kind="failure", message=message)
+
+    def _tell_the_last(self, **message):
+        # Its own rank comes last: this thread ends with the process.
+        for rank in sorted(self._channels, key=lambda r: r == self._root):
+            self._channels[rank].send(**message)
 
     def _tell(self, **message):
         for channel in self._channels.values():

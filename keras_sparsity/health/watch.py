@@ -49,7 +49,7 @@ def start(collectives, journal, abort, close, timeout_seconds):
         collectives.rank, collectives.size, collectives.gather_objects, root
     )
     if all_channels:
-        _coordinator = Coordinator(all_channels, timeout_seconds)
+        _coordinator = Coordinator(all_channels, timeout_seconds, root)
         _coordinator.start()
     stop = abort, close
     _begin(collectives.rank, root, channel, journal, *stop, timeout_seconds)

@@ -4,6 +4,7 @@ import ast
 import os
 import random
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -116,6 +117,8 @@ def launched(capfd):
                 ]
             )
         output, errors = capfd.readouterr()
+        if code:
+            print(errors, file=sys.stderr)  # which pytest shows, if unexpected
         said = [s for s in errors.splitlines() if "keras-sparsity: " in s]
         return code, output, said
 

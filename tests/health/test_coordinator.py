@@ -15,11 +15,11 @@ def ranks():
     """`ranks(size, timeout)` starts a coordinator; gives the ranks' ends."""
     with contextlib.ExitStack() as stack:
 
-        def start(size, timeout=600.0):
+        def start(size, timeout=600.0, root=0):
             pipes = [connection.Pipe() for _ in range(size)]
             ends = [Channel(own) for own, _ in pipes]
             far = {rank: Channel(end) for rank, (_, end) in enumerate(pipes)}
-            coordinator = Coordinator(far, timeout)
+            coordinator = Coordinator(far, timeout, root)
             coordinator.start()
             # Undone from below: the coordinator's thread ends when it has
             # heard the ranks' ends, and only then its own may be closed.
@@ -50,6 +50,31 @@ def test_all_ranks_end_together(ranks):
         end.send(kind="report", **Report("ended").to_json())
     for end in ends:
         wait_for(end, "farewell")
+
+
+@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize("kind", ["farewell", "failure"])
+def test_its_own_process_is_told_last(ranks, root, kind, monkeypatch):
+    told, send = [], Channel.send
+
+    def noted(channel, **message):
+        told.append((message["kind"], channel))
+        return send(channel, **message)
+
+    ends = ranks(3, root=root)
+    monkeypatch.setattr(Channel, "send", noted)
+    for end in ends:
+        if kind == "farewell":
+            end.send(kind="report", **Report("ended").to_json())
+        else:
+            end.send(kind="raised", error="ValueError: no luck")
+    for end in ends:
+        wait_for(end, kind)
+    *_, last = [channel for name, channel in told if name == kind]
+    # At the other end of the pipe.
+    monkeypatch.undo()
+    last.send(kind="mark")
+    wait_for(ends[root], "mark")
 
 
 def test_an_exception_is_the_cause(ranks):
@@ -219,7 +244,7 @@ def joined():
     pipes = [connection.Pipe() for _ in range(4)]
     *ends, new = [Channel(own) for own, _ in pipes]
     *far, far_new = [Channel(end) for _, end in pipes]
-    coordinator = Coordinator(dict(enumerate(far)), 600.0)
+    coordinator = Coordinator(dict(enumerate(far)), 600.0, root=0)
     coordinator.start()
     ends[0].send(kind="spare", ranks=[1, 2])
     _wait_until_heard(ends[0], 500.0, ends[0])
