@@ -17,6 +17,7 @@ import keras_sparsity as ks
 from keras_sparsity.asynchronous import joiners
 from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.machines import door
 
 NUM_BATCHES = 40
 
@@ -370,6 +371,15 @@ class UntilJoined(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+def is_new():
+    """Whether this is a lost worker's new process."""
+    if os.environ["KERAS_SPARSITY_RESTARTS"] == "0":
+        return False
+    if not os.environ.get(door.JOINS_VARIABLE):
+        raise RuntimeError("An error has ended all ranks, not one; see above.")
+    return True
+
+
 class Two:
     """Two `fit`s, in one of which a worker is lost.
 
@@ -385,7 +395,7 @@ class Two:
     def __init__(self, folder, victim, number, saves):
         self.path = functools.partial(os.path.join, folder)
         self._victim, self._number, self._saves = victim, number, saves
-        self.is_new = os.environ["KERAS_SPARSITY_RESTARTS"] != "0"
+        self.is_new = is_new()
         self._fit = self._count = 0
 
     def mark(self, name, text=""):
@@ -474,7 +484,7 @@ def left_out_later(folder, victim):
 
 def rejoined(folder, victim, kind):
     """A worker is lost in the first epoch, is started anew, and joins."""
-    is_new = os.environ["KERAS_SPARSITY_RESTARTS"] != "0"
+    joins = is_new()
     os.chdir(folder)  # not that of the launcher, whose paths may be relative
 
     def mark(name, text=""):
@@ -483,14 +493,14 @@ def rejoined(folder, victim, kind):
 
     def begin(strategy, count, number):
         time.sleep(0.01)
-        if strategy.rank == victim and not is_new and count == 5:
+        if strategy.rank == victim and not joins and count == 5:
             end_by(kind)
-        if is_new:
+        if joins:
             mark("joined", f"{number}\n")
         strategies.append(strategy)
 
     strategies = []
-    if is_new:
+    if joins:
         mark("ready")
         mark(f"{victim}.csv", "of earlier epochs\n")
     callbacks = [
@@ -500,7 +510,7 @@ def rejoined(folder, victim, kind):
     ]
     found = train(begin, epochs=1000, callbacks=callbacks)
     mark("ranks", f"{found[-1]}\n")
-    if is_new:
+    if joins:
         # A checkpoint that it makes when it has joined has others' weights.
         epoch, updates, weights = until.begun
         assert updates == epoch * NUM_BATCHES > 0

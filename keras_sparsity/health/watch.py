@@ -364,6 +364,8 @@ class _Watch:
         if errors.failure() is not None:
             self._announce()
             self._leave()
+        if _coordinator is not None:
+            _coordinator.join()  # It may still be telling the others.
         if self._lost:  # for which the engine would wait
             self._leave(0)
         self._close()

@@ -326,7 +326,13 @@ class _Watched:
             return 0
         if self._signals.received:
             return self._signals.exit_code
-        return self._processes.failed()[0].exit_code
+        return self._failed[0].exit_code
+
+    @property
+    def _failed(self):
+        # A rank is the cause also if the others were ended before they had
+        # said that they go on without it.
+        return self._processes.failed() or self._processes.lost()
 
     @property
     def failed_by_itself(self):
@@ -335,7 +341,7 @@ class _Watched:
 
     def describe_cause(self):
         """A line about the rank that failed first."""
-        cause = self._processes.failed()[0]
+        cause = self._failed[0]
         output = f" (its output: {cause.log_path})" if cause.log_path else ""
         return self._describe(cause) + output
 
@@ -353,7 +359,7 @@ class _Watched:
             name = self._signals.name
             say(f"ended by {name}. Other ranks' output: {folder}")
         else:
-            failed = self._processes.failed()
+            failed = self._failed
             ended = [r.rank for r in ranks if r.we_ended_it]
             for rank in failed:
                 say(f"{self._describe(rank)}.")

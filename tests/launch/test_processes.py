@@ -4,11 +4,13 @@ import os
 import signal
 import sys
 import time
+import types
 
 import pytest
 
 from keras_sparsity.launch import processes
 from keras_sparsity.launch.processes import ProcessGroup
+from keras_sparsity.launch.program import _Watched
 from keras_sparsity.launch.rank_process import RankProcess
 from tests.launch_functions import is_running
 
@@ -170,6 +172,22 @@ def test_lost_ranks_start_anew_while_others_go_on(tmp_path, monkeypatch):
         _start(group, [_IGNORE_SIGTERM, _SLEEP, _SLEEP, _SLEEP], tmp_path)
         group.wait(polls(group).__next__)
     assert told[3:] == [(3, False)]
+
+
+def test_a_rank_that_is_lost_too_late_is_the_cause(tmp_path, short_waits):
+    path = tmp_path / "lost"
+
+    def poll():
+        if group.processes[0].we_ended_it:
+            path.write_text("1\n")
+
+    with ProcessGroup(str(path)) as group:
+        _start(group, [_SLEEP, "import sys; sys.exit(3)"], tmp_path)
+        group.wait(poll)
+        assert group.failed() == []
+        watched = _Watched(group, types.SimpleNamespace(received=[]), None, 0)
+        assert watched.exit_code() == 3
+        assert watched.describe_cause().startswith("rank 1 of 2 exited")
 
 
 def test_what_a_rank_started_ends_with_it(tmp_path):
