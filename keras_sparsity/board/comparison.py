@@ -66,7 +66,7 @@ def compared(model, dataset, cluster, engine, specs, communicator):
     facts = communicator.gather_objects(facts, name="plan/facts")[0]
     if communicator.size > 1:
         number_measured = facts.profile.num_examples
-        facts = facts.slower(_crowding(cutter, number_measured, communicator))
+        facts = facts.crowded(_crowding(cutter, number_measured, communicator))
     costs = strategy_costs(facts, cluster, number, engine)
     return StrategyPlan(costs, cluster, number)
 

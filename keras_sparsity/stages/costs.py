@@ -42,21 +42,9 @@ class ModelFacts:
         """Whether there are sharded tables, which are in a head alone."""
         return any(each.owned for each in self.profile.gradients)
 
-    def slower(self, factor):
-        """These facts with all times multiplied by a factor."""
-
-        def times(seconds):
-            return tuple(factor * each for each in seconds)
-
-        profile = self.profile
-        slower = dataclasses.replace(
-            profile,
-            seconds=times(profile.seconds),
-            fixed_seconds=times(profile.fixed_seconds),
-            update_seconds=times(profile.update_seconds),
-            sum_seconds=times(profile.sum_seconds),
-        )
-        return dataclasses.replace(self, profile=slower)
+    def crowded(self, factor):
+        """These facts of processes that slow each other by a factor."""
+        return dataclasses.replace(self, profile=self.profile.crowded(factor))
 
     def state_bytes(self, calls, num_copies=0, num_owners=1, spread=None):
         """Weights, gradients, slots, and more copies of trained weights.

@@ -116,6 +116,8 @@ class Profile:
             those of their own dtype.
         columns: tuple of the calls' `ColumnSize`s, None of a call that has no
             columns to divide; empty if no call has any.
+        crowding: the times above, which are those of processes that compute at
+            once, over those of a process that computes alone.
     """
 
     names: tuple
@@ -130,6 +132,19 @@ class Profile:
     sum_seconds: tuple = ()
     wire_share: float = 1.0
     columns: tuple = ()
+    crowding: float = 1.0
+
+    def crowded(self, factor):
+        """This profile of processes that slow each other by a factor."""
+        times = "seconds", "fixed_seconds", "update_seconds", "sum_seconds"
+        return dataclasses.replace(
+            self,
+            crowding=factor * self.crowding,
+            **{
+                name: tuple(factor * each for each in getattr(self, name))
+                for name in times
+            },
+        )
 
     def pass_seconds(self, num_examples, calls=slice(None)):
         """Times of the passes of a number of examples, of some calls."""

@@ -290,9 +290,27 @@ def test_times_of_a_crowded_machine():
     slow = Cluster(2, megabits_per_second=RATE, relative_speed=0.5)
     expected = strategy_costs(facts(**every), slow, EXAMPLES)
     cluster = Cluster(2, megabits_per_second=RATE)
-    found = strategy_costs(facts(**every).slower(2.0), cluster, EXAMPLES)
+    found = strategy_costs(facts(**every).crowded(2.0), cluster, EXAMPLES)
+    others = [
+        [cost for cost in each if cost.way != "layer placement"]
+        for each in (found, expected)
+    ]
+    assert others[0] == others[1]
+
+
+def test_a_single_tail_worker_computes_alone():
+    profile = facts(update_seconds=(0.0, 1.0, 2.0)).profile
+    _, *expected = split_costs(profile, 1, 1, EXAMPLES)
+    _, *found = split_costs(profile.crowded(3.0), 1, 1, EXAMPLES)
     for cost, other in zip(found, expected, strict=True):
-        assert cost == other
+        head = slice(cost.place + 1)
+        of_head = sum(profile.pass_seconds(EXAMPLES, head))
+        of_head += sum(profile.update_seconds[head])
+        assert cost.seconds - other.seconds == pytest.approx(2 * of_head)
+    *_, of_two = split_costs(profile.crowded(3.0), 2, 2, EXAMPLES)
+    *_, other = split_costs(profile, 2, 2, EXAMPLES)
+    works = other.seconds - other.link_seconds
+    assert of_two.seconds - of_two.link_seconds == pytest.approx(3 * works)
 
 
 def test_updates_take_their_time():
