@@ -2,11 +2,11 @@
 
 RALP's tables 3 and 4: two and four trainings, each of its own model on all
 machines, share the processors and links. Friendly models have most of their
-parameters in their last layers; of the others, convolutions with normalization,
-layer placement has nothing to gain and leaves them to data parallelism. All
-jobs of a run are trained the same way. Their first machines differ, so that the
-last layers of different jobs are on different ones. Images/s of each job are
-those of the time in which all jobs train. Needs root, as `cluster.py` does.
+parameters in their last layers; the others, convolutions with normalization,
+layer placement divides only where it predicts a gain. All jobs of a run are
+trained the same way. Their first machines differ, so that the last layers of
+different jobs are on different ones. Images/s of each job are those of the time
+in which all jobs train. Needs root, as `cluster.py` does.
 """
 
 import argparse
