@@ -10,10 +10,11 @@ counts, without headers and idle traffic, must be within 3 % of those that
 `ks.plan` counts; images/s of VGG at 50 Mbit/s at least 5 times those of
 AllReduce and Horovod and 10 times those of naive servers. Residual and
 inception networks, whose convolutions gain little, are divided by the predicted
-time of a step, and must have at least 0.98 of the images/s of data parallelism. "placed, fastest" divides the model by the predicted time of a
-step at the first rate, in place of the paper's rule; the limits are for it, if
-it is among the ways. "placed, half" has half as many workers and one tail
-worker, each worker with as many images. Needs root, as `cluster.py` does.
+time of a step, and must have at least 0.98 of the images/s of data parallelism.
+"placed, fastest" divides the model by the predicted time of a step at the first
+rate, in place of the paper's rule; the limits are for it, if it is among the
+ways. "placed, half" has half as many workers and one tail worker, each worker
+with as many images. Needs root, as `cluster.py` does.
 
 A cell at a time, in a few minutes:
 
