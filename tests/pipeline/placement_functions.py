@@ -33,6 +33,20 @@ def convolutional():
     return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
 
 
+def single():
+    """Statistics and draws of a tail that one worker has, of all examples."""
+    x = inputs = keras.Input((8, 8, 2))
+    x = keras.layers.Conv2D(4, 3, use_bias=False, name="conv")(x)
+    x = keras.layers.BatchNormalization(synchronized=True, name="head")(x)
+    x = keras.layers.ReLU(name="relu")(x)
+    x = keras.layers.MaxPooling2D(name="pool")(x)
+    x = keras.layers.Flatten(name="flat")(x)
+    x = keras.layers.Dense(32, use_bias=False, name="wide")(x)
+    x = keras.layers.BatchNormalization(name="tail")(x)
+    x = keras.layers.Dropout(0.25, seed=5, name="drop")(x)
+    return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
+
+
 def ids():
     """Rows in the head, with a mask; a loss of its layers."""
     x = inputs = keras.Input((None,), dtype="int32")
@@ -57,8 +71,13 @@ def wide():
     return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
 
 
-MODELS = {"convolutional": convolutional, "ids": ids, "wide": wide}
-STAGES = {"convolutional": None, "ids": ["rows"], "wide": ["first"]}
+MODELS = {
+    "convolutional": convolutional,
+    "single": single,
+    "ids": ids,
+    "wide": wide,
+}
+STAGES = {"ids": ["rows"], "wide": ["first"]}
 RULES = {
     # With the usual epsilon, the smallest gradients' noise makes steps.
     "adam": lambda: keras.optimizers.Adam(
@@ -105,14 +124,11 @@ def _options(rule="adam"):
 def results(model, name, num_examples):
     """Weights, losses and predictions of a training."""
     x, y, weights = data(name, num_examples)
+    of_fit = {"sample_weight": weights}
+    if name == "single":
+        of_fit = {"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}
     history = model.fit(
-        x,
-        y,
-        BATCH_SIZE,
-        epochs=2,
-        sample_weight=weights,
-        shuffle=False,
-        verbose=0,
+        *(x, y, BATCH_SIZE), epochs=2, shuffle=False, verbose=0, **of_fit
     ).history
     return {
         "weights": model.get_weights(),
@@ -127,7 +143,7 @@ def results(model, name, num_examples):
 def train(name, num_examples, folder, options, rule="adam"):
     """The results, and those of a model that is saved and loaded half-way."""
     strategy = ks.LayerPlacementStrategy(
-        STAGES[name], threshold=-0.2, **options
+        STAGES.get(name), threshold=-0.2, **options
     )
     model = compiled(name, strategy, rule)
     found = results(model, name, num_examples)
@@ -139,6 +155,8 @@ def train(name, num_examples, folder, options, rule="adam"):
     model.save(f"{folder}/placed.keras")
     with strategy.scope():
         loaded = keras.models.load_model(f"{folder}/placed.keras")
+    if name == "single":
+        _draw_alike(model, loaded)
     for each in (model, loaded):
         x, y, _ = data(name, num_examples)
         each.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)
@@ -186,9 +204,7 @@ def train_columns(name, num_examples, folder, options, rule):
     model.save(f"{folder}/columns.keras")
     with strategy.scope():
         loaded = keras.models.load_model(f"{folder}/columns.keras")
-    # Which Keras does not save.
-    states = [x.get_layer("drop").seed_generator.state for x in (model, loaded)]
-    states[1].assign(states[0].numpy())
+    _draw_alike(model, loaded)
     x, y, _ = data(name, num_examples)
     for each in (model, loaded):
         each.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)
@@ -201,6 +217,12 @@ def train_columns(name, num_examples, folder, options, rule):
     model.fit(x, y, BATCH_SIZE, shuffle=False, verbose=0)
     found["frozen"] = model.get_weights()
     return found
+
+
+def _draw_alike(model, loaded):
+    # Keras does not save it.
+    states = [x.get_layer("drop").seed_generator.state for x in (model, loaded)]
+    states[1].assign(states[0].numpy())
 
 
 def go_on_frozen(model, name, num_examples):

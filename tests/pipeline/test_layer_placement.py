@@ -44,6 +44,8 @@ _USUAL = [
     # The last batch has one example, of two workers.
     ("horovod", "ids", 3, 17, {}),
     ("native", "convolutional", 2, 22, {}),
+    ("native", "single", 5, 22, {}),
+    ("horovod", "single", 3, 22, {}),
     ("horovod", "convolutional", 3, 22, _AT_SERVERS),
     ("native", "ids", 4, 17, _TWO_TAILS),
     ("horovod", "ids", 5, 22, _TWO_TAILS | _BY_WORKER),
@@ -53,6 +55,8 @@ _USUAL = [
 ]
 _MORE = [
     ("native", "convolutional", 3, 22, {}),
+    ("native", "convolutional", 3, 22, _TWO_TAILS),
+    ("horovod", "convolutional", 5, 22, {}),
     ("native", "ids", 4, 22, _BY_WORKER),
     ("horovod", "convolutional", 5, 22, _TWO_TAILS),
     # Also of rows of an `Embedding`, and sums over the tails.
@@ -90,7 +94,7 @@ def test_as_one_process(
     (tail,) = {rank["num_held"] for rank in ranks if rank["is_tail"]}
     (head,) = {rank["num_held"] for rank in ranks if not rank["is_tail"]}
     assert head + tail == total
-    if name == "convolutional":
+    if name in ("convolutional", "single"):
         # After the last pooling.
         assert ranks[0]["head"] == ("conv", "head", "relu", "pool")
 
