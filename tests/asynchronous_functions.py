@@ -252,6 +252,28 @@ def compensated(path, strength):
     return kernel[:, 0], table, steps
 
 
+def not_stale(delay):
+    """Weights without staleness, and of synchronous training."""
+    x, y = data()
+    found = []
+    for options in (
+        {"synchronous": False, "max_staleness": 0, "delay": delay},
+        {"architecture": "hybrid"},
+    ):
+        strategy, model = ks.HybridStrategy(**options), network()
+        with strategy.scope():
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.fit(x, y, BATCH, shuffle=False, verbose=0)
+        assert isinstance(model.optimizer, ks.HybridOptimizer)
+        found.append(model.get_weights())
+    return found
+
+
+@keras.saving.register_keras_serializable(package="tests")
+def label(y, outputs):
+    return y
+
+
 def linear(bound, folder):
     """A loss whose gradient does not depend on the weights."""
     strategy = ks.HybridStrategy(synchronous=False, max_staleness=bound)
@@ -264,7 +286,7 @@ def linear(bound, folder):
     outputs = product(keras.ops.cast(inputs, "float32"))[:, 0] + rows
     model = keras.Model(inputs, outputs)
     with strategy.scope():
-        model.compile(keras.optimizers.SGD(1.0), first_output)
+        model.compile(keras.optimizers.SGD(1.0), first_output, metrics=[label])
     x, y = data(5 * BATCH)  # full batches, whatever their order
     history = model.fit(
         *(x, y[:, 0], BATCH, EPOCHS),

@@ -14,6 +14,23 @@ ROWS, DIM, LENGTH, BATCH = 30, 3, 4, 8
 # The last batch is smaller, and of fewer examples than three workers.
 COUNT = 5 * BATCH + 2
 
+# A program that says what its rank is, and how many of nine rows it owns.
+SCRIPT = """\
+import keras, numpy as np, keras_sparsity as ks
+
+strategy = ks.HybridStrategy()
+table = ks.layers.ShardedEmbedding(9, 2)
+model = keras.Sequential([table])
+with strategy.scope():
+    model.compile("adam", "mse")
+x = np.arange(8)[:, None] % 9
+model.fit(x, np.ones((8, 1, 2)), batch_size=4, epochs=2, verbose=0)
+resolver = strategy.cluster_resolver
+rows = sum(p.num_rows for p in table.table.partitions)
+print("RANK", strategy.rank, strategy.size, resolver.task_type,
+      resolver.task_id, rows, flush=True)
+"""
+
 
 def arrays():
     rng = np.random.default_rng(5)

@@ -62,6 +62,14 @@ def _check(result, cell):
     np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
 
 
+def _check_same(first, second):
+    """Two runs have the same weights, optimizer's state and history."""
+    for values, others in zip(first[:2], second[:2], strict=True):
+        for one, other in zip(values, others, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert first[2] == second[2]
+
+
 def test_the_oracle_tells_delays_apart():
     _, *fresh = _expected("sgd", 0, functions.WORDS)
     _, *old = _expected("sgd", 1, functions.WORDS)
@@ -75,9 +83,7 @@ def test_weights_are_exactly_so_old(cluster, engine):
         for result, cell in zip(results, cells, strict=True):
             _check(result, cell)
         # A second run, to the bit.
-        for one, other in zip(results[0][0], results[-1][0], strict=True):
-            np.testing.assert_array_equal(one, other)
-        assert results[0][2] == results[-1][2]
+        _check_same(results[0], results[-1])
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
@@ -98,8 +104,7 @@ def test_all_rules_and_delays(
     run = cluster(engine, num_processes, num_servers=num_servers).run
     for first, second in run(functions.train_several, [cell, cell]):
         _check(first, cell)
-        for one, other in zip(first[0], second[0], strict=True):
-            np.testing.assert_array_equal(one, other)
+        _check_same(first, second)
 
 
 def _compiled(optimizer="sgd", **options):

@@ -130,7 +130,7 @@ def test_an_epoch_is_one_pass_of_all(cluster, engine, num_servers, tmp_path):
     ranks = cluster(engine, 2, num_servers=num_servers).run(
         functions.linear, 2, str(tmp_path)
     )
-    x, _ = functions.data(5 * functions.BATCH)
+    x, y = functions.data(5 * functions.BATCH)
     batches = [b for b, _ in delayed_loop.batches(x, x, functions.BATCH)]
     moved = -functions.EPOCHS * sum(
         b.astype("float64").mean(0) for b in batches
@@ -142,6 +142,8 @@ def test_an_epoch_is_one_pass_of_all(cluster, engine, num_servers, tmp_path):
         np.testing.assert_allclose(weights, moved, 1e-5)
         np.testing.assert_allclose(table, -np.tile(counts, (2, 1)).T, 1e-5)
         assert epochs == ranks[0][2]
+        # All batches of all workers, once.
+        assert epochs["label"] == pytest.approx([y[:, 0].mean()] * 2, rel=1e-5)
         assert epochs["val_loss"][-1] == pytest.approx(
             float(np.mean(x @ moved)) - 2 * counts[x].sum(1).mean(), rel=1e-4
         )
@@ -238,18 +240,7 @@ def test_a_schedule_counts_updates_at_the_server():
 
 
 @pytest.mark.parametrize("delay", ["bounded", "fixed"])
-def test_without_staleness_training_is_synchronous(delay):
-    x, y = functions.data()
-    results = []
-    for options in (
-        {"synchronous": False, "max_staleness": 0, "delay": delay},
-        {"architecture": "hybrid"},
-    ):
-        strategy, model = ks.HybridStrategy(**options), functions.network()
-        with strategy.scope():
-            model.compile(keras.optimizers.Adam(0.01), "mse")
-        model.fit(x, y, functions.BATCH, shuffle=False, verbose=0)
-        assert isinstance(model.optimizer, ks.HybridOptimizer)
-        results.append(model.get_weights())
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_array_equal(one, other)
+def test_without_staleness_training_is_synchronous(cluster, delay):
+    for results in cluster("native", 2).run(functions.not_stale, delay):
+        for one, other in zip(*results, strict=True):
+            np.testing.assert_array_equal(one, other)

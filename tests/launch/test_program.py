@@ -14,7 +14,7 @@ import types
 import pytest
 
 from keras_sparsity import launch
-from tests import forked
+from tests import forked, server_functions
 from tests.conftest import engines
 from tests.launch_functions import is_running
 
@@ -54,6 +54,13 @@ elif todo == "deaf":
 else:
     time.sleep(600)
 """
+
+
+@pytest.fixture
+def served_script(tmp_path):
+    path = tmp_path / "served.py"
+    path.write_text(server_functions.SCRIPT)
+    return str(path)
 
 
 @pytest.fixture
@@ -305,6 +312,21 @@ def test_two_hosts_over_ssh(engine, run, ssh, script, tmp_path):
         assert variables["KERAS_SPARSITY_TIMEOUT"] == "50"
         assert variables["KERAS_SPARSITY_RESTARTS"] == str(restarts)
         assert "NOT_MINE" not in variables
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_servers_of_hosts_over_ssh(engine, run, ssh, served_script, tmp_path):
+    logs = tmp_path / "logs"
+    done = run(
+        *("--hosts", "127.0.0.2:1+1,127.0.0.3:1", "--ssh", ssh),
+        *("--engine", engine, "--log-dir", str(logs), served_script),
+    )
+    assert done.code == 0, done.err
+    outputs = [done.out]
+    outputs += [(logs / f"rank-{rank}.log").read_text() for rank in (1, 2)]
+    for rank, output in enumerate(outputs):
+        told = ("worker 0 0", "worker 1 0", "ps 0 9")[rank]
+        assert f"RANK {rank} 2 {told}\n" in output
 
 
 def test_every_host_that_cannot_take_part_is_named(run, ssh, script):
