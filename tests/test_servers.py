@@ -140,12 +140,13 @@ def test_a_loop_of_ones_own(cluster, engine):
         np.testing.assert_allclose(mean, loss, rtol=1e-5)
 
 
-def test_saved_and_resumed_with_another_split(cluster, tmp_path):
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_saved_and_resumed_with_another_split(cluster, engine, tmp_path):
     """By fewer workers than servers, and by two colocated processes."""
     undisturbed = checkpoint_functions.train(dropout=0.0)
     for places, interrupt_after in (((3, 2), 11), ((1, 2), 11), ((2, 0), None)):
         num_workers, num_servers = places
-        ranks = cluster("native", num_workers, num_servers=num_servers)
+        ranks = cluster(engine, num_workers, num_servers=num_servers)
         *_, resumed = ranks.run(functions.train_from, tmp_path, interrupt_after)
     for got, expected in zip(resumed[:2], undisturbed[:2], strict=True):
         for a, b in zip(got, expected, strict=True):
