@@ -70,9 +70,13 @@ def _check_bound(ranks, bound, count):
     # Each batch was one step of one worker, and each step was applied.
     assert sum(numbers) == count
     largest = 0
+    # Of a pull and its push: each other worker is ahead or behind by the bound
+    # at most, and one push of each, also of this one, may be under way.
+    most = (2 * bound + 1) * (len(ranks) - 1) + 1
     for rank, (seen, weights, staleness) in enumerate(ranks):
         np.testing.assert_array_equal(weights, numbers)
         assert sum(staleness.values()) == count
+        assert max(staleness) <= most, staleness
         for step, pulled in enumerate(seen):
             # Its own last push may be under way.
             assert step - 1 <= pulled[rank] <= step

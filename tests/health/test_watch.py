@@ -344,6 +344,7 @@ CASES += [
     for schedule in [
         *(("gpipe",), ("1f1b",), ("vanilla",), ("stash",), ("spectrain",)),
         ("spectrain", True),
+        (None,),  # layer placement
     ]
     for how, (codes, message) in {
         "SIGKILL": _GONE,
