@@ -74,6 +74,13 @@ class Splits:
         )
         num_examples = int(tf.shape(keras.tree.flatten(data)[0])[0])
         costs = self._costs(profile, num_examples)
+        num_processes = self.num_workers + self.num_tails
+        seconds = {
+            None: sum(profile.pass_seconds(num_examples / num_processes))
+        }
+        for place in profile.crossing_bytes:
+            of_head = num_examples / self.num_workers, slice(place + 1)
+            seconds[place] = sum(profile.pass_seconds(*of_head))
         return SplitPlan(
             num_examples=num_examples,
             num_workers=self.num_workers,
@@ -82,7 +89,9 @@ class Splits:
             names={
                 place: profile.names[place] for place in profile.crossing_bytes
             },
+            worker_seconds=seconds,
             skewness=layer_placement.skewness(profile.sizes),
+            threshold=self.threshold,
             chosen=chosen,
             published=self._published(profile),
             fastest=fastest(costs),

@@ -227,6 +227,9 @@ def test_plan(cluster, tmp_path, capsys):
     assert split.busiest_bytes == max(2 * 6 * 4 * 36, 6 * 4 * 36 + 4 * 80)
     assert split.star_bytes == 2 * (6 * 4 * 36 + 4 * 80)
     assert all(cost.seconds > 0 for cost in plan.costs)
+    times = [plan.worker_seconds[cost.place] for cost in plan.costs[1:]]
+    assert 0 < times[0] and times == sorted(times)
+    assert "the threshold of the paper's rule -0.2." in plan.markdown()
     command_line.main(["plan", str(tmp_path)])
     shown = capsys.readouterr().out
     assert "before training" in shown and "(data parallelism)" in shown
