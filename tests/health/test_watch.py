@@ -417,10 +417,8 @@ def outcome(request):
         for item in request.session.items
         if getattr(item, "function", None) is test_case
     ]
-    with (
-        forked.ranks(),
-        concurrent.futures.ThreadPoolExecutor(_JOBS_AT_ONCE) as pool,
-    ):
+    pool = concurrent.futures.ThreadPoolExecutor(_JOBS_AT_ONCE)
+    with forked.ranks():
 
         def find(engine, case):
             if (engine, str(case)) not in started:
@@ -432,7 +430,11 @@ def outcome(request):
             return started[engine, str(case)].result()
 
         yield find
-        pool.shutdown(cancel_futures=True)
+        for future in started.values():
+            future.cancel()
+        concurrent.futures.wait(started.values())
+        # The end of an idle thread was once not seen for minutes.
+        pool.shutdown(wait=False)
 
 
 @pytest.mark.timeout(2 * _START_SECONDS)
