@@ -175,7 +175,7 @@ class Job:
         except TimeoutError:
             if self.processes.running():
                 raise self.timeout_error(timeout) from None
-        if self.processes.failed():
+        if not self.processes.succeeded():
             raise self.failure()
         lost = self.processes.lost()
         return [
@@ -202,7 +202,7 @@ class Job:
 
     def failure(self):
         """The error that describes each rank's end, the cause first."""
-        failed = self.processes.failed()
+        failed = self.processes.causes()
         told = [p for p in self.processes.processes if p not in failed]
         lines = [
             f"Rank {failed[0].rank} of {len(self.processes.processes)} "

@@ -67,6 +67,18 @@ class ProcessGroup:
             ),
         )
 
+    def succeeded(self):
+        """Whether each rank ended well, or the others went on without it."""
+        return all(p.returncode == 0 or p in self._lost for p in self.processes)
+
+    def causes(self):
+        """The ranks whose end has ended a run that failed, the first one first.
+
+        A lost rank is one if the others were ended before they had said that
+        they go on without it.
+        """
+        return self.failed() or self.lost()
+
     def lost(self):
         """The ranks that failed, and without which the others went on."""
         return list(self._lost)

@@ -320,19 +320,11 @@ class _Watched:
         """0, or that of the rank that failed first."""
         if self._timed_out:
             return _TIMED_OUT
-        ranks = self._processes.processes
-        lost = self._processes.lost()
-        if all(rank.returncode == 0 or rank in lost for rank in ranks):
+        if self._processes.succeeded():
             return 0
         if self._signals.received:
             return self._signals.exit_code
-        return self._failed[0].exit_code
-
-    @property
-    def _failed(self):
-        # A rank is the cause also if the others were ended before they had
-        # said that they go on without it.
-        return self._processes.failed() or self._processes.lost()
+        return self._processes.causes()[0].exit_code
 
     @property
     def failed_by_itself(self):
@@ -341,7 +333,7 @@ class _Watched:
 
     def describe_cause(self):
         """A line about the rank that failed first."""
-        cause = self._failed[0]
+        cause = self._processes.causes()[0]
         output = f" (its output: {cause.log_path})" if cause.log_path else ""
         return self._describe(cause) + output
 
@@ -359,7 +351,7 @@ class _Watched:
             name = self._signals.name
             say(f"ended by {name}. Other ranks' output: {folder}")
         else:
-            failed = self._failed
+            failed = self._processes.causes()
             ended = [r.rank for r in ranks if r.we_ended_it]
             for rank in failed:
                 say(f"{self._describe(rank)}.")

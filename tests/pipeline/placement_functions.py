@@ -20,12 +20,8 @@ def convolutional():
 
     Adam would make steps of the noise of a bias in front of them.
     """
-    x = inputs = keras.Input((8, 8, 2))
-    x = keras.layers.Conv2D(4, 3, use_bias=False, name="conv")(x)
-    x = keras.layers.BatchNormalization(synchronized=True, name="head")(x)
-    x = keras.layers.ReLU(name="relu")(x)
-    x = keras.layers.MaxPooling2D(name="pool")(x)
-    x = keras.layers.Flatten(name="flat")(x)
+    inputs = keras.Input((8, 8, 2))
+    x = keras.layers.Flatten(name="flat")(_convolved(inputs))
     x = keras.layers.Dense(
         32, use_bias=False, kernel_regularizer="l2", name="wide"
     )(x)
@@ -33,14 +29,17 @@ def convolutional():
     return keras.Model(inputs, keras.layers.Dense(3, name="out")(x))
 
 
-def single():
-    """Statistics and draws of a tail that one worker has, of all examples."""
-    x = inputs = keras.Input((8, 8, 2))
+def _convolved(x):
     x = keras.layers.Conv2D(4, 3, use_bias=False, name="conv")(x)
     x = keras.layers.BatchNormalization(synchronized=True, name="head")(x)
     x = keras.layers.ReLU(name="relu")(x)
-    x = keras.layers.MaxPooling2D(name="pool")(x)
-    x = keras.layers.Flatten(name="flat")(x)
+    return keras.layers.MaxPooling2D(name="pool")(x)
+
+
+def single():
+    """Statistics and draws of a tail that one worker has, of all examples."""
+    inputs = keras.Input((8, 8, 2))
+    x = keras.layers.Flatten(name="flat")(_convolved(inputs))
     x = keras.layers.Dense(32, use_bias=False, name="wide")(x)
     x = keras.layers.BatchNormalization(name="tail")(x)
     x = keras.layers.Dropout(0.25, seed=5, name="drop")(x)
