@@ -80,6 +80,30 @@ class Plots:
         if any(lines.values()):
             self._files.setdefault(name, []).append(draw)
 
+    def points(self, name, title, axes, points, error):
+        """Points of two figures that should be equal, on logarithmic axes.
+
+        Args:
+            name, title, axes: as for `lines`.
+            points: dict from a label to a list of `(x, y)`.
+            error: the part by which x may be off, shown as a band.
+        """
+
+        def draw(axis):
+            for label, each in points.items():
+                axis.plot(*zip(*each, strict=True), "o", label=label)
+            every = [x for each in points.values() for x, _ in each]
+            ends = [min(every), max(every)]
+            low, high = (
+                [x / (1 + off) for x in ends] for off in (error, -error)
+            )
+            axis.fill_between(ends, low, high, alpha=0.2)
+            axis.set(title=title, xlabel=axes[0], ylabel=axes[1])
+            axis.set(xscale="log", yscale="log")
+            axis.legend()
+
+        self._files.setdefault(name, []).append(draw)
+
     def bars(self, name, title, axis_name, bars):
         """A bar for each entry of a dict."""
 

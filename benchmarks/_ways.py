@@ -22,7 +22,9 @@ def parser(description, models, ways, machines, steps):
         steps: the number of counted steps by default.
     """
     found = _program.parser(description)
-    found.add_argument("--models", nargs="+", default=list(models))
+    found.add_argument(
+        "--models", nargs="+", choices=list(models), default=list(models)
+    )
     found.add_argument("--ways", nargs="+", choices=ways, default=ways)
     found.add_argument("--machines", type=int, default=machines)
     found.add_argument(

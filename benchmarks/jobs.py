@@ -242,7 +242,7 @@ def inside(args):
         return
     if args.way == _PLACED:
         strategy = ks.LayerPlacementStrategy(
-            rule="fastest", num_examples=_BATCH // args.machines
+            num_examples=_BATCH // args.machines
         )
     else:
         is_naive = args.way == _SERVERS

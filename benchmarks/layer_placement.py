@@ -9,38 +9,43 @@ has. The bytes that the interface of the busiest machine
 counts, without headers and idle traffic, must be within 3 % of those that
 `ks.plan` counts; images/s of VGG at 50 Mbit/s at least 5 times those of
 AllReduce and Horovod and 10 times those of naive servers. Residual and
-inception networks, whose convolutions gain little, are divided by the predicted
-time of a step, and must have at least 0.98 of the images/s of data parallelism.
-"placed, fastest" divides the model by the predicted time of a step at the first
-rate, in place of the paper's rule; the limits are for it, if it is among the
-ways. "placed, half" has half as many workers and one tail worker, each worker
-with as many images. Needs root, as `cluster.py` does.
+inception networks, whose convolutions gain little, must have at least 0.98 of
+the images/s of data parallelism. Models are divided by the predicted time of a
+step at the first rate, or left to data parallelism; "placed, published" divides
+them by the paper's rule. "placed, half" has half as many workers and one tail
+worker, each worker with as many images. Needs root, as `cluster.py` does.
 
 A cell at a time, in a few minutes:
 
     cell="python benchmarks/layer_placement.py --steps 2 --models"
-    $cell vgg11 --rates 50 --ways "placed, fastest" "placed, half" Horovod
+    $cell vgg11 --rates 50 --ways placed "placed, half" Horovod
     $cell alexnet --rates 50 --classes 21841 --machines 4 --ways placed
     $cell residual inception --rates 50 --ways placed "data parallel"
+
+`--plots FOLDER` draws the predicted step of each split of the models on such
+machines with processors of their own, and trains nothing.
 """
 
 import _network
+import _report
 import _ways
 import keras
 import numpy as np
 import pipeline
 
 import keras_sparsity as ks
+from keras_sparsity.stages import model_facts
+from keras_sparsity.stages.cutting import Cutter
+from keras_sparsity.stages.split_costs import of_data_parallelism, split_costs
 
 BYTES_LIMIT = 0.03
 _PLACED, _HALF, _HOROVOD = "placed", "placed, half", "Horovod"
-# By the predicted time of a step in place of the paper's rule.
-_FASTEST = "placed, fastest"
+_PUBLISHED = "placed, published"
 _DATA_PARALLEL, _SERVERS = "data parallel", "naive servers"
 LIMITS = {_DATA_PARALLEL: 5, _HOROVOD: 5, _SERVERS: 10}
 # Of models that gain nothing, to data parallelism.
 LEAST = 0.98
-WAYS = (_PLACED, _FASTEST, _HALF, *LIMITS)
+WAYS = (_PLACED, _PUBLISHED, _HALF, *LIMITS)
 WARM_UP = 2
 
 
@@ -95,6 +100,9 @@ def main():
     if args.inside:
         inside(args)
         return
+    if args.plots:
+        draw(args)
+        return
     _ways.compare(
         args,
         {"limits": LIMITS, "bytes_limit": BYTES_LIMIT},
@@ -102,6 +110,34 @@ def main():
         _words,
         missed,
     )
+
+
+def draw(args):
+    """A plot for each model: the predicted steps of its splits."""
+    plots = _report.Plots(args.plots)
+    num_workers = args.machines - 1
+    num_examples = args.part * num_workers
+    for name in args.models:
+        args.inside = name
+        model, _ = _made(args)
+        facts = model_facts.measured(
+            Cutter(model), num_examples, keras.optimizers.Adam()
+        )
+        lines = {}
+        for rate in args.rates:
+            cluster = ks.planning.Cluster(
+                args.machines, megabits_per_second=rate
+            )
+            profile = facts.at_rate(cluster).profile
+            costs = split_costs(profile, num_workers, 1, num_examples, cluster)
+            whole = of_data_parallelism(facts, cluster, num_examples)
+            points = [(cost.place + 1, cost.seconds) for cost in costs]
+            # All layers are in the head.
+            points.append((len(profile.names), whole.seconds))
+            lines[f"{rate:g} Mbit/s"] = points
+        axes = "layers in the head", "predicted step (s)"
+        plots.lines("splits", name, axes, lines, logarithmic=True)
+    plots.save()
 
 
 def on_cluster(args, name, way):
@@ -143,7 +179,7 @@ def missed(name, ways):
         if planned and abs(sent / planned - 1) > BYTES_LIMIT:
             yield f"{way}: {sent / planned - 1:+.1%} of the planned bytes"
     speeds = {way: found["images_per_second"] for way, found in ways.items()}
-    placed = speeds.get(_FASTEST) or speeds.get(_PLACED, {})
+    placed = speeds.get(_PLACED, {})
     if name in _UNFRIENDLY:
         limits = [(_DATA_PARALLEL, LEAST, rate) for rate in placed]
     else:
@@ -177,13 +213,11 @@ def inside(args):
             divided_after=None,
         )
         return
-    is_placed = args.way in (_PLACED, _FASTEST, _HALF)
-    is_measured = args.way == _FASTEST or (
-        is_placed and args.inside in _UNFRIENDLY
-    )
+    is_placed = args.way in (_PLACED, _PUBLISHED, _HALF)
+    is_published = args.way == _PUBLISHED
     if is_placed:
         strategy = ks.LayerPlacementStrategy(
-            rule="fastest" if is_measured else "published",
+            rule="published" if is_published else "fastest",
             num_examples=args.part,
         )
     else:
@@ -192,7 +226,8 @@ def inside(args):
             architecture="naive_ps" if is_naive else "hybrid"
         )
     window = _network.Window(is_first=strategy.rank == 0)
-    if not is_measured:  # Else the model is divided by the links' rate.
+    # By default a model is divided by the links' rate, which `open` takes off.
+    if is_published or not is_placed:
         window.open()
     keras.utils.set_random_seed(1)
     model, num_classes = _made(args)
@@ -226,6 +261,7 @@ def parse_arguments():
     parser.add_argument(
         "--classes", type=int, default=1000, help="of vgg11 and alexnet"
     )
+    parser.add_argument("--plots", help="a folder, for PNG files")
     parser.set_defaults(ways=_ways.without_horovod(WAYS, _HOROVOD))
     return parser.parse_args()
 

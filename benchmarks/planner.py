@@ -13,6 +13,8 @@ machines share this machine's processors, which the plan is told. Needs root, as
 One model at a time, which takes about five minutes:
 
     python benchmarks/planner.py --models attention
+
+`--plots FOLDER` draws the measured steps over the predicted ones.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import time
 
 import _network
 import _program
+import _report
 import _ways
 import layer_placement
 import pipeline
@@ -49,13 +52,24 @@ def _alexnet():
     return layer_placement.alexnet(num_classes=1000), 28
 
 
+def _vgg11():
+    return layer_placement.vgg11(num_classes=1000), 28
+
+
 # The plan measures each model, and has no figure of these. But its rules were
-# improved with these models in sight, see `tried.md`.
-MODELS = {
+# improved with the first four in sight, see `tried.md`.
+_IN_SIGHT = {
     "attention": pipeline.attention,
     "residual": pipeline.residual,
     "fully connected": pipeline.fully_connected,
     "alexnet": _alexnet,
+}
+MODELS = {
+    **_IN_SIGHT,
+    "vgg11": _vgg11,
+    "convolutional": pipeline.convolutional,
+    "recurrent": pipeline.recurrent,
+    "inception": pipeline.inception,
 }
 
 
@@ -64,11 +78,17 @@ def main():
     if args.inside:
         inside(args)
         return
-    figures, cells = {}, []
+    figures, cells, points = {}, [], {}
     for name in args.models:
         found = of_model(args, name)
         figures[name] = found
         cells += [(name, rate, cell) for rate, cell in found.items()]
+        steps = [s for cell in found.values() for s in cell["seconds"].values()]
+        points[name] = [each for each in steps if all(each)]
+    plots = _report.Plots(args.plots)
+    axes = "predicted step (s)", "measured step (s)"
+    plots.points("planner", "Predicted steps", axes, points, MOST_ERROR)
+    plots.save()
     _program.finish(
         {"least_speed": LEAST_SPEED, "most_error": MOST_ERROR, **figures},
         list(missed(cells)),
@@ -277,6 +297,7 @@ def _as_cost(way):
 
 def parse_arguments():
     parser = _ways.parser(__doc__, MODELS, None, machines=4, steps=12)
+    parser.add_argument("--plots", help="a folder, for a PNG file")
     return parser.parse_args()
 
 

@@ -21,13 +21,9 @@ from keras_sparsity.pipeline.staged import (
     start_without_servers,
 )
 from keras_sparsity.placement import choice
-from keras_sparsity.stages import layer_placement, timing
+from keras_sparsity.placement.traffic import as_sent, running_cluster
+from keras_sparsity.stages import measurements, model_facts
 from keras_sparsity.stages.column_split import column_sizes
-from keras_sparsity.stages.profile import (
-    Profile,
-    gradient_sizes,
-    with_tables_in_head,
-)
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
 from keras_sparsity.stages.split_costs import parts_of_ranks
 from keras_sparsity.strategy import HybridStrategy
@@ -78,15 +74,16 @@ class LayerPlacementStrategy(StagedStrategy):
             them to its tail worker, which sends back the sums; several
             workers then need as many as there are tail workers, or more. Rows
             of embeddings travel among the workers in both.
-        rule: where the model is divided without `stages`. `"published"`: by
-            the paper's rule, by bytes, see "Layers on one worker".
-            `"fastest"`: where the predicted step is shortest, by the measured
-            times of layers and links.
+        rule: where the model is divided without `stages`. `"fastest"`: where
+            the predicted step is shortest, as `ks.plan` predicts it, by the
+            measured times of layers, updates and messages. `"published"`: by
+            the paper's rule, by bytes, see "Layers on one worker". A model
+            that gains nothing is left to data parallelism, by a
+            `ks.HybridStrategy`.
         num_examples: the number of examples of a worker's part, for which both
             rules look.
         threshold: K; by the paper's rule, a model whose skewness is not below
-            it gains nothing. It is left to data parallelism, by a
-            `ks.HybridStrategy`.
+            it gains nothing.
         wire_dtype: as for `ks.PipelineStrategy`; of tables' rows, too.
         engine, timeout: see `ks.HybridStrategy`.
 
@@ -128,7 +125,7 @@ class LayerPlacementStrategy(StagedStrategy):
         num_tail_workers=1,
         tail_batches="whole",
         head_gradients="allreduce",
-        rule="published",
+        rule="fastest",
         num_examples=32,
         threshold=-0.5,
         wire_dtype=None,
@@ -147,7 +144,7 @@ class LayerPlacementStrategy(StagedStrategy):
         self.options = dataclasses.replace(self.options, wire_dtype=wire_dtype)
         self._hybrid = None  # the strategy of models that gain nothing
         communicator = start_without_servers(engine, timeout, self)
-        self._splits = self._splits_among(communicator.size)
+        self._splits = self._splits_among(communicator)
         if communicator.size == 1:
             super().__init__(communicator, communicator, (None, None), stages)
             self.stages = None  # One process trains the whole model.
@@ -165,8 +162,8 @@ class LayerPlacementStrategy(StagedStrategy):
             stages,
         )
 
-    def _splits_among(self, size):
-        num_tails = self.num_tail_workers
+    def _splits_among(self, communicator):
+        size, num_tails = communicator.size, self.num_tail_workers
         if 1 < size <= num_tails:
             raise ValueError(
                 "A worker must train the head. Received: "
@@ -185,6 +182,7 @@ class LayerPlacementStrategy(StagedStrategy):
             self.rule,
             self.num_examples,
             self.threshold,
+            "native" if size == 1 else communicator.engine,
             num_workers=max(1, size - num_tails),
             num_tails=min(num_tails, size - 1),
             is_star=is_star,
@@ -214,14 +212,14 @@ class LayerPlacementStrategy(StagedStrategy):
                     super().adopt(stock, model, args, kwargs)
                 return
             except _NoGain as no_gain:
-                profile = no_gain.profile
+                measured = no_gain.measured
                 if self.rank == 0:
                     rank_zero.say(
                         "LayerPlacementStrategy leaves the model "
                         f"'{model.name}' to data parallelism: "
-                        f"{self._splits.why_none(profile)}."
+                        f"{self._splits.why_none(measured)}."
                     )
-                plan = functools.partial(self._splits.plan, profile, None)
+                plan = functools.partial(self._splits.plan, measured, None)
                 object.__setattr__(model, measured_plan.OF_STAGES, plan)
         if self._hybrid is None:
             self._hybrid = HybridStrategy(wire_dtype=self._wire_dtype)
@@ -241,44 +239,39 @@ class LayerPlacementStrategy(StagedStrategy):
         return (*([0] * (self.size - num_tails)), *([1] * num_tails))
 
     def profile(self, cutter, optimizer):
-        of_links = [link.seconds_per_byte() for link in self.links if link]
-        seconds = None
-        if self.rank == 0:
-            seconds = timing.call_seconds(cutter, self.num_examples)
-        found = self.collectives.gather_objects(
-            (seconds, max(of_links, default=0.0)), name="pipeline/seconds"
+        number = self._splits.num_batch_examples
+        # As data parallelism sends them.
+        part = max(1, number // self.size)
+        specs = model_facts.variable_specs(cutter, num_examples=part)
+        found = measurements.measured(
+            cutter,
+            number,
+            optimizer,
+            running_cluster(self.collectives),
+            self.collectives,
+            specs=[as_sent(spec, self.options) for spec in specs],
+            wire_dtype=self._wire_dtype,
         )
-        gradients = gradient_sizes(cutter, self._wire_dtype)
-        crossing = timing.crossing_bytes(cutter, 1, self._wire_dtype)
-        return Profile(
-            names=tuple(call.name for call in cutter.calls),
-            sizes=tuple(layer_placement.layer_sizes(cutter)),
-            seconds=tuple(found[0][0]),
-            num_examples=self.num_examples,
-            crossing_bytes=with_tables_in_head(crossing, gradients),
-            seconds_per_byte=max(slowest for _, slowest in found),
-            gradients=tuple(gradients),
-            wire_share=0.5 if self._wire_dtype else 1.0,
-            columns=column_sizes(
-                cutter.calls, optimizer, self.tail_split == "columns"
-            ),
-        )
+        if self.tail_split != "columns":
+            return found
+        asked = column_sizes(cutter.calls, optimizer, is_asked=True)
+        return found.with_columns(asked)
 
-    def found_places(self, cutter, profile):
+    def found_places(self, cutter, measured):
         if self.size == 1:
             return []
-        place = self._splits.place(profile)
+        place = self._splits.place(measured)
         if place is None:
-            raise _NoGain(profile)
+            raise _NoGain(measured)
         return [place]
 
-    def plan_function(self, model, stage, passes, profile):
+    def plan_function(self, model, stage, passes, measured):
         chosen = None
         if self.size > 1:
             own = len(stage.part.names)
-            others = len(profile.names) - own
+            others = len(measured.profile.names) - own
             chosen = (others if stage.is_last else own) - 1
-        return functools.partial(self._splits.plan, profile, chosen)
+        return functools.partial(self._splits.plan, measured, chosen)
 
     @property
     def _by_worker(self):
@@ -296,12 +289,12 @@ class LayerPlacementStrategy(StagedStrategy):
             self.tail_split == "columns",
         )
 
-    def divide_columns(self, stage, parts, profile, optimizer):
+    def divide_columns(self, stage, parts, measured, optimizer):
         splits = self._splits
         if splits.num_tails < 2 or splits.tail_split == "batch":
             return
         layers, place = self._to_divide(parts, optimizer), len(parts[0].names)
-        if not splits.divides_columns(profile, place - 1):
+        if not splits.divides_columns(measured, place - 1):
             layers = []
         random_states.share(parts[1].model.variables, bool(layers))
         if stage.is_last and layers:
@@ -340,11 +333,11 @@ class LayerPlacementStrategy(StagedStrategy):
 
 
 class _NoGain(Exception):
-    """A model that its rule does not divide, by its `Profile`."""
+    """A model that its rule does not divide, as `Measured`."""
 
-    def __init__(self, profile):
-        super().__init__(profile)
-        self.profile = profile
+    def __init__(self, measured):
+        super().__init__(measured)
+        self.measured = measured
 
 
 def _in_turn(batches):

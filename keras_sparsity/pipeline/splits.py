@@ -8,7 +8,11 @@ import tensorflow as tf
 from keras_sparsity._tf import checks
 from keras_sparsity.board.split_plan import SplitPlan
 from keras_sparsity.stages import layer_placement
-from keras_sparsity.stages.split_costs import fastest, split_costs
+from keras_sparsity.stages.split_costs import (
+    fastest,
+    of_data_parallelism,
+    split_costs,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +21,7 @@ class Splits:
 
     Args:
         rule, num_examples, threshold: as of `LayerPlacementStrategy`.
+        engine: its name, see `planning.engine_bytes`.
         num_workers, num_tails: of the processes.
         is_star: whether the head's gradients are summed by tail workers.
         tail_split: what several tail workers divide; None: the cheaper one.
@@ -25,6 +30,7 @@ class Splits:
     rule: str
     num_examples: int
     threshold: float
+    engine: str
     num_workers: int
     num_tails: int
     is_star: bool
@@ -35,17 +41,21 @@ class Splits:
         """Examples of a mini-batch of all workers."""
         return self.num_examples * self.num_workers
 
-    def place(self, profile):
-        """The place by `rule`; None where the model gains nothing."""
-        if self.rule == "fastest":
-            return fastest(self._costs(profile, self.num_batch_examples))
-        return self._published(profile)
+    def place(self, measured):
+        """The place by `rule`; None where the model gains nothing.
 
-    def why_none(self, profile):
+        Args:
+            measured: `Measured`, of the model and the running cluster.
+        """
+        if self.rule == "fastest":
+            return fastest(self._costs(measured, self.num_batch_examples))
+        return self._published(measured.profile)
+
+    def why_none(self, measured):
         """The reason why `place` finds none."""
         if self.rule != "published":
             return "no split has a shorter predicted step"
-        skewness = layer_placement.skewness(profile.sizes)
+        skewness = layer_placement.skewness(measured.profile.sizes)
         if skewness < self.threshold:
             return "no place behind its convolutions divides it"
         return (
@@ -53,18 +63,18 @@ class Splits:
             f"threshold={self.threshold}"
         )
 
-    def divides_columns(self, profile, place):
+    def divides_columns(self, measured, place):
         """Whether tail workers divide columns, for a head up to a place."""
         return self.tail_split == "columns" or any(
             cost.place == place and cost.tail_split == "columns"
-            for cost in self._costs(profile, self.num_batch_examples)
+            for cost in self._of_splits(measured, self.num_batch_examples)
         )
 
-    def plan(self, profile, chosen, dataset):
+    def plan(self, measured, chosen, dataset):
         """The `SplitPlan` for the mini-batches of a dataset.
 
         Args:
-            profile: the `Profile` of the model.
+            measured: as for `place`.
             chosen: the place where it is divided; None if it is not.
             dataset: `tf.data.Dataset` of mini-batches.
         """
@@ -73,7 +83,8 @@ class Splits:
             data is not None, "dataset", dataset, "a dataset with a batch"
         )
         num_examples = int(tf.shape(keras.tree.flatten(data)[0])[0])
-        costs = self._costs(profile, num_examples)
+        costs = self._costs(measured, num_examples)
+        profile = measured.profile
         num_processes = self.num_workers + self.num_tails
         seconds = {
             None: sum(profile.pass_seconds(num_examples / num_processes))
@@ -105,12 +116,23 @@ class Splits:
             list(profile.crossing_bytes),
         )
 
-    def _costs(self, profile, num_examples):
+    def _costs(self, measured, num_examples):
+        """Those of data parallelism, and of each place."""
+        facts = measured.facts.with_batches(
+            num_examples / self.num_batch_examples
+        )
+        whole = of_data_parallelism(
+            facts, measured.cluster, num_examples, self.engine
+        )
+        return [whole, *self._of_splits(measured, num_examples)]
+
+    def _of_splits(self, measured, num_examples):
         return split_costs(
-            profile,
+            measured.profile,
             self.num_workers,
             self.num_tails,
             num_examples,
+            measured.cluster,
             is_star=self.is_star,
             tail_split=self.tail_split,
         )

@@ -42,6 +42,23 @@ class ModelFacts:
         """Whether there are sharded tables, which are in a head alone."""
         return any(each.owned for each in self.profile.gradients)
 
+    def at_rate(self, cluster):
+        """These facts with the links of a `planning.Cluster`."""
+        profile = dataclasses.replace(
+            self.profile, seconds_per_byte=cluster.seconds_per_byte or 0.0
+        )
+        return dataclasses.replace(self, profile=profile)
+
+    def with_batches(self, factor):
+        """These facts with so many times the rows that a batch looks up."""
+        specs = tuple(
+            dataclasses.replace(spec, alpha=min(1.0, factor * spec.alpha))
+            if spec.is_sparse
+            else spec
+            for spec in self.specs
+        )
+        return dataclasses.replace(self, specs=specs)
+
     def crowded(self, factor):
         """These facts of processes that slow each other by a factor."""
         return dataclasses.replace(self, profile=self.profile.crowded(factor))

@@ -25,7 +25,7 @@ _MOST_EXAMPLES = 32
 _MOST_ELEMENTS = 2**20
 
 
-def measured(cutter, num_examples, optimizer, specs=None):
+def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
     """The facts of a model; no variable changes.
 
     Passes are measured for two numbers of examples: a call with many weights
@@ -35,10 +35,13 @@ def measured(cutter, num_examples, optimizer, specs=None):
     Args:
         cutter: the model's `Cutter`.
         num_examples: the number of examples of a mini-batch.
-        optimizer: the model's Keras optimizer.
+        optimizer: the model's Keras optimizer, or None: weights are updated
+            without slots, in no time.
         specs: list of the `planning.VariableSpec`s of the model's trained
             variables as they travel. By default dense, and of tables the rows
             that an example looks up.
+        wire_dtype: name of a narrower dtype in which activations, and rows of
+            sharded tables, travel.
 
     Returns:
         `ModelFacts`, whose profile has no rate of links yet (0).
@@ -60,7 +63,7 @@ def measured(cutter, num_examples, optimizer, specs=None):
         PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     number = min(_MOST_EXAMPLES, num_examples)
-    gradients = gradient_sizes(cutter)
+    gradients = gradient_sizes(cutter, wire_dtype)
     seconds, fixed_seconds = _pass_seconds(cutter, number)
     forward = timing.whole_seconds(cutter, number, has_backward=False)
     num_slots, update_seconds, sum_seconds = _of_updates(optimizer, gradients)
@@ -70,7 +73,8 @@ def measured(cutter, num_examples, optimizer, specs=None):
         seconds=tuple(seconds),
         num_examples=number,
         crossing_bytes=with_tables_in_head(
-            _named(cutter, timing.crossing_bytes(cutter, 1)), gradients
+            _named(cutter, timing.crossing_bytes(cutter, 1, wire_dtype)),
+            gradients,
         ),
         seconds_per_byte=0.0,
         gradients=tuple(gradients),
@@ -86,11 +90,11 @@ def measured(cutter, num_examples, optimizer, specs=None):
         profile=profile,
         # A pass with its gradients takes no less.
         forward_share=min(1.0, forward / sum(seconds)),
-        returned_bytes=timing.crossing_bytes(cutter, 1, only_floats=True),
+        returned_bytes=timing.crossing_bytes(cutter, 1, wire_dtype, True),
         weight_bytes=tuple(_new_weights(cutter)),
         output_bytes=tuple(timing.output_bytes(cutter)),
         num_slots=num_slots,
-        num_averages=predictor_of(optimizer).num_averages,
+        num_averages=predictor_of(optimizer).num_averages if optimizer else 0,
         specs=tuple(specs or variable_specs(cutter)),
     )
 
@@ -180,6 +184,11 @@ def _of_updates(optimizer, gradients):
     # Of a variable of its own, which goes when it is measured.
     elements = int(min(_MOST_ELEMENTS, max(1, trained // 4)))
     weights = keras.Variable(tf.zeros([elements, 1]))
+    gradient = tf.zeros([elements, 1])
+    add = timing.median_seconds(lambda x: [x[0] + x[1]], [gradient, gradient])
+    sum_seconds = add / num_bytes([gradient])
+    if optimizer is None:
+        return 0.0, 0.0, sum_seconds
     alike = type(optimizer).from_config(optimizer.get_config())
     alike.build([weights])
     slots = [v for v in alike.variables if v.shape == weights.shape]
@@ -188,14 +197,11 @@ def _of_updates(optimizer, gradients):
         alike.apply(gradients, [weights])
         return []
 
-    gradient = tf.zeros([elements, 1])
+    took = timing.median_seconds(update, [gradient])
     return (
         num_bytes(slots) / num_bytes([weights]),
-        timing.median_seconds(update, [gradient]) / num_bytes([gradient]),
-        timing.median_seconds(
-            lambda both: [both[0] + both[1]], [gradient, gradient]
-        )
-        / num_bytes([gradient]),
+        took / num_bytes([gradient]),
+        sum_seconds,
     )
 
 

@@ -112,8 +112,6 @@ class Profile:
             number of examples take; empty if there are none.
         sum_seconds: tuple of the times in which the gradients of two passes
             are added; empty if not measured.
-        wire_share: bytes of gradients as data parallelism sends them, over
-            those of their own dtype.
         columns: tuple of the calls' `ColumnSize`s, None of a call that has no
             columns to divide; empty if no call has any.
         crowding: the times above, which are those of processes that compute at
@@ -130,7 +128,6 @@ class Profile:
     update_seconds: tuple = ()
     fixed_seconds: tuple = ()
     sum_seconds: tuple = ()
-    wire_share: float = 1.0
     columns: tuple = ()
     crowding: float = 1.0
 

@@ -8,6 +8,7 @@ import numpy as np
 from keras_sparsity._tf import checks
 from keras_sparsity.data.batches import bounds
 from keras_sparsity.planning.specs import Cluster
+from keras_sparsity.stages.data_parallel_cost import data_parallel
 from keras_sparsity.stages.machine_links import crossings
 from keras_sparsity.stages.rank_groups import RankGroup, TailGroup
 
@@ -17,7 +18,8 @@ class SplitCost:
     """A step of a model that is divided at one place.
 
     Attributes:
-        place: the place of the head's last call; None of data parallelism.
+        place: the place of the head's last call; None of data parallelism,
+            whose head is the whole model.
         head_bytes: bytes of the head's parameters.
         sent_bytes: bytes of the activations of one worker.
         busiest_bytes: bytes on the busiest link, in one direction.
@@ -50,7 +52,7 @@ def split_costs(
     is_star=False,
     tail_split=None,
 ):
-    r"""Costs of data parallelism, and of each possible split.
+    r"""Costs of each possible split.
 
     With W workers and M tail workers, P and T bytes of parameters in head and
     tail, and O bytes of a worker's activations, the links of a tail worker and
@@ -86,8 +88,7 @@ def split_costs(
             or None: of each split whichever is less on the busiest link.
 
     Returns:
-        List of `SplitCost`; the first is that of data parallelism over W + M
-        processes.
+        List of `SplitCost`, in the order of places.
 
     Raises:
         ValueError: if W or the number of examples is not positive.
@@ -100,11 +101,9 @@ def split_costs(
     >>> gradients = (GradientSize(40), GradientSize(4000))
     >>> profile = Profile(
     ...     ("a", "b"), sizes, (1.0, 1.0), 8, {0: 20}, 0.01, gradients)
-    >>> whole, split = split_costs(profile, 2, 1, num_examples=8)
-    >>> round(whole.busiest_bytes), split.busiest_bytes
-    (5387, 160.0)
-    >>> round(whole.seconds, 2), split.seconds
-    (54.53, 5.1)
+    >>> (split,) = split_costs(profile, 2, 1, num_examples=8)
+    >>> split.busiest_bytes, split.seconds
+    (160.0, 5.1)
 
     References:
         RALP (Park et al.), the profiler and table 2.
@@ -113,34 +112,12 @@ def split_costs(
     checks.positive_integer("num_examples", num_examples)
     size = num_workers + num_tails
     cluster = cluster or Cluster(size)
-    whole, head, tail = (
+    head, tail = (
         RankGroup(profile, cluster, ranks, num_examples)
-        for ranks in (
-            range(size),
-            range(num_workers),
-            range(num_workers, size),
-        )
-    )
-    calls = slice(None)
-    ring = whole.ring_bytes(calls) * profile.wire_share
-    busiest = whole.on_links(ring) + whole.owned_bytes(calls)
-    busiest = float(busiest.max())
-    travels = whole.latency_seconds + whole.message_seconds(
-        busiest, whole.num_exchanges(calls)
-    )
-    works = whole.seconds(calls) + whole.at_processors(calls, ring)
-    of_whole = SplitCost(
-        None,
-        whole.parameter_bytes(calls),
-        0,
-        busiest,
-        None,
-        works + travels,
-        travels,
-        whole.row_bytes(calls),
+        for ranks in (range(num_workers), range(num_workers, size))
     )
     fan = _fan(num_workers, num_tails, cluster)
-    of_splits = []
+    found = []
     for place, crossing in profile.crossing_bytes.items():
         ways = ["batch"]
         if num_tails > 1 and any(profile.columns[place + 1 :]):
@@ -156,8 +133,8 @@ def split_costs(
             )
             for way in ways
         ]
-        of_splits.append(min(tried, key=lambda cost: cost.busiest_bytes))
-    return [of_whole, *of_splits]
+        found.append(min(tried, key=lambda cost: cost.busiest_bytes))
+    return found
 
 
 def _of_split(place, sent, head, tail, fan, is_star):
@@ -277,11 +254,35 @@ def _fan_seconds(head, tails, num_bytes, num_messages):
     )
 
 
+def of_data_parallelism(facts, cluster, num_examples, engine="native"):
+    """The cost of no split: see `data_parallel`.
+
+    Args:
+        facts, cluster, num_examples, engine: as for `strategy_costs`.
+
+    Returns:
+        `SplitCost` of the place None.
+    """
+    cost = data_parallel(facts, cluster, num_examples, engine)
+    gradients = facts.profile.gradients
+    part = num_examples / cluster.size
+    return SplitCost(
+        None,
+        sum(each.parameter_bytes for each in gradients),
+        0,
+        cost.busiest_bytes,
+        None,
+        cost.step_seconds,
+        cost.link_seconds,
+        sum(each.owned_bytes(part) for each in gradients),
+    )
+
+
 def fastest(costs):
     """The place of the least predicted time; None: data parallelism.
 
     Args:
-        costs: list, as `split_costs` returns it.
+        costs: list of the `SplitCost`s.
 
     Returns:
         A place or None.

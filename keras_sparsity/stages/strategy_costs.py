@@ -57,10 +57,7 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
             "Times of messages need the rate of the links. Received: "
             f"cluster={cluster}. Give the cluster `megabits_per_second`."
         )
-    at_rate = dataclasses.replace(
-        facts.profile, seconds_per_byte=cluster.seconds_per_byte
-    )
-    facts = dataclasses.replace(facts, profile=at_rate)
+    facts = facts.at_rate(cluster)
     found = [data_parallel(facts, cluster, num_examples, engine)]
     if facts.profile.crossing_bytes and cluster.size > 1:
         for num_tails in range(1, min(_MOST_TAILS, cluster.size // 2) + 1):
@@ -99,7 +96,7 @@ def _placed(facts, cluster, num_examples, num_tails):
             num_examples,
             cluster,
             tail_split=way,
-        )[1:]
+        )
     ]
     best = min(splits, key=lambda cost: cost.seconds)
     front, back = slice(best.place + 1), slice(best.place + 1, None)

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.pipeline.links import Link
+from keras_sparsity.stages import measurements
 
 BATCH_SIZE = 8
 
@@ -142,7 +142,7 @@ def results(model, name, num_examples):
 def train(name, num_examples, folder, options, rule="adam"):
     """The results, and those of a model that is saved and loaded half-way."""
     strategy = ks.LayerPlacementStrategy(
-        STAGES.get(name), threshold=-0.2, **options
+        STAGES.get(name), rule="published", threshold=-0.2, **options
     )
     model = compiled(name, strategy, rule)
     found = results(model, name, num_examples)
@@ -290,7 +290,7 @@ def left(options):
 
 def planned(log_dir):
     """The plan of the convolutional model, and of where a rule divides it."""
-    strategy = ks.LayerPlacementStrategy(threshold=-0.2)
+    strategy = ks.LayerPlacementStrategy(rule="published", threshold=-0.2)
     model = compiled("convolutional", strategy)
     before = model.get_weights()
     x, y, _ = data("convolutional", 12)
@@ -340,16 +340,18 @@ def _head(model):
     return [head.kernel.numpy(), drop.seed_generator.state.numpy()]
 
 
-def divided_by_times(seconds_per_byte):
+def divided_by_times(megabits_per_second):
     """The head's layers by predicted steps; None if it is not divided.
 
     Args:
-        seconds_per_byte: as if the links had been measured so.
+        megabits_per_second: as if the links had been measured so, and each
+            process had a machine.
     """
-    strategy = ks.LayerPlacementStrategy(rule="fastest", num_examples=4)
-    with mock.patch.object(
-        Link, "seconds_per_byte", lambda link: seconds_per_byte
-    ):
+    strategy = ks.LayerPlacementStrategy(num_examples=4)
+    cluster = ks.planning.Cluster(
+        strategy.size, megabits_per_second=megabits_per_second
+    )
+    with mock.patch.object(measurements, "_with_links", lambda *_: cluster):
         model = compiled("convolutional", strategy)
     adoption = getattr(model, "_keras_sparsity_pipeline", None)
     return adoption and adoption.parts[0].names

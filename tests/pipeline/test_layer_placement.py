@@ -1,15 +1,19 @@
 """Heads on all workers and a tail on one train as one process does."""
 
-import dataclasses
 import re
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from keras_sparsity.launch import command_line
+from keras_sparsity.pipeline.splits import Splits
+from keras_sparsity.planning import Cluster, VariableSpec
+from keras_sparsity.stages.costs import ModelFacts
 from keras_sparsity.stages.layer_placement import LayerSize
+from keras_sparsity.stages.measurements import Measured
 from keras_sparsity.stages.profile import GradientSize, Profile
-from keras_sparsity.stages.split_costs import fastest, split_costs
+from keras_sparsity.stages.split_costs import split_costs
 from tests.conftest import covering, engines
 from tests.pipeline import placement_functions
 
@@ -167,7 +171,9 @@ def test_what_cannot_divide_columns(cluster):
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_models_that_gain_nothing_are_left_to_data_parallelism(cluster, engine):
-    ranks = cluster(engine, 2).run(placement_functions.left, {})
+    ranks = cluster(engine, 2).run(
+        placement_functions.left, {"rule": "published"}
+    )
     model = placement_functions.compiled("ids")
     before = model.get_weights()
     expected = placement_functions.results(model, "ids", 22)
@@ -187,11 +193,11 @@ def test_models_that_gain_nothing_are_left_to_data_parallelism(cluster, engine):
 
 def test_divides_by_predicted_steps(cluster):
     three = cluster("native", 3)
-    found = three.run(placement_functions.divided_by_times, 1.0)
+    found = three.run(placement_functions.divided_by_times, 1e-5)
     # The fewest bytes cross behind either.
     assert {names[-1] for names in found} <= {"pool", "flat"}
     # Alone, a tail worker waits while the others work.
-    found = three.run(placement_functions.divided_by_times, 0.0)
+    found = three.run(placement_functions.divided_by_times, 1e9)
     assert found == [None] * 3
 
 
@@ -271,27 +277,55 @@ def test_workers_begin_alike_and_draw_differently(cluster, engine, tmp_path):
     assert (first[0] != first[2]).any()
 
 
-def test_rules_of_measured_times():
+def facts(seconds):
+    """Of three wide layers, of which the last has most of the parameters."""
     sizes = [LayerSize("dense", number, 4) for number in (10, 10, 10_000)]
+    weights = [4 * size.num_parameters for size in sizes]
     profile = Profile(
         tuple("abc"),
         tuple(sizes),
-        (1.0, 1.0, 1.0),
+        seconds,
         8,
         {0: 400, 1: 40},
-        1e-3,
-        tuple(GradientSize(4 * size.num_parameters) for size in sizes),
+        0.0,
+        tuple(map(GradientSize, weights)),
+        update_seconds=(0.0, 0.0, 0.0),
     )
-    costs = split_costs(profile, num_workers=3, num_tails=1, num_examples=24)
-    assert [cost.place for cost in costs] == [None, 0, 1]
-    assert costs[0].seconds == pytest.approx(
+    return ModelFacts(
+        profile=profile,
+        forward_share=1.0,
+        returned_bytes={},
+        weight_bytes=tuple(weights),
+        output_bytes=(0, 0, 0),
+        num_slots=0,
+        num_averages=0,
+        specs=tuple(
+            VariableSpec(f"weights {i}", (size.num_parameters,))
+            for i, size in enumerate(sizes)
+        ),
+    )
+
+
+def test_rules_of_measured_times():
+    cluster = Cluster(4, megabits_per_second=8e-3)
+    splits = Splits("fastest", 8, -0.5, "horovod", 3, 1, False, None)
+    measured = Measured(facts((1.0, 1.0, 1.0)), cluster)
+    plan = splits.plan(measured, 1, tf.data.Dataset.from_tensors(np.ones(24)))
+    whole, first, second = plan.costs
+    assert [cost.place for cost in plan.costs] == [None, 0, 1]
+    assert whole.head_bytes == 4 * 10_020
+    assert whole.seconds == pytest.approx(
         3 * 3 / 4 + 1e-3 * 2 * 4 * 10_020 * 3 / 4
     )
-    assert costs[1].seconds == pytest.approx(
+    assert first.seconds == pytest.approx(
         3 * (1 / 3 + 2) + 1e-3 * (2 * 24 * 400 + 2 * 40 * 2 / 3)
     )
-    assert fastest(costs) == 1
-    slow = dataclasses.replace(profile, seconds=(1.0, 1.0, 1000.0))
-    assert fastest(split_costs(slow, 3, 1, 24)) is None
-    two = split_costs(profile, num_workers=2, num_tails=2, num_examples=24)
-    assert two[2].busiest_bytes == 12 * 40 + 4 * 10_000
+    assert second.seconds < first.seconds
+    assert plan.fastest == splits.place(measured) == 1
+    slow = Measured(facts((1.0, 1.0, 1000.0)), cluster)
+    assert splits.place(slow) is None
+    assert splits.why_none(slow) == "no split has a shorter predicted step"
+    *_, of_two = split_costs(
+        measured.facts.profile, num_workers=2, num_tails=2, num_examples=24
+    )
+    assert of_two.busiest_bytes == 12 * 40 + 4 * 10_000

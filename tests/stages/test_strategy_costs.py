@@ -300,8 +300,8 @@ def test_times_of_a_crowded_machine():
 
 def test_a_single_tail_worker_computes_alone():
     profile = facts(update_seconds=(0.0, 1.0, 2.0)).profile
-    _, *expected = split_costs(profile, 1, 1, EXAMPLES)
-    _, *found = split_costs(profile.crowded(3.0), 1, 1, EXAMPLES)
+    expected = split_costs(profile, 1, 1, EXAMPLES)
+    found = split_costs(profile.crowded(3.0), 1, 1, EXAMPLES)
     for cost, other in zip(found, expected, strict=True):
         head = slice(cost.place + 1)
         of_head = sum(profile.pass_seconds(EXAMPLES, head))
@@ -363,7 +363,7 @@ def test_several_tails_divide_what_is_faster():
         facts(**columns).profile, seconds_per_byte=cluster.seconds_per_byte
     )
     by_bytes, *_ = (
-        split_costs(profile, 2, 2, EXAMPLES, cluster, tail_split=way)[1]
+        split_costs(profile, 2, 2, EXAMPLES, cluster, tail_split=way)[0]
         for way in (None, "batch")
     )
     assert by_bytes.tail_split == "columns"

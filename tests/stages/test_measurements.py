@@ -1,11 +1,10 @@
-"""The comparison of all ways to train a model."""
+"""A model and its links, measured by all ranks together."""
 
 import types
 
 import keras
 
-from keras_sparsity.board import comparison
-from keras_sparsity.stages import timing
+from keras_sparsity.stages import measurements, timing
 from keras_sparsity.stages.cutting import Cutter
 
 
@@ -26,6 +25,6 @@ def test_passes_on_all_processes_at_once(monkeypatch):
     )
     layers = [keras.Input((8,)), keras.layers.Dense(4)]
     cutter = Cutter(keras.Sequential(layers))
-    found = comparison._crowding(cutter, 4, communicator)
+    found = measurements._crowding(cutter, 4, communicator)
     assert found == (3.0 + 5.0) / 2 / 2.0
     assert events == ["plan/alone", "passes", "plan/together", "passes"]

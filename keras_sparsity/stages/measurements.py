@@ -1,0 +1,124 @@
+"""A model and the links of its cluster, measured by all ranks together."""
+
+import dataclasses
+
+import numpy as np
+
+from keras_sparsity.collectives import speeds
+from keras_sparsity.planning.specs import Cluster
+from keras_sparsity.stages import model_facts, timing
+from keras_sparsity.stages.costs import ModelFacts
+from keras_sparsity.stages.machine_links import shared_by
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The facts by which the step of a model on a cluster is predicted.
+
+    Attributes:
+        facts: `ModelFacts`, of a model as its processes compute it.
+        cluster: `planning.Cluster`.
+    """
+
+    facts: ModelFacts
+    cluster: Cluster
+
+    @property
+    def profile(self):
+        """The model's `Profile`, with the rate of the links."""
+        return self.facts.at_rate(self.cluster).profile
+
+    def with_columns(self, columns):
+        """The same with other `Profile.columns`."""
+        profile = dataclasses.replace(self.facts.profile, columns=columns)
+        facts = dataclasses.replace(self.facts, profile=profile)
+        return dataclasses.replace(self, facts=facts)
+
+
+def measured(cutter, num_examples, optimizer, cluster, communicator, **options):
+    """Measures a model on rank 0, and the links; every rank calls it.
+
+    Args:
+        cutter: the model's `Cutter`.
+        num_examples: the number of examples of a mini-batch.
+        optimizer: the model's Keras optimizer, or None.
+        cluster: the `planning.Cluster`. If it is the running one, facts of its
+            links that it lacks are measured.
+        communicator: `Collectives` of all ranks.
+        **options: more arguments of `model_facts.measured`.
+
+    Returns:
+        `Measured`, the same on all ranks.
+
+    Raises:
+        Nothing.
+
+    Example: see `tests/stages/test_measurements.py`.
+
+    References:
+        PipeDream (arXiv:1806.03377), 3.1 (the profile).
+    """
+    if communicator.size > 1:
+        cluster = _with_links(cluster, communicator)
+    facts = None
+    if communicator.rank == 0:
+        facts = model_facts.measured(cutter, num_examples, optimizer, **options)
+    # Rank 0's, from which all ranks choose alike.
+    facts = communicator.gather_objects(facts, name="plan/facts")[0]
+    if communicator.size > 1 and shared_by(cluster, cluster.size) > 1:
+        number = facts.profile.num_examples
+        facts = facts.crowded(_crowding(cutter, number, communicator))
+    return Measured(facts, cluster)
+
+
+def _crowding(cutter, num_examples, communicator):
+    """Processor time of passes on all processes at once, over that on one.
+
+    Processes of a machine share its memory and caches. The part of a processor
+    that each of them has does not count here: costs count it.
+    """
+
+    def measure(function, tensors):
+        run, alone = timing.traced(function, tensors), None
+        communicator.barrier("plan/alone")
+        if communicator.rank == 0:
+            alone = timing.processor_seconds(run, tensors)
+        communicator.barrier("plan/together")
+        return alone, timing.processor_seconds(run, tensors)
+
+    found = communicator.gather_objects(
+        timing.whole_seconds(cutter, num_examples, measure=measure),
+        name="plan/crowding",
+    )
+    return float(np.mean([together for _, together in found])) / found[0][0]
+
+
+def _with_links(cluster, communicator):
+    """A running cluster, with what is measured of its messages."""
+    if communicator.cross_size == 1 and not cluster.processes_per_processor:
+        # As many machines, for its messages; computation is shared.
+        cluster = dataclasses.replace(
+            cluster, processes_per_processor=communicator.size
+        )
+    if None not in (
+        cluster.megabits_per_second,
+        cluster.message_seconds,
+        cluster.message_seconds_per_byte,
+    ):
+        return cluster
+    link, processor = speeds.measure_messages(
+        communicator, shared_by(cluster, cluster.size)
+    )
+    measured = {}
+    if cluster.megabits_per_second is None:
+        # Of a network too fast to measure, some rate.
+        measured["megabits_per_second"] = 8e-6 / max(
+            link.seconds_per_byte, 1e-12
+        )
+        measured["latency_seconds"] = link.latency_seconds or None
+    if cluster.message_seconds is None:
+        measured["message_seconds"] = processor.latency_seconds or None
+    if cluster.message_seconds_per_byte is None:
+        per_byte = processor.seconds_per_byte or None
+        measured["message_seconds_per_byte"] = per_byte
+    return dataclasses.replace(cluster, **measured)
