@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import heapq
+import itertools
 
 from keras_sparsity.stages.schedule import Kind, Task
 
@@ -50,8 +51,8 @@ def simulate(
     A stage runs its tasks one after the other. A forward pass waits for the
     activations of the stage before, a backward pass for the gradients of the
     stage behind; both travel while stages compute, one message at a time in
-    each direction of a link. Stages that share a processor run their tasks in
-    turn, whichever can start first.
+    each direction of a link. Tasks of stages that share a processor run at
+    once, each at an equal part of its speed.
 
     Args:
         schedule: `Schedule`.
@@ -107,12 +108,39 @@ def simulate(
     return run.timeline()
 
 
-class _Run:
-    """One simulation.
+class _Processor:
+    """Runs some tasks at once, each at an equal part of its speed."""
 
-    Of all tasks whose messages have been sent, the one that can start first
-    runs: what its end makes possible starts no earlier.
-    """
+    def __init__(self):
+        self._now = 0
+        self._left = {}  # from a stage to seconds of its task, run alone
+
+    def start(self, stage, seconds, now):
+        self._advance(now)
+        self._left[stage] = seconds
+
+    def next_end(self):
+        """`(when, stage)` of the task that ends first, if none is added."""
+        if not self._left:
+            return None
+        stage = min(self._left, key=self._left.get)
+        return self._now + self._left[stage] * len(self._left), stage
+
+    def end(self, stage, now):
+        self._advance(now)
+        del self._left[stage]
+
+    def _advance(self, now):
+        passed = now - self._now
+        if len(self._left) > 1:  # else units stay whole numbers
+            passed /= len(self._left)
+        for stage in self._left:
+            self._left[stage] -= passed
+        self._now = now
+
+
+class _Run:
+    """One simulation: starts and ends of tasks, in the order of time."""
 
     def __init__(self, schedule, seconds, message_seconds, processors, delays):
         self._schedule = schedule
@@ -121,15 +149,15 @@ class _Run:
         )
         self._seconds = seconds
         self._message_seconds = message_seconds
-        self._processors = processors
+        self._numbers = processors
+        self._processors = {number: _Processor() for number in processors}
         stages = range(schedule.num_stages)
         self._next = [0 for _ in stages]
         self._idle = [0 for _ in stages]  # since when
-        self._free = collections.Counter()  # processors: since when
         self._link_free = collections.Counter()
         self._arrivals = [{} for _ in stages]
-        # A heap of `(start at the earliest, ready since, task, stage)`.
-        self._ready = []
+        # A heap of `(when, whether it is a start, order, stage)`.
+        self._events, self._order = [], itertools.count()
         self._waiting = set(stages)  # for a message
         self.starts = tuple({} for _ in stages)
         self.ends = tuple({} for _ in stages)
@@ -137,15 +165,22 @@ class _Run:
     def timeline(self):
         for stage in range(self._schedule.num_stages):
             self._look_at(stage)
-        while self._ready:
-            known, *order, stage = heapq.heappop(self._ready)
-            start = max(known, self._free[self._processors[stage]])
-            if start > known:  # another stage has had the processor
-                heapq.heappush(self._ready, (start, *order, stage))
-                continue
-            self._run(stage, start)
+        while self._events:
+            now, is_start, _, stage = heapq.heappop(self._events)
+            if is_start:
+                self._start(stage, now)
+            elif self._processor(stage).next_end() == (now, stage):
+                self._end(stage, now)
+            # Else another task has come, and it ends later.
         self._check_done()
         return Timeline(self.starts, self.ends)
+
+    def _add(self, when, is_start, stage):
+        event = when, is_start, next(self._order), stage
+        heapq.heappush(self._events, event)
+
+    def _processor(self, stage):
+        return self._processors[self._numbers[stage]]
 
     def _look_at(self, stage):
         """Makes a stage's next task ready, if its message has been sent."""
@@ -157,17 +192,32 @@ class _Run:
             return
         self._waiting.remove(stage)
         ready = max(self._idle[stage], self._arrivals[stage].get(task, 0))
-        heapq.heappush(self._ready, (ready, ready, self._next[stage], stage))
+        self._add(ready, True, stage)
 
-    def _run(self, stage, start):
+    def _start(self, stage, now):
         task = self._schedule.stages[stage][self._next[stage]]
-        end = start + self._seconds[task.kind][stage]
-        self.starts[stage][task], self.ends[stage][task] = start, end
-        self._idle[stage] = self._free[self._processors[stage]] = end
+        self.starts[stage][task] = now
+        seconds = self._seconds[task.kind][stage]
+        processor = self._processor(stage)
+        processor.start(stage, seconds, now)
+        self._add_end(processor)
+
+    def _end(self, stage, now):
+        task = self._schedule.stages[stage][self._next[stage]]
+        self.ends[stage][task] = self._idle[stage] = now
+        processor = self._processor(stage)
+        processor.end(stage, now)
+        self._add_end(processor)
         self._next[stage] += 1
         self._waiting.add(stage)
-        for awake in (*self._sent(stage, task, end), stage):
+        for awake in (*self._sent(stage, task, now), stage):
             self._look_at(awake)
+
+    def _add_end(self, processor):
+        found = processor.next_end()
+        if found:
+            when, stage = found
+            self._add(when, False, stage)
 
     def _needed(self, stage, task):
         """`(stage, Task)` whose message a task waits for, or None."""

@@ -10,7 +10,7 @@ from keras_sparsity.stages.schedule import (
     one_forward_one_backward,
     without_flush,
 )
-from keras_sparsity.stages.simulation import simulate
+from keras_sparsity.stages.simulation import _Processor, simulate
 
 
 def _task(letter, batch):
@@ -72,20 +72,38 @@ def test_messages_travel_while_stages_compute_and_wait_for_their_link():
     assert timeline.bubble == pytest.approx(1 - 14 / 37)
 
 
-def test_stages_that_share_a_processor_take_turns():
+def test_stages_that_share_a_processor_run_at_once():
     timeline = simulate(gpipe(2, 2), [1, 2], [3, 1], processors=[0, 0])
     first, second = timeline.starts
     assert first[_task("f", 0)] == 0
-    # Both can start; the second stage is behind.
-    assert second[_task("f", 0)] == 1
-    assert first[_task("f", 1)] == 3
+    # Each at half of the speed.
+    assert first[_task("f", 1)] == second[_task("f", 0)] == 1
+    assert timeline.ends[0][_task("f", 1)] == 3
     assert second[_task("f", 1)] == 4
     assert second[_task("b", 0)] == 6
-    # The second stage's next pass and this one have waited since 7.
-    assert first[_task("b", 0)] == 7
-    assert second[_task("b", 1)] == 10
+    # At once again.
+    assert first[_task("b", 0)] == second[_task("b", 1)] == 7
+    assert timeline.ends[1][_task("b", 1)] == 9
     assert first[_task("b", 1)] == 11
     assert timeline.seconds == 14  # always busy
+
+
+def test_a_processor_of_three_stages():
+    """Passes of 3, 2 and 1 that begin together, and one that comes later."""
+    processor = _Processor()
+    for stage, seconds in enumerate([3, 2, 1]):
+        processor.start(stage, seconds, 0)
+    assert processor.next_end() == (3, 2)
+    processor.start(3, 1, 1.5)  # half of stage 2's is left
+    assert processor.next_end() == (3.5, 2)
+    processor.end(2, 3.5)
+    assert processor.next_end() == (5, 3)
+    processor.end(3, 5)
+    assert processor.next_end() == (6, 1)
+    processor.end(1, 6)
+    assert processor.next_end() == (7, 0)
+    processor.end(0, 7)
+    assert processor.next_end() is None
 
 
 def test_a_schedule_that_deadlocks_names_the_waiting_tasks():
