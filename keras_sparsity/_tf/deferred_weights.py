@@ -74,22 +74,6 @@ def initialize(variables):
             variable._deferred_initialize()
 
 
-@contextlib.contextmanager
-def initialized_for_now(variables):
-    """While entered, deferred ones of some variables have their values.
-
-    Nothing is to be assigned meanwhile.
-    """
-    deferred = [v for v in variables if _is_deferred(v)]
-    initializers = [v._initializer for v in deferred]
-    try:
-        initialize(deferred)
-        yield
-    finally:
-        for variable, initializer in zip(deferred, initializers, strict=True):
-            _defer(variable, initializer)
-
-
 class _InitializeFirst:
     """In place of a deferred variable's `_direct_assign`."""
 

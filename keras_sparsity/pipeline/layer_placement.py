@@ -24,6 +24,7 @@ from keras_sparsity.placement import choice
 from keras_sparsity.placement.traffic import as_sent, running_cluster
 from keras_sparsity.stages import measurements, model_facts
 from keras_sparsity.stages.column_split import column_sizes
+from keras_sparsity.stages.measurements import Measurable
 from keras_sparsity.stages.schedule import Kind, Schedule, Task
 from keras_sparsity.stages.split_costs import parts_of_ranks
 from keras_sparsity.strategy import HybridStrategy
@@ -212,14 +213,14 @@ class LayerPlacementStrategy(StagedStrategy):
                     super().adopt(stock, model, args, kwargs)
                 return
             except _NoGain as no_gain:
-                measured = no_gain.measured
+                whole = no_gain.model
                 if self.rank == 0:
                     rank_zero.say(
                         "LayerPlacementStrategy leaves the model "
                         f"'{model.name}' to data parallelism: "
-                        f"{self._splits.why_none(measured)}."
+                        f"{self._splits.why_none(whole)}."
                     )
-                plan = functools.partial(self._splits.plan, measured, None)
+                plan = functools.partial(self._splits.plan, whole, None)
                 object.__setattr__(model, measured_plan.OF_STAGES, plan)
         if self._hybrid is None:
             self._hybrid = HybridStrategy(wire_dtype=self._wire_dtype)
@@ -239,6 +240,9 @@ class LayerPlacementStrategy(StagedStrategy):
         return (*([0] * (self.size - num_tails)), *([1] * num_tails))
 
     def profile(self, cutter, optimizer):
+        return Measurable(cutter, lambda: self._measured(cutter, optimizer))
+
+    def _measured(self, cutter, optimizer):
         number = self._splits.num_batch_examples
         # As data parallelism sends them.
         part = max(1, number // self.size)
@@ -257,21 +261,21 @@ class LayerPlacementStrategy(StagedStrategy):
         asked = column_sizes(cutter.calls, optimizer, is_asked=True)
         return found.with_columns(asked)
 
-    def found_places(self, cutter, measured):
+    def found_places(self, cutter, profile):
         if self.size == 1:
             return []
-        place = self._splits.place(measured)
+        place = self._splits.place(profile)
         if place is None:
-            raise _NoGain(measured)
+            raise _NoGain(profile)
         return [place]
 
-    def plan_function(self, model, stage, passes, measured):
+    def plan_function(self, model, stage, passes, profile):
         chosen = None
         if self.size > 1:
             own = len(stage.part.names)
-            others = len(measured.profile.names) - own
+            others = len(profile.cutter.calls) - own
             chosen = (others if stage.is_last else own) - 1
-        return functools.partial(self._splits.plan, measured, chosen)
+        return functools.partial(self._splits.plan, profile, chosen)
 
     @property
     def _by_worker(self):
@@ -289,12 +293,12 @@ class LayerPlacementStrategy(StagedStrategy):
             self.tail_split == "columns",
         )
 
-    def divide_columns(self, stage, parts, measured, optimizer):
+    def divide_columns(self, stage, parts, profile, optimizer):
         splits = self._splits
         if splits.num_tails < 2 or splits.tail_split == "batch":
             return
         layers, place = self._to_divide(parts, optimizer), len(parts[0].names)
-        if not splits.divides_columns(measured, place - 1):
+        if not splits.divides_columns(profile, place - 1):
             layers = []
         random_states.share(parts[1].model.variables, bool(layers))
         if stage.is_last and layers:
@@ -333,11 +337,11 @@ class LayerPlacementStrategy(StagedStrategy):
 
 
 class _NoGain(Exception):
-    """A model that its rule does not divide, as `Measured`."""
+    """A model that its rule does not divide."""
 
-    def __init__(self, measured):
-        super().__init__(measured)
-        self.measured = measured
+    def __init__(self, model):
+        super().__init__(model)
+        self.model = model  # `Measurable`
 
 
 def _in_turn(batches):

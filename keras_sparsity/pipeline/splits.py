@@ -8,6 +8,7 @@ import tensorflow as tf
 from keras_sparsity._tf import checks
 from keras_sparsity.board.split_plan import SplitPlan
 from keras_sparsity.stages import layer_placement
+from keras_sparsity.stages.model_facts import named_places
 from keras_sparsity.stages.split_costs import (
     fastest,
     of_data_parallelism,
@@ -41,21 +42,22 @@ class Splits:
         """Examples of a mini-batch of all workers."""
         return self.num_examples * self.num_workers
 
-    def place(self, measured):
+    def place(self, model):
         """The place by `rule`; None where the model gains nothing.
 
         Args:
-            measured: `Measured`, of the model and the running cluster.
+            model: `Measurable`, for the running cluster.
         """
         if self.rule == "fastest":
-            return fastest(self._costs(measured, self.num_batch_examples))
-        return self._published(measured.profile)
+            return fastest(self._costs(model.measured, self.num_batch_examples))
+        return self._published(model)
 
-    def why_none(self, measured):
+    def why_none(self, model):
         """The reason why `place` finds none."""
         if self.rule != "published":
             return "no split has a shorter predicted step"
-        skewness = layer_placement.skewness(measured.profile.sizes)
+        sizes = layer_placement.layer_sizes(model.cutter)
+        skewness = layer_placement.skewness(sizes)
         if skewness < self.threshold:
             return "no place behind its convolutions divides it"
         return (
@@ -63,18 +65,18 @@ class Splits:
             f"threshold={self.threshold}"
         )
 
-    def divides_columns(self, measured, place):
+    def divides_columns(self, model, place):
         """Whether tail workers divide columns, for a head up to a place."""
         return self.tail_split == "columns" or any(
             cost.place == place and cost.tail_split == "columns"
-            for cost in self._of_splits(measured, self.num_batch_examples)
+            for cost in self._of_splits(model.measured, self.num_batch_examples)
         )
 
-    def plan(self, measured, chosen, dataset):
+    def plan(self, model, chosen, dataset):
         """The `SplitPlan` for the mini-batches of a dataset.
 
         Args:
-            measured: as for `place`.
+            model: as for `place`.
             chosen: the place where it is divided; None if it is not.
             dataset: `tf.data.Dataset` of mini-batches.
         """
@@ -83,8 +85,8 @@ class Splits:
             data is not None, "dataset", dataset, "a dataset with a batch"
         )
         num_examples = int(tf.shape(keras.tree.flatten(data)[0])[0])
-        costs = self._costs(measured, num_examples)
-        profile = measured.profile
+        costs = self._costs(model.measured, num_examples)
+        profile = model.measured.profile
         num_processes = self.num_workers + self.num_tails
         seconds = {
             None: sum(profile.pass_seconds(num_examples / num_processes))
@@ -104,16 +106,16 @@ class Splits:
             skewness=layer_placement.skewness(profile.sizes),
             threshold=self.threshold,
             chosen=chosen,
-            published=self._published(profile),
+            published=self._published(model),
             fastest=fastest(costs),
         )
 
-    def _published(self, profile):
+    def _published(self, model):
         return layer_placement.published_split(
-            profile.sizes,
+            layer_placement.layer_sizes(model.cutter),
             self.num_examples,
             self.threshold,
-            list(profile.crossing_bytes),
+            named_places(model.cutter),
         )
 
     def _costs(self, measured, num_examples):

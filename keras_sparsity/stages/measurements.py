@@ -1,6 +1,7 @@
 """A model and the links of its cluster, measured by all ranks together."""
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -33,6 +34,22 @@ class Measured:
         profile = dataclasses.replace(self.facts.profile, columns=columns)
         facts = dataclasses.replace(self.facts, profile=profile)
         return dataclasses.replace(self, facts=facts)
+
+
+class Measurable:
+    """A model that is measured when its times are first asked for.
+
+    Args:
+        cutter: the model's `Cutter`.
+        measure: function that gives its `Measured`; every rank calls it.
+    """
+
+    def __init__(self, cutter, measure):
+        self.cutter, self._measure = cutter, measure
+
+    @functools.cached_property
+    def measured(self):
+        return self._measure()
 
 
 def measured(cutter, num_examples, optimizer, cluster, communicator, **options):

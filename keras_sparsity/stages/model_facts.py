@@ -18,6 +18,7 @@ from keras_sparsity.stages.profile import (
     with_tables_in_head,
 )
 from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.update import optimizer_arguments
 
 # Passes of more examples are taken to be slower in proportion.
 _MOST_EXAMPLES = 32
@@ -35,8 +36,9 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
     Args:
         cutter: the model's `Cutter`.
         num_examples: the number of examples of a mini-batch.
-        optimizer: the model's Keras optimizer, or None: weights are updated
-            without slots, in no time.
+        optimizer: the model's Keras optimizer, or None. Without one, and if
+            its configuration does not make it anew, updates count no time and
+            no slots.
         specs: list of the `planning.VariableSpec`s of the model's trained
             variables as they travel. By default dense, and of tables the rows
             that an example looks up.
@@ -63,6 +65,7 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
         PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     number = min(_MOST_EXAMPLES, num_examples)
+    crossing = timing.crossing_bytes(cutter, 1, wire_dtype)
     gradients = gradient_sizes(cutter, wire_dtype)
     seconds, fixed_seconds = _pass_seconds(cutter, number)
     forward = timing.whole_seconds(cutter, number, has_backward=False)
@@ -72,10 +75,9 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
         sizes=tuple(layer_sizes(cutter)),
         seconds=tuple(seconds),
         num_examples=number,
-        crossing_bytes=with_tables_in_head(
-            _named(cutter, timing.crossing_bytes(cutter, 1, wire_dtype)),
-            gradients,
-        ),
+        crossing_bytes={
+            place: crossing[place] for place in named_places(cutter, gradients)
+        },
         seconds_per_byte=0.0,
         gradients=tuple(gradients),
         update_seconds=tuple(
@@ -97,6 +99,35 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
         num_averages=predictor_of(optimizer).num_averages if optimizer else 0,
         specs=tuple(specs or variable_specs(cutter)),
     )
+
+
+def named_places(cutter, gradients=None):
+    """The places where a head may end: with all tables, and a name.
+
+    Args:
+        cutter: `Cutter`.
+        gradients: list of the calls' `GradientSize`s, if it is known.
+
+    Returns:
+        List of places behind a layer's last call.
+
+    Raises:
+        Nothing.
+
+    Example:
+
+    >>> from keras_sparsity.stages.cutting import Cutter
+    >>> layers = [keras.Input((8,)), keras.layers.Dense(4),
+    ...           keras.layers.Dense(2)]
+    >>> named_places(Cutter(keras.Sequential(layers)))
+    [0]
+
+    References:
+        None: a rule of `ks.LayerPlacementStrategy`.
+    """
+    last = {call.name: i for i, call in enumerate(cutter.calls)}
+    named = [place for place in cutter.places if place in last.values()]
+    return with_tables_in_head(named, gradients or gradient_sizes(cutter))
 
 
 def variable_specs(cutter, alpha=None, num_examples=1):
@@ -154,12 +185,6 @@ def variable_specs(cutter, alpha=None, num_examples=1):
     return found
 
 
-def _named(cutter, sizes):
-    """Of a dict from places, those after a layer's last call."""
-    last = {call.name: i for i, call in enumerate(cutter.calls)}
-    return {place: sizes[place] for place in sizes if place in last.values()}
-
-
 def _pass_seconds(cutter, num_examples):
     """Times of the calls' passes, and their parts of any number of examples."""
 
@@ -187,9 +212,9 @@ def _of_updates(optimizer, gradients):
     gradient = tf.zeros([elements, 1])
     add = timing.median_seconds(lambda x: [x[0] + x[1]], [gradient, gradient])
     sum_seconds = add / num_bytes([gradient])
-    if optimizer is None:
+    alike = _made_anew(optimizer)
+    if alike is None:
         return 0.0, 0.0, sum_seconds
-    alike = type(optimizer).from_config(optimizer.get_config())
     alike.build([weights])
     slots = [v for v in alike.variables if v.shape == weights.shape]
 
@@ -203,6 +228,18 @@ def _of_updates(optimizer, gradients):
         took / num_bytes([gradient]),
         sum_seconds,
     )
+
+
+def _made_anew(optimizer):
+    """An optimizer of the same rule without slots; None if there is none."""
+    if optimizer is None:
+        return None
+    # Loss scaling needs a step of all processes.
+    rule = optimizer_arguments.rule_of(optimizer)
+    try:
+        return type(rule).from_config(rule.get_config())
+    except (TypeError, NotImplementedError):  # a user's, without a config
+        return None
 
 
 def _new_weights(cutter):

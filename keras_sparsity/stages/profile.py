@@ -210,15 +210,15 @@ def gradient_sizes(cutter, wire_dtype=None):
     return found
 
 
-def with_tables_in_head(sizes, gradients):
-    """Of a dict from cuts' places, those behind the last sharded table.
+def with_tables_in_head(places, gradients):
+    """Of cuts' places those behind the last sharded table.
 
     Args:
-        sizes: the dict.
+        places: list.
         gradients: list of the calls' `GradientSize`s.
 
     Returns:
-        Dict.
+        List.
 
     Raises:
         Nothing.
@@ -227,14 +227,14 @@ def with_tables_in_head(sizes, gradients):
 
     >>> owned = OwnedRows("table", 2, 8, 1, 4, 4)
     >>> of_table = GradientSize(owned=(owned,))
-    >>> with_tables_in_head({0: 4, 1: 8}, [GradientSize(), of_table])
-    {1: 8}
+    >>> with_tables_in_head([0, 1], [GradientSize(), of_table])
+    [1]
 
     References:
         None: a rule of `ks.LayerPlacementStrategy`.
     """
     last = max((i for i, each in enumerate(gradients) if each.owned), default=0)
-    return {place: size for place, size in sizes.items() if place >= last}
+    return [place for place in places if place >= last]
 
 
 def _of_rows(call, tables):

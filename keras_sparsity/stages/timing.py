@@ -1,6 +1,5 @@
 """The profile by which a model is cut: times of its calls, bytes of cuts."""
 
-import functools
 import math
 import time
 
@@ -8,7 +7,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity._tf.deferred_weights import initialized_for_now
 from keras_sparsity.exchange.pull import shaped
 from keras_sparsity.tables import foreseen
 from keras_sparsity.tables.table_variable import TableVariable
@@ -23,9 +21,10 @@ _NUM_RUNS, _ENOUGH_SECONDS = 3, 0.5
 def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
     """Measures the forward and backward pass of each call.
 
-    Of examples that are drawn at random; statistics and random states stay as
-    they are. Of layers with the same configuration and the same shapes of
-    tensors, one is measured.
+    Of examples that are drawn at random, and of weights in place of the
+    model's own, which need not be in this process. Statistics and random states
+    stay as they are. Of layers with the same configuration and the same shapes
+    of tensors, one is measured.
 
     Args:
         cutter: `Cutter`.
@@ -209,13 +208,28 @@ def wire_size(dtype, wire_dtype):
 def _seconds(part, num_examples, has_backward=True, measure=None):
     draws = np.random.default_rng(0)
     tensors = [_drawn(draws, spec, num_examples) for spec in part.model.inputs]
-    compute = functools.partial(part.compute, training=True)
-    variables = _without_tables(part.model.trainable_variables)
-    with (
-        initialized_for_now(_without_tables(part.model.weights)),
-        foreseen.by(_NoRows()),
-    ):
-        return pass_seconds(compute, variables, tensors, has_backward, measure)
+    # A process may not have the model's weights, or not yet.
+    trained = _without_tables(part.model.trainable_variables)
+    others = _without_tables(part.model.non_trainable_weights)
+    fixed = [_in_place_of(variable) for variable in others]
+
+    def compute(tensors):
+        number = len(part.model.inputs)
+        tensors, values = tensors[:number], tensors[number:]
+        values = zip([*trained, *others], [*values, *fixed], strict=True)
+        with keras.StatelessScope(values):
+            return part.compute(tensors, training=True)
+
+    tensors += [_in_place_of(variable) for variable in trained]
+    with foreseen.by(_NoRows()):
+        return pass_seconds(compute, [], tensors, has_backward, measure)
+
+
+def _in_place_of(variable):
+    """A tensor of a variable's shape and dtype."""
+    dtype = tf.as_dtype(variable.dtype)
+    # Passes of zeros may take another time.
+    return tf.cast(tf.fill(variable.shape, 0.01), dtype)
 
 
 def _without_tables(variables):

@@ -50,17 +50,6 @@ def test_values_are_the_same(name):
     model.fit(np.ones((2, 3, 4)), np.ones((2, 3, 2)), verbose=0)
 
 
-def test_for_now():
-    with deferred_weights.deferring():
-        model = _made("dense")
-        expected = model.get_weights()
-        with deferred_weights.initialized_for_now(model.weights):
-            assert all(v._value is not None for v in model.weights)
-            _check(model.get_weights(), expected)
-        assert all(v._value is None for v in model.weights)
-    _check(model.get_weights(), expected)
-
-
 def test_assigned_values_stay():
     given = [np.full(w.shape, 3.0) for w in _made("dense").get_weights()]
     with deferred_weights.deferring():

@@ -2,6 +2,7 @@
 
 import re
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,8 +11,9 @@ from keras_sparsity.launch import command_line
 from keras_sparsity.pipeline.splits import Splits
 from keras_sparsity.planning import Cluster, VariableSpec
 from keras_sparsity.stages.costs import ModelFacts
+from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.stages.layer_placement import LayerSize
-from keras_sparsity.stages.measurements import Measured
+from keras_sparsity.stages.measurements import Measurable, Measured
 from keras_sparsity.stages.profile import GradientSize, Profile
 from keras_sparsity.stages.split_costs import split_costs
 from tests.conftest import covering, engines
@@ -309,8 +311,11 @@ def facts(seconds):
 def test_rules_of_measured_times():
     cluster = Cluster(4, megabits_per_second=8e-3)
     splits = Splits("fastest", 8, -0.5, "horovod", 3, 1, False, None)
+    layers = [keras.layers.Dense(size) for size in (2, 2, 3_000)]
+    cutter = Cutter(keras.Sequential([keras.Input((4,)), *layers]))
     measured = Measured(facts((1.0, 1.0, 1.0)), cluster)
-    plan = splits.plan(measured, 1, tf.data.Dataset.from_tensors(np.ones(24)))
+    model = Measurable(cutter, lambda: measured)
+    plan = splits.plan(model, 1, tf.data.Dataset.from_tensors(np.ones(24)))
     whole, first, second = plan.costs
     assert [cost.place for cost in plan.costs] == [None, 0, 1]
     assert whole.head_bytes == 4 * 10_020
@@ -321,8 +326,9 @@ def test_rules_of_measured_times():
         3 * (1 / 3 + 2) + 1e-3 * (2 * 24 * 400 + 2 * 40 * 2 / 3)
     )
     assert second.seconds < first.seconds
-    assert plan.fastest == splits.place(measured) == 1
-    slow = Measured(facts((1.0, 1.0, 1000.0)), cluster)
+    assert plan.fastest == splits.place(model) == 1
+    times = facts((1.0, 1.0, 1000.0))
+    slow = Measurable(cutter, lambda: Measured(times, cluster))
     assert splits.place(slow) is None
     assert splits.why_none(slow) == "no split has a shorter predicted step"
     *_, of_two = split_costs(

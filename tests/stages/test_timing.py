@@ -5,8 +5,10 @@ import time
 import types
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf import deferred_weights
 from keras_sparsity.stages import cutting, timing
 
 
@@ -81,3 +83,30 @@ def test_layers_of_the_same_time_are_measured_once(monkeypatch):
     # The first has other inputs, the last another activation.
     assert found == [1.0, 2.0, 2.0, 3.0]
     assert measured == [(2, 8), (2, 4), (2, 4)]
+
+
+def test_weights_need_not_be_here():
+    """Of a whole model, and of one whose weights have no values yet."""
+
+    def measure(function, tensors):
+        gradients = timing.traced(function, tensors)(*tensors)
+        return [tf.convert_to_tensor(each).shape for each in gradients]
+
+    layers = [
+        keras.layers.Dense(4),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(2),
+    ]
+    with deferred_weights.deferring():
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        layers[-1].trainable = False
+        found = timing.whole_seconds(cutting.Cutter(model), 3, measure=measure)
+        # Of the examples, and of what is trained.
+        trained = [v.shape for v in model.trainable_weights]
+        assert found == [(3, 8), *trained] and len(trained) == 4
+        assert all(v._value is None for v in model.weights)
+    weights = model.get_weights()
+    timing.whole_seconds(cutting.Cutter(model), 3, measure=measure)
+    for before, after in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
