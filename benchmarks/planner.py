@@ -75,7 +75,7 @@ def separable():
         x = keras.layers.DepthwiseConv2D(3, strides, padding="same")(x)
         x = keras.layers.BatchNormalization()(x)
         x = keras.layers.Conv2D(width, 1, activation="relu")(x)
-    x = keras.layers.GlobalAveragePooling2D()(x)
+    x = keras.layers.GlobalAveragePooling2D(2)(x)
     x = keras.layers.Dense(1024, "relu")(x)
     return keras.Model(inputs, keras.layers.Dense(_CLASSES)(x)), 32
 
@@ -104,7 +104,7 @@ def dense_blocks():
             y = keras.layers.ReLU()(y)
             y = keras.layers.Conv2D(32, 3, padding="same")(y)
             x = keras.layers.Concatenate()([x, y])
-        x = keras.layers.AveragePooling2D()(x)
+        x = keras.layers.AveragePooling2D(2)(x)
     x = keras.layers.Flatten()(x)
     x = keras.layers.Dense(2048, "relu")(x)
     return keras.Model(inputs, keras.layers.Dense(_CLASSES)(x)), 32
