@@ -13,8 +13,9 @@ from keras_sparsity.stages.strategy_costs import strategy_costs
 def can_be_cut(model):
     """Whether a model can be trained in stages.
 
-    Classes of a `SampledSoftmax` are on all processes, so it cannot be cut; and
-    a model of a fixed batch size has no parts of a batch.
+    By a plan: the rows that a `SampledSoftmax` samples are not compared with
+    those of a tail on one process. A model of a fixed batch size has no parts
+    of a batch.
     """
     functional = keras_functional.functional_of(model)
     layers = keras_models.all_layers(model)

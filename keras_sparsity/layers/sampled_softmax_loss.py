@@ -65,6 +65,12 @@ class SampledSoftmaxLoss(keras.losses.Loss):
         return {**super().get_config(), "dtype": self.dtype}
 
 
+def pass_on(part, whole):
+    """Lets the loss take outputs of which what a layer returned is a part."""
+    if hasattr(part, ORIGIN):
+        setattr(whole, ORIGIN, getattr(part, ORIGIN))
+
+
 def _labels(y_true, y_pred, layer):
     labels = tf.cast(y_true, tf.int64)
     if labels.shape.rank == y_pred.shape.rank and labels.shape[-1] == 1:

@@ -39,7 +39,7 @@ class Adoption:
         self._profile = strategy.profile(cutter, model.optimizer)
         places = cuts.places(cutter, strategy, self._profile)
         self.parts = cutter.parts(places)
-        tables.check_places(self.parts)
+        tables.check_places(self.parts, strategy)
         tables.check(model.optimizer, self.parts, strategy)
         strategy.check_columns(self.parts, model.optimizer)
         self._updates = None
@@ -125,25 +125,29 @@ def _check_is_free(model, strategy):
 def _check(model, strategy):
     size = strategy.collectives.size
     jit.refuse(model, size, "XLA cannot compile the messages between stages")
-    refused = SampledSoftmax
-    if not strategy.spreads_tables:
-        refused = SampledSoftmax, ShardedEmbedding
-    for layer in keras_models.all_layers(model):
-        if isinstance(layer, refused):
-            _refuse_rows(layer.name, type(layer).__name__)
-    if not strategy.spreads_tables:
-        for table in tables_of(model):
-            if not table.is_of_stock_layer:
-                _refuse_rows(table.owner_name, "ShardedTable")
+    if strategy.spreads_tables:
+        tables.check_not_tied(model)
+    else:
+        _check_has_no_tables(model)
     _check_optimizer(model.optimizer, strategy)
+
+
+def _check_has_no_tables(model):
+    for layer in keras_models.all_layers(model):
+        if isinstance(layer, (SampledSoftmax, ShardedEmbedding)):
+            _refuse_rows(layer.name, type(layer).__name__)
+    for table in tables_of(model):
+        if not table.is_of_stock_layer:
+            _refuse_rows(table.owner_name, "ShardedTable")
 
 
 def _refuse_rows(name, received):
     raise ValueError(
         f"The layer '{name}' spreads its rows over all processes, but each "
         "weight of a model in stages is on the process of its stage. "
-        f"Received: a {received}. Use `keras.layers.Embedding` "
-        "(`ks.export(model)` makes a copy with it), or train under "
+        f"Received: a {received}. Use `keras.layers.Embedding`, or "
+        "`keras.layers.Dense` for a softmax (`ks.export(model)` makes a copy "
+        "with them), or train under `ks.LayerPlacementStrategy` or "
         "`ks.HybridStrategy`."
     )
 

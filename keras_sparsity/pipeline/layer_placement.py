@@ -47,7 +47,9 @@ class LayerPlacementStrategy(StagedStrategy):
 
     Sharded tables (`ks.layers.ShardedEmbedding` and the like) are in the head.
     Each worker owns some of their rows: it pulls those of its part from their
-    owners, pushes the gradients there, and updates its own.
+    owners, pushes the gradients there, and updates its own. The tables of a
+    `ks.layers.SampledSoftmax` are in the tail, of one worker, and whole on it:
+    it draws the samples, and no row travels.
 
     Args:
         stages: where the model is divided, as for `ks.PipelineStrategy`: the
@@ -68,8 +70,8 @@ class LayerPlacementStrategy(StagedStrategy):
             busiest link, for `num_examples`.
         tail_batches: `"whole"`: a tail computes the parts of its workers as
             one batch. `"by_worker"`: one after the other, which holds the
-            activations of one part at a time; statistics of a batch are then
-            those of a part.
+            activations of one part at a time; statistics of a batch, and the
+            sample of a `SampledSoftmax`, are then those of a part.
         head_gradients: `"allreduce"`: the workers sum the head's gradients by
             AllReduce. `"server"`, for comparison, as in the paper: each sends
             them to its tail worker, which sends back the sums; several
@@ -95,7 +97,8 @@ class LayerPlacementStrategy(StagedStrategy):
     Raises:
         ValueError: if an argument is not valid, or no process is left for the
             head. By `compile`: as under `ks.PipelineStrategy`, but for sharded
-            layers in the head.
+            layers in the head, and a `SampledSoftmax` without `table` in the
+            tail of one worker.
 
     Example:
 

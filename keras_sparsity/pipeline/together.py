@@ -5,6 +5,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_losses
 from keras_sparsity.data import empty_parts
+from keras_sparsity.layers import sampled_softmax_loss
 from keras_sparsity.pipeline.stage import merged
 
 
@@ -93,7 +94,9 @@ class Together:
         return loss
 
     def whole(self, parts, numbers, in_order=lambda rows: rows):
-        """An output for the whole batch, with its mask, without stand-ins.
+        """An output for the whole batch, without stand-ins.
+
+        With its mask, and as a loss takes it that knows the layer.
 
         Args:
             parts: list of the outputs of this rank, which carry their masks.
@@ -106,6 +109,7 @@ class Together:
         if masks[0] is not None:
             masks = in_order(self._of_peers(masks, numbers))
             keras_losses.set_keras_mask(whole, masks)
+        sampled_softmax_loss.pass_on(parts[0], whole)
         return whole
 
     def _of_peers(self, parts, numbers):

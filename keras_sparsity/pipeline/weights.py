@@ -35,7 +35,7 @@ class Weights(Binding):
         self._stages = {
             id(variable): number
             for number, part in enumerate(parts)
-            for variable in part.model.weights
+            for variable in part.model.variables
         }
         names = ["get_weights", "set_weights", "load_weights"]
         super().__init__(model, [*names, "save", "save_weights"])
@@ -138,6 +138,7 @@ class Weights(Binding):
             is_reader: whether this rank is one of them.
         """
         model, optimizer = self._model, self._model.optimizer
+        self._tell_samples()
         values = []
         if optimizer is not None:
             values = self._slot_values(is_reader)
@@ -152,6 +153,19 @@ class Weights(Binding):
                     optimizer, self._updates.all_built, values
                 )
             yield
+
+    def _tell_samples(self):
+        """Gives all ranks the random states that layers save: of samples."""
+        for variable in self._model.variables:
+            if random_states.is_state(variable) and random_states.is_shared(
+                variable
+            ):
+                (value,) = self._collectives.broadcast(
+                    [variable.value],
+                    root=self._owner(variable),
+                    name="pipeline/samples",
+                )
+                variable.assign(value)
 
     def _hold(self, variable, value, held):
         """Has a rank hold the whole of a weight until `held` ends."""

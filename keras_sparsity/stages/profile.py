@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity.planning.transfer_cost import narrowest_index
+from keras_sparsity.stages.softmaxes import is_softmax
 from keras_sparsity.stages.timing import UNKNOWN_SIZE, wire_size
 from keras_sparsity.tables.table_variable import TableVariable
 
@@ -22,6 +23,8 @@ class OwnedRows:
         num_lookups: the number of rows that an example looks up.
         pulled_bytes: bytes of a row as it travels.
         pushed_bytes: those of its gradient; 0 of a frozen table.
+        num_sampled: the number of rows that a batch looks up besides, those of
+            a `SampledSoftmax`; 0 of other layers.
     """
 
     table: str
@@ -30,6 +33,7 @@ class OwnedRows:
     num_lookups: int
     pulled_bytes: int
     pushed_bytes: int
+    num_sampled: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +82,10 @@ class GradientSize:
     def owned_bytes(self, num_examples):
         """Bytes of the rows that a rank pulls and pushes for its examples."""
         return sum(
-            min(num_examples * rows.num_lookups, rows.num_rows)
+            min(
+                num_examples * rows.num_lookups + rows.num_sampled,
+                rows.num_rows,
+            )
             * (
                 narrowest_index(rows.num_rows)
                 + rows.pulled_bytes
@@ -213,6 +220,8 @@ def gradient_sizes(cutter, wire_dtype=None):
 def with_tables_in_head(places, gradients):
     """Of cuts' places those behind the last sharded table.
 
+    The tables of a `SampledSoftmax` are in the tail.
+
     Args:
         places: list.
         gradients: list of the calls' `GradientSize`s.
@@ -233,7 +242,14 @@ def with_tables_in_head(places, gradients):
     References:
         None: a rule of `ks.LayerPlacementStrategy`.
     """
-    last = max((i for i, each in enumerate(gradients) if each.owned), default=0)
+    last = max(
+        (
+            i
+            for i, each in enumerate(gradients)
+            if any(not rows.num_sampled for rows in each.owned)
+        ),
+        default=0,
+    )
     return [place for place in places if place >= last]
 
 
@@ -270,6 +286,7 @@ def _owned_rows(call, wire_dtype, seen):
             num_lookups,
             table.dim * pulled,
             table.dim * own * variable.trainable,
+            call.operation.num_sampled if is_softmax(call.operation) else 0,
         )
 
 
@@ -285,6 +302,10 @@ def _requests(call):
             (table, int(tf.size(ids)), dtype)
             for table, ids, dtype in layer._requests(example)
         ]
+    if is_softmax(layer):
+        # Of the labels, one for each hidden state.
+        number = math.prod(_sizes(call.inputs[0])[:-1])
+        return [(each, number, layer.output_dtype) for each in layer.tables]
     # Of a layer of the user's, all ids may be those of each table.
     number = sum(math.prod(_sizes(tensor)) for tensor in call.inputs)
     return [

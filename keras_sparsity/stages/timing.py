@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.exchange.pull import shaped
+from keras_sparsity.stages.softmaxes import computed_with_losses
 from keras_sparsity.tables import foreseen
 from keras_sparsity.tables.table_variable import TableVariable
 
@@ -24,7 +25,7 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
     Of examples that are drawn at random, and of weights in place of the
     model's own, which need not be in this process. Statistics and random states
     stay as they are. Of layers with the same configuration and the same shapes
-    of tensors, one is measured.
+    of tensors, one is measured. With a `SampledSoftmax` that of its loss.
 
     Args:
         cutter: `Cutter`.
@@ -55,7 +56,7 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
         alike = _alike(call)
         seconds = measured.get(alike)
         if seconds is None:
-            seconds = _seconds(part, num_examples)
+            seconds = _seconds(cutter, part, num_examples)
         if alike is not None:
             measured[alike] = seconds
         found.append(seconds)
@@ -90,7 +91,7 @@ def whole_seconds(
         PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     (whole,) = cutter.parts([])
-    return _seconds(whole, num_examples, has_backward, measure)
+    return _seconds(cutter, whole, num_examples, has_backward, measure)
 
 
 def _alike(call):
@@ -205,20 +206,21 @@ def wire_size(dtype, wire_dtype):
     return min(dtype.size, tf.as_dtype(wire_dtype).size)
 
 
-def _seconds(part, num_examples, has_backward=True, measure=None):
+def _seconds(cutter, part, num_examples, has_backward=True, measure=None):
     draws = np.random.default_rng(0)
     tensors = [_drawn(draws, spec, num_examples) for spec in part.model.inputs]
     # A process may not have the model's weights, or not yet.
     trained = _without_tables(part.model.trainable_variables)
     others = _without_tables(part.model.non_trainable_weights)
     fixed = [_in_place_of(variable) for variable in others]
+    compute_part = computed_with_losses(part, cutter.calls)
 
     def compute(tensors):
         number = len(part.model.inputs)
         tensors, values = tensors[:number], tensors[number:]
         values = zip([*trained, *others], [*values, *fixed], strict=True)
         with keras.StatelessScope(values):
-            return part.compute(tensors, training=True)
+            return compute_part(tensors)
 
     tensors += [_in_place_of(variable) for variable in trained]
     with foreseen.by(_NoRows()):

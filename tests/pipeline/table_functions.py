@@ -86,14 +86,14 @@ def compiled(rule, strategy=None, is_inside=True, **options):
         model = recommender(**options)
     with scope():
         model.compile(
-            RULES[rule]() if strategy else _of_dense(RULES[rule]()),
+            RULES[rule]() if strategy else of_dense(RULES[rule]()),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             weighted_metrics=["accuracy"],
         )
     return model
 
 
-def _of_dense(rule):
+def of_dense(rule):
     """A rule for dense gradients: Keras's take each duplicate row as a step."""
     stock = rule.apply
 
@@ -167,7 +167,7 @@ def _save(found, model, num_examples, folder):
     other = compiled("sgd", strategy, is_inside=False)
     other.load_weights(f"{folder}/saved.weights.h5")
     found["loaded weights"] = other.get_weights()
-    _of_dense(plain.optimizer)
+    of_dense(plain.optimizer)
     for name, each in {"": model, "loaded ": loaded, "plain ": plain}.items():
         fit(each, num_examples)
         if each is loaded:  # compiled once more, with the same optimizer
