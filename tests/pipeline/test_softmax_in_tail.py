@@ -110,8 +110,11 @@ def test_draws_a_sample_for_each_part(cluster, engine):
     weights = functions.fit_by_parts(model, 18, num_parts=2)
     moved = distance(weights, before)
     assert moved > 0.1
+    x, y, of_examples = functions.data(18)
+    evaluated = model.evaluate(x, y, sample_weight=of_examples, verbose=0)
     for rank in ranks:
         assert distance(rank["weights"], weights) <= 1e-5 * moved
+        np.testing.assert_allclose(rank["evaluated"], evaluated, rtol=1e-5)
 
 
 def test_refused(cluster):
