@@ -62,7 +62,7 @@ class Plots:
             title: of the plot.
             axes: the names of x and y.
             lines: dict from a line's name to its list of `(x, y)`.
-            logarithmic: whether both axes are.
+            logarithmic: whether the axis of y is.
         """
 
         def draw(axis):
@@ -71,7 +71,6 @@ class Plots:
                     points = zip(*sorted(points), strict=True)
                     axis.plot(*points, "o-", label=label)
             if logarithmic:
-                axis.set_xscale("log", base=2)
                 axis.set_yscale("log")
             axis.set_ylim(bottom=None if logarithmic else 0)
             axis.set(title=title, xlabel=axes[0], ylabel=axes[1])

@@ -84,7 +84,25 @@ def _with_wide_layers(inputs, x, num_classes):
     return keras.Model(inputs, keras.layers.Dense(num_classes)(x))
 
 
-_UNFRIENDLY = {"residual": pipeline.residual, "inception": pipeline.inception}
+def _application(make, size):
+    """A network of `keras.applications` for small images, and no batch size."""
+    return lambda: (
+        make(
+            weights=None,
+            input_shape=(size, size, 3),
+            classes=pipeline.NUM_CLASSES,
+            classifier_activation=None,
+        ),
+        None,
+    )
+
+
+_UNFRIENDLY = {
+    "residual": pipeline.residual,
+    "inception": pipeline.inception,
+    "resnet50": _application(keras.applications.ResNet50, 32),
+    "inception_v3": _application(keras.applications.InceptionV3, 75),
+}
 MODELS = {"vgg11": vgg11, "alexnet": alexnet, **_UNFRIENDLY}
 
 
@@ -262,7 +280,9 @@ def parse_arguments():
         "--classes", type=int, default=1000, help="of vgg11 and alexnet"
     )
     parser.add_argument("--plots", help="a folder, for PNG files")
-    parser.set_defaults(ways=_ways.without_horovod(WAYS, _HOROVOD))
+    models = ["vgg11", "alexnet", "residual", "inception"]
+    ways = _ways.without_horovod(WAYS, _HOROVOD)
+    parser.set_defaults(models=models, ways=ways)
     return parser.parse_args()
 
 

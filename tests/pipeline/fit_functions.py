@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity import PipelineStrategy
+from keras_sparsity import LayerPlacementStrategy, PipelineStrategy
 from tests import pipeline_functions, pipeline_oracle
 
 _SIZE = 24
@@ -318,9 +318,14 @@ def run(
     prediction="sequential",
     messages_ahead=False,
 ):
-    """`(arrays, history)` of a training; without a schedule in stock Keras."""
+    """`(arrays, history)` of a training; without a schedule in stock Keras.
+
+    "placed" stands for `LayerPlacementStrategy`.
+    """
     scope = contextlib.nullcontext
-    if schedule is not None:
+    if schedule == "placed":
+        scope = LayerPlacementStrategy(_CUTS.get(name, ["first"])).scope
+    elif schedule is not None:
         scope = PipelineStrategy(
             schedule,
             _CUTS.get(name, ["first"]),
@@ -339,7 +344,11 @@ def run(
 def ended_by_nan(schedule):
     """Batches that began and history; one label of the second is NaN."""
     model = dense()
-    with PipelineStrategy(schedule, ["first"], 2).scope():
+    if schedule == "placed":
+        strategy = LayerPlacementStrategy(["first"])
+    else:
+        strategy = PipelineStrategy(schedule, ["first"], 2)
+    with strategy.scope():
         model.compile("sgd", "mse")
     x, y = _data()
     y[9] = np.nan

@@ -185,10 +185,12 @@ def _die_once():
 
 
 if __name__ == "__main__":
-    folder, num_examples, number, *arguments = sys.argv[1:]
-    *arguments, last_layer = arguments
+    folder, num_examples, number, kind, *arguments = sys.argv[1:]
+    if kind == "pipeline":
+        *arguments, last_layer = arguments
+        arguments.append([last_layer])
     weights, slots, *_ = fit(
-        pipeline(*arguments, [last_layer]),
+        MODELS[kind](*arguments),
         f"{folder}/checkpoints",
         int(num_examples),
         (int(number), _die_once),

@@ -218,23 +218,45 @@ def test_tails_that_divide_columns(cluster, tmp_path):
 def test_a_killed_rank_is_restarted(
     resumed, schedule, rule, tmp_path, capfd, monkeypatch
 ):
+    _, ranks = resumed("native", schedule, rule)
+    arguments = "pipeline", schedule, rule, *_STAGES[2]
+    _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch)
+
+
+def test_a_killed_worker_is_restarted(cluster, tmp_path, capfd, monkeypatch):
+    """Of layer placement: a head on two workers."""
+    ranks = cluster("native", 3, has_groups=True).run(
+        *(functions.train_and_resume, "divided", ("drop",), str(tmp_path)),
+        *(_NUM_EXAMPLES, _STOPPED_BEFORE),
+    )
+    arguments = "divided", "drop"
+    _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch)
+
+
+def _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch):
+    """Restarted after a kill, a program ends as an undisturbed training.
+
+    Args:
+        ranks: what `train_and_resume` has given.
+        arguments: the program's, of its model.
+        tmp_path, capfd, monkeypatch: the fixtures.
+    """
     monkeypatch.setenv(
         "PYTHONPATH",
         os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")])),
     )
-    _, ranks = resumed("native", schedule, rule)
     with forked.ranks():
         code = launch.main(
             [
-                *("run", "-n", "2", "--engine", "native", "--max-restarts"),
-                *("1", "-m", functions.__name__, str(tmp_path)),
-                *(str(_NUM_EXAMPLES), str(_STOPPED_BEFORE)),
-                *(schedule, rule, *_STAGES[2]),
+                *("run", "-n", str(len(ranks)), "--engine", "native"),
+                *("--max-restarts", "1", "-m", functions.__name__),
+                *(str(tmp_path), str(_NUM_EXAMPLES), str(_STOPPED_BEFORE)),
+                *arguments,
             ]
         )
     said = capfd.readouterr()
     assert code == 0, said.err
-    assert "rank 1 of 2 was killed by SIGKILL" in said.err
+    assert f"rank 1 of {len(ranks)} was killed by SIGKILL" in said.err
     assert "going on in epoch 3 after 3 of its steps" in said.out
     for rank, (whole, *_) in enumerate(ranks):
         found = np.load(tmp_path / f"rank_{rank}.npz")

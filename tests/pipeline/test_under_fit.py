@@ -47,6 +47,22 @@ def test_schedules_with_a_flush(cluster, name, schedule, num_micro_batches):
     _check(ranks, name)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "learning_rates",
+        "averages",
+        "single_batches",
+        "lengths",
+        "optimizers",
+    ],
+)
+def test_layers_on_one_worker(cluster, name):
+    """Two workers, and one that has the last layer."""
+    ranks = cluster("native", 3).run(fit_functions.run, name, "placed")
+    _check(ranks, name)
+
+
 @pytest.mark.parametrize("schedule", _WITHOUT_A_FLUSH)
 def test_schedules_without_a_flush(cluster, schedule):
     ranks = cluster("native", 2).run(
@@ -101,7 +117,9 @@ def test_mixed_precision(cluster, schedule):
     _check(ranks, "bfloat16", rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(("schedule", "last"), [("1f1b", 2), ("spectrain", 3)])
+@pytest.mark.parametrize(
+    ("schedule", "last"), [("1f1b", 2), ("spectrain", 3), ("placed", 2)]
+)
 def test_nan_ends_all_ranks(cluster, schedule, last):
     """After the batch of NaN; without a flush, whose logs come a batch late."""
     for seen, num_epochs in cluster("native", 2).run(
