@@ -75,7 +75,7 @@ def separable():
         x = keras.layers.DepthwiseConv2D(3, strides, padding="same")(x)
         x = keras.layers.BatchNormalization()(x)
         x = keras.layers.Conv2D(width, 1, activation="relu")(x)
-    x = keras.layers.GlobalAveragePooling2D(2)(x)
+    x = keras.layers.GlobalAveragePooling2D()(x)
     x = keras.layers.Dense(1024, "relu")(x)
     return keras.Model(inputs, keras.layers.Dense(_CLASSES)(x)), 32
 
