@@ -48,14 +48,7 @@ def test_schedules_with_a_flush(cluster, name, schedule, num_micro_batches):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "learning_rates",
-        "averages",
-        "single_batches",
-        "lengths",
-        "optimizers",
-    ],
+    "name", ["learning_rates", "averages", "single_batches", "optimizers"]
 )
 def test_layers_on_one_worker(cluster, name):
     """Two workers, and one that has the last layer."""
