@@ -31,7 +31,7 @@ def current():
         `Collectives`.
 
     Raises:
-        Nothing; see `start`.
+        Nothing: `start` raises it.
 
     Example:
 
@@ -251,7 +251,7 @@ def agreed_seed():
     """TensorFlow's global seed, if `start` chose it, else None.
 
     Raises:
-        Nothing; see `start`.
+        Nothing: `start` raises it.
 
     Example:
 
