@@ -135,7 +135,8 @@ def variable_specs(cutter, alpha=None, num_examples=1):
 
     Args:
         cutter: the model's `Cutter`.
-        alpha: of tables; by default that of `num_examples` without duplicates.
+        alpha: of tables; by default that of `num_examples`, and of a softmax's
+            samples, without duplicates.
         num_examples: the number of examples of a worker.
 
     Returns:
@@ -158,9 +159,10 @@ def variable_specs(cutter, alpha=None, num_examples=1):
     """
     seen, found = set(), []
     sizes = gradient_sizes(cutter)
-    of_tables = collections.Counter()
+    of_tables, sampled = collections.Counter(), collections.Counter()
     for rows in (each for size in sizes for each in size.owned):
         of_tables[rows.table] += rows.num_lookups
+        sampled[rows.table] += rows.num_sampled
     for call, size in zip(cutter.calls, sizes, strict=True):
         for variable in getattr(call.operation, "trainable_variables", []):
             if id(variable) in seen:
@@ -173,6 +175,7 @@ def variable_specs(cutter, alpha=None, num_examples=1):
                 rows = alpha
                 if alpha is None:
                     touched = num_examples * num_lookups
+                    touched += sampled[variable.path]
                     rows = min(1.0, touched / variable.shape[0])
             found.append(
                 VariableSpec(

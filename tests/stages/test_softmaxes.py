@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.stages.cutting import Cutter
+from keras_sparsity.stages.model_facts import variable_specs
 from keras_sparsity.stages.profile import gradient_sizes, with_tables_in_head
 from keras_sparsity.stages.softmaxes import computed_with_losses
 from keras_sparsity.stages.timing import call_seconds
@@ -30,6 +31,9 @@ def test_rows_of_labels_and_of_a_sample():
     assert softmax.owned_bytes(4) == (4 * 3 + 20) * of_rows
     # Not more than all classes.
     assert softmax.owned_bytes(40) == 90 * of_rows
+    alphas = [spec.alpha for spec in variable_specs(cutter, num_examples=4)]
+    share = (4 * 3 + 20) / 90
+    assert alphas == [4 * 3 / 50, None, None, share, share]
     # In front of the softmax, behind the embedding.
     gradients = [embedding, dense, softmax]
     assert list(with_tables_in_head({0: 4, 1: 8}, gradients)) == [0, 1]
