@@ -20,10 +20,11 @@ import numpy as np
 
 import keras_sparsity as ks
 
-LIMIT, FIT_LIMIT = 1.2, 2.0
+LIMIT, FIT_LIMIT, TAIL_LIMIT = 1.2, 2.0, 0.7
 _SLOTS = 2  # of Adam
 _ALONE = "one process"
 _MEGABYTE = 2**20
+_TAIL_WIDTH, _TAIL_BATCH = 1024, 12_288
 
 
 def main():
@@ -57,7 +58,44 @@ def main():
             figures[way][f"{name}_ratio"] = round(ratio, 3)
             if ratio > limit:
                 misses.append(f"{way}, {name}: {ratio:.2f} times its part")
+    figures["tail_batches"], missed = of_tails(args)
+    misses += missed
     _program.finish(figures, misses)
+
+
+def of_tails(args):
+    """Megabytes of the tail worker by `tail_batches`, and what is missed."""
+    figures = {}
+    for way in ("whole", "by_worker"):
+        *_, tail = ks.launch.run(
+            measure_tail, args.processes, engine=args.engine, args=(way,)
+        )
+        figures[way] = tail // _MEGABYTE
+        print(f"tail_batches={way!r}: {figures[way]} MiB", flush=True)
+    ratio = figures["by_worker"] / figures["whole"]
+    missed = [f"tail_batches: {ratio:.2f}"] if ratio > TAIL_LIMIT else []
+    return {**figures, "ratio": round(ratio, 3)}, missed
+
+
+def measure_tail(tail_batches):
+    """On each rank: bytes of memory in `fit`, above those after `compile`."""
+    strategy = ks.LayerPlacementStrategy(["head"], tail_batches=tail_batches)
+    layers = [keras.layers.Dense(_TAIL_WIDTH, "tanh") for _ in range(8)]
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((16,)),
+                keras.layers.Dense(16, name="head"),
+                *layers,
+                keras.layers.Dense(1),
+            ]
+        )
+        model.compile("sgd", "mse")
+    before = _resident("VmRSS")
+    _forget_peak()
+    x = np.ones((_TAIL_BATCH, 16), "float32")
+    model.fit(x, x[:, :1], _TAIL_BATCH, epochs=2, verbose=0)
+    return _resident("VmHWM") - before
 
 
 def measure(args, way):
