@@ -215,9 +215,10 @@ def spelled(way):
     if cost.way == LAYER_PLACEMENT:
         tails = f"{cost.num_replicas} workers, {cost.num_tails} tails"
         return f"{cost.way} after {cost.stages[0]}, {tails}"
+    ranks = " + ".join(map(str, cost.ranks_of_stages or [cost.num_replicas]))
     return (
-        f"{cost.schedule}, {len(cost.stages) + 1} stages of "
-        f"{cost.num_replicas}, {cost.num_micro_batches} micro-batches"
+        f"{cost.schedule}, {len(cost.stages) + 1} stages of {ranks}, "
+        f"{cost.num_micro_batches} micro-batches"
     )
 
 
@@ -333,6 +334,7 @@ def _as_way(cost):
             cost.num_tails,
             cost.num_micro_batches,
             cost.tail_split,
+            cost.ranks_of_stages,
         ]
     )
 
@@ -340,7 +342,7 @@ def _as_way(cost):
 def _as_cost(way):
     way, *others = json.loads(way)
     names = "schedule", "stages", "num_replicas", "num_tails"
-    names = *names, "num_micro_batches", "tail_split"
+    names = *names, "num_micro_batches", "tail_split", "ranks_of_stages"
     facts = dict(zip(names, others, strict=False))
     return StrategyCost(way, 0, 0, 0, 0, (), **facts)
 

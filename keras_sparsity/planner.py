@@ -25,8 +25,9 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     Of a functional or sequential model without `SampledSoftmax`, all ways to
     train it are compared, too: data parallelism with these architectures, layer
     placement, and pipelines of 2 and more stages by each schedule, with as many
-    replicas as there are processes for; with sharded layers no pipelines, and
-    layer placement with these layers in its head. Rank 0 measures the layers;
+    replicas as there are processes for, or, of at most 12 processes, with more
+    of them for slower stages; with sharded layers no pipelines, and layer
+    placement with these layers in its head. Rank 0 measures the layers;
     the times of steps are predicted for the running cluster, whose links are
     measured, or for another one with `megabits_per_second`.
 
@@ -120,7 +121,7 @@ def strategy_of(cost):
             cost.schedule,
             stages=list(cost.stages),
             num_micro_batches=cost.num_micro_batches,
-            replicas=cost.num_replicas,
+            replicas=list(cost.ranks_of_stages) or cost.num_replicas,
             messages_ahead=cost.messages_ahead,
         )
     return HybridStrategy()

@@ -135,7 +135,7 @@ def test_plan_for_a_described_cluster(capsys):
     plan = described(megabits_per_second=100.0, latency_seconds=1e-3)
     printed = capsys.readouterr().out
     assert printed.index("alpha of the model") < printed.index("missed updates")
-    _check_number(plan.strategies, 1 + 2, num_pipelines=2)
+    _check_number(plan.strategies, 1 + 2, num_pipelines=3)
     seconds = [cost.step_seconds for cost in plan.strategies]
     assert seconds == sorted(seconds)
     ways = {cost.way: cost for cost in plan.strategies}
@@ -165,7 +165,8 @@ def test_strategies_of_costs():
     plan = described(megabits_per_second=100.0)
     ways = set()
     for cost in plan.strategies:
-        ways.add((cost.way, cost.schedule, cost.num_replicas > 1))
+        num_stages, ranks = len(cost.stages) + 1, cost.ranks_of_stages
+        ways.add((cost.way, cost.schedule, num_stages))
         # One process is too few for most of them.
         with (
             mock.patch.object(
@@ -177,11 +178,13 @@ def test_strategies_of_costs():
         ):
             strategy = planner.strategy_of(cost)
         if cost.way == "pipeline":
+            if num_stages == 3:
+                assert sorted(ranks) == [1, 1, 2]
             pipeline.assert_called_once_with(
                 cost.schedule,
                 stages=list(cost.stages),
                 num_micro_batches=cost.num_micro_batches,
-                replicas=cost.num_replicas,
+                replicas=list(ranks) if num_stages == 3 else 4 // num_stages,
                 messages_ahead=cost.messages_ahead,
             )
         elif cost.way == "layer placement":
@@ -198,9 +201,9 @@ def test_strategies_of_costs():
         "pipeline",
     }
     assert {
-        ("pipeline", schedule, has_replicas)
+        ("pipeline", schedule, num_stages)
         for schedule in ("gpipe", "1f1b", "vanilla", "stash", "spectrain")
-        for has_replicas in (False, True)
+        for num_stages in (2, 3, 4)
     } <= ways
 
 

@@ -121,5 +121,7 @@ def _processes(cost):
     if cost.way == PIPELINE:
         of_stage = f" x {cost.num_replicas} replicas"
         number = f"{len(cost.stages) + 1} stages"
+        if cost.ranks_of_stages:
+            return f"{number} of {' + '.join(map(str, cost.ranks_of_stages))}"
         return number + (of_stage if cost.num_replicas > 1 else "")
     return f"{cost.num_replicas} replicas"

@@ -106,6 +106,8 @@ class StrategyCost:
             stage's.
         num_replicas: processes of a stage; of layer placement those of the
             head.
+        ranks_of_stages: tuple of the numbers of the stages' processes, if they
+            differ; `num_replicas` is 1 then, the one pipeline.
         num_tails: tail workers, and
         tail_split: what several of them divide, "batch" or "columns".
         num_micro_batches: parts of a mini-batch.
@@ -123,6 +125,7 @@ class StrategyCost:
     schedule: str | None = None
     stages: tuple = ()
     num_replicas: int = 1
+    ranks_of_stages: tuple = ()
     num_tails: int = 0
     tail_split: str = "batch"
     num_micro_batches: int = 1

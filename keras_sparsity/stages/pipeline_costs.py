@@ -1,20 +1,21 @@
 """The costs of pipelines, by simulation of their schedules."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 
 from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages.costs import PIPELINE, StrategyCost
-from keras_sparsity.stages.cutting import balanced
+from keras_sparsity.stages.cutting import balanced, shared
 from keras_sparsity.stages.machine_links import (
-    crossings,
     link_seconds,
     processor_seconds,
     ring_hops,
     shared_by,
 )
 from keras_sparsity.stages.simulation import simulate
+from keras_sparsity.stages.stage_links import StageLink
 from keras_sparsity.stages.turns import Turns
 
 _FLUSHED = {
@@ -30,6 +31,11 @@ _MICRO_BATCHES = (2, 4, 8, 16, 32)
 class PipelineCosts:
     """Pipelines of a number of stages, by each schedule.
 
+    Each stage has as many ranks as the others, if their number is a multiple
+    of the number of stages. Else the cuts and the numbers of ranks are those
+    that make the slowest stage or message as fast as can be, as
+    `ks.PipelineStrategy` has them.
+
     Args:
         facts, cluster, num_examples: as for `strategy_costs`.
         num_stages: N.
@@ -38,44 +44,66 @@ class PipelineCosts:
     def __init__(self, facts, cluster, num_examples, num_stages):
         self._facts, self._cluster = facts, cluster
         self._num_stages = num_stages
-        self._num_replicas = cluster.size // num_stages
         self._shared = shared_by(cluster, cluster.size)
-        self._part = max(1.0, num_examples / self._num_replicas)
-        profile = facts.profile
-        travels = {
-            place: size * self._part * cluster.seconds_per_byte
-            for place, size in profile.crossing_bytes.items()
-        }
-        self._places = balanced(
-            [
-                seconds / cluster.relative_speed
-                for seconds in profile.pass_seconds(self._part)
-            ],
-            list(travels),
-            num_stages,
-            travels,
-        )
-        ends = [*self._places, len(profile.names) - 1]
+        self._places, self._num_ranks = self._cut(num_examples)
+        # A rank without examples computes on a stand-in.
+        self._num_examples = max(num_examples, *self._num_ranks)
+        # Of a mini-batch, at a rank of each stage.
+        self._parts = self._num_examples / np.array(self._num_ranks)
+        ends = [*self._places, len(facts.profile.names) - 1]
         begins = [0, *(place + 1 for place in self._places)]
         self._calls = [
             slice(begin, end + 1)
             for begin, end in zip(begins, ends, strict=True)
         ]
+        ends = [0, *itertools.accumulate(self._num_ranks)]
+        ranks = [range(*bounds) for bounds in itertools.pairwise(ends)]
         self._links = [
-            crossings(self._ranks(k), self._ranks(k + 1), cluster)
-            for k in range(num_stages - 1)
+            StageLink(*pair, cluster) for pair in itertools.pairwise(ranks)
         ]
-        self._hops = [
-            ring_hops(self._ranks(k), cluster) for k in range(num_stages)
+        self._hops = [ring_hops(each, cluster) for each in ranks]
+        # Ranks of a stage on one processor take as long as all of them; the
+        # processor with most of them counts.
+        on_processors = [
+            np.bincount(np.array(each) // self._shared) for each in ranks
         ]
+        self._at_once = np.array([each.max() for each in on_processors])
+        self._processors = [int(each.argmax()) for each in on_processors]
 
-    def _ranks(self, stage):
-        first = stage * self._num_replicas
-        return range(first, first + self._num_replicas)
+    def _cut(self, num_examples):
+        """`(list of places, tuple of the numbers of the stages' ranks)`."""
+        profile, cluster = self._facts.profile, self._cluster
+        number, size = self._num_stages, cluster.size
+        # Of a rank on average.
+        part = max(1.0, num_examples * number / size)
+        travels = {
+            place: each * part * cluster.seconds_per_byte
+            for place, each in profile.crossing_bytes.items()
+        }
+        seconds = [
+            each / cluster.relative_speed for each in profile.pass_seconds(part)
+        ]
+        if size % number == 0:
+            places = balanced(seconds, list(travels), number, travels)
+            return places, (size // number,) * number
+        places, num_ranks = shared(
+            # So long they take on a single rank.
+            [each * size / number for each in seconds],
+            list(travels),
+            [range(1, size - number + 2)] * number,
+            size,
+            travels,
+            [
+                each.dense_bytes * cluster.seconds_per_byte
+                for each in profile.gradients
+            ],
+        )
+        return places, tuple(num_ranks)
 
     def of_schedules(self):
         """A `StrategyCost` of each schedule."""
-        numbers = [n for n in _MICRO_BATCHES if n <= self._part] or [1]
+        least = min(self._parts)
+        numbers = [n for n in _MICRO_BATCHES if n <= least] or [1]
         for name, make in _FLUSHED.items():
             tried = [self._flushed(name, make, number) for number in numbers]
             yield min(tried, key=lambda cost: cost.step_seconds)
@@ -83,26 +111,25 @@ class PipelineCosts:
 
     def _flushed(self, name, make, number):
         schedule = make(self._num_stages, number)
-        part = self._part / number
-        forward, both = self._pass_seconds(part)
+        forward, both = self._pass_seconds(number)
         # A backward pass but the first adds its gradients to the sums so far.
         both += self._sum_seconds * (1 - 1 / number)
-        forward, backward = self._with_messages(forward, both - forward, part)
+        forward, backward = self._with_messages(forward, both - forward, number)
         seconds = self._simulated(schedule, forward, backward, number)
         held = [schedule.in_flight(k) for k in range(self._num_stages)]
         memory = [
             self._facts.state_bytes(self._calls[k])
-            + held[k] * self._held_bytes(k, part)
+            + held[k] * self._held_bytes(k, number)
             for k in range(self._num_stages)
         ]
         work = number * (forward + backward)
         return self._cost(name, seconds, work, memory, 0, number)
 
     def _in_flight(self):
-        forward, both = self._pass_seconds(self._part)
+        forward, both = self._pass_seconds()
         # All but the last stage compute their layers again, see the Planner.
         backward = np.append(both[:-1], both[-1] - forward[-1])
-        forward, backward = self._with_messages(forward, backward, self._part)
+        forward, backward = self._with_messages(forward, backward)
         fastest = np.inf
         for messages_ahead in (False, True):
             turns = Turns(self._num_stages, messages_ahead)
@@ -135,7 +162,7 @@ class PipelineCosts:
         seconds = (many - few) / number
         if turns.messages_ahead:
             # A turn ends when its activations have come.
-            sizes, _ = self._message_bytes(self._part)
+            sizes, _ = self._piece_bytes()
             for link, size in enumerate(sizes):
                 sent = forward[link] + self._link_seconds(link, size)
                 seconds = max(seconds, sent)
@@ -150,11 +177,12 @@ class PipelineCosts:
         }[name]
         # Also those that have come before their pass.
         num_waiting = num_ahead + turns.forward(stage)
-        waiting = num_waiting * self._arriving_bytes(stage) * self._part
+        part = self._parts[stage]
+        waiting = num_waiting * self._arriving_bytes(stage) * part
         return (
             self._facts.state_bytes(self._calls[stage], copies)
             + waiting
-            + self._held_bytes(stage, self._part)
+            + self._held_bytes(stage)
         )
 
     def _arriving_bytes(self, stage):
@@ -163,16 +191,17 @@ class PipelineCosts:
             return 0
         return self._facts.profile.crossing_bytes[self._places[stage - 1]]
 
-    def _held_bytes(self, stage, num_examples):
-        """Bytes of the activations of a pass."""
+    def _held_bytes(self, stage, number=1):
+        """Bytes of the activations of a pass of so many of a mini-batch."""
         made = sum(self._facts.output_bytes[self._calls[stage]])
-        return num_examples * (self._arriving_bytes(stage) + made)
+        part = self._parts[stage] / number
+        return part * (self._arriving_bytes(stage) + made)
 
-    def _pass_seconds(self, num_examples):
+    def _pass_seconds(self, number=1):
         """Arrays: a forward pass, and one with its backward pass."""
         of_stages = [
-            sum(self._facts.profile.pass_seconds(num_examples, calls))
-            for calls in self._calls
+            sum(self._facts.profile.pass_seconds(part / number, calls))
+            for part, calls in zip(self._parts, self._calls, strict=True)
         ]
         both = np.array(of_stages) / self._cluster.relative_speed
         return self._facts.forward_share * both, both
@@ -184,67 +213,65 @@ class PipelineCosts:
         of_stages = [sum(sums[calls]) for calls in self._calls]
         return np.array(of_stages) / self._cluster.relative_speed
 
-    def _with_messages(self, forward, backward, num_examples):
+    def _with_messages(self, forward, backward, number=1):
         """These times of passes, and those of their messages at a processor.
 
         A pass sends to one neighbour what it has made of the other's message.
         """
         found = []
         for seconds, sizes in zip(
-            (forward, backward), self._message_bytes(num_examples), strict=True
+            (forward, backward), self._piece_bytes(number), strict=True
         ):
-            messages = [processor_seconds(self._cluster, n) for n in sizes]
-            # From the stage before, and to the one behind.
-            found.append(seconds + [0, *messages] + [*messages, 0])
+            seconds = seconds.copy()
+            for k, (link, size) in enumerate(
+                zip(self._links, sizes, strict=True)
+            ):
+                seconds[k : k + 2] += link.processor_seconds(size)
+            found.append(seconds)
         return found
 
-    def _message_bytes(self, num_examples):
-        """Two lists: of each link's activations, and of their gradients."""
+    def _piece_bytes(self, number=1):
+        """Two lists: of a piece of each link's activations, and gradients."""
         sizes = self._facts.profile.crossing_bytes, self._facts.returned_bytes
         return [
-            [num_examples * of_way[place] for place in self._places]
+            [
+                self._num_examples / link.num_pieces / number * of_way[place]
+                for place, link in zip(self._places, self._links, strict=True)
+            ]
             for of_way in sizes
         ]
 
     def _simulated(self, schedule, forward, backward, number):
-        shared = self._shared
-        # Replicas of a stage on one processor take as long as all of them.
-        at_once = min(shared, self._num_replicas)
-        by_processor = max(shared, self._num_replicas)
         activations, gradients = (
             [self._link_seconds(k, size) for k, size in enumerate(sizes)]
-            for sizes in self._message_bytes(self._part / number)
+            for sizes in self._piece_bytes(number)
         )
         return simulate(
             schedule,
-            (at_once * forward).tolist(),
-            (at_once * backward).tolist(),
+            (self._at_once * forward).tolist(),
+            (self._at_once * backward).tolist(),
             activations,
             gradients,
             [self._update_seconds(k) for k in range(self._num_stages)],
-            [
-                self._ranks(k)[0] // by_processor
-                for k in range(self._num_stages)
-            ],
+            self._processors,
         ).seconds
 
-    def _link_seconds(self, link, num_bytes):
-        # Those of several replicas share a machine's link.
-        at_once = int(self._links[link][0].max())
+    def _link_seconds(self, link, piece_bytes):
+        # Those of several ranks share a machine's link.
+        at_once = self._links[link].most
         if not at_once:
             return 0.0
-        return link_seconds(self._cluster, at_once * num_bytes)
+        return link_seconds(self._cluster, at_once * piece_bytes)
 
     def _update_seconds(self, stage):
         """Time in which a stage sums its gradients and updates its weights."""
-        hops = self._num_replicas - 1
         most = int(self._hops[stage].max())
-        seconds = self._computed_update(stage)
-        seconds *= min(self._shared, self._num_replicas)
+        seconds = self._computed_update(stage) * self._at_once[stage]
         if most:
             by_ring = most * self._ring_bytes(stage)
-            seconds += link_seconds(self._cluster, by_ring, 2 * hops)
-        return seconds
+            num_messages = 2 * (self._num_ranks[stage] - 1)
+            seconds += link_seconds(self._cluster, by_ring, num_messages)
+        return float(seconds)
 
     def _computed_update(self, stage):
         """The processor's part of it."""
@@ -256,21 +283,22 @@ class PipelineCosts:
         return seconds
 
     def _ring_bytes(self, stage):
-        """Bytes that a replica sends to sum a stage's gradients."""
+        """Bytes that a rank sends to sum a stage's gradients."""
         gradients = self._facts.profile.gradients[self._calls[stage]]
-        hops = self._num_replicas - 1
+        num_ranks, part = self._num_ranks[stage], self._parts[stage]
         dense = sum(each.dense_bytes for each in gradients)
-        rows = sum(each.row_bytes(self._part) for each in gradients)
-        return 2 * dense * hops / self._num_replicas + rows * hops
+        rows = sum(each.row_bytes(part) for each in gradients)
+        hops = num_ranks - 1
+        return 2 * dense * hops / num_ranks + rows * hops
 
     def _busiest_bytes(self):
-        facts, number = self._facts, self._cluster.num_machines
+        number = self._cluster.num_machines
         sent, received = np.zeros(number), np.zeros(number)
-        for place, (out, into) in zip(self._places, self._links, strict=True):
-            on = self._part * facts.profile.crossing_bytes[place]
-            back = self._part * facts.returned_bytes[place]
-            sent += out * on + into * back
-            received += into * on + out * back
+        for link, on, back in zip(
+            self._links, *self._piece_bytes(), strict=True
+        ):
+            sent += link.sent * on + link.received * back
+            received += link.received * on + link.sent * back
         for stage, hops in enumerate(self._hops):
             sent += hops * self._ring_bytes(stage)
             received += hops * self._ring_bytes(stage)
@@ -283,7 +311,7 @@ class PipelineCosts:
             work: array of the passes' time in a step, of each stage.
         """
         updates = [self._computed_update(k) for k in range(self._num_stages)]
-        of_ranks = np.repeat(work + np.array(updates), self._num_replicas)
+        of_ranks = np.repeat(work + np.array(updates), self._num_ranks)
         firsts = np.arange(0, len(of_ranks), self._shared)
         return float(np.add.reduceat(of_ranks, firsts).max())
 
@@ -292,6 +320,7 @@ class PipelineCosts:
         busiest = self._busiest_bytes()
         links = busiest * self._cluster.seconds_per_byte
         names = self._facts.profile.names
+        are_equal = len(set(self._num_ranks)) == 1
         return StrategyCost(
             way=PIPELINE,
             step_seconds=float(max(seconds, computes, links)),
@@ -302,6 +331,7 @@ class PipelineCosts:
             missed_updates=missed,
             schedule=name,
             stages=tuple(names[place] for place in self._places),
-            num_replicas=self._num_replicas,
+            num_replicas=self._num_ranks[0] if are_equal else 1,
+            ranks_of_stages=() if are_equal else self._num_ranks,
             num_micro_batches=number,
         )

@@ -13,6 +13,9 @@ from keras_sparsity.stages.split_costs import split_costs
 _MOST_TAILS = 4
 # Deeper pipelines are not looked at: cutting takes the square of it.
 _MOST_STAGES = 64
+# Nor numbers of ranks that differ, of more processes: finding them takes the
+# square of the number of processes, too.
+_MOST_SHARED = 12
 
 
 def strategy_costs(facts, cluster, num_examples, engine="native"):
@@ -21,9 +24,11 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
     Hybrid data parallelism with the best architecture of each variable; layer
     placement with 1 to 4 tail workers, each with its fastest split; pipelines
     of N stages of R processes each, for all N R = the number of processes, by
-    each schedule, with the number of micro-batches that makes it fastest.
-    Stage k is on the ranks k R to (k + 1) R - 1. Models with sharded tables are
-    not trained in pipelines; layer placement has the tables in its head.
+    each schedule, with the number of micro-batches that makes it fastest; of
+    at most 12 processes also pipelines of all other N, whose stages have
+    different numbers of processes, one choice of them for each N. N is at most
+    64. The ranks of a stage are consecutive. Models with sharded tables are not
+    trained in pipelines; layer placement has the tables in its head.
 
     Pipelines are simulated, with their messages; without a flush, the time of
     a step is that of a mini-batch more once the pipeline is full. Under data
@@ -66,7 +71,8 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
         if facts.has_tables:
             most = 1  # no pipeline
         for num_stages in range(2, min(cluster.size, most, _MOST_STAGES) + 1):
-            if cluster.size % num_stages == 0:
+            is_even = cluster.size % num_stages == 0
+            if is_even or cluster.size <= _MOST_SHARED:
                 pipeline = PipelineCosts(
                     facts, cluster, num_examples, num_stages
                 )
