@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import math
 
 import keras
 
@@ -290,7 +291,6 @@ def shared(
             f"{num_stages} stages. Use at most {len(places) + 1}, or a model "
             "of more layers."
         )
-    crossing_seconds = crossing_seconds or {}
     computed = [0.0, *itertools.accumulate(seconds)]
     summed = [0.0] * len(computed)
     if sum_seconds:
@@ -303,9 +303,31 @@ def shared(
         return (work + sums) / number
 
     ends = [*sorted(places), len(seconds) - 1]
+    given = cost, crossing_seconds or {}, ends, size
+    most = math.inf
+    few, left = divmod(size, num_stages)
+    even = [[few + (stage < left)] for stage in range(num_stages)]
+    pairs = zip(even, num_ranks, strict=True)
+    if all(len(allowed) > 1 and of[0] in allowed for of, allowed in pairs):
+        # It is found soon, and leaves few others to look at.
+        most, *_ = _fastest(*given, even)
+    _, cuts, ranks = _fastest(*given, num_ranks, most)
+    return cuts, ranks
+
+
+def _fastest(cost, crossing_seconds, ends, size, num_ranks, most=math.inf):
+    """`(seconds of the slowest stage or message, cuts, ranks)`, see `shared`.
+
+    Args:
+        cost: function of a cut, the next one and the number of ranks between
+            them, to seconds that grow with the next cut.
+        crossing_seconds, size, num_ranks: as for `shared`.
+        ends: list of the possible cuts, and the last call.
+        most: seconds that the result does not exceed, if known.
+    """
+    first, *others = num_ranks
     # For each end, and number of ranks up to it: the bottleneck of the stages
     # so far, their cuts, and their ranks.
-    first, *others = num_ranks
     best = {
         (end, number): (cost(-1, end, number), [], [number])
         for end in ends
@@ -314,18 +336,21 @@ def shared(
     for allowed in others:
         found = {}
         for (cut, used), (slowest, cuts, ranks) in best.items():
-            crossing = max(slowest, crossing_seconds.get(cut, 0))
-            for end in ends[bisect.bisect(ends, cut) :]:
-                for number in allowed:
-                    if used + number > size:
-                        continue
+            so_far = max(slowest, crossing_seconds.get(cut, 0))
+            if so_far > most:
+                continue
+            behind = ends[bisect.bisect(ends, cut) :]
+            for number in (n for n in allowed if used + n <= size):
+                for end in behind:
+                    seconds = cost(cut, end, number)
+                    if seconds > most:
+                        break
+                    key = end, used + number
                     option = (
-                        max(crossing, cost(cut, end, number)),
+                        max(so_far, seconds),
                         [*cuts, cut],
                         [*ranks, number],
                     )
-                    key = end, used + number
                     found[key] = min(option, found.get(key, option))
         best = found
-    _, cuts, ranks = best[ends[-1], size]
-    return cuts, ranks
+    return best[ends[-1], size]
