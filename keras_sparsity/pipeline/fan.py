@@ -50,6 +50,10 @@ class Fan:
     def wire(self):
         return self._each[0].wire
 
+    def seconds_per_byte(self):
+        """Measures the links, one after the other; the slowest counts."""
+        return max(link.seconds_per_byte() for link in self._each)
+
     def send_activations(self, crossing, tensors, loss):
         """Sends each rank its part; see `Link.send_activations`."""
         values = crossing.with_masks(tensors)
