@@ -107,7 +107,7 @@ def test_ragged_and_sparse_batches(cluster, engine):
             model, keras.optimizers.Adagrad(0.1), loss="mse", metrics=["mae"]
         )
 
-    ranks = cluster(engine, 2).run(on_ranks)
+    ranks = cluster(engine, 2).run(on_ranks, timeout=200)
     for (kind, as_dataset), *results in zip(CASES, *ranks, strict=True):
         expected = trained(kind, keras.layers.Embedding, prepare, as_dataset)
         for got in results:

@@ -57,7 +57,7 @@ def test_as_one_process(
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_saved_loaded_exported(cluster, engine, tmp_path):
     ranks = cluster(engine, 3, has_groups=True).run(
-        functions.save, "adam", _NUM_EXAMPLES, str(tmp_path)
+        functions.save, "adam", _NUM_EXAMPLES, str(tmp_path), timeout=200
     )
     expected, moved, model = _expected("adam", "sharded")
     plain = functions.ks.export(model)
