@@ -11,8 +11,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.stages import measurements
-
-BATCH_SIZE = 8
+from tests.pipeline.table_functions import BATCH_SIZE, results_on
 
 
 def convolutional():
@@ -122,21 +121,11 @@ def _options(rule="adam"):
 
 def results(model, name, num_examples):
     """Weights, losses and predictions of a training."""
-    x, y, weights = data(name, num_examples)
-    of_fit = {"sample_weight": weights}
+    of_fit = {}
     if name == "single":
-        of_fit = {"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}
-    history = model.fit(
-        *(x, y, BATCH_SIZE), epochs=2, shuffle=False, verbose=0, **of_fit
-    ).history
-    return {
-        "weights": model.get_weights(),
-        "history": history,
-        "evaluated": model.evaluate(
-            x, y, BATCH_SIZE, sample_weight=weights, verbose=0
-        ),
-        "predicted": model.predict(x, BATCH_SIZE, verbose=0),
-    }
+        weights = {0: 0.5, 1: 1.0, 2: 2.0}
+        of_fit = {"class_weight": weights, "sample_weight": None}
+    return results_on(model, data(name, num_examples), **of_fit)
 
 
 def train(name, num_examples, folder, options, rule="adam"):

@@ -9,9 +9,14 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from tests.pipeline.table_functions import RULES, of_dense
+from tests.pipeline.table_functions import (
+    BATCH_SIZE,
+    RULES,
+    fit_on,
+    of_dense,
+    results_on,
+)
 
-BATCH_SIZE = 8
 # More of them than a small table has, see `update.rules`.
 NUM_CLASSES, DIM = 6011, 6
 EMBEDDINGS = {
@@ -58,31 +63,11 @@ def compiled(rule, embedding, strategy=None, is_inside=True):
 
 
 def fit(model, num_examples, epochs=2, **options):
-    x, y, weights = data(num_examples)
-    return model.fit(
-        x,
-        y,
-        BATCH_SIZE,
-        epochs=epochs,
-        sample_weight=weights,
-        shuffle=False,
-        verbose=0,
-        **options,
-    ).history
+    return fit_on(model, data(num_examples), epochs, **options)
 
 
 def results(model, num_examples):
-    """Weights, losses and predictions of a training."""
-    history = fit(model, num_examples)
-    x, y, weights = data(num_examples)
-    return {
-        "weights": model.get_weights(),
-        "history": history,
-        "evaluated": model.evaluate(
-            x, y, BATCH_SIZE, sample_weight=weights, verbose=0
-        ),
-        "predicted": model.predict(x, BATCH_SIZE, verbose=0),
-    }
+    return results_on(model, data(num_examples))
 
 
 def gone_on(model, num_examples):

@@ -105,23 +105,29 @@ def of_dense(rule):
 
 
 def fit(model, num_examples, epochs=2, **options):
-    x, y, weights = data(num_examples)
+    return fit_on(model, data(num_examples), epochs, **options)
+
+
+def fit_on(model, examples, epochs=2, **options):
+    """The history of a training on `(x, y, weights)` of examples."""
+    x, y, weights = examples
     return model.fit(
-        x,
-        y,
-        BATCH_SIZE,
+        *(x, y, BATCH_SIZE),
         epochs=epochs,
-        sample_weight=weights,
         shuffle=False,
         verbose=0,
-        **options,
+        **{"sample_weight": weights, **options},
     ).history
 
 
 def results(model, num_examples):
-    """Weights, losses and predictions of a training."""
-    history = fit(model, num_examples)
-    x, y, weights = data(num_examples)
+    return results_on(model, data(num_examples))
+
+
+def results_on(model, examples, **options):
+    """Weights, losses and predictions of a training; as for `fit_on`."""
+    history = fit_on(model, examples, **options)
+    x, y, weights = examples
     return {
         "weights": model.get_weights(),
         "history": history,
