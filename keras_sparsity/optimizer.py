@@ -1,6 +1,7 @@
 """The optimizer: aggregates gradients, then applies a Keras rule."""
 
 import keras
+import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_optimizers, xla
 from keras_sparsity.placement import choice
@@ -263,6 +264,7 @@ class HybridOptimizer(OptimizerWrapper):
 
     # One step.
 
+    @tf.autograph.experimental.do_not_convert
     def apply(self, grads, trainable_variables=None):
         """Aggregates the gradients of all ranks and updates each variable.
 

@@ -106,6 +106,7 @@ class Collectives:
             )
         return self._groups[name]
 
+    @tf.autograph.experimental.do_not_convert
     def all_reduce(self, tensors, op="sum", name="all_reduce"):
         """Reduces each tensor over the ranks, in one message per dtype.
 
@@ -143,6 +144,7 @@ class Collectives:
 
         return list(reduce(*tensors)) if tensors else []
 
+    @tf.autograph.experimental.do_not_convert
     def all_to_all(self, tensor, splits, name="all_to_all"):
         """Sends each rank its part of the rows of `tensor`.
 
@@ -179,6 +181,7 @@ class Collectives:
         received, received_splits, largest = exchange(tensor)
         return received, Route(splits, received_splits, largest)
 
+    @tf.autograph.experimental.do_not_convert
     def all_to_all_along(self, tensor, route, name="all_to_all_along"):
         """Sends more rows along a route that an `all_to_all` has found.
 
@@ -224,6 +227,7 @@ class Collectives:
         arguments.check_route(route, call)
         return self.all_to_all_along(tensor, route.reversed(), name)
 
+    @tf.autograph.experimental.do_not_convert
     def all_gather(self, tensor, name="all_gather", counts=None):
         """Concatenates the ranks' rows, in the order of ranks.
 
@@ -272,6 +276,7 @@ class Collectives:
 
         return gather(tensor)
 
+    @tf.autograph.experimental.do_not_convert
     def broadcast(self, tensors, root=0, name="broadcast"):
         """Gives all ranks the tensors of rank `root`.
 

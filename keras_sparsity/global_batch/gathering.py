@@ -8,6 +8,7 @@ from keras_sparsity.collectives import order
 from keras_sparsity.data import empty_parts
 
 
+@tf.autograph.experimental.do_not_convert
 def gather_batch(x):
     """All processes' rows of a tensor, in the order of ranks.
 

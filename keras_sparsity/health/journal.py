@@ -119,10 +119,12 @@ class Journal:
 
     Attributes:
         measures: Whether calls that are traced from now on get a `Meter`.
+        num_sites: The number of sites so far, also of functions that are gone.
     """
 
     def __init__(self):
         self.measures = False
+        self.num_sites = 0
         self._sites = {}
         self._meters = {}
         self._scopes = set()
@@ -157,6 +159,7 @@ class Journal:
                 site.meter = Meter()
             with self._lock:
                 site = self._sites.setdefault(key, site)
+                self.num_sites += 1
         return site
 
     @tf.autograph.experimental.do_not_convert

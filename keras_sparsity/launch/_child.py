@@ -9,7 +9,7 @@ import sys
 import traceback
 
 from keras_sparsity import collectives
-from keras_sparsity.health import watch
+from keras_sparsity.health import journal, watch
 from keras_sparsity.launch._boot import SHOWN_ERROR_VARIABLE
 
 # Path of the file to which rank 0 writes the error that it shows.
@@ -53,6 +53,7 @@ def main(arguments):
 
 def _run_program(kind, target):
     """Runs a script or a module as `python` does; returns the exit code."""
+    num_sites = journal.current().num_sites
     sys.argv = list(target)
     try:
         if kind == "script":
@@ -66,7 +67,23 @@ def _run_program(kind, target):
         raise
     except BaseException as error:
         return _report(error)
+    if journal.current().num_sites == num_sites:
+        _warn_of_no_message()
     return 0
+
+
+def _warn_of_no_message():
+    """Says that no process of several has sent anything to another."""
+    known = collectives.current()
+    if known.size == 1 or known.rank:
+        return
+    print(
+        f"keras-sparsity: this program ended, and its {known.size} processes "
+        "have sent each other nothing: each ran all of it by itself. To train "
+        "one model together, compile it inside of `strategy.scope()`, with "
+        "`strategy = ks.HybridStrategy()`.",
+        file=sys.stderr,
+    )
 
 
 def _report(error):

@@ -69,7 +69,7 @@ class InFlight:
         if layout not in self._draining_turns:
             strategy = self._model.distribute_strategy
             self._draining_turns[layout] = tf.function(
-                lambda: strategy.run(self._draining_turn)
+                lambda: strategy.run(self._draining_turn), autograph=False
             )
         run = self._draining_turns[layout]
         if self._model.run_eagerly:

@@ -285,6 +285,7 @@ class ShardedTable:
 
     # Rows.
 
+    @tf.autograph.experimental.do_not_convert
     def gather(self, ids, columns=None, dtype=None):
         """Rows of the table.
 

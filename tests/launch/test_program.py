@@ -128,6 +128,15 @@ def test_a_script_gets_its_arguments(run, script, tmp_path):
     log = (logs / "rank-1.log").read_text()
     assert "rank 1 of 2" in log
     assert _said(log, "chance") == _said(done.out, "chance")
+    assert "sent each other nothing" not in done.err
+
+
+def test_a_program_without_a_strategy(run, tmp_path):
+    path = tmp_path / "plain.py"
+    path.write_text("import keras\nprint('trained', keras.ops.ones(()) + 1)")
+    done = run("-n", "1", "--servers", "1", str(path))
+    assert done.code == 0, done.err
+    assert done.err.count("its 2 processes have sent each other nothing") == 1
 
 
 def test_horovod_and_a_module(run, script, tmp_path):
