@@ -124,9 +124,7 @@ def _look_at(model, dataset, cluster, placements):
         )
 
     run = model.distribute_strategy.run if communicator.size > 1 else _call
-    step = tf.function(
-        lambda batch: run(look, args=(batch,)), autograph=False
-    )
+    step = tf.function(lambda batch: run(look, args=(batch,)), autograph=False)
     with _left_as_it_was(model):
         for batch in dataset:
             for part in _parts(batch, cluster, communicator):
