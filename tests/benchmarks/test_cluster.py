@@ -233,7 +233,7 @@ def test_a_delay_is_kept_or_refused(nothing_is_left, variables):
         assert 80 <= figures["answer_ms"] < 300
 
 
-@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_slow_broadcast_is_no_deadlock(
     engine, nothing_is_left, variables, tmp_path, capfd
 ):
@@ -280,7 +280,9 @@ def test_a_script_on_machines(
     assert fast < slow
 
 
-@pytest.mark.parametrize("way", ["tensorflow ps", *engines("horovod")])
+@pytest.mark.parametrize(
+    "way", ["tensorflow ps", *engines("horovod", usually="tensorflow ps")]
+)
 def test_peers_at_two_rates(way, nothing_is_left, variables):
     small = ("--tables", "2", "--largest", "500", "--dim", "8")
     first = Run(

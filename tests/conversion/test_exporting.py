@@ -12,7 +12,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity._tf import keras_models
 from tests import oracles
-from tests.conftest import engines
+from tests.conftest import covering
 
 VOCABULARY, LENGTH, DIM = 30, 6, 4
 
@@ -310,7 +310,6 @@ def train_and_export(folder):
             plain.save_weights(f"{path}.weights.h5")
             if make in SAVED_WHOLE:
                 plain.save(f"{path}.keras")
-            if make is not masked_language_model:
                 fit(plain, make)
     return results
 
@@ -329,13 +328,24 @@ def assert_is_stock(model):
 
 
 @pytest.mark.filterwarnings("ignore:.build... was called on layer:UserWarning")
-@pytest.mark.parametrize("engine", engines(usually="horovod"))
-def test_models_like_keras_examples(cluster, engine, tmp_path):
-    starts = {make: reference(make)[0] for make in MODELS}
+@pytest.mark.parametrize(
+    ("engine", "models"),
+    covering(
+        [
+            (engine, tuple(MODELS)[part::2])
+            for engine in ("native", "horovod")
+            for part in (0, 1)
+        ],
+        [("horovod", tuple(MODELS)[::2])],
+    ),
+    ids=lambda value: value if isinstance(value, str) else value[0].__name__,
+)
+def test_models_like_keras_examples(cluster, engine, models, tmp_path):
+    starts = {make: reference(make)[0] for make in models}
     (tmp_path / "starts").write_bytes(pickle.dumps(starts))
     ranks = cluster(engine, 2).run(train_and_export, str(tmp_path), timeout=300)
     for results in ranks:
-        for make, (count, *got) in zip(MODELS, results, strict=True):
+        for make, (count, *got) in zip(models, results, strict=True):
             _, weights, history, predictions = reference(make)
             assert count == MODELS[make]
             for key, values in history.items():
@@ -345,7 +355,7 @@ def test_models_like_keras_examples(cluster, engine, tmp_path):
             for a, b in zip(got[1], weights, strict=True):
                 np.testing.assert_allclose(a, b, atol=2e-5, err_msg=str(make))
             np.testing.assert_allclose(got[2], predictions, atol=1e-4)
-    for number, make in enumerate(MODELS):
+    for number, make in enumerate(models):
         x, predictions = inputs_of(make), ranks[0][number][3]
         stock = make()
         stock(x)

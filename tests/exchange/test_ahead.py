@@ -156,7 +156,7 @@ class Case:
 
 ADAM = {"optimizer": "Adam", "learning_rate": 0.01}
 CASES = {
-    "adagrad": Case(3 + 3 * 6, epochs=3, shuffle=True, validates=True),
+    "adagrad": Case(2, epochs=2, shuffle=True),
     "exact": Case(6, **ADAM),
     "kept": Case(1, **ADAM, keeps_rows=True, steps_per_execution=2, repeat=2),
     "decayed": Case(
@@ -183,7 +183,7 @@ CASES = {
     "tied": Case(1, make=tied, num_examples=5 * BATCH + 1),
 }
 ON_HOROVOD = ("kept", "exact", "narrow", "moved", "assigned", "classes")
-NOT_IN_MAKE_TEST = ("one", "narrow", "eager", "elsewhere", "assigned")
+NOT_IN_MAKE_TEST = ("one", "exact", "narrow", "eager", "elsewhere", "assigned")
 
 
 def train(prefetch, name, local_aggregation=False):

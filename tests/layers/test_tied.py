@@ -40,6 +40,9 @@ RULES = {
     ),
 }
 
+# Each of another kind of model.
+EVALUATED = ("adam", "accumulated")
+
 
 def layers(dtype=None, **options):
     """An embedding, the layers behind it, and a softmax that is tied to it."""
@@ -150,7 +153,7 @@ def train(kind, rule, strategy_options, options):
     with mock.patch.object(rules, "_SMALL_ELEMENTS", smallest):
         history = model.fit(dataset, shuffle=False, verbose=0).history
         sites = [s for s in journal.current().sites() if s not in before]
-        return {
+        found = {
             "roles": [
                 s.call.name.partition("#")[0]
                 for s in sites
@@ -158,15 +161,19 @@ def train(kind, rule, strategy_options, options):
             ],
             "weights": model.get_weights(),
             "loss": history["loss"],
-            "evaluated": model.evaluate(dataset, verbose=0),
-            "predicted": model.predict(dataset, verbose=0),
         }
+        if rule in EVALUATED:
+            found["evaluated"] = model.evaluate(dataset, verbose=0)
+            found["predicted"] = model.predict(dataset, verbose=0)
+        return found
 
 
 def check(result, rule):
     start, end = reference(rule)
     difference = oracles.relative_difference(start, end, result["weights"])
     assert max(difference) < 1e-5 * 2, difference
+    if rule not in EVALUATED:
+        return
     words, labels = (
         np.concatenate(x) for x in zip(*global_batches(), strict=True)
     )

@@ -50,16 +50,16 @@ _USUAL = [
     # The last batch has one example, of two workers.
     ("horovod", "ids", 3, 17, {}),
     ("native", "convolutional", 2, 22, {}),
-    ("native", "single", 5, 22, {}),
     ("horovod", "single", 3, 22, {}),
     ("horovod", "convolutional", 3, 22, _AT_SERVERS),
-    ("native", "ids", 4, 17, _TWO_TAILS),
     ("horovod", "ids", 5, 22, _TWO_TAILS | _BY_WORKER),
     # A worker has several tails.
     ("horovod", "ids", 3, 17, _TWO_TAILS),
     ("native", "convolutional", 5, 22, {"num_tail_workers": 3}),
 ]
 _MORE = [
+    ("native", "single", 5, 22, {}),
+    ("native", "ids", 4, 17, _TWO_TAILS),
     ("native", "convolutional", 3, 22, {}),
     ("native", "convolutional", 3, 22, _TWO_TAILS),
     ("horovod", "convolutional", 5, 22, {}),
