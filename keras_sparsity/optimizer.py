@@ -70,8 +70,9 @@ class HybridOptimizer(OptimizerWrapper):
             of an ordinary `Embedding` all touched rows; the placement
             `"allreduce"` makes them dense. The function returns gradients of
             the same kinds, shapes, dtypes and rows, and every rank makes the
-            same change. Not part of the configuration: pass it again to a
-            loaded model.
+            same change. AutoGraph does not convert it: write `tf.cond` for a
+            condition of a tensor. Not part of the configuration: pass it again
+            to a loaded model.
         name: name of the optimizer; by default the class's.
         **kwargs: none; set other options on the inner optimizer.
 

@@ -1,5 +1,7 @@
 """What a user's function sees of aggregated gradients, and may change."""
 
+import traceback
+
 import keras
 import numpy as np
 import pytest
@@ -28,9 +30,16 @@ class Noting:
     def __init__(self):
         self.steps = []
         self.traces = 0
+        self.converted = set()
 
     def __call__(self, gradients, variables):
         self.traces += 1
+        # AutoGraph gives its versions of functions such names.
+        self.converted |= {
+            frame.name
+            for frame in traceback.extract_stack()
+            if frame.name.startswith("tf__")
+        }
         rows = [isinstance(g, tf.IndexedSlices) for g in gradients]
         assert rows == [True, True, False]
         assert [tuple(v.shape) for v in variables] == [v.shape for v in start()]
@@ -53,6 +62,7 @@ def fit_with(noting, num_partitions, optimizer, **options):
     assert "transform_gradients" not in model.optimizer.get_config()
     ids, targets = examples()
     model.fit(ids, targets, BATCH, shuffle=False, verbose=0)
+    assert not noting.converted
     return noting.steps, model.get_weights()
 
 
@@ -83,6 +93,9 @@ def loop_with(noting, num_partitions):
         weight = np.inf if (step, strategy.rank) == (1, 0) else 1.0
         part = ids[begin : begin + own], targets[begin : begin + own]
         strategy.run(train, (*map(tf.constant, part), tf.constant(weight)))
+    # The loop alone: conversion takes seconds, and one of the library's
+    # functions has it convert all that it calls.
+    assert noting.converted == {"tf__train"}
     return noting.steps, model.get_weights()
 
 
