@@ -172,7 +172,7 @@ def test_training_with_rows_in_8_bits(cluster, engine):
 @pytest.mark.parametrize(
     ("architecture", "dims"),
     [
-        ("allgather", (DIM, DIM)),
+        pytest.param("allgather", (DIM, DIM), marks=pytest.mark.all_cells),
         ("hybrid", (64, 16)),
         pytest.param("naive_ps", (DIM, DIM), marks=pytest.mark.all_cells),
     ],

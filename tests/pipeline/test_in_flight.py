@@ -222,11 +222,15 @@ def test_three_stages(cluster):
         ),
         *_micro_batched("native", "adam", ("spectrain", "paper"), 2, 4, True),
         *(
-            (
+            pytest.param(
                 *("native", "momentum", "stash", "paper"),
                 *("rows line", ["dense_0"], options),
+                marks=marks,
             )
-            for options in [(3,), (2, True)]
+            for options, marks in [
+                ((3,), []),
+                ((2, True), pytest.mark.all_cells),
+            ]
         ),
     ],
 )
@@ -246,7 +250,9 @@ def test_micro_batches(
     check(ranks, rule, schedule, target, cuts, num_examples, model)
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    "number", [pytest.param(1, marks=pytest.mark.all_cells), 2]
+)
 def test_sizes_that_differ_between_mini_batches_in_flight(cluster, number):
     """The model does not know them, and a batch has them in its messages."""
     schedule = "stash"

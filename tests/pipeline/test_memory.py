@@ -6,7 +6,11 @@ from tests.pipeline import memory_functions
 
 
 @pytest.mark.parametrize(
-    ("schedule", "model"), [("1f1b", "nested"), ("stash", "masks")]
+    ("schedule", "model"),
+    [
+        ("1f1b", "nested"),
+        pytest.param("stash", "masks", marks=pytest.mark.all_cells),
+    ],
 )
 def test_limit(cluster, schedule, model):
     ranks = cluster("native", 2).run(memory_functions.limited, schedule, model)

@@ -73,7 +73,6 @@ def _train(
         ],
         [
             ("native", "momentum", "vanilla", "paper"),
-            ("native", "momentum", "spectrain", "sequential"),
             ("native", "adam", "spectrain", "paper"),
             ("horovod", "momentum", "stash", "paper"),
         ],

@@ -48,7 +48,13 @@ def test_schedules_with_a_flush(cluster, name, schedule, num_micro_batches):
 
 
 @pytest.mark.parametrize(
-    "name", ["learning_rates", "averages", "single_batches", "optimizers"]
+    "name",
+    [
+        "averages",
+        "optimizers",
+        pytest.param("learning_rates", marks=pytest.mark.all_cells),
+        pytest.param("single_batches", marks=pytest.mark.all_cells),
+    ],
 )
 def test_layers_on_one_worker(cluster, name):
     """Two workers, and one that has the last layer."""
@@ -122,7 +128,9 @@ def test_nan_ends_all_ranks(cluster, schedule, last):
         assert num_epochs == 1
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "spectrain"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b", marks=pytest.mark.all_cells), "spectrain"]
+)
 def test_eager_steps_are_those_of_traced_ones(cluster, schedule):
     """No message is waited for before what it depends on is sent."""
     for found, expected in cluster("native", 2).run(
