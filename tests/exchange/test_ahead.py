@@ -183,7 +183,15 @@ CASES = {
     "tied": Case(1, make=tied, num_examples=5 * BATCH + 1),
 }
 ON_HOROVOD = ("kept", "exact", "narrow", "moved", "assigned", "classes")
-NOT_IN_MAKE_TEST = ("one", "exact", "narrow", "eager", "elsewhere", "assigned")
+NOT_IN_MAKE_TEST = (
+    "one",
+    "exact",
+    "adagrad",
+    "narrow",
+    "eager",
+    "elsewhere",
+    "assigned",
+)
 
 
 def train(prefetch, name, local_aggregation=False):
@@ -321,7 +329,7 @@ def fit_outside(make, prefetch):
                 (several, False),
             ]
         ],
-        [("native", classes, True), ("horovod", one, False)],
+        [("native", classes, True)],
     ),
 )
 def test_an_id_outside_fails_in_its_own_step(engine, make, prefetch, cluster):
@@ -356,7 +364,6 @@ def under_way_where_ids_are_checked(make, prefetch):
             ("native", "horovod"), (one, several, classes), (True, False)
         ),
         [
-            ("native", one, True),
             ("native", several, False),
             ("native", classes, True),
         ],

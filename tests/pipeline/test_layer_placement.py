@@ -55,10 +55,10 @@ _USUAL = [
     ("horovod", "ids", 5, 22, _TWO_TAILS | _BY_WORKER),
     # A worker has several tails.
     ("horovod", "ids", 3, 17, _TWO_TAILS),
-    ("native", "convolutional", 5, 22, {"num_tail_workers": 3}),
 ]
 _MORE = [
     ("native", "single", 5, 22, {}),
+    ("native", "convolutional", 5, 22, {"num_tail_workers": 3}),
     ("native", "ids", 4, 17, _TWO_TAILS),
     ("native", "convolutional", 3, 22, {}),
     ("native", "convolutional", 3, 22, _TWO_TAILS),

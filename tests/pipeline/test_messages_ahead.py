@@ -73,7 +73,6 @@ def _train(
         ],
         [
             ("native", "momentum", "vanilla", "paper"),
-            ("native", "adam", "spectrain", "paper"),
             ("horovod", "momentum", "stash", "paper"),
         ],
     ),
@@ -95,8 +94,6 @@ def test_two_stages(cluster, engine, rule, schedule, target):
             for way in _WAYS
         ],
         [
-            ("native", "adam", "vanilla", "paper"),
-            ("native", "adam", "stash", "paper"),
             ("native", "momentum", "spectrain", "paper"),
             ("horovod", "adam", "spectrain", "sequential"),
         ],
@@ -112,12 +109,15 @@ _PLAIN = [["dense_0", "dense_1"], ["dense_2", "dense_3", "out"]]
 @pytest.mark.parametrize(
     ("rule", "way", "replicas", "options"),
     [
-        ("momentum", _WAYS[1], 1, (3,)),
         ("adam", _WAYS[2], 1, (2, True)),
-        ("adam", _WAYS[2], 2, ()),
         ("momentum", _WAYS[3], [1, 2], (2,)),
-        pytest.param(
-            *("adam", _WAYS[1], [2, 1], ()), marks=pytest.mark.all_cells
+        *(
+            pytest.param(*case, marks=pytest.mark.all_cells)
+            for case in [
+                ("momentum", _WAYS[1], 1, (3,)),
+                ("adam", _WAYS[2], 2, ()),
+                ("adam", _WAYS[1], [2, 1], ()),
+            ]
         ),
     ],
 )
@@ -144,7 +144,9 @@ def test_rows_that_are_looked_up(cluster):
     )
 
 
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    "number", [pytest.param(1, marks=pytest.mark.all_cells), 2]
+)
 def test_sizes_that_differ_between_mini_batches_in_flight(cluster, number):
     """Also of those that no stage behind the first has computed yet."""
     ranks = cluster("native", 3, has_groups=True).run(
@@ -180,7 +182,16 @@ def test_fewer_mini_batches_than_in_flight(cluster):
             np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["vanilla", "stash", "spectrain"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(
+            pytest.param(schedule, marks=pytest.mark.all_cells)
+            for schedule in ("vanilla", "stash")
+        ),
+        "spectrain",
+    ],
+)
 def test_one_mini_batch_an_epoch(cluster, schedule):
     """Masks, two inputs and outputs: nothing is out of date."""
     name = "one_batch_an_epoch"
@@ -212,6 +223,7 @@ def test_a_dataset_of_unknown_length(cluster):
             np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.all_cells
 def test_eager_steps_are_those_of_traced_ones(cluster):
     """No message is waited for before it is sent."""
     for found, expected in cluster("native", 2).run(

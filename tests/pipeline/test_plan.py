@@ -35,7 +35,16 @@ def _held(schedule, num_ahead, num_layers):
 
 
 @pytest.mark.parametrize(
-    "schedule", ["gpipe", "1f1b", "vanilla", "stash", "spectrain"]
+    "schedule",
+    [
+        "gpipe",
+        "1f1b",
+        *(
+            pytest.param(schedule, marks=pytest.mark.all_cells)
+            for schedule in ("vanilla", "stash")
+        ),
+        "spectrain",
+    ],
 )
 def test_sizes(cluster, schedule, tmp_path, capsys):
     found = cluster("native", 3, has_groups=True).run(

@@ -46,7 +46,11 @@ def test_with_a_flush(cluster, engine, model, optimizer, cuts, schedule):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rule"), [("stash", "momentum"), ("spectrain", "adam")]
+    ("schedule", "rule"),
+    [
+        pytest.param("stash", "momentum", marks=pytest.mark.all_cells),
+        ("spectrain", "adam"),
+    ],
 )
 def test_without_a_flush(cluster, schedule, rule):
     """As the oracle does, which computes whole mini-batches."""
