@@ -187,7 +187,37 @@ def pytest_collection_finish():
 
 # First: xdist reads the groups in the same hook.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    """Marks and groups them."""
+    _leave_out(items, config.args == config.getini("testpaths"))
+    _group(items)
+
+
+_LEFT_OUT = pathlib.Path(__file__).parent / "left_to_test_all.txt"
+
+
+def _leave_out(items, are_all):
+    """Leaves the tests of a list to `make test-all`.
+
+    Each takes long, and `make test` has another cell of its function or other
+    tests of the same code.
+
+    Args:
+        items: The collected tests.
+        are_all: Whether all tests are collected.
+    """
+    left = set(_LEFT_OUT.read_text().splitlines())
+    for item in items:
+        if item.nodeid in left:
+            item.add_marker(pytest.mark.all_cells)
+    unknown = left.difference(item.nodeid for item in items)
+    if are_all and unknown:
+        raise pytest.UsageError(
+            f"{_LEFT_OUT.name} has tests that there are not: {sorted(unknown)}"
+        )
+
+
+def _group(items):
     """Groups the tests by engine, so that each engine's clusters start once.
 
     With `pytest -n 2 --dist loadgroup` each engine's clusters are in one

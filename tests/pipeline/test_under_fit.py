@@ -106,7 +106,8 @@ def test_a_dataset_of_unknown_length(cluster, engine, schedule):
         for name, values in history.items():
             np.testing.assert_allclose(values, other_history[name], rtol=1e-5)
         for value, expected in zip(weights, others, strict=True):
-            np.testing.assert_allclose(value, expected, rtol=0, atol=1e-6)
+            # They are traced apart, and sums are taken in another order.
+            np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "spectrain"])
