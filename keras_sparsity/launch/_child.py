@@ -64,18 +64,24 @@ def _run_program(kind, target):
         if end.code not in (None, 0):
             # The other ranks must not wait for this one.
             watch.report_exception(end)
+        else:
+            _warn_if_without_messages(num_sites)
         raise
     except BaseException as error:
         return _report(error)
-    if journal.current().num_sites == num_sites:
-        _warn_of_no_message()
+    _warn_if_without_messages(num_sites)
     return 0
 
 
-def _warn_of_no_message():
-    """Says that no process of several has sent anything to another."""
+def _warn_if_without_messages(num_sites):
+    """Says so if no process of several has sent anything to another.
+
+    Args:
+        num_sites: the number of calls of collectives before the program.
+    """
     known = collectives.current()
-    if known.size == 1 or known.rank:
+    has_sent = journal.current().num_sites > num_sites
+    if has_sent or known.size == 1 or known.rank:
         return
     print(
         f"keras-sparsity: this program ended, and its {known.size} processes "

@@ -133,7 +133,9 @@ def test_a_script_gets_its_arguments(run, script, tmp_path):
 
 def test_a_program_without_a_strategy(run, tmp_path):
     path = tmp_path / "plain.py"
-    path.write_text("import keras\nprint('trained', keras.ops.ones(()) + 1)")
+    path.write_text(
+        "import keras, sys\nprint(keras.ops.ones(()) + 1)\nsys.exit(0)"
+    )
     done = run("-n", "1", "--servers", "1", str(path))
     assert done.code == 0, done.err
     assert done.err.count("its 2 processes have sent each other nothing") == 1
