@@ -10,6 +10,8 @@ import keras
 import numpy as np
 from workloads import _common
 
+import keras_sparsity as ks
+
 
 def parser(description, models, ways, machines, steps):
     """The command line of a program that compares ways.
@@ -166,13 +168,19 @@ def _spread_steps(args, window, warm_up):
 
 
 def made(model, batch, num_classes):
-    """A `_common.Workload` of data drawn at random."""
+    """A `_common.Workload` of data drawn at random.
+
+    Of a model that ends in a `ks.layers.SampledSoftmax`, words and those behind
+    them; of any other one, numbers and a class of each example.
+    """
     draws = np.random.default_rng(0)
-    x = draws.normal(size=(4 * batch, *model.input_shape[1:]))
-    return _common.Workload(
-        model,
-        x.astype("float32"),
-        draws.integers(num_classes, size=4 * batch),
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        keras.optimizers.SGD(0.001, momentum=0.9),
-    )
+    shape, softmax = (4 * batch, *model.input_shape[1:]), model.layers[-1]
+    if isinstance(softmax, ks.layers.SampledSoftmax):
+        x, y = draws.integers(softmax.num_classes, size=(2, *shape))
+        loss = softmax.loss()
+    else:
+        x = draws.normal(size=shape).astype("float32")
+        y = draws.integers(num_classes, size=4 * batch)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    rule = keras.optimizers.SGD(0.001, momentum=0.9)
+    return _common.Workload(model, x, y, loss, rule)

@@ -22,14 +22,16 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     variable gets the architecture with the fewest bytes on the network, see
     `ks.planning.plan`. No variable changes.
 
-    Of a functional or sequential model without `SampledSoftmax`, all ways to
-    train it are compared, too: data parallelism with these architectures, layer
-    placement, and pipelines of 2 and more stages by each schedule, with as many
-    replicas as there are processes for, or, of at most 12 processes, with more
-    of them for slower stages; with sharded layers no pipelines, and layer
-    placement with these layers in its head. Rank 0 measures the layers;
-    the times of steps are predicted for the running cluster, whose links are
-    measured, or for another one with `megabits_per_second`.
+    Of a functional or sequential model, all ways to train it are compared, too:
+    data parallelism with these architectures, layer placement, and pipelines of
+    2 and more stages by each schedule, with as many replicas as there are
+    processes for, or, of at most 12 processes, with more of them for slower
+    stages; with sharded layers no pipelines, and layer placement with
+    embeddings in its head and a `SampledSoftmax` on its one tail worker. Tied
+    weights (a `SampledSoftmax` with `table`) leave data parallelism alone.
+    Rank 0 measures the layers; the times of steps are predicted for the running
+    cluster, whose links are measured, or for another one with
+    `megabits_per_second`.
 
     Every rank calls it; rank 0 prints. One process can plan for another
     cluster: each batch is then cut into one part for each of its workers, of
@@ -93,9 +95,10 @@ def _best_strategy(plan, asynchronous):
     if plan.comparison is None:
         raise ValueError(
             "The ways to train this model were not compared: that takes a "
-            "functional or sequential model without `SampledSoftmax`, and "
-            "several processes or a cluster with `megabits_per_second`. "
-            f"Received: cluster={plan.cluster}. Train another model under "
+            "functional or sequential model of any batch size without tied "
+            "weights (a `SampledSoftmax` with `table`), and several processes "
+            "or a cluster with `megabits_per_second`. Received: "
+            f"cluster={plan.cluster}. Train another model under "
             "`ks.HybridStrategy`."
         )
     size = collectives.start().size

@@ -43,6 +43,28 @@ def new_recommender(width=256):
     return model
 
 
+def new_language_model(width=256):
+    """A narrow place between a sharded table and a sampled softmax."""
+    keras.utils.set_random_seed(3)
+    words = keras.Input((2,), dtype="int32")
+    x = ks.layers.ShardedEmbedding(NUM_ROWS, 4, name="rows")(words)
+    x = keras.layers.Dense(2, activation="tanh", name="narrow")(x)
+    x = keras.layers.Dense(width, activation="tanh", name="wide")(x)
+    softmax = ks.layers.SampledSoftmax(
+        NUM_ROWS, num_sampled=40, seed=5, name="softmax"
+    )
+    model = keras.Model(words, softmax(x))
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), softmax.loss())
+    return model
+
+
+def text():
+    draws = np.random.default_rng(0)
+    words = draws.integers(0, NUM_ROWS, (EXAMPLES * 4, 3))
+    data = tf.data.Dataset.from_tensor_slices((words[:, :-1], words[:, 1:]))
+    return data.batch(EXAMPLES)
+
+
 def recommender_data():
     draws = np.random.default_rng(0)
     numbers = draws.normal(size=(EXAMPLES * 4, WIDTH)).astype("float32")
@@ -59,12 +81,20 @@ def data():
     return tf.data.Dataset.from_tensor_slices((x, y)).batch(EXAMPLES)
 
 
-def planned_and_trained(rate, has_table=False):
+# How each model is made, and its batches.
+MODELS = {
+    "dense": (new_model, data),
+    "recommender": (new_recommender, recommender_data),
+    "language model": (new_language_model, text),
+}
+
+
+def planned_and_trained(rate, name="dense"):
     """Plans for links of a rate, and trains by the best exact strategy.
 
     Args:
         rate: in Mbit/s; None: as measured.
-        has_table: whether the model has a sharded table.
+        name: of `MODELS`. All but the first have sharded tables.
 
     Returns:
         `(plan without its function, strategy's name and cuts, weights)`.
@@ -75,9 +105,9 @@ def planned_and_trained(rate, has_table=False):
         cluster = ks.planning.Cluster(
             communicator.size, megabits_per_second=rate
         )
-    make, batches, scope = new_model, data(), contextlib.nullcontext()
-    if has_table:
-        make, batches = new_recommender, recommender_data()
+    make, make_batches = MODELS[name]
+    batches, scope = make_batches(), contextlib.nullcontext()
+    if name != "dense":
         scope = ks.HybridStrategy().scope()
     with scope:
         planned = make()

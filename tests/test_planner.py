@@ -11,7 +11,7 @@ import keras_sparsity as ks
 from keras_sparsity import planner
 from keras_sparsity.board import comparison
 from tests import planner_functions
-from tests.conftest import engines
+from tests.conftest import covering, engines
 
 
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
@@ -44,13 +44,27 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
             np.testing.assert_allclose(value, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("engine", engines(usually="native"))
-def test_layer_placement_of_a_recommender(cluster, engine):
-    alone = planner_functions.new_recommender()
-    batches = planner_functions.recommender_data()
+@pytest.mark.parametrize(
+    ("engine", "model", "heads", "sent"),
+    covering(
+        [
+            ("native", "recommender", ["rows", "flat"], 2 * 4),
+            ("native", "language model", ["narrow"], 2 * 2),
+            ("horovod", "recommender", ["rows", "flat"], 2 * 4),
+            ("horovod", "language model", ["narrow"], 2 * 2),
+        ],
+        [
+            ("native", "recommender", ["rows", "flat"], 2 * 4),
+            ("native", "language model", ["narrow"], 2 * 2),
+        ],
+    ),
+)
+def test_layer_placement_with_tables(cluster, engine, model, heads, sent):
+    make, make_batches = planner_functions.MODELS[model]
+    alone, batches = make(), make_batches()
     alone.fit(batches, epochs=2, shuffle=False, verbose=0)
     for plan, name, _, weights in cluster(engine, 2).run(
-        planner_functions.planned_and_trained, 0.1, True
+        planner_functions.planned_and_trained, 0.1, model
     ):
         # With one tail worker; and no pipelines.
         assert [cost.way for cost in plan.costs] == [
@@ -58,9 +72,9 @@ def test_layer_placement_of_a_recommender(cluster, engine):
             "data parallelism",
         ]
         assert name == "LayerPlacementStrategy"
-        assert plan.costs[0].stages[0] in ("rows", "flat")
-        # One worker has all rows: two of an example travel to the tail.
-        assert plan.costs[0].busiest_bytes == 12 * 2 * 4 * 4
+        assert plan.costs[0].stages[0] in heads
+        # One worker has all rows: numbers of an example travel to the tail.
+        assert plan.costs[0].busiest_bytes == 12 * sent * 4
         for value, expected in zip(weights, alone.get_weights(), strict=True):
             np.testing.assert_allclose(value, expected, atol=1e-5)
 
@@ -91,10 +105,13 @@ def test_sharded_tables_are_shared_by_workers():
         assert 3 * shared <= placed.memory_bytes[0] <= most
 
 
-def test_a_sampled_softmax_is_not_compared():
-    layers = [keras.Input((8,)), ks.layers.SampledSoftmax(1000, 8)]
-    model = keras.Sequential(layers)
-    assert not comparison.can_be_cut(model)
+def test_tied_weights_are_not_compared():
+    words = keras.Input((3,), dtype="int32")
+    rows = ks.layers.ShardedEmbedding(100, 2)
+    for table in (rows, None):
+        softmax = ks.layers.SampledSoftmax(100, 8, table=table)
+        model = keras.Model(words, softmax(rows(words)))
+        assert comparison.can_be_cut(model) == (table is None)
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))

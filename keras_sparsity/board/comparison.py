@@ -13,13 +13,16 @@ from keras_sparsity.stages.strategy_costs import strategy_costs
 def can_be_cut(model):
     """Whether a model can be trained in stages.
 
-    By a plan: the rows that a `SampledSoftmax` samples are not compared with
-    those of a tail on one process. A model of a fixed batch size has no parts
-    of a batch.
+    A `SampledSoftmax` with the table of an embedding (tied weights) is trained
+    where the embedding is. A model of a fixed batch size has no parts of a
+    batch.
     """
     functional = keras_functional.functional_of(model)
-    layers = keras_models.all_layers(model)
-    if functional is None or any(isinstance(x, SampledSoftmax) for x in layers):
+    is_tied = any(
+        isinstance(layer, SampledSoftmax) and layer.table is not None
+        for layer in keras_models.all_layers(model)
+    )
+    if functional is None or is_tied:
         return False
     return all(each.shape[0] is None for each in functional.inputs)
 

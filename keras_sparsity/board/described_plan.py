@@ -43,8 +43,9 @@ def described(path, cluster, num_examples=None, alpha=None):
         raise ValueError(
             f"The model in {path!r} cannot be cut into stages. Received: a "
             f"{type(model).__name__}; expected: a functional or sequential "
-            "model without `SampledSoftmax`. Save `ks.export(model)`, or call "
-            "`ks.plan(model, dataset, cluster)` for the bytes of its tables."
+            "model of any batch size, whose `SampledSoftmax` has no `table`. "
+            "Save `ks.export(model)`, or call `ks.plan(model, dataset, "
+            "cluster)` for the bytes of its tables."
         )
     cutter = Cutter(model)
     of_process = max(1, num_examples // cluster.size)

@@ -74,7 +74,9 @@ def _run_program(kind, target):
 
 
 def _warn_if_without_messages(num_sites):
-    """Says so if no process of several has sent anything to another.
+    """Says so if no process of several has sent another one anything.
+
+    A program may send messages by other libraries, which are not seen.
 
     Args:
         num_sites: the number of calls of collectives before the program.
@@ -85,8 +87,9 @@ def _warn_if_without_messages(num_sites):
         return
     print(
         f"keras-sparsity: this program ended, and its {known.size} processes "
-        "have sent each other nothing: each ran all of it by itself. To train "
-        "one model together, compile it inside of `strategy.scope()`, with "
+        "have sent each other nothing by this library: each ran all of it by "
+        "itself, unless Horovod or tf.distribute joined them. To train one "
+        "model together, compile it inside of `strategy.scope()`, with "
         "`strategy = ks.HybridStrategy()`.",
         file=sys.stderr,
     )

@@ -39,8 +39,13 @@ class ModelFacts:
 
     @property
     def has_tables(self):
-        """Whether there are sharded tables, which are in a head alone."""
+        """Whether there are sharded tables, which no pipeline trains."""
         return any(each.owned for each in self.profile.gradients)
+
+    @property
+    def has_samples(self):
+        """Whether there is a `SampledSoftmax`, which one tail worker has."""
+        return any(each.has_samples for each in self.profile.gradients)
 
     def at_rate(self, cluster):
         """These facts with the links of a `planning.Cluster`."""

@@ -15,7 +15,7 @@ from keras_sparsity.stages.profile import (
     Profile,
     gradient_sizes,
     num_bytes,
-    with_tables_in_head,
+    places_of_heads,
 )
 from keras_sparsity.tables.table_variable import TableVariable
 from keras_sparsity.update import optimizer_arguments
@@ -102,7 +102,7 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
 
 
 def named_places(cutter, gradients=None):
-    """The places where a head may end: with all tables, and a name.
+    """The places where a head may end: with a name, and all tables it needs.
 
     Args:
         cutter: `Cutter`.
@@ -127,7 +127,7 @@ def named_places(cutter, gradients=None):
     """
     last = {call.name: i for i, call in enumerate(cutter.calls)}
     named = [place for place in cutter.places if place in last.values()]
-    return with_tables_in_head(named, gradients or gradient_sizes(cutter))
+    return places_of_heads(named, gradients or gradient_sizes(cutter))
 
 
 def variable_specs(cutter, alpha=None, num_examples=1):

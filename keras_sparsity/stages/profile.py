@@ -68,6 +68,11 @@ class GradientSize:
     owned: tuple = ()
 
     @property
+    def has_samples(self):
+        """Whether the call is that of a `SampledSoftmax`."""
+        return any(rows.num_sampled for rows in self.owned)
+
+    @property
     def summed_bytes(self):
         """Bytes of the trained weights but those of sharded tables."""
         return self.dense_bytes + self.table_bytes
@@ -217,10 +222,11 @@ def gradient_sizes(cutter, wire_dtype=None):
     return found
 
 
-def with_tables_in_head(places, gradients):
-    """Of cuts' places those behind the last sharded table.
+def places_of_heads(places, gradients):
+    """Of cuts' places those that leave each sharded table where it can live.
 
-    The tables of a `SampledSoftmax` are in the tail.
+    These are behind the last table of an embedding, which is in the head, and
+    before the first `SampledSoftmax`, which is in the tail.
 
     Args:
         places: list.
@@ -236,21 +242,19 @@ def with_tables_in_head(places, gradients):
 
     >>> owned = OwnedRows("table", 2, 8, 1, 4, 4)
     >>> of_table = GradientSize(owned=(owned,))
-    >>> with_tables_in_head([0, 1], [GradientSize(), of_table])
+    >>> places_of_heads([0, 1], [GradientSize(), of_table])
     [1]
 
     References:
         None: a rule of `ks.LayerPlacementStrategy`.
     """
-    last = max(
-        (
-            i
-            for i, each in enumerate(gradients)
-            if any(not rows.num_sampled for rows in each.owned)
-        ),
-        default=0,
-    )
-    return [place for place in places if place >= last]
+    least, most = 0, len(gradients)
+    for place, gradient in enumerate(gradients):
+        if gradient.has_samples:
+            most = min(most, place)
+        elif gradient.owned:
+            least = place
+    return [place for place in places if least <= place < most]
 
 
 def _of_rows(call, tables):

@@ -28,7 +28,8 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
     at most 12 processes also pipelines of all other N, whose stages have
     different numbers of processes, one choice of them for each N. N is at most
     64. The ranks of a stage are consecutive. Models with sharded tables are not
-    trained in pipelines; layer placement has the tables in its head.
+    trained in pipelines; layer placement has the tables in its head, and those
+    of a `SampledSoftmax` on one tail worker.
 
     Pipelines are simulated, with their messages; without a flush, the time of
     a step is that of a mini-batch more once the pipeline is full. Under data
@@ -65,7 +66,8 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
     facts = facts.at_rate(cluster)
     found = [data_parallel(facts, cluster, num_examples, engine)]
     if facts.profile.crossing_bytes and cluster.size > 1:
-        for num_tails in range(1, min(_MOST_TAILS, cluster.size // 2) + 1):
+        most = 1 if facts.has_samples else _MOST_TAILS
+        for num_tails in range(1, min(most, cluster.size // 2) + 1):
             found.append(_placed(facts, cluster, num_examples, num_tails))
         most = len(facts.profile.crossing_bytes) + 1
         if facts.has_tables:

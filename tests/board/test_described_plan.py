@@ -145,10 +145,36 @@ def test_rows_of_sharded_layers(tmp_path):
         )
 
 
-def test_models_of_a_sampled_softmax_are_refused(tmp_path):
-    layers = [keras.Input((8,)), ks.layers.SampledSoftmax(1000, 8)]
-    model = keras.Sequential(layers)
-    model.save(tmp_path / "sharded.keras")
+def test_a_sampled_softmax_is_on_one_tail_worker(tmp_path):
+    words = keras.Input((3,), dtype="int32")
+    x = ks.layers.ShardedEmbedding(100, 2, name="rows")(words)
+    x = keras.layers.Dense(4, name="hidden")(x)
+    softmax = ks.layers.SampledSoftmax(1000, 8, use_bias=False)
+    path = str(tmp_path / "language.keras")
+    keras.Model(words, softmax(x)).save(path)
+    cluster = ks.planning.Cluster(4, megabits_per_second=1.0)
+    plan = described_plan.described(path, cluster, num_examples=6)
+    ways = {(cost.way, cost.num_tails): cost for cost in plan.costs}
+    assert set(ways) == {("data parallelism", 0), ("layer placement", 1)}
+    placed = ways["layer placement", 1]
+    assert placed.stages[0] in ("rows", "hidden")
+    # The tail worker has all classes: weights, gradients and Adam's slots.
+    assert placed.memory_bytes[1] >= 4 * 4 * (4 * 1000)
+    # Of a class in 1000 a process touches its label's and a sample's, 2 bytes
+    # for the number and 4 numbers; none of them travels to the tail.
+    classes = ks.planning.VariableSpec(
+        "softmax", (1000, 4), (6 / 4 * 3 + 8) / 1000
+    )
+    others = ways["data parallelism", 0].busiest_bytes - placed.busiest_bytes
+    assert others > ks.planning.plan([classes], cluster).total.busiest_bytes / 3
+
+
+def test_tied_weights_are_refused(tmp_path):
+    words = keras.Input((3,), dtype="int32")
+    rows = ks.layers.ShardedEmbedding(100, 2, name="rows")
+    softmax = ks.layers.SampledSoftmax(100, 8, table=rows)
+    path = str(tmp_path / "tied.keras")
+    keras.Model(words, softmax(rows(words))).save(path)
     cluster = ks.planning.Cluster(2, megabits_per_second=1.0)
     with pytest.raises(ValueError, match=r"cannot be cut.*ks.export\(model\)"):
-        described_plan.described(str(tmp_path / "sharded.keras"), cluster)
+        described_plan.described(path, cluster)

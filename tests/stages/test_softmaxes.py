@@ -7,7 +7,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.stages.model_facts import variable_specs
-from keras_sparsity.stages.profile import gradient_sizes, with_tables_in_head
+from keras_sparsity.stages.profile import gradient_sizes, places_of_heads
 from keras_sparsity.stages.softmaxes import computed_with_losses
 from keras_sparsity.stages.timing import call_seconds
 
@@ -34,12 +34,20 @@ def test_rows_of_labels_and_of_a_sample():
     alphas = [spec.alpha for spec in variable_specs(cutter, num_examples=4)]
     share = (4 * 3 + 20) / 90
     assert alphas == [4 * 3 / 50, None, None, share, share]
-    # In front of the softmax, behind the embedding.
-    gradients = [embedding, dense, softmax]
-    assert list(with_tables_in_head({0: 4, 1: 8}, gradients)) == [0, 1]
-    assert list(with_tables_in_head({0: 4, 1: 8}, gradients[1:])) == [0, 1]
-    after = [dense, embedding, softmax]
-    assert list(with_tables_in_head({0: 4, 1: 8}, after)) == [1]
+
+
+def test_places_between_embedding_and_softmax():
+    cutter, _ = _cutter()
+    embedding, dense, softmax = gradient_sizes(cutter)
+    for calls, expected in [
+        ([embedding, dense, softmax], [0, 1]),
+        ([dense, dense, softmax], [0, 1]),
+        ([dense, embedding, softmax], [1]),
+        # Another output behind the softmax stays with it.
+        ([embedding, softmax, dense], [0]),
+        ([softmax, embedding, dense], []),
+    ]:
+        assert places_of_heads([0, 1], calls) == expected
 
 
 def test_its_pass_is_measured_with_its_loss():
