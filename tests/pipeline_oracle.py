@@ -166,7 +166,7 @@ def train(stages, batches, schedule, target, messages_ahead=False):
 def _delays(k, num_stages, messages_ahead):
     """The slots of mini-batch 0: forward and backward."""
     if messages_ahead:
-        return 2 * k, 2 * (k + 3 * (num_stages - 1 - k)) + 1
+        return 4 * k, 2 * (2 * k + 4 * (num_stages - 1 - k)) + 1
     return k, 2 * num_stages - 1 - k
 
 
@@ -178,11 +178,11 @@ def _ahead(last, k, m, kind, num_stages, target, messages_ahead):
     first, back = _delays(k, num_stages, messages_ahead)
     turn = m
     if messages_ahead:
-        turn += k
+        turn += 2 * k
     if kind == "backward":
-        turn += (3 if messages_ahead else 1) * (num_stages - 1 - k)
+        turn += (4 if messages_ahead else 1) * (num_stages - 1 - k)
     if turn <= last:
-        last += 3 * num_stages
+        last += 4 * num_stages
     slot = 2 * m + (first if kind == "forward" else back)
     others = [n for n in range(last + 1) if n != m and 2 * n + back > slot]
     if target == "sequential":

@@ -8,7 +8,7 @@ class LateLogs:
 
     They travel from the last stage with gradients. All stages show those of
     the mini-batch that has come back to the first one: N - 1 steps ago, or
-    3 (N - 1) with `messages_ahead`.
+    4 (N - 1) with `messages_ahead`.
 
     Args:
         number: the steps between knowing and showing them.

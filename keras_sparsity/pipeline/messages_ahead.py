@@ -1,4 +1,4 @@
-"""Turns in which messages travel that the next turn uses."""
+"""Turns in which the messages of the turn before travel."""
 
 import tensorflow as tf
 
@@ -74,13 +74,14 @@ class MessagesAhead:
             arrived = [w.arrived.take_if(is_forward) for w in self._waiting]
             _when(now.has(self._backward + 1), self._take_results)
         if not self._stage.is_last:
+            _when(now.has(self._forward + 1), self._take_outputs)
             upstream = [w.upstream.take_if(is_backward) for w in self._waiting]
             sizes = [w.take_sizes_if(is_asked) for w in self._waiting]
         row, outputs = self._forward_passes(batches, arrived, now)
         self._meet_neighbours(sizes, now)
         if self._stage.is_last:
             return row
-        # What the stage behind waits for is computed first.
+        # Of one pass after the other, less is held at once.
         with tf.control_dependencies(outputs):
             return self._logs_if(
                 is_backward,
@@ -127,7 +128,7 @@ class MessagesAhead:
             _when(now.has(self._forward - 1), self._receive)
             _when(now.has(self._backward + 1), self._send_back)
         if not self._stage.is_last:
-            _when(now.has(self._forward), self._send)
+            _when(now.has(self._forward + 1), self._send)
             _when(
                 now.has(self._backward - 1),
                 lambda: self._receive_gradients(sizes),
@@ -158,6 +159,10 @@ class MessagesAhead:
         for waiting in self._waiting:
             waiting.returned.put(waiting.results.take())
 
+    def _take_outputs(self):
+        for waiting in self._waiting:
+            waiting.leaving.put(waiting.outputs.take())
+
     def _send_back(self):
         for waiting in self._waiting:
             waiting.send_back(waiting.returned.take())
@@ -165,7 +170,7 @@ class MessagesAhead:
     def _send(self):
         sent = self._stage.sent
         for waiting in self._waiting:
-            *values, loss = waiting.outputs.take()
+            *values, loss = waiting.leaving.take()
             self._stage.send(sent.without_masks(values), loss)
 
     def _receive(self):

@@ -86,12 +86,12 @@ class PipelineStrategy(StagedStrategy):
             or of the first step if that is due to the layers' outputs. None:
             any number.
         messages_ahead: whether, in the schedules without a flush, each message
-            travels during a whole step and is used in the next one. A step
-            then takes as long as the slowest stage's passes, or as a message
-            behind a forward pass, rather than as both together; stage k has
-            3 (N - 1 - k) + 1 mini-batches in flight in place of N - k: as many
-            updates more are missed or predicted, copies of `"stash"` held, and
-            logs are 3 (N - 1) batches late.
+            travels during a whole step of its own: the one before computes it,
+            the one after uses it. A step then takes as long as the slowest
+            stage's passes or message, rather than as both together; stage k
+            has 4 (N - 1 - k) + 1 mini-batches in flight in place of N - k: as
+            many updates more are missed or predicted, copies of `"stash"`
+            held, and logs are 4 (N - 1) batches late.
         engine, timeout: see `ks.HybridStrategy`.
 
     Attributes:

@@ -8,12 +8,12 @@ from keras_sparsity.pipeline.store import Store
 class Unread:
     """`Store`s of the inputs and labels that a stage uses in a later turn.
 
-    Stage k computes mini-batch t in turn t + k, and receives its activations in
-    the turn before.
+    A stage receives the activations of a mini-batch in the turn before the one
+    in which it computes it.
 
     Args:
         stage: this rank's `Stage`.
-        delay: k.
+        delay: the number of turns between reading and computing a mini-batch.
 
     Attributes:
         num_batches: int32 `tf.Variable`, the number of mini-batches so far.

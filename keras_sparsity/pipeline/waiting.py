@@ -20,7 +20,8 @@ class Waiting:
         results: of the message to the stage before.
         arrived, upstream: with `messages_ahead`, of messages that the next
             turn uses: from the stage before, and from the stage behind.
-        outputs, returned: then, of messages that leave in the same turn: to
+        outputs: then, of the message to the stage behind.
+        leaving, returned: then, of messages that leave in the same turn: to
             the stage behind, and to the stage before.
     """
 
@@ -40,8 +41,7 @@ class Waiting:
             backward,
         )
         message = _message(stage.received)
-        sent = backward + (not stage.is_first)
-        self.results = Store(message, backward, sent)
+        self.results = Store(message, backward, backward + (not stage.is_first))
         # Gradients arrive a turn ahead of the pass that uses them.
         asked = max(forward, backward - turns.messages_ahead)
         # The numbers of examples, and unknown sizes, of the sent tensors.
@@ -54,10 +54,11 @@ class Waiting:
                 [*stage.received.specs, loss], arriving, forward
             )
             self.upstream = Store(self.message, asked, backward)
-            self.outputs = Store([*stage.sent.specs, loss])
-            self.returned = Store(message)
-            self._stores += [self.arrived, self.upstream]
-            self._stores += [self.outputs, self.returned]
+            sent = [*stage.sent.specs, loss]
+            self.outputs = Store(sent, forward, forward + (not stage.is_last))
+            self.leaving, self.returned = Store(sent), Store(message)
+            self._stores += [self.arrived, self.upstream, self.outputs]
+            self._stores += [self.leaving, self.returned]
 
     @property
     def message(self):
@@ -103,7 +104,7 @@ class Waiting:
         )
 
     def keep_outputs(self, outputs, loss):
-        """Keeps a message to the stage behind until it leaves."""
+        """Keeps a message to the stage behind until the next turn."""
         self.outputs.put([*self._stage.sent.with_masks(outputs), loss])
 
     def take_sizes_if(self, condition):

@@ -161,11 +161,10 @@ class PipelineCosts:
         )
         seconds = (many - few) / number
         if turns.messages_ahead:
-            # A turn ends when its activations have come.
-            sizes, _ = self._piece_bytes()
-            for link, size in enumerate(sizes):
-                sent = forward[link] + self._link_seconds(link, size)
-                seconds = max(seconds, sent)
+            # A turn ends when its messages have come.
+            for sizes in self._piece_bytes():
+                for link, size in enumerate(sizes):
+                    seconds = max(seconds, self._link_seconds(link, size))
         return seconds
 
     def _memory_in_flight(self, name, stage, turns):

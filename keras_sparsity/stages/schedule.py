@@ -188,7 +188,7 @@ def without_flush(num_stages, num_batches, messages_ahead=False):
 
     The batches are whole mini-batches. A forward pass at stage k misses the
     updates of up to N - 1 - k mini-batches before its own; with
-    `messages_ahead`, of up to 3 (N - 1 - k).
+    `messages_ahead`, of up to 4 (N - 1 - k).
 
     Args:
         num_stages: N.
@@ -207,7 +207,7 @@ def without_flush(num_stages, num_batches, messages_ahead=False):
     >>> [task.kind.value for task in without_flush(2, 2).stages[1]]
     ['forward', 'backward', 'update', 'forward', 'backward', 'update']
     >>> without_flush(2, 9, messages_ahead=True).in_flight(0)
-    4
+    5
 
     References:
         SpecTrain (arXiv:1809.02839), 3; PipeDream (arXiv:1806.03377), 3.2.
@@ -222,9 +222,10 @@ def without_flush(num_stages, num_batches, messages_ahead=False):
             if task.kind is Kind.BACKWARD:
                 tasks.append(Task(Kind.UPDATE, task.batch))
         stages.append(tuple(tasks))
-    # Of a turn of two passes: activations travel from the middle to the end,
-    # gradients from the end to the middle of the second turn after.
-    delays = (1, 3) if messages_ahead else (0, 0)
+    # Of turns of two passes: activations wait from the middle of one for the
+    # begin of the second one after, gradients from the end of one for the
+    # middle of the second one after.
+    delays = (3, 3) if messages_ahead else (0, 0)
     return Schedule(num_batches, tuple(stages), delays=delays)
 
 

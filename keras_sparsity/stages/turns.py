@@ -15,12 +15,11 @@ class Turns:
     gradients in the turn after: stage k of N is N - 1 - k mini-batches ahead.
     So two turns last no less than the passes of two stages and two messages.
 
-    With `messages_ahead`, each message travels during one turn and is used in
-    the next one, so that a turn lasts no less than its passes, or a message
-    behind a forward pass. Activations leave in the turn in which they are
-    computed: a forward pass is one turn later at each stage. Gradients, which
-    a turn computes last, leave in the next one: a backward pass is two turns
-    earlier at each stage. Stage k is 3 (N - 1 - k) mini-batches ahead.
+    With `messages_ahead`, each message travels during a whole turn: it is
+    computed in the turn before and used in the turn after. So a turn lasts no
+    less than its passes, or a message. From each stage to the next one a
+    forward pass is two turns later, and a backward pass two turns earlier.
+    Stage k is 4 (N - 1 - k) mini-batches ahead.
 
     Attributes:
         num_stages: N.
@@ -30,7 +29,7 @@ class Turns:
 
     >>> turns = Turns(3, messages_ahead=True)
     >>> [(turns.forward(k), turns.backward(k)) for k in range(3)]
-    [(0, 6), (1, 4), (2, 2)]
+    [(0, 8), (2, 6), (4, 4)]
 
     References:
         PipeDream (arXiv:1806.03377), 3.1: communication as a stage.
@@ -42,11 +41,11 @@ class Turns:
     def num_ahead(self, stage):
         """The mini-batches whose forward passes come before a backward pass."""
         behind = self.num_stages - 1 - stage
-        return 3 * behind if self.messages_ahead else behind
+        return 4 * behind if self.messages_ahead else behind
 
     def forward(self, stage):
         """Turns between reading a mini-batch and its forward pass."""
-        return stage if self.messages_ahead else 0
+        return 2 * stage if self.messages_ahead else 0
 
     def backward(self, stage):
         """Turns between reading a mini-batch and its backward pass.

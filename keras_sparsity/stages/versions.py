@@ -17,7 +17,7 @@ def missed_updates(schedule, stage):
     Returns:
         Dict from `Task` to an integer. Without a flush, in the steady state:
         N - 1 - k for a forward pass and 0 for a backward pass; with
-        `messages_ahead` 3 (N - 1 - k) and 0.
+        `messages_ahead` 4 (N - 1 - k) and 0.
 
     Raises:
         Nothing.
@@ -49,7 +49,7 @@ def updates_to_return(schedule, stage):
     Returns:
         Dict from `Task` to an integer. Without a flush, in the steady state:
         floor(k / 2) + N - k - 1 for a forward pass and floor(k / 2) for a
-        backward pass; with `messages_ahead` 2 k + 3 (N - k - 1) and 2 k.
+        backward pass; with `messages_ahead` 2 k + 4 (N - k - 1) and 2 k.
 
     Raises:
         ValueError: if the schedule deadlocks.

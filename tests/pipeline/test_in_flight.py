@@ -97,7 +97,7 @@ def check(ranks, rule, schedule, target, layers, *args, **options):
     """Compares ranks with the oracle, of stages as `_layers_of` takes them."""
     expected = _of_oracle(rule, schedule, target, layers, *args, **options)
     behind = len(layers) - 1 + isinstance(layers[0], str)
-    late = 3 * behind if options.get("messages_ahead") else behind
+    late = 4 * behind if options.get("messages_ahead") else behind
     _check_as(ranks, late, expected)
 
 

@@ -285,25 +285,28 @@ def test_a_run_has_the_tasks_of_the_schedule(cluster):
 
 
 def test_missed_updates_and_distances_as_they_run(cluster):
-    """3 (N - 1 - k) are missed, and 2 k come until the round trip ends."""
+    """4 (N - 1 - k) are missed, and 2 k come until the round trip ends."""
     size, num_steps = 4, 14
     ranks = cluster("native", size, has_groups=True).run(
         pipeline_functions.counted, num_steps, True
     )
     for k, (missed, ahead) in enumerate(ranks):
-        num_ahead, beyond = 3 * (size - 1 - k), 2 * k
+        num_ahead, beyond = 4 * (size - 1 - k), 2 * k
         in_flight = [min(step, num_ahead) for step in range(num_steps)]
         assert missed == in_flight
         # While the pipeline empties, to no update that is not to come.
         later = [num_steps - 1 - step for step in range(num_steps)]
+        first = 2 * k
         forward = [
-            number + (beyond if step + k < num_steps else min(beyond, left))
+            number + (beyond if step + first < num_steps else min(beyond, left))
             for step, (number, left) in enumerate(
                 zip(in_flight, later, strict=True)
             )
         ]
         backward = [
-            beyond if step + k + num_ahead < num_steps else min(beyond, left)
+            beyond
+            if step + 2 * k + num_ahead < num_steps
+            else min(beyond, left)
             for step, left in enumerate(later)
         ]
         expected = forward
@@ -321,14 +324,14 @@ def test_plan(cluster, tmp_path):
     assert all(each[0] == plan and all(each[2:]) for each in ranks)
     layer, activation = 4 * (16 * 16 + 16), 4 * 12 * 16
     for k, stage in enumerate(plan.stages):
-        num_ahead, num_layers = 3 * (2 - k), (2, 3, 3)[k]
+        num_ahead, num_layers = 4 * (2 - k), (2, 3, 3)[k]
         assert stage.missed_updates == num_ahead
         made = activation * num_layers
         if not num_ahead:
             made //= 4  # of one micro-batch at a time
         # Weights, gradients, Adam's slots and counters, and the copies.
         weights = (4 + num_ahead) * num_layers * layer + 8 + 4
-        taken = (num_ahead + 1 + k) * activation
+        taken = (num_ahead + 1 + 2 * k) * activation
         assert stage.memory_bytes == weights + taken + made
 
 

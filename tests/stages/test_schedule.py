@@ -67,7 +67,7 @@ def test_each_pass_is_run_once_and_in_the_order_of_batches(make, size):
         (without_flush, lambda n, k, m: min(n - k, m)),
         (
             lambda n, m: without_flush(n, m, messages_ahead=True),
-            lambda n, k, m: min(3 * (n - 1 - k) + 1, m),
+            lambda n, k, m: min(4 * (n - 1 - k) + 1, m),
         ),
     ],
 )

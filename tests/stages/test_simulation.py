@@ -42,16 +42,16 @@ def test_the_slots_without_a_flush(num_stages):
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
 def test_the_slots_of_turns_with_messages_ahead(num_stages):
     """Turns of two slots: forward passes in the first, backward behind."""
-    num_batches = 3 * num_stages + 40
+    num_batches = 4 * num_stages + 40
     timeline = simulate(without_flush(num_stages, num_batches, True))
     for stage in range(num_stages):
         starts, behind = timeline.starts[stage], num_stages - 1 - stage
         for batch in range(num_batches):
-            backward = batch + stage + 3 * behind
+            backward = batch + 2 * stage + 4 * behind
             assert starts[_task("b", batch)] == 2 * backward + 1
             # While the pipeline fills, as soon as messages come.
-            if batch > 3 * behind:
-                assert starts[_task("f", batch)] == 2 * (batch + stage)
+            if batch > 4 * behind:
+                assert starts[_task("f", batch)] == 2 * (batch + 2 * stage)
 
 
 def test_messages_travel_while_stages_compute_and_wait_for_their_link():

@@ -121,8 +121,8 @@ def test_slow_links_and_latency():
     [
         # In two steps a round trip of 3 + 4 + 9 s and two messages.
         (6.0, 8 + 6, 12.0),
-        # A message behind the forward pass.
-        (18.0, 8 + 18, 3 + 18),
+        # A message.
+        (18.0, 8 + 18, 18),
     ],
 )
 def test_messages_ahead(latency, in_turn, ahead):
@@ -133,12 +133,12 @@ def test_messages_ahead(latency, in_turn, ahead):
     }
     assert named[False].step_seconds == pytest.approx(in_turn, rel=1e-4)
     assert named[True].step_seconds == pytest.approx(ahead, rel=1e-4)
-    assert [named[each].missed_updates for each in (False, True)] == [1, 3]
-    # Three copies of weights in place of one; a message more.
+    assert [named[each].missed_updates for each in (False, True)] == [1, 4]
+    # Four copies of weights in place of one; two messages more.
     front, back = 4_400, 40_000
     assert named[True].memory_bytes == (
-        front * 7 + 8 * 1_010,
-        back * 4 + 8 * 14 + 80,
+        front * 8 + 8 * 1_010,
+        back * 4 + 8 * 14 + 2 * 80,
     )
     assert described(named[True]) == "pipeline 'stash', messages ahead"
 

@@ -18,7 +18,7 @@ def _slots(num_stages, stage, messages_ahead):
     """The slots of mini-batch 0: forward, backward."""
     if messages_ahead:
         behind = num_stages - 1 - stage
-        return 2 * stage, 2 * (stage + 3 * behind) + 1
+        return 4 * stage, 2 * (2 * stage + 4 * behind) + 1
     return stage, 2 * num_stages - 1 - stage
 
 
@@ -83,12 +83,12 @@ def test_messages_ahead_in_the_steady_state(num_stages):
         behind = num_stages - 1 - stage
         to_return = versions.updates_to_return(schedule, stage)
         missed = versions.missed_updates(schedule, stage)
-        for batch in range(25, 55):
+        for batch in range(30, 45):
             forward = Task(Kind.FORWARD, batch)
             backward = Task(Kind.BACKWARD, batch)
-            assert to_return[forward] == 2 * stage + 3 * behind
+            assert to_return[forward] == 2 * stage + 4 * behind
             assert to_return[backward] == 2 * stage
-            assert missed[forward] == 3 * behind
+            assert missed[forward] == 4 * behind
             assert missed[backward] == 0
 
 
