@@ -49,7 +49,7 @@ def repartition(model, partitions):
         model, partitions, "partitions", "its number of partitions"
     )
     for table in tables:
-        checks.positive_integer(
+        checks.num_partitions(
             f"partitions[{table.owner_name!r}]", partitions[table]
         )
     _move(model, {t: (t.architecture, int(partitions[t])) for t in tables})

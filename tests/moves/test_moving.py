@@ -149,3 +149,14 @@ def test_one_process_has_nothing_to_move():
     assert model.train_function is function
     assert not layer.table.is_sharded
     assert layer.table.requested_partitions == 5
+
+
+@pytest.mark.parametrize(
+    ("move", "target"),
+    [(ks.moves.repartition, 10**9), (ks.moves.move, ("ps", 10**9))],
+)
+def test_more_partitions_than_variables_can_be(move, target):
+    layer = ks.layers.ShardedEmbedding(9, 2)
+    model = keras.Sequential([keras.Input((2,)), layer])
+    with pytest.raises(ValueError, match="at most 1,000,000.*=1000000000"):
+        move(model, {layer.table: target})
