@@ -5,6 +5,7 @@ session reads and writes the servers' variables whenever its rank is ready.
 """
 
 import contextlib
+import logging
 import os
 import threading
 
@@ -33,7 +34,9 @@ class Servers:
 
     def __init__(self, collectives):
         with _addresses(collectives) as self.addresses:
-            self._server = _server(self.addresses, collectives.rank)
+            self._server = _server(
+                self.addresses, collectives.rank, told_of_open(collectives)
+            )
         self.size, self.num_workers = collectives.size, collectives.num_workers
         has_own = bool(collectives.num_servers)
         first = collectives.num_workers if has_own else 0
@@ -113,11 +116,22 @@ def _addresses(collectives):
         )
 
 
-def _server(given, rank):
+def _server(given, rank, warn):
     cluster = tf.train.ClusterSpec({_JOB: [f"{h}:{p}" for h, p in given]})
     hosts = [host.strip("[]") for host, _ in given]
-    with firewall.guarded_port(given[rank][1], hosts, lambda message: None):
+    with firewall.guarded_port(given[rank][1], hosts, warn):
         return tf.distribute.Server(cluster, job_name=_JOB, task_index=rank)
+
+
+def told_of_open(collectives):
+    """A function of the message that this process's server is open to all.
+
+    Once for each machine. The native engine has said it of its own server.
+    """
+    is_told = collectives.engine == "native" and collectives.size > 1
+    if is_told or collectives.local_rank:
+        return logging.getLogger(__name__).info
+    return logging.getLogger(__name__).warning
 
 
 _started = {}  # from `Collectives` to `Servers`
