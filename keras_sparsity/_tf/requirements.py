@@ -6,7 +6,9 @@ import re
 MIN_KERAS = (3, 5)
 MIN_TENSORFLOW = (2, 16)
 
-INSTALL = "pip install 'keras-sparsity[cpu]' (or [gpu])"
+INSTALL = (
+    "pip install 'tensorflow-cpu>=2.16' (for GPUs 'tensorflow[and-cuda]>=2.16')"
+)
 SWITCH = (
     "set KERAS_BACKEND=tensorflow in the environment, before Keras is first "
     'imported (or "backend": "tensorflow" in ~/.keras/keras.json)'
@@ -33,8 +35,13 @@ def check_requirements():
         if explanation is None:
             raise  # Installed, and broken: the error itself says how.
         raise ImportError(explanation) from None
-    _check_version("TensorFlow", tensorflow.__version__, MIN_TENSORFLOW)
-    _check_version("Keras", keras.__version__, MIN_KERAS)
+    _check_version(
+        "TensorFlow",
+        tensorflow.__version__,
+        MIN_TENSORFLOW,
+        "tensorflow (or tensorflow-cpu, if that is installed)",
+    )
+    _check_version("Keras", keras.__version__, MIN_KERAS, "keras")
     backend = keras.config.backend()
     if backend != "tensorflow":
         raise ImportError(_wrong_backend(backend))
@@ -47,7 +54,7 @@ def _explain_missing(module):
             f"is not installed. Fix: {INSTALL}, and {SWITCH}."
         )
     if module == "keras":
-        return f"keras_sparsity needs Keras 3. Fix: {INSTALL}."
+        return "keras_sparsity needs Keras 3. Fix: pip install 'keras>=3.5'."
     # Keras imports its configured backend's packages, installed or not.
     configured = os.environ.get("KERAS_BACKEND") or "tensorflow"
     if configured != "tensorflow":
@@ -64,11 +71,11 @@ def _wrong_backend(backend):
     )
 
 
-def _check_version(name, version, minimum):
+def _check_version(name, version, minimum, package):
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if found < minimum:
         wanted = ".".join(map(str, minimum))
         raise ImportError(
             f"keras_sparsity needs {name} {wanted} or later; received "
-            f"{version}. Fix: pip install --upgrade {name.lower()}."
+            f"{version}. Fix: pip install --upgrade {package}."
         )

@@ -20,7 +20,7 @@ def check_installed():
             raise ImportError(
                 f"ArchitectureLogger needs {' and '.join(_NEEDED)}, and "
                 f"{name} is not installed. Fix: pip install "
-                "'keras-sparsity[tensorboard]'."
+                f"{' '.join(_NEEDED)}."
             ) from error
 
 

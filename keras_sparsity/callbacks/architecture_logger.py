@@ -62,7 +62,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
     LOG_DIR` and `keras-sparsity report LOG_DIR` print them on a terminal.
 
     Needs TensorBoard, and Matplotlib for the plot:
-    `pip install 'keras-sparsity[tensorboard]'`.
+    `pip install tensorboard matplotlib`.
 
     Args:
         log_dir: folder, as for `keras.callbacks.TensorBoard`, which can have

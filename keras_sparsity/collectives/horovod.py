@@ -26,8 +26,8 @@ try:
 except ImportError as error:
     raise ImportError(
         "The horovod engine needs Horovod, compiled against the installed "
-        "TensorFlow. Install it with `pip install keras-sparsity[horovod]`, "
-        'or use engine="native", which needs TensorFlow only.'
+        f"TensorFlow: {settings.INSTALL_HOROVOD}, or use "
+        'engine="native", which needs TensorFlow only.'
     ) from error
 
 _MOVED = "bool int8 uint8 int16 uint16 int32 int64 float16 float32 float64"

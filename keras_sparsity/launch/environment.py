@@ -11,7 +11,11 @@ from collections import Counter
 from keras_sparsity._tf import checks
 from keras_sparsity.machines import firewall, ports
 from keras_sparsity.machines.door import DOOR_VARIABLE, JOINS_VARIABLE
-from keras_sparsity.machines.settings import ENGINES, SERVERS_VARIABLE
+from keras_sparsity.machines.settings import (
+    ENGINES,
+    INSTALL_HOROVOD,
+    SERVERS_VARIABLE,
+)
 from keras_sparsity.machines.topology import OVERRIDE, Topology
 
 # TensorFlow 2.21 and Keras take 500 MB, partly shared among processes: a
@@ -47,7 +51,7 @@ def resolve_engine(engine, num_processes):
     if engine == "horovod" and importlib.util.find_spec("horovod") is None:
         raise ValueError(
             "The horovod engine needs Horovod, which is not installed here: "
-            "pip install 'keras-sparsity[horovod]', or use engine='native'."
+            f"{INSTALL_HOROVOD}, or use engine='native'."
         )
     return engine
 

@@ -19,6 +19,7 @@ from keras_sparsity.launch.rank_process import (
     python_flags,
 )
 from keras_sparsity.machines import addresses
+from keras_sparsity.machines.settings import INSTALL_HOROVOD
 
 SSH_VARIABLE = "KERAS_SPARSITY_SSH"
 # BatchMode asks no questions; a dead machine is noticed within a minute.
@@ -249,9 +250,7 @@ class Remote:
             if answer["versions"].get(name) != version
         ]
         if answer["versions"].get("horovod") == "none":
-            problems.append(
-                "has no Horovod: pip install 'keras-sparsity[horovod]'"
-            )
+            problems.append(f"has no Horovod: {INSTALL_HOROVOD}")
         if not answer["has_script"]:
             problems.append(f"has no {script} in {self._directory}")
         return "; ".join(problems)

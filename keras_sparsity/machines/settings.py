@@ -8,6 +8,10 @@ import reprlib
 
 # Adding an engine: see CONTRIBUTING.md.
 ENGINES = ("local", "native", "horovod")
+# pip alone cannot compile it, see setup.py.
+INSTALL_HOROVOD = (
+    "compile it by scripts/install_horovod.sh, of keras_sparsity's repository"
+)
 
 TIMEOUT_VARIABLE = "KERAS_SPARSITY_TIMEOUT"
 # Replaces the random seed that rank 0 draws for all ranks.
@@ -111,8 +115,8 @@ def check_horovod():
             raise ValueError(
                 f"{names[0]} and {names[1]} must be whole numbers, the rank "
                 f"from 0 to the size - 1. Received: {given}. Start the ranks "
-                "with horovodrun, mpirun or `keras-sparsity run`, which set "
-                "them, or unset all of them."
+                "with horovodrun or `keras-sparsity run`, which set them, or "
+                "unset all of them."
             )
 
 

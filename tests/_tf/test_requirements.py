@@ -44,7 +44,7 @@ def run_python(code, **environment):
         pytest.param(
             BLOCK.format(names=["tensorflow"]),
             "tensorflow",
-            ["TensorFlow is not installed", "pip install 'keras-sparsity[cpu]"],
+            ["TensorFlow is not installed", "pip install 'tensorflow-cpu>="],
             id="no-tensorflow",
         ),
         pytest.param(
@@ -56,7 +56,7 @@ def run_python(code, **environment):
         pytest.param(
             BLOCK.format(names=["keras"]),
             "tensorflow",
-            ["needs Keras 3", "pip install 'keras-sparsity[cpu]"],
+            ["needs Keras 3", "pip install 'keras>=3.5'"],
             id="no-keras",
         ),
         pytest.param(
@@ -80,13 +80,19 @@ def run_python(code, **environment):
         pytest.param(
             VERSION.format(keras="2.15.0", tensorflow=""),
             "tensorflow",
-            ["needs Keras 3.5 or later; received 2.15.0", "pip install"],
+            [
+                "needs Keras 3.5 or later; received 2.15.0",
+                "pip install --upgrade keras.",
+            ],
             id="old-keras",
         ),
         pytest.param(
             VERSION.format(keras="", tensorflow="2.9.1"),
             "tensorflow",
-            ["needs TensorFlow 2.16 or later; received 2.9.1", "pip install"],
+            [
+                "needs TensorFlow 2.16 or later; received 2.9.1",
+                "pip install --upgrade tensorflow (or tensorflow-cpu, if",
+            ],
             id="old-tensorflow",
         ),
     ],

@@ -53,4 +53,6 @@ def test_horovod_that_is_not_installed(script, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         launch.main(["run", "-n", "2", "--engine", "horovod", script])
     told = capsys.readouterr().err
-    assert "pip install 'keras-sparsity[horovod]'" in told
+    # Lines are broken to the terminal's width.
+    assert "scripts/install_horovod.sh" in told
+    assert "engine='native'" in " ".join(told.split())
