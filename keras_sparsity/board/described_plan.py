@@ -50,7 +50,7 @@ def described(path, cluster, num_examples=None, alpha=None):
     cutter = Cutter(model)
     of_process = max(1, num_examples // cluster.size)
     specs = model_facts.variable_specs(cutter, alpha, of_process)
-    optimizer = model.optimizer or keras.optimizers.Adam()
+    optimizer = getattr(model, "optimizer", None) or keras.optimizers.Adam()
     facts = model_facts.measured(cutter, num_examples, optimizer, specs)
     costs = strategy_costs(facts, cluster, num_examples)
     return StrategyPlan(costs, cluster, num_examples)
