@@ -70,6 +70,11 @@ def show(options):
         for name in _DESCRIBED
         if getattr(options, name[2:].replace("-", "_"), None) is not None
     ]
+    if not os.path.exists(options.source):
+        raise ValueError(
+            f"There is no file or folder {options.source!r}. Expected: the "
+            "folder of an ArchitectureLogger, or for `plan` a saved model."
+        )
     is_model = options.command == "plan" and not os.path.isdir(options.source)
     if given and not is_model:
         raise ValueError(
