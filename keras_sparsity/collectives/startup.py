@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import logging
 import os
 import platform
 import random
@@ -114,9 +115,27 @@ def start(engine=None, timeout=None):
 
 
 def _found_engine():
+    """The engine's name, by how this process was started."""
     if "HOROVOD_RANK" in os.environ:
         return "horovod"
-    return "native" if len(settings.cluster()) > 1 else "local"
+    if len(settings.cluster()) > 1:
+        return "native"
+    _tell_of_mpi()
+    return "local"
+
+
+def _tell_of_mpi():
+    """Says so, on the first process, where MPI has started several alone."""
+    for prefix in ("OMPI_COMM_WORLD_", "PMI_"):
+        size, rank = (os.environ.get(prefix + x) for x in ("SIZE", "RANK"))
+        if size not in (None, "1") and rank == "0":
+            logging.getLogger(__name__).warning(
+                "%s processes were started by MPI, and each trains alone. To "
+                "train one model together use HybridStrategy(engine="
+                '"horovod"), with a Horovod compiled with MPI, or start them '
+                "by `keras-sparsity run`.",
+                size,
+            )
 
 
 @functools.cache

@@ -17,6 +17,7 @@ import sys
 
 import pytest
 
+from keras_sparsity.collectives import startup
 from keras_sparsity.launch import environment, hosts
 from keras_sparsity.machines import ports
 from tests.conftest import HAS_HOROVOD
@@ -200,3 +201,24 @@ def test_a_second_start_keeps_the_engine():
         "except ValueError as error: print(error)"
     )
     assert "cannot be changed to 'native'" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_told"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, True),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, True),
+        ({"PMI_SIZE": "4", "PMI_RANK": "1"}, False),  # the first one does
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, False),
+        ({}, False),
+    ],
+)
+def test_processes_of_mpi_that_train_alone_are_told(
+    variables, is_told, monkeypatch, caplog
+):
+    for name in ("HOROVOD_RANK", "TF_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert startup._found_engine() == "local"
+    assert ("4 processes were started by MPI" in caplog.text) is is_told
