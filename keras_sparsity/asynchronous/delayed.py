@@ -145,12 +145,15 @@ def _check_callbacks(callbacks):
     for callback in getattr(callbacks, "callbacks", None) or keras.tree.flatten(
         callbacks or []
     ):
-        is_checkpoint = isinstance(callback, ShardedCheckpoint)
-        if is_checkpoint and callback.every_steps is not None:
-            raise ValueError(
-                "A checkpoint within an epoch would lose the gradients that "
-                "wait to be applied. Received: "
-                f"ShardedCheckpoint(every_steps={callback.every_steps}) under "
-                "`synchronous=False`. Leave it out: epochs end with all "
-                "gradients applied."
-            )
+        if not isinstance(callback, ShardedCheckpoint):
+            continue
+        for name in ("every_steps", "every_seconds"):
+            value = getattr(callback, name)
+            if value is not None:
+                raise ValueError(
+                    "A checkpoint within an epoch would lose the gradients "
+                    "that wait to be applied. Received: "
+                    f"ShardedCheckpoint({name}={value}) under "
+                    "`synchronous=False`. Leave it out: epochs end with all "
+                    "gradients applied."
+                )

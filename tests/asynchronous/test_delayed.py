@@ -159,6 +159,7 @@ def test_what_would_lose_gradients_is_refused():
     x = np.ones((2, 2), "float32")
     with pytest.raises(ValueError, match="train_on_batch.*max_staleness=1"):
         model.train_on_batch(x, x[:, :1])
-    checkpoint = ks.callbacks.ShardedCheckpoint("unused", every_steps=1)
-    with pytest.raises(ValueError, match="every_steps=1"):
-        model.fit(x, x[:, :1], callbacks=[checkpoint], verbose=0)
+    for name in ("every_steps", "every_seconds"):
+        checkpoint = ks.callbacks.ShardedCheckpoint("unused", **{name: 1})
+        with pytest.raises(ValueError, match=f"{name}=1"):
+            model.fit(x, x[:, :1], callbacks=[checkpoint], verbose=0)
