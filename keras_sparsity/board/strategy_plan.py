@@ -52,6 +52,14 @@ class StrategyPlan(WrittenPlan):
         for cost in fitting:
             if cost.is_exact or asynchronous:
                 return cost
+        if fitting:
+            raise ValueError(
+                "The ways to train this model that fit the memory of a process "
+                "miss updates: their result is not that of one process. "
+                f"Received: cluster={self.cluster}; the fastest of them is "
+                f"{described(fitting[0])}. Ask for it by `asynchronous=True`, "
+                "or use smaller batches or more processes."
+            )
         least = min(self.costs, key=lambda cost: max(cost.memory_bytes))
         raise ValueError(
             "No way to train this model fits the memory of a process. "

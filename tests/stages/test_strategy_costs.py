@@ -355,6 +355,9 @@ def test_late_updates_only_where_they_are_allowed():
     assert named["vanilla"].step_seconds == pytest.approx(12 / 8)
     assert plan.best().schedule in ("gpipe", "1f1b", None)
     assert plan.best().is_exact
+    of_late = tuple(cost for cost in found if not cost.is_exact)
+    with pytest.raises(ValueError, match="miss updates.*'spectrain'.*=True"):
+        StrategyPlan(of_late, cluster, 1).best()
 
 
 def test_several_tails_divide_what_is_faster():
