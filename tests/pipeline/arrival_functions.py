@@ -10,7 +10,8 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.pipeline.links import Link
 
-NUM_BATCHES = 4
+# More than are in flight.
+NUM_BATCHES = 6
 _SECONDS = 10
 
 

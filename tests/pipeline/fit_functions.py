@@ -28,7 +28,8 @@ def eager(schedule, messages_ahead=False):
         )
         with strategy.scope():
             model.compile("adam", "mse", run_eagerly=is_eager)
-        x, y = np.split(np.random.default_rng(0).normal(size=(22, 8)), [6], 1)
+        # Of more mini-batches than are in flight.
+        x, y = np.split(np.random.default_rng(0).normal(size=(40, 8)), [6], 1)
         model.fit(x, y, batch_size=6, epochs=2, shuffle=False, verbose=0)
         found.append(model.get_weights())
     return found

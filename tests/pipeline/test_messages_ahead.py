@@ -17,8 +17,9 @@ from tests.pipeline import (
     test_in_flight,
 )
 
-# Of 8 examples, and the last one of 3: more than are in flight.
-_NUM_EXAMPLES = 59
+# Mini-batches of 8 examples, and the last one of 3: more than the 5 that are in
+# flight in two stages, and than the 9 in three.
+_NUM_EXAMPLES, _OF_THREE = 59, 91
 _TWO = [["dense_0", "drop", "dense_1"], ["norm", "dense_2", "dense_3", "out"]]
 _THREE = [
     ["dense_0", "drop"],
@@ -100,7 +101,7 @@ def test_two_stages(cluster, engine, rule, schedule, target):
     ),
 )
 def test_three_stages(cluster, engine, rule, schedule, target):
-    _train(cluster, engine, rule, (schedule, target), _THREE)
+    _train(cluster, engine, rule, (schedule, target), _THREE, _OF_THREE)
 
 
 _PLAIN = [["dense_0", "dense_1"], ["dense_2", "dense_3", "out"]]
@@ -132,7 +133,7 @@ def test_parts_of_a_mini_batch(cluster, rule, way, replicas, options):
 
 def test_rows_that_are_looked_up(cluster):
     """Rows of the mini-batches in flight are kept."""
-    cuts, num_examples = ["dense_0", "dense_1"], _NUM_EXAMPLES
+    cuts, num_examples = ["dense_0", "dense_1"], _OF_THREE
     ranks = cluster("native", 3, has_groups=True).run(
         *(pipeline_functions.train_ahead, "momentum", cuts),
         *("stash", "paper", num_examples, "rows line"),
@@ -275,7 +276,7 @@ def test_resumed_in_the_middle_of_an_epoch(cluster, tmp_path, engine, schedule):
 
 def test_a_run_has_the_tasks_of_the_schedule(cluster):
     """While the pipeline fills, is full and empties."""
-    num_steps = 9
+    num_steps = 11
     ranks = cluster("native", 3, has_groups=True).run(
         pipeline_functions.recorded, num_steps, True
     )
