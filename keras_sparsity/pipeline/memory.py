@@ -55,7 +55,7 @@ def num_passes(strategy, schedule, versions):
     return strategy.num_micro_batches
 
 
-def passing_bytes(schedule, number, turns, num_in_turn, taken, made):
+def passing_bytes(schedule, number, turns, num_in_turn, read, received, made):
     """Bytes of the passes that a stage holds at once.
 
     Args:
@@ -63,18 +63,22 @@ def passing_bytes(schedule, number, turns, num_in_turn, taken, made):
         number: the stage's number.
         turns: `Turns`, without a flush; else None.
         num_in_turn: the number of a mini-batch's micro-batches, then.
-        taken: bytes of the tensors that a pass takes.
+        read, received: bytes of the inputs that a pass takes, and of the
+            tensors from the stage before.
         made: bytes of its layers' outputs.
     """
     if turns is None:
-        return schedule.in_flight(number) * (taken + made)
+        return schedule.in_flight(number) * (read + received + made)
     # Of mini-batches in flight, the inputs alone are kept. The last stage ends
     # both passes of a micro-batch before the next one.
     num_ahead = turns.num_ahead(number)
     num_made = num_in_turn if num_ahead else 1
-    # Also those that have been read or received before their pass, at most.
-    num_taken = num_ahead + 1 + turns.forward(number)
-    return num_taken * num_in_turn * taken + num_made * made
+    # Inputs are read so many turns before their pass; messages come in the one
+    # before it.
+    waiting = turns.forward(number)
+    taken = waiting * read + min(1, waiting) * received
+    taken += (num_ahead + 1) * (read + received)
+    return num_in_turn * taken + num_made * made
 
 
 def with_all_outputs(part):
@@ -176,7 +180,7 @@ class Limit:
         ]
 
     def _of_pass(self, part, values, num_examples):
-        """Bytes that a pass takes, and that it makes.
+        """Bytes of the inputs of a pass, of what it receives, and makes.
 
         Args:
             part: the stage's `Part`.
@@ -206,8 +210,11 @@ class Limit:
             for symbolic, value in zip(part.received, received, strict=True)
             if (mask := keras_losses.keras_mask(symbolic)) is not None
         ]
-        taken = num_bytes([*inputs, *received, *masks])
-        return taken, num_bytes(made)
+        return (
+            num_bytes(inputs),
+            num_bytes([*received, *masks]),
+            num_bytes(made),
+        )
 
     def _check(self, of_stages, when):
         number = max(range(len(of_stages)), key=of_stages.__getitem__)

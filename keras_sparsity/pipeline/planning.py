@@ -227,12 +227,14 @@ class Planner:
     def _memory(self, tensors):
         stage = self._stage
         lasting = lasting_bytes(stage, self._model.optimizer, self._versions)
+        num_inputs = len(stage.part.inputs)
         return lasting + passing_bytes(
             self._schedule,
             stage.number,
             self._versions and self._versions.turns,
             self._num_passes,
-            num_bytes(tensors),
+            num_bytes(tensors[:num_inputs]),
+            num_bytes(tensors[num_inputs:]),
             self._made_bytes(tensors),
         )
 

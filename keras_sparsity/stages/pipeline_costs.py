@@ -174,8 +174,8 @@ class PipelineCosts:
             "stash": num_ahead,
             "spectrain": 1 + self._facts.num_averages,
         }[name]
-        # Also those that have come before their pass.
-        num_waiting = num_ahead + turns.forward(stage)
+        # With messages ahead also one that comes before its pass.
+        num_waiting = num_ahead + min(1, turns.forward(stage))
         part = self._parts[stage]
         waiting = num_waiting * self._arriving_bytes(stage) * part
         return (

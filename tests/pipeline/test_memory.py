@@ -2,6 +2,8 @@
 
 import pytest
 
+from keras_sparsity.pipeline.memory import passing_bytes
+from keras_sparsity.stages.turns import Turns
 from tests.pipeline import memory_functions
 
 
@@ -26,3 +28,15 @@ def test_limit(cluster, schedule, model):
         assert f"memory_bytes={most - 1:,}" in in_step
         assert "bytes without the activations" in at_compile
         assert "memory_bytes=100" in at_compile
+
+
+def test_inputs_wait_longer_than_messages():
+    """Those that have been read wait for the messages of their mini-batch."""
+    turns = Turns(3, messages_ahead=True)
+    read, received, made = 10, 100, 1_000
+    of_last = passing_bytes(None, 2, turns, 4, read, received, made)
+    # Read four turns before; of one micro-batch at a time.
+    assert of_last == 4 * (5 * read + 2 * received) + made
+    of_middle = passing_bytes(None, 1, turns, 4, read, received, made)
+    # Four more wait for their backward passes.
+    assert of_middle == 4 * (7 * read + 6 * received + made)

@@ -134,11 +134,11 @@ def test_messages_ahead(latency, in_turn, ahead):
     assert named[False].step_seconds == pytest.approx(in_turn, rel=1e-4)
     assert named[True].step_seconds == pytest.approx(ahead, rel=1e-4)
     assert [named[each].missed_updates for each in (False, True)] == [1, 4]
-    # Four copies of weights in place of one; two messages more.
+    # Four copies of weights in place of one; a message more.
     front, back = 4_400, 40_000
     assert named[True].memory_bytes == (
         front * 8 + 8 * 1_010,
-        back * 4 + 8 * 14 + 2 * 80,
+        back * 4 + 8 * 14 + 80,
     )
     assert described(named[True]) == "pipeline 'stash', messages ahead"
 
