@@ -19,7 +19,7 @@ setup(
     name="keras-sparsity",
     version=VERSION["__version__"],
     description=(
-        "Sparsity-aware data-parallel training for Keras 3 on TensorFlow"
+        "Distributed training for Keras 3 on TensorFlow, variable by variable"
     ),
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

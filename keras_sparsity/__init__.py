@@ -1,4 +1,4 @@
-"""Sparsity-aware data-parallel training for Keras 3 on TensorFlow."""
+"""Distributed training for Keras 3 on TensorFlow, variable by variable."""
 
 import os
 import sys

@@ -29,7 +29,7 @@ def main(argv=None):
     """
     parser = argparse.ArgumentParser(
         prog="keras-sparsity",
-        description="Data-parallel training of Keras models.",
+        description="Distributed training of Keras models.",
     )
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="command"
