@@ -292,7 +292,7 @@ class Predicted(Versions):
         return self._ahead(self._beyond(num_later))
 
     def _beyond(self, num_later):
-        if num_later is None:
+        if num_later is None or not self._most_beyond:
             return self._most_beyond
         return tf.minimum(num_later, self._most_beyond)
 
@@ -319,6 +319,8 @@ class Predicted(Versions):
         self._predictor.settle()
 
     def _ahead(self, num_updates):
+        if isinstance(num_updates, int) and not num_updates:
+            return self._weights(tf.convert_to_tensor)  # as they are, no copy
         return self._weights(
             lambda v: self._predictor.ahead(v, num_updates),
             lambda v: _Ahead(self._predictor, v, num_updates),
