@@ -1,6 +1,5 @@
 """The ways to train a saved model on a described cluster, in one process."""
 
-import os
 import warnings
 
 import keras
@@ -57,8 +56,6 @@ def described(path, cluster, num_examples=None, alpha=None):
 
 
 def _loaded(path):
-    if not os.path.isfile(path):
-        raise ValueError(f"There is no file {path!r}.")
     try:
         with warnings.catch_warnings():
             # The optimizer's slots, which a plan does not need.

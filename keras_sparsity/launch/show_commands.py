@@ -75,15 +75,14 @@ def show(options):
             f"There is no file or folder {options.source!r}. Expected: the "
             "folder of an ArchitectureLogger, or for `plan` a saved model."
         )
-    is_model = options.command == "plan" and not os.path.isdir(options.source)
+    is_model = options.command == "plan" and os.path.isfile(options.source)
     if given and not is_model:
         raise ValueError(
             f"{', '.join(given)} are for a saved model. Received: the folder "
             f"{options.source!r}. Name a file, MODEL.keras."
         )
     is_described = {"--machines", "--rate"} <= set(given)
-    is_file = is_model and os.path.isfile(options.source)
-    if (given or is_file) and not is_described:
+    if is_model and not is_described:
         raise ValueError(
             "The plan of a saved model needs --machines and --rate. "
             f"Received: {', '.join(given) or 'neither'}."
