@@ -319,8 +319,6 @@ class Predicted(Versions):
         self._predictor.settle()
 
     def _ahead(self, num_updates):
-        if isinstance(num_updates, int) and not num_updates:
-            return self._weights(tf.convert_to_tensor)  # as they are, no copy
         return self._weights(
             lambda v: self._predictor.ahead(v, num_updates),
             lambda v: _Ahead(self._predictor, v, num_updates),

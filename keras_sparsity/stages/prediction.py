@@ -71,6 +71,8 @@ class Predictor(abc.ABC):
             Tensor of the shape of the variable or these rows, and its dtype.
         """
         value = _read(variable, ids)
+        if isinstance(num_updates, int) and not num_updates:
+            return value  # as it is, no copy
         step = self.step(variable, ids)
         return value + tf.cast(num_updates, value.dtype) * step
 
