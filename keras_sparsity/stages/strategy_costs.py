@@ -66,8 +66,8 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
     facts = facts.at_rate(cluster)
     found = [data_parallel(facts, cluster, num_examples, engine)]
     if facts.profile.crossing_bytes and cluster.size > 1:
-        most = 1 if facts.has_samples else _MOST_TAILS
-        for num_tails in range(1, min(most, cluster.size // 2) + 1):
+        most_tails = 1 if facts.has_samples else _MOST_TAILS
+        for num_tails in range(1, min(most_tails, cluster.size // 2) + 1):
             found.append(_placed(facts, cluster, num_examples, num_tails))
         most = len(facts.profile.crossing_bytes) + 1
         if facts.has_tables:

@@ -306,7 +306,7 @@ def test_missed_updates_and_distances_as_they_run(cluster):
         ]
         backward = [
             beyond
-            if step + 2 * k + num_ahead < num_steps
+            if step + first + num_ahead < num_steps
             else min(beyond, left)
             for step, left in enumerate(later)
         ]
