@@ -18,7 +18,7 @@ from _links import ClusterError
 
 _TOOLS = {
     "iproute2": ("ip", "tc"),
-    "util-linux": ("mount", "nsenter", "unshare"),
+    "util-linux": ("mount", "nsenter", "taskset", "unshare"),
 }
 _SWITCH_ADDRESS = "10.0.0.254"
 
@@ -80,6 +80,8 @@ class Machines:
 
     Attributes:
         addresses: List of their addresses.
+        cores: List of the list of each one's cores: its own, or all where
+            there are fewer cores than machines.
         pids: List of a process id in each one's namespace.
         links: `_links.Links`.
     """
@@ -87,6 +89,12 @@ class Machines:
     def __init__(self, number, rate, delay, mtu):
         self._rate, self._delay, self._mtu = rate, delay, mtu
         self.addresses = [f"10.0.0.{1 + index}" for index in range(number)]
+        cores = sorted(os.sched_getaffinity(0))
+        is_enough = len(cores) >= number
+        self.cores = [
+            cores[index::number] if is_enough else cores
+            for index in range(number)
+        ]
         self._holders = []
 
     @property
@@ -126,21 +134,28 @@ class Machines:
         holder = self._holders[0 if machine is None else 1 + machine]
         # Another mount namespace begins in its root.
         folder = f"--chdir={os.getcwd()}"
-        return [*_links.enter(holder.pid), "env", folder, *arguments]
+        own = [] if machine is None else ["taskset", "-c", self._list(machine)]
+        return [*_links.enter(holder.pid), *own, "env", folder, *arguments]
 
     def ssh_command(self):
         """A stand-in for ssh: HOST COMMAND runs COMMAND on that machine."""
         cases = "".join(
-            f"{address}) pid={pid};; "
-            for address, pid in zip(self.addresses, self.pids, strict=True)
+            f"{address}) pid={pid} cores={self._list(machine)};; "
+            for machine, (address, pid) in enumerate(
+                zip(self.addresses, self.pids, strict=True)
+            )
         )
         enter = shlex.join(_links.enter("PID")).replace("PID", "$pid", 1)
         # As behind a real one there is nothing of our environment.
         script = (
-            f"case $0 in {cases}esac; exec {enter} "
+            f"case $0 in {cases}esac; exec taskset -c $cores {enter} "
             'env -i HOME="$HOME" PATH="$PATH" sh -c "exec $1"'
         )
         return shlex.join(["sh", "-c", script])
+
+    def _list(self, machine):
+        """A machine's cores, as `taskset` takes them."""
+        return ",".join(map(str, self.cores[machine]))
 
     def _make(self):
         names = [f"machine-{index}" for index in range(len(self.addresses))]

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -320,6 +321,36 @@ def test_nothing_outlives_it(number, nothing_is_left, variables):
         run.send_signal(number)
         code = run.wait(10)
     assert code == (128 + number if number == signal.SIGTERM else -number)
+
+
+@pytest.mark.parametrize(
+    ("cores", "number", "of_machines"),
+    [
+        ({0, 1}, 2, [[0], [1]]),
+        ({0, 1}, 1, [[0, 1]]),
+        ({0, 1}, 3, [[0, 1]] * 3),
+        ({2, 3, 5, 7, 8}, 2, [[2, 5, 8], [3, 7]]),
+    ],
+)
+def test_machines_have_cores_of_their_own(
+    cores, number, of_machines, monkeypatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    assert _namespaces.Machines(number, 0, 0, 1500).cores == of_machines
+
+
+def test_programs_of_a_machine_run_on_its_cores(nothing_is_left):
+    asked = "import os; print(sorted(os.sched_getaffinity(0)))"
+    program = [sys.executable, "-c", asked]
+    with _namespaces.Machines(2, 0, 0, 1500) as machines:
+        ssh = shlex.split(machines.ssh_command())
+        for machine, address in enumerate(machines.addresses):
+            for command in (
+                machines.command(machine, program),
+                [*ssh, address, shlex.join(program)],
+            ):
+                own = subprocess.check_output(command, text=True)
+                assert own == f"{machines.cores[machine]}\n"
 
 
 def test_nobody_comes_in_when_it_has_ended(nothing_is_left):
