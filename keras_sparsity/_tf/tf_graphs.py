@@ -71,6 +71,17 @@ def captured(tensor):
     return graph.capture(tensor) if hasattr(graph, "capture") else tensor
 
 
+def converted_by_autograph(function):
+    """A function, converted if AutoGraph converts the code that calls this.
+
+    `tf.__internal__.autograph`.
+    """
+    autograph = tf.__internal__.autograph
+    return autograph.tf_convert(
+        function, autograph.control_status_ctx(), convert_by_default=False
+    )
+
+
 def calls_so_far():
     """Operations of the graph in tracing that call others, or Python code."""
     if tf.executing_eagerly():

@@ -4,7 +4,7 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity._tf import patches, xla
+from keras_sparsity._tf import patches, tf_graphs, xla
 from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.data import distribution, empty_parts
 from keras_sparsity.global_batch import losses
@@ -80,6 +80,12 @@ class HybridExtended(tf.distribute.StrategyExtended):
 
     def read_var(self, replica_local_var):
         return tf.identity(replica_local_var)
+
+    def _replica_ctx_update(self, var, fn, args=(), kwargs=None, group=True):
+        # TensorFlow's would leave the step's context, and enter the strategy's
+        # scope, for each variable.
+        fn = tf_graphs.converted_by_autograph(fn)
+        return self._update(var, fn, args, kwargs or {}, group)
 
     def _update(self, var, fn, args, kwargs, group):
         if not self._has_updates:

@@ -53,6 +53,25 @@ def test_outermost_graph():
     assert numbers[-1][1] != before
 
 
+@pytest.mark.parametrize("is_converted", [True, False])
+def test_converted_as_its_caller(is_converted):
+    def doubled_if_positive(x):
+        if x > 0:  # of a tensor: for AutoGraph alone
+            x *= 2.0
+        return x
+
+    @tf.function(autograph=is_converted)
+    def call(x):
+        return tf_graphs.converted_by_autograph(doubled_if_positive)(x)
+
+    if not is_converted:
+        with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+            call(tf.constant(3.0))
+        return
+    assert call(tf.constant(3.0)) == 6.0
+    assert call(tf.constant(-3.0)) == -3.0
+
+
 def test_captured():
     handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[], shared_name="c")
     tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant(0))

@@ -104,3 +104,37 @@ def check_interface():
 @pytest.mark.parametrize("engine", engines())
 def test_interface_of_tensorflow(cluster, engine):
     cluster(engine, 2).run(check_interface)
+
+
+def check_updates():
+    """Updates of a variable, in a step and across replicas."""
+    strategy = ks.HybridStrategy()
+    variable = tf.Variable(1.0)
+    contexts = []
+
+    def assign(var, value):
+        contexts.append(tf.distribute.in_cross_replica_context())
+        if value > 3.0:  # of a tensor: for AutoGraph
+            value += 10.0
+        return var.assign(value)
+
+    def step(value):
+        extended = tf.distribute.get_strategy().extended
+        (result,) = extended.update(variable, assign, (value,), group=False)
+        return result
+
+    run = tf.function(lambda value: strategy.run(step, (value,)))
+    assert float(run(tf.constant(2.0))) == float(variable) == 2.0
+    assert float(run(tf.constant(4.0))) == float(variable) == 14.0
+    assert contexts and not any(contexts)
+    with strategy.scope():
+        strategy.extended.update(
+            variable, assign, kwargs={"value": tf.constant(3.0)}
+        )
+    assert float(variable) == 3.0
+    assert contexts[-1]
+
+
+@pytest.mark.parametrize("engine", engines())
+def test_updates(cluster, engine):
+    cluster(engine, 2).run(check_updates)
