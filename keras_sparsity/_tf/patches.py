@@ -41,7 +41,8 @@ class Patch:
     @property
     def owner(self):
         found = pkgutil.resolve_name(self._owner)
-        if found is not keras.Model:
+        # Layers have it too, and are to keep theirs.
+        if found is not keras.Model or self.name == "__call__":
             return found
         # Keras takes a method of the model's for an overridden one.
         return next(kind for kind in found.__mro__ if self.name in vars(kind))

@@ -331,12 +331,11 @@ class SampledSoftmax(keras.layers.Layer):
 
     def _gather(self, ids):
         """Rows of all tables, in as few messages as one table's."""
-        requests, then = self.asked(ids)
+        (requests, then), travel = self.asked(ids), options.entered()
         if then:
-            return gather_side_by_side(*then, options.entered())
+            return gather_side_by_side(*then, travel)
         return foreseen.completed(
-            requests,
-            lambda others: gather_together(others, options.entered())[0],
+            requests, lambda others: gather_together(others, travel)[0]
         )
 
     def full_losses(self, labels, logits):

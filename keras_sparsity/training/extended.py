@@ -139,7 +139,9 @@ class HybridExtended(tf.distribute.StrategyExtended):
             losses.of_global_batch(self._collectives),
             patches.current_rows_are_taken(),
             self._without_examples_on_servers(),
-            foresight.calls_pull_together(self._collectives),
+            foresight.calls_pull_together(
+                self._collectives, self._strategy.options
+            ),
         ):
             return fn(*args, **kwargs)
 

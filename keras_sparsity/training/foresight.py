@@ -51,25 +51,24 @@ def is_of_loss(model, labels):
     )
 
 
-def calls_pull_together(communicator):
+def calls_pull_together(communicator, options):
     """While entered, a model that a step calls pulls its rows together.
 
     Args:
         communicator: `Collectives` of all ranks.
+        options: `Options` of the strategy.
     """
     if communicator.size == 1:
         return contextlib.nullcontext()
-    under_way = []
+    under_way, tells = [], communicator.rank == 0
 
     def make(stock):
-        def call(layer, *args, **kwargs):
-            if under_way or foreseen.is_entered() or not _may_foresee(layer):
-                return stock(layer, *args, **kwargs)
-            under_way.append(layer)
+        def call(model, *args, **kwargs):
+            if under_way or foreseen.is_entered() or not _may_foresee(model):
+                return stock(model, *args, **kwargs)
+            under_way.append(model)
             try:
-                return _called(
-                    stock, layer, args, kwargs, communicator.rank == 0
-                )
+                return _called(stock, model, args, kwargs, options, tells)
             finally:
                 under_way.pop()
 
@@ -99,7 +98,7 @@ def own_step(model, step, batch, tells):
         def begin():
             nonlocal pulled
             if tf.compat.v1.get_default_graph() is graph:
-                pulled = scouted.pulled()
+                pulled = scouted.pulled(model.distribute_strategy.options)
             if pulled is not None:
                 under_the_tape.enter_context(foreseen.by(pulled))
 
@@ -120,10 +119,9 @@ def _has_own_step(model):
 
 
 def _may_foresee(model):
-    """Whether the tables of what is called might pull together."""
+    """Whether the tables of a model that is called might pull together."""
     if (
-        not isinstance(model, keras.Model)
-        or not model.built
+        not model.built
         or tf.executing_eagerly()
         or keras_scopes.is_tracing_shapes()
         or keras_scopes.in_symbolic_scope()
@@ -136,18 +134,19 @@ def _may_foresee(model):
     return any(table.sends_messages for table in tables_of(model))
 
 
-def _called(stock, model, args, kwargs, tells):
+def _called(stock, model, args, kwargs, options, tells):
     """The call of a model, of which the rows are pulled when it begins.
 
     Args:
         stock: `keras.Model.__call__`.
         model, args, kwargs: its arguments.
+        options: `Options` of the strategy.
         tells: whether this rank says where that is impossible.
     """
     scouted, pulled = scouting.Scouted(_labels_of(model)), None
     forward = functools.partial(stock, model)
     if scouted.traces(forward, args, kwargs, "call", model, tells):
-        pulled = scouted.pulled()
+        pulled = scouted.pulled(options)
     if pulled is None:
         return stock(model, *args, **kwargs)
     with foreseen.by(pulled):

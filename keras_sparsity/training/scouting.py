@@ -15,7 +15,6 @@ from keras_sparsity._tf import (
     tf_subgraphs,
 )
 from keras_sparsity.data import empty_parts
-from keras_sparsity.exchange import options
 from keras_sparsity.exchange.pull import shaped
 from keras_sparsity.exchange.together import gather_together
 from keras_sparsity.layers.candidate_sampler import class_ids
@@ -193,8 +192,12 @@ class Scouted:
         """Source for `foreseen.by` of rows by the keys of `known`."""
         return Pulled(self._computations, rows, None)
 
-    def pulled(self):
-        """Pulls the rows of the lookups whose ids are known; None if of one."""
+    def pulled(self, options):
+        """Pulls the rows of the lookups whose ids are known; None if of one.
+
+        Args:
+            options: `Options` of the strategy.
+        """
         softmax = self._softmax if self._labels is not None else None
         known = self.known(least=2 - (softmax is not None))
         if not known:
@@ -204,7 +207,7 @@ class Scouted:
             sample = softmax.sample(class_ids(self._labels))
             of_loss, then = softmax.asked(sample.ids)
         rows, last = gather_together(
-            [*known.values(), *of_loss], options.entered(), then=then
+            [*known.values(), *of_loss], options, then=then
         )
         of_sample = None
         if softmax is not None:
