@@ -42,7 +42,7 @@ class Columns:
         return id(variable) in self._ids
 
     @contextlib.contextmanager
-    def entered(self):
+    def in_calls(self):
         """Context in which the layers compute their own columns."""
         for place, layer in enumerate(self._layers):
             role = f"tail/columns/{place}"

@@ -97,8 +97,8 @@ class Stage:
             *(inputs[place] for place in part.inputs),
             *(received[place] for place in part.taken),
         ]
-        columns = self.columns.entered() if self.columns else nullcontext()
-        with self._joint_pull.entered(), columns:
+        columns = self.columns.in_calls() if self.columns else nullcontext()
+        with self._joint_pull.in_next_run(), columns:
             made = part.compute(given, training)
         values = {
             id(symbolic): value

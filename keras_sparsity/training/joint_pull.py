@@ -101,7 +101,7 @@ class JointPull:
         return [table for layer in layers for table in layer._tables]
 
     @contextlib.contextmanager
-    def entered(self):
+    def in_next_run(self):
         """While entered, the model's next run pulls its rows together."""
         self._look()
         # For one layer, a pull of its own is as good.

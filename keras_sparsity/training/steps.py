@@ -53,7 +53,7 @@ class Steps(Binding):
     def call(self, *args, **kwargs):
         if not args:
             return self._stock["call"](*args, **kwargs)
-        with loss_scale.of_own_part(), self._joint_pull.entered():
+        with loss_scale.of_own_part(), self._joint_pull.in_next_run():
             return self._stock["call"](*args, **kwargs)
 
     def train_step(self, batch):
