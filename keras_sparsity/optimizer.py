@@ -334,10 +334,9 @@ class HybridOptimizer(OptimizerWrapper):
 
     def _keeps_rows(self, variable):
         """Whether only the touched rows of a variable may change."""
-        is_lazy = self.sparse_updates == "lazy"
-        return (is_lazy and self.updates_rows_of(variable)) or self._kept(
-            variable
-        ) is not None
+        if self.sparse_updates == "lazy":
+            return self.updates_rows_of(variable)
+        return self._kept(variable) is not None
 
     def updates_rows_of(self, variable):
         """Whether only the touched rows of a variable are updated."""

@@ -14,7 +14,7 @@ from keras_sparsity._tf.current_variable import (
     make_current,
 )
 from keras_sparsity.placement import choice
-from keras_sparsity.update import lookups, rules
+from keras_sparsity.update import lookups
 from keras_sparsity.update.closed_form import closed_form_of
 from keras_sparsity.update.kept_rows import KeptRows
 
@@ -74,8 +74,6 @@ def tell_of_whole_updates(variable, num_slots, why):
 
 def kept_rows(variable, rule):
     """The `KeptRows` of a variable by a rule as it is now, or None."""
-    if not rules.may_keep_rows(getattr(variable, "whole", variable)):
-        return None
     keeper = keeper_of(variable.value)
     if keeper is None or keeper.rule is not rule:
         return None

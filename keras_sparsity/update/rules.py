@@ -94,11 +94,12 @@ def updates_rows_of(variable, optimizer, sparse_updates):
         sparse_updates: `"exact"` or `"lazy"`, see `ks.HybridOptimizer`.
     """
     if sparse_updates == "exact":
-        # A constraint may change rows that were not touched.
+        is_table = isinstance(variable, TableVariable)  # in one piece
         return (
+            # Which may change rows that were not touched.
             variable.constraint is None
             and leaves_untouched_rows(optimizer)
-            and not _is_small_table(variable)
+            and not (is_table and _is_small(variable))
         )
     return (
         acts_on_rows(variable.constraint)
@@ -107,10 +108,6 @@ def updates_rows_of(variable, optimizer, sparse_updates):
     )
 
 
-def _is_small_table(variable):
-    """Whether a variable is a table in one piece that is quickly updated."""
-    return isinstance(variable, TableVariable) and _is_small(variable)
-
-
 def _is_small(variable):
+    """Whether a variable in one piece is quickly updated."""
     return math.prod(variable.shape) <= _SMALL_ELEMENTS

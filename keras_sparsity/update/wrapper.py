@@ -4,6 +4,7 @@ import keras
 
 from keras_sparsity._tf import keras_optimizers
 from keras_sparsity.update import state
+from keras_sparsity.update.optimizer_arguments import rule_of
 
 # Set on the wrapper itself after construction; all else is the inner's.
 _OWN = ("built", "name", "_trainable_variables", "_aggregation")
@@ -41,10 +42,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     @property
     def _rule(self):
         """The optimizer whose rule updates variables."""
-        inner = self.inner_optimizer
-        if isinstance(inner, keras.optimizers.LossScaleOptimizer):
-            return inner.inner_optimizer
-        return inner
+        return self.__dict__["_inner"].rule
 
     def __dir__(self):
         return [name for name in super().__dir__() if name not in _HIDDEN]
@@ -134,4 +132,4 @@ class _Holder:
     """Keeps the inner optimizer out of Keras's tracking."""
 
     def __init__(self, optimizer):
-        self.optimizer = optimizer
+        self.optimizer, self.rule = optimizer, rule_of(optimizer)
