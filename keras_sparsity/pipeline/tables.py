@@ -31,7 +31,7 @@ class Placements(choice.Placements):
         self._alone = Alone()
 
     def of(self, variable):
-        return variable.placement if is_spread(variable) else self._alone
+        return variable.table.placement if is_spread(variable) else self._alone
 
 
 def is_spread(variable):

@@ -145,9 +145,9 @@ class Placements:
 
     def of(self, variable):
         """The `Placement` of a model's variable."""
-        placement = getattr(variable, "placement", None)
-        if placement is not None:  # a table's
-            return placement
+        table = getattr(variable, "table", None)
+        if table is not None and table.placement is not None:
+            return table.placement
         name = self._architecture.others
         if name == "auto":
             name = getattr(variable, _ATTRIBUTE, _FIRST["others"])

@@ -52,11 +52,6 @@ class TableVariable(keras.Variable):
     def is_built(self):
         return self._value is not None
 
-    @property
-    def placement(self):
-        """The table's `Placement`; None until the table is distributed."""
-        return self.table.placement
-
     # Both may be set at any time, as of every Keras variable.
 
     @property
