@@ -71,6 +71,10 @@ class Touches:
         num_rows: of the whole variable.
         machines: the machine of each rank.
         num_counted: number of rows that are counted here.
+
+    Attributes:
+        state: `OwnVariable`, int64 `(7,)`; its first number is 0 where this
+            step is sampled.
     """
 
     def __init__(self, num_rows, machines, num_counted):
@@ -81,15 +85,10 @@ class Touches:
         # In one variable: steps to go until the next sample, sampled steps,
         # touches, touches of machines; notes, the rows of their largest parts,
         # and the rows that this rank has asked for.
-        self._state = OwnVariable([0] * 7, tf.int64)
+        self.state = OwnVariable([0] * 7, tf.int64)
         self._of_rows = OwnVariable(np.zeros(num_counted), tf.int32)
         # Touches of this step that came already, each as one number.
         self._arrived = OwnVariable([], tf.int64, [None])
-
-    @property
-    def state(self):
-        """int64 `(7,)`; the first is 0 where this step is sampled."""
-        return self._state.read()
 
     def keep(self, is_due, ids, ranks, largest, own_ids):
         """Keeps the ids that an owner receives until the step ends, see `note`.
@@ -99,7 +98,7 @@ class Touches:
         """
         due = tf.cast(is_due, tf.int64)
         noted = [0, 0, 0, 0, due, due * tf.cast(largest, tf.int64), 0]
-        self._state.add(tf.stack(noted))
+        self.state.add(tf.stack(noted))
         touched = [self._arrived.read(), self._numbers(ids, ranks)]
         if own_ids is not None:
             touched.append(self._numbers(own_ids, self._nobody()))
@@ -135,7 +134,7 @@ class Touches:
 
     def skip(self):
         """Ends a step that is not sampled."""
-        self._state.add([-1, 0, 0, 0, 0, 0, 0])
+        self.state.add([-1, 0, 0, 0, 0, 0, 0])
 
     def _numbers(self, ids, ranks):
         """Each touch as one number: row + number of rows * rank."""
@@ -161,18 +160,18 @@ class Touches:
             machine = tf.gather(machines, touched // self._num_rows)
             together = tf.unique(machine * self._num_rows + ids)[0]
         self._of_rows.add_at(ids, 1)
-        to_go = tf.where(self.state[1] + 1 < _FIRST, 0, _EVERY - 1)
+        to_go = tf.where(self.state.read()[1] + 1 < _FIRST, 0, _EVERY - 1)
         to_go = tf.cast(tf.where(is_due, to_go, -1), tf.int64)
         sizes = [tf.size(x, tf.int64) for x in (touched, together)]
         due = tf.cast(is_due, tf.int64)
-        self._state.add(tf.stack([to_go, due, *sizes, 0, 0, num_asked]))
+        self.state.add(tf.stack([to_go, due, *sizes, 0, 0, num_asked]))
 
     # Outside of the step.
 
     def read(self, num_busiest):
         """The counts so far: `Reading`, with so many busiest rows."""
         _, num_steps, num_touches, num_together, num_notes, largest, asked = (
-            self._state.numpy().tolist()
+            self.state.numpy().tolist()
         )
         of_rows = self._of_rows.numpy()
         if num_busiest < len(of_rows):
@@ -190,7 +189,7 @@ class Touches:
 
     def reset(self):
         """Begins anew, with the first steps' samples."""
-        self._state.assign(tf.zeros([7], tf.int64))
+        self.state.assign(tf.zeros([7], tf.int64))
         self._of_rows.assign(tf.zeros([self._num_counted], tf.int32))
         self._arrived.assign(tf.zeros([0], tf.int64))
 
@@ -201,11 +200,9 @@ def of(variable):
     It is no state of the model: it is not among its variables, and neither
     saved nor restored.
     """
-    found = existing(variable)
-    if found is None:
-        found = _new(variable)
-        setattr(variable, _ATTRIBUTE, found)
-    return found
+    if not hasattr(variable, _ATTRIBUTE):
+        setattr(variable, _ATTRIBUTE, _new(variable))
+    return getattr(variable, _ATTRIBUTE)
 
 
 def existing(variable):
@@ -250,14 +247,17 @@ def note(variables, asked):
     if _left_out:
         return
     counts = [of(variable) for variable in variables]
+    with tf.device("CPU:0"):
+        due = _due(counts)
 
-    def keep(due):
-        for of_variable, is_due, noted in zip(
-            counts, due, asked(), strict=True
-        ):
-            of_variable.keep(is_due, *noted)
+        def keep():
+            for of_variable, is_due, noted in zip(
+                counts, tf.unstack(due), asked(), strict=True
+            ):
+                of_variable.keep(is_due, *noted)
+            return 0
 
-    _if_any_is_due(counts, keep, lambda: None)
+        tf.cond(tf.reduce_any(due), keep, lambda: 0)
 
 
 def end_step(ended):
@@ -272,42 +272,32 @@ def end_step(ended):
     """
     if _left_out or not ended:
         return
-    found = [of(variable) for variable, *_ in ended]
-
-    def end(due):
-        for of_variable, is_due, (_, *touched) in zip(
-            found, due, ended, strict=True
-        ):
-            of_variable.end(is_due, *touched)
-
-    def skip():
-        for of_variable in found:
-            of_variable.skip()
-
-    _if_any_is_due(found, end, skip)
-
-
-def _if_any_is_due(counts, if_any, if_none):
-    """One condition for many variables, which are mostly sampled together.
-
-    Args:
-        counts: list of their `Touches`.
-        if_any: function of a list: whether each one's step is sampled.
-        if_none: function without arguments.
-    """
-
-    def sample():
-        if_any(tf.unstack(due))
-        return 0
-
-    def skip():
-        if_none()
-        return 0
-
+    counts = [of(variable) for variable, *_ in ended]
     with tf.device("CPU:0"):
-        states = tf.stack([of_variable.state for of_variable in counts])
-        due = tf.equal(states[:, 0], 0)
-        tf.cond(tf.reduce_any(due), sample, skip)
+        due = _due(counts)
+
+        def end():
+            for of_variable, is_due, (_, *touched) in zip(
+                counts, tf.unstack(due), ended, strict=True
+            ):
+                of_variable.end(is_due, *touched)
+            return 0
+
+        def skip():
+            for of_variable in counts:
+                of_variable.skip()
+            return 0
+
+        tf.cond(tf.reduce_any(due), end, skip)
+
+
+def _due(counts):
+    """Whether the step of each of some `Touches` is sampled: a bool tensor.
+
+    As one, for one condition: they are mostly sampled together.
+    """
+    states = tf.stack([each.state.read() for each in counts])
+    return tf.equal(states[:, 0], 0)
 
 
 @contextlib.contextmanager
