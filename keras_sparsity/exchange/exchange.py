@@ -26,6 +26,7 @@ class Exchange:
         role: beginning of the names of the messages.
         addresses: `Addresses` of the groups.
         pull_wire, push_wire: `Wire` or `RowWire` of rows, and of gradients.
+        pulled_bytes: list of the bytes of each table's rows on their way.
         row_lengths: list of the length of each group's rows.
         width: length of all rows in memory: that of the longest.
         lengths: `Lengths` of the rows on their way; None if they have one.
@@ -52,6 +53,10 @@ class Exchange:
             self.lengths = Lengths(self.row_lengths, self.addresses)
         sent = self.width if self.lengths is None else self.lengths.width
         self.pull_wire = options.row_wire(dtype, sent, cast_to)
+        self.pulled_bytes = [
+            self.pull_wire.num_bytes(len(range(table.dim)[start:stop]))
+            for table in self.tables
+        ]
         self.push_wire = options.gradient_wire(
             dtype, sent, self.role, self.communicator.rank
         )
@@ -72,11 +77,9 @@ def exchange_of(requests, options, columns=None, cast_to=None):
     if key not in known:
         known[key] = Exchange(groups, options, columns, cast_to)
     exchange = known[key]
-    start, stop = columns or (0, None)
-    for table in tables:  # for plans of the running model
-        table.messages = exchange.role
-        num_columns = len(range(table.dim)[start:stop])
-        table.pulled_bytes = exchange.pull_wire.num_bytes(num_columns)
+    # For plans of the running model.
+    for table, num_bytes in zip(tables, exchange.pulled_bytes, strict=True):
+        table.messages, table.pulled_bytes = exchange.role, num_bytes
     return exchange
 
 

@@ -23,7 +23,8 @@ class OwnedRows:
         self._pieces = exchange.addresses.pieces or [Piece(0, 0, 0, 0)]
         self._piece, self._local = None, addresses
         if len(self._pieces) > 1:
-            starts = self._constant(p.start for p in self._pieces)
+            starts = [piece.start for piece in self._pieces]
+            starts = tf.constant(starts, addresses.dtype)
             self._piece = num_up_to(starts, addresses) - 1
             self._local = addresses - tf.gather(starts, self._piece)
 
@@ -69,7 +70,16 @@ class OwnedRows:
             start, stop = exchange.columns
             width = exchange.tables[0].dim
             at_owner = tf.pad(at_owner, [[0, 0], [start, width - stop]])
-        of_groups = self._by_group(at_owner, self._ids())
+        # Users see the rows' ids in gradients.
+        partition = self._of_each([p.partition for p in self._pieces])
+        count = self._of_each(
+            [
+                exchange.groups[p.table][0].layout.num_partitions
+                for p in self._pieces
+            ]
+        )
+        ids = tf.cast(row_of(partition, self._local, count), tf.int64)
+        of_groups = self._by_group(at_owner, ids)
         slices = []
         for group, (values, ids) in zip(
             exchange.groups, of_groups, strict=True
@@ -85,44 +95,20 @@ class OwnedRows:
                 start = stop
         return slices
 
-    def _constant(self, values):
-        return tf.constant(list(values), self.addresses.dtype)
-
-    def _ids(self):
-        """The rows' ids in their tables, which users see in gradients."""
-        groups = self._exchange.groups
-        counts = self._constant(
-            groups[p.table][0].layout.num_partitions for p in self._pieces
-        )
-        partitions = self._constant(p.partition for p in self._pieces)
-        piece = 0 if self._piece is None else self._piece
-        count, partition = (
-            tf.gather(counts, piece),
-            tf.gather(partitions, piece),
-        )
-        return tf.cast(row_of(partition, self._local, count), tf.int64)
-
-    def _places(self):
-        """Of each row, its place among those of its table at this rank."""
+    def _of_each(self, facts):
+        """A fact of each piece, for each row; one for all rows of one piece."""
+        dtype = self.addresses.dtype
         if self._piece is None:
-            return self.addresses
-        exchange = self._exchange
-        first = exchange.addresses.first_addresses[exchange.communicator.rank]
-        first = self._constant(first[p.table] for p in self._pieces)
-        return self.addresses - tf.gather(first, self._piece)
+            return tf.constant(facts[0], dtype)
+        return tf.gather(tf.constant(facts, dtype), self._piece)
 
     def _by_group(self, *tensors):
         """Splits tensors of all rows by the group of tables."""
         count = len(self._exchange.groups)
         if count == 1:
             return [tensors]
-        group = tf.constant([p.table for p in self._pieces])
-        group = tf.gather(
-            group,
-            tf.zeros_like(self.addresses, tf.int32)
-            if self._piece is None
-            else self._piece,
-        )
+        group = self._of_each([piece.table for piece in self._pieces])
+        group = tf.cast(group, tf.int32) + tf.zeros_like(self._local, tf.int32)
         parts = [tf.dynamic_partition(t, group, count) for t in tensors]
         return list(zip(*parts, strict=True))
 
@@ -133,22 +119,27 @@ class OwnedRows:
             route: `RowRoute` by which they were asked for.
             request: `Request` of this rank.
         """
-        groups = self._exchange.groups
+        exchange, groups = self._exchange, self._exchange.groups
+        first = exchange.addresses.first_addresses[exchange.communicator.rank]
 
         def asked():
+            places = self.addresses - self._of_each(
+                [first[piece.table] for piece in self._pieces]
+            )
             # Each group's share of the padding of all of them together.
             largest = tf.cast(route.parts.largest, tf.int64)
             num_all = tf.maximum(tf.size(self.addresses, tf.int64), 1)
             found = []
-            for index, (places, ranks) in enumerate(
-                self._by_group(self._places(), route.ranks)
+            for index, (of_group, ranks) in enumerate(
+                self._by_group(places, route.ranks)
             ):
-                share = largest * tf.size(places, tf.int64) // num_all
+                share = largest * tf.size(of_group, tf.int64) // num_all
                 own_ids = route.ids_of_machine(request, index)
-                found += [(places, ranks, share, own_ids)] * len(groups[index])
+                noted = of_group, ranks, share, own_ids
+                found += [noted] * len(groups[index])
             return found
 
-        touches.note([table.variable for table in self._exchange.tables], asked)
+        touches.note([table.variable for table in exchange.tables], asked)
 
 
 def padded(rows, length, width):
