@@ -16,7 +16,6 @@ from keras_sparsity.tables import (
     foreseen,
     initial_values,
     row_wise,
-    whole_lookups,
 )
 from keras_sparsity.tables import whole as whole_tables
 from keras_sparsity.tables.inside import gather_whole
@@ -316,17 +315,16 @@ class ShardedTable:
         dtype = tf.as_dtype(dtype or self.variable.dtype)
         ids = arguments.ids(ids, self.owner_name)
         if self.is_sharded:
-            whole_lookups.tell(self, ids)
+            whole_tables.tell_of_lookup(self, ids)
         rows = foreseen.rows(self, ids, columns, dtype)
         if rows is not None:
             return rows
-        is_of_shapes = keras_scopes.in_symbolic_scope()
-        if not is_of_shapes:
-            deferred_weights.initialize([self.variable])
-        if is_of_shapes:
+        if keras_scopes.in_symbolic_scope():
             shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
             rows = shaped(tf.zeros(shape, dtype), ids)
-        elif not self.is_sharded:
+            return rows if columns is None else rows[..., slice(*columns)]
+        deferred_weights.initialize([self.variable])
+        if not self.is_sharded:
             # On the variable itself, not on its value: reading the value
             # after a sparse write copies the whole table.
             rows = gather_whole(self, self.variable.value, ids)

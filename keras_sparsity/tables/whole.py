@@ -1,12 +1,15 @@
 """Whole tables: every rank calls these functions."""
 
 import contextlib
+import logging
 import zlib
 
 import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.tables.table_variable import storage, to_numpy
+
+_logger = logging.getLogger(__name__)
 
 
 def stored_rows(table):
@@ -37,6 +40,33 @@ def tensor(table):
     return tf.ensure_shape(
         tf.gather(gathered, order), [table.num_rows, table.dim]
     )
+
+
+def tell_of_lookup(table, ids):
+    """Says once what makes a lookup of all rows needless.
+
+    Of tied weights, for example.
+
+    Args:
+        table: a spread `ShardedTable`, which notes that it was said.
+        ids: integer tensor.
+    """
+    if table.is_whole_lookup_told or ids.shape.as_list() != [table.num_rows]:
+        return
+    known = tf.get_static_value(ids)
+    if known is None or not np.array_equal(known, np.arange(table.num_rows)):
+        return
+    table.is_whole_lookup_told = True
+    if table.collectives.rank == 0:
+        _logger.warning(
+            "All %d rows of '%s' travel to every process in each step: the "
+            "table is looked up whole, as for the logits of tied weights. "
+            "`ks.layers.SampledSoftmax(%d, num_sampled, table=embedding)` "
+            "needs the rows of a sample only.",
+            table.num_rows,
+            table.owner_name,
+            table.num_rows,
+        )
 
 
 def collect(table):

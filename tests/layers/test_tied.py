@@ -429,7 +429,7 @@ class Whole(keras.Model):
         return keras.ops.matmul(self.words(inputs), keras.ops.transpose(rows))
 
 
-@with_messages_of("keras_sparsity.tables.whole_lookups")
+@with_messages_of("keras_sparsity.tables.whole")
 def look_up_all(told):
     """What is said of it, and the loss."""
     model = Whole()
