@@ -60,9 +60,6 @@ def layer_sizes(cutter):
         row by row wherever the model is divided, do not count. Sizes that the
         model does not know count as 16.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.stages.cutting import Cutter
@@ -112,9 +109,6 @@ def skewness(layers):
 
     Returns:
         A number; 0 if all parameters are in one layer, or there are none.
-
-    Raises:
-        Nothing.
 
     Example:
 

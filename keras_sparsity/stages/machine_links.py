@@ -24,18 +24,12 @@ def crossings(senders, receivers, cluster):
     Returns:
         `(array, array)` of a number for each machine.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.planning import Cluster
     >>> sent, received = crossings([0, 1, 2], [3, 3, 3], Cluster(2, 2))
     >>> sent.tolist(), received.tolist()
     ([2, 0], [0, 2])
-
-    References:
-        None: a count.
     """
     here = machine_of(senders, cluster)
     there = machine_of(receivers, cluster)
@@ -59,9 +53,6 @@ def ring_hops(ranks, cluster):
     Returns:
         Array of a number for each machine.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.planning import Cluster
@@ -84,17 +75,11 @@ def shared_by(cluster, num_processes):
     Returns:
         A number.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.planning import Cluster
     >>> shared_by(Cluster(4, 2), 3), shared_by(Cluster(4), 3)
     (2, 1)
-
-    References:
-        None: a count.
     """
     most = cluster.processes_per_processor or cluster.processes_per_machine
     return min(most, num_processes)
@@ -110,9 +95,6 @@ def link_seconds(cluster, num_bytes, num_messages=1):
 
     Returns:
         Seconds.
-
-    Raises:
-        Nothing.
 
     Example:
 
@@ -138,9 +120,6 @@ def processor_seconds(cluster, num_bytes, num_messages=1):
 
     Returns:
         Seconds.
-
-    Raises:
-        Nothing.
 
     Example:
 

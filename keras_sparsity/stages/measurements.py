@@ -67,9 +67,6 @@ def measured(cutter, num_examples, optimizer, cluster, communicator, **options):
     Returns:
         `Measured`, the same on all ranks.
 
-    Raises:
-        Nothing.
-
     Example: see `tests/stages/test_measurements.py`.
 
     References:

@@ -48,9 +48,6 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
     Returns:
         `ModelFacts`, whose profile has no rate of links yet (0).
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.stages.cutting import Cutter
@@ -111,9 +108,6 @@ def named_places(cutter, gradients=None):
     Returns:
         List of places behind a layer's last call.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.stages.cutting import Cutter
@@ -121,9 +115,6 @@ def named_places(cutter, gradients=None):
     ...           keras.layers.Dense(2)]
     >>> named_places(Cutter(keras.Sequential(layers)))
     [0]
-
-    References:
-        None: a rule of `ks.LayerPlacementStrategy`.
     """
     last = {call.name: i for i, call in enumerate(cutter.calls)}
     named = [place for place in cutter.places if place in last.values()]

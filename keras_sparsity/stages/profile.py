@@ -49,9 +49,6 @@ class GradientSize:
         owned: tuple of `OwnedRows`: rows of sharded tables, which are pulled
             from their owners, and whose gradients are pushed to these.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> GradientSize(example_bytes=10, table_bytes=64).row_bytes(8)
@@ -181,9 +178,6 @@ def gradient_sizes(cutter, wire_dtype=None):
         List, in the order of `cutter.calls`. A layer that is called twice has
         its weights at the first call.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.stages.cutting import Cutter
@@ -235,18 +229,12 @@ def places_of_heads(places, gradients):
     Returns:
         List.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> owned = OwnedRows("table", 2, 8, 1, 4, 4)
     >>> of_table = GradientSize(owned=(owned,))
     >>> places_of_heads([0, 1], [GradientSize(), of_table])
     [1]
-
-    References:
-        None: a rule of `ks.LayerPlacementStrategy`.
     """
     least, most = 0, len(gradients)
     for place, gradient in enumerate(gradients):

@@ -218,16 +218,10 @@ def parts_of_ranks(num_workers, num_tails):
     Returns:
         List of the range of each rank's parts, the workers' first.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> parts_of_ranks(3, 2)
     [range(0, 1), range(1, 2), range(2, 3), range(0, 1), range(1, 3)]
-
-    References:
-        None: a count.
     """
     number = max(num_workers, num_tails)
     return [
@@ -295,8 +289,5 @@ def fastest(costs):
     >>> fastest([SplitCost(None, 8, 0, 8, None, 0.2),
     ...          SplitCost(3, 4, 1, 2, 5, 0.1)])
     3
-
-    References:
-        None: a rule of this library, in place of RALP's.
     """
     return min(costs, key=lambda cost: cost.seconds).place

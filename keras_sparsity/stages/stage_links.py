@@ -19,17 +19,11 @@ def pieces(num_senders, num_receivers):
     Returns:
         `(array, array)` of a rank's number in its stage for each piece.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> senders, receivers = pieces(2, 3)
     >>> senders.tolist(), receivers.tolist()
     ([0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2])
-
-    References:
-        None: a count.
     """
     number = math.lcm(num_senders, num_receivers)
     every = np.arange(number)

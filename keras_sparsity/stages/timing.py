@@ -35,9 +35,6 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
         List of seconds, in the order of `cutter.calls`: for each call the
         median of 3 runs; of fewer if they take half a second.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.stages.cutting import Cutter
@@ -76,9 +73,6 @@ def whole_seconds(
 
     Returns:
         Seconds.
-
-    Raises:
-        Nothing.
 
     Example:
 
@@ -124,9 +118,6 @@ def crossing_bytes(
     Returns:
         Dict from a cut's place to bytes.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.stages.cutting import Cutter
@@ -158,9 +149,6 @@ def output_bytes(cutter):
     Returns:
         List, in the order of `cutter.calls`.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.stages.cutting import Cutter
@@ -190,16 +178,10 @@ def wire_size(dtype, wire_dtype):
     Returns:
         A number.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> wire_size(tf.float32, "bfloat16"), wire_size(tf.int32, "bfloat16")
     (2, 4)
-
-    References:
-        None: a size.
     """
     if wire_dtype is None or not dtype.is_floating:
         return dtype.size
@@ -260,9 +242,6 @@ def pass_seconds(compute, variables, tensors, has_backward=True, measure=None):
     Returns:
         Seconds, the median of 3 runs; of fewer if they take half a second.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> pass_seconds(lambda tensors: tensors, [], [tf.ones([3])]) > 0
@@ -300,9 +279,6 @@ def median_seconds(function, tensors):
     Returns:
         Seconds, the median of 3 runs; of fewer if they take half a second.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> median_seconds(sum, [tf.ones([3])]) > 0
@@ -336,9 +312,6 @@ def processor_seconds(run, tensors, seconds=_ENOUGH_SECONDS):
     Returns:
         Seconds, the mean of the runs.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> run = traced(sum, [tf.ones([3])])
@@ -366,16 +339,10 @@ def traced(function, tensors):
     Returns:
         `tf.function`.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> traced(sum, [tf.ones([1])])(tf.zeros([1])).numpy()
     array([0.], dtype=float32)
-
-    References:
-        None: TensorFlow.
     """
     run = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
     run(*tensors)

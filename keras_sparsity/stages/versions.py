@@ -19,9 +19,6 @@ def missed_updates(schedule, stage):
         N - 1 - k for a forward pass and 0 for a backward pass; with
         `messages_ahead` 4 (N - 1 - k) and 0.
 
-    Raises:
-        Nothing.
-
     Example:
 
     >>> from keras_sparsity.stages.schedule import Kind, Task, without_flush
