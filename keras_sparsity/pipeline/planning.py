@@ -21,9 +21,7 @@ from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import floats
 from keras_sparsity.planning.transfer_cost import narrowest_index
 from keras_sparsity.stages import timing
-from keras_sparsity.stages.schedule import Kind, Task, without_flush
 from keras_sparsity.stages.simulation import simulate
-from keras_sparsity.stages.versions import missed_updates
 
 
 class Planner:
@@ -39,6 +37,7 @@ class Planner:
     def __init__(self, model, stage, schedule, versions):
         self._model, self._stage = model, stage
         self._schedule, self._versions = schedule, versions
+        self._turns = versions and versions.turns
         self._strategy = model.distribute_strategy
         # Of a rank.
         self._num_passes = num_passes(self._strategy, schedule, versions)
@@ -151,7 +150,9 @@ class Planner:
             sent_bytes=number * self._sent_bytes(tensors),
             returned_bytes=number * _wire_bytes(stage.before, floats(received)),
             memory_bytes=self._memory(tensors),
-            missed_updates=self._missed_updates(),
+            missed_updates=(
+                self._turns.num_ahead(stage.number) if self._turns else 0
+            ),
             ranks=tuple(
                 rank
                 for rank, number in enumerate(self._strategy.stages_of_ranks)
@@ -231,7 +232,7 @@ class Planner:
         return lasting + passing_bytes(
             self._schedule,
             stage.number,
-            self._versions and self._versions.turns,
+            self._turns,
             self._num_passes,
             num_bytes(tensors[:num_inputs]),
             num_bytes(tensors[num_inputs:]),
@@ -255,18 +256,6 @@ class Planner:
             [next(made) for _ in call.outputs]
             for call in keras_functional.functional_calls(part.model)
         ]
-
-    def _missed_updates(self):
-        if self._versions is None:
-            return 0
-        turns = self._versions.turns
-        # So many that the pipeline is full in the middle.
-        number = turns.backward(0) + 1
-        filled = without_flush(
-            turns.num_stages, 2 * number, turns.messages_ahead
-        )
-        missed = missed_updates(filled, self._stage.number)
-        return missed[Task(Kind.FORWARD, number)]
 
     def _step_seconds(self, costs):
         if self._versions is not None:

@@ -15,7 +15,6 @@ from keras_sparsity.tables.table_variable import TableVariable
 
 CONVOLUTION, POOLING, DENSE = "convolution", "pooling", "dense"
 OTHER = "other"
-_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,64 +175,6 @@ def published_split(layers, num_examples, threshold=-0.5, places=None):
             + _num_parameters(layers[: place + 1])
         ),
         default=None,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class LinkBytes:
-    """Bytes on the busiest link of a step, in one direction.
-
-    Attributes:
-        all_reduce: of data parallelism by AllReduce.
-        star: head gradients summed by a server at the tail's worker, as in the
-            paper.
-        head_all_reduce: head gradients by AllReduce among the workers, and
-            nothing but activations at the tail's link.
-    """
-
-    all_reduce: float
-    star: float
-    head_all_reduce: float
-
-
-def link_bytes(layers, split, num_workers, num_examples):
-    r"""Bytes of a step with a split, by way of the head's gradients.
-
-    With W workers, S bytes of all parameters, P of the head's, and O of the
-    outputs that one worker sends:
-
-    .. math:: 2 S (W-1)/W, \quad W (O + P), \quad \max(W O, O + 2 P (W-1)/W)
-
-    Args:
-        layers: list of `LayerSize`, in float32.
-        split: the place of the head's last layer.
-        num_workers: W.
-        num_examples: the number of examples of a worker.
-
-    Returns:
-        `LinkBytes`.
-
-    Raises:
-        ValueError: if a number is not positive.
-
-    Example:
-
-    >>> layers = [LayerSize("dense", 10, 5), LayerSize("dense", 1000, 1)]
-    >>> link_bytes(layers, split=0, num_workers=2, num_examples=1)
-    LinkBytes(all_reduce=4040.0, star=120, head_all_reduce=60.0)
-
-    References:
-        RALP (Park et al.), table 2 (sums over all links).
-    """
-    checks.positive_integer("num_workers", num_workers)
-    checks.positive_integer("num_examples", num_examples)
-    head = _BYTES * _num_parameters(layers[: split + 1])
-    sent = _BYTES * num_examples * layers[split].num_outputs
-    ring = 2 * (num_workers - 1) / num_workers
-    return LinkBytes(
-        ring * _BYTES * _num_parameters(layers),
-        num_workers * (sent + head),
-        max(num_workers * sent, sent + ring * head),
     )
 
 

@@ -1,6 +1,6 @@
 """Schedules of a pipeline: each stage's tasks, in their order.
 
-A schedule is data, so that it can be simulated and drawn before anything runs.
+A schedule is data, so that it can be simulated before anything runs.
 """
 
 import dataclasses

@@ -24,18 +24,6 @@ class Timeline:
         """Time from the first task's start to the last one's end."""
         return max(max(ends.values()) for ends in self.ends)
 
-    def busy_seconds(self, stage):
-        """Time in which a stage computes."""
-        starts, ends = self.starts[stage], self.ends[stage]
-        return sum(ends[task] - starts[task] for task in starts)
-
-    @property
-    def bubble(self):
-        """The share of all stages' time in which they wait, from 0 to 1."""
-        stages = range(len(self.starts))
-        busy = sum(self.busy_seconds(stage) for stage in stages)
-        return 1 - busy / (self.seconds * len(stages))
-
 
 def simulate(
     schedule,
@@ -76,8 +64,8 @@ def simulate(
     Example:
 
     >>> from keras_sparsity.stages.schedule import gpipe
-    >>> round(simulate(gpipe(4, 8)).bubble, 3)  # (N-1) / (M+N-1)
-    0.273
+    >>> simulate(gpipe(4, 8)).seconds  # 2 (M + N - 1)
+    22
 
     References:
         GPipe (arXiv:1811.06965), 2.3 (the bubble).

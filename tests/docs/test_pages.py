@@ -7,7 +7,8 @@ import pytest
 
 from keras_sparsity import launch
 from keras_sparsity.stages import schedule
-from keras_sparsity.stages.drawing import drawn
+from keras_sparsity.stages.schedule import Kind
+from keras_sparsity.stages.simulation import simulate
 from tests import forked
 
 _GUIDES = pathlib.Path(__file__).parents[2] / "docs" / "guides"
@@ -32,11 +33,25 @@ def test_the_code_of_a_guide(page, tmp_path, monkeypatch, capfd):
     assert code == 0, capfd.readouterr().err
 
 
+def _drawn(schedule):
+    """A line for each stage, a column for each unit of time: `F2`, a pass."""
+    letters = {Kind.FORWARD: "F", Kind.BACKWARD: "B"}
+    timeline = simulate(schedule)
+    lines = []
+    for stage, starts in enumerate(timeline.starts):
+        cells = [".."] * timeline.seconds
+        for task, start in starts.items():
+            if task.kind in letters:
+                cells[start] = f"{letters[task.kind]}{task.batch}"
+        lines.append(f"stage {stage}  {' '.join(cells)}")
+    return "\n".join(lines)
+
+
 def test_pictures_of_schedules_are_drawn_from_their_tasks():
     page = (_GUIDES / "pipelines.md").read_text()
     assert re.findall(r"^```text\n(stage 0.*?)\n```", page, re.S | re.M) == [
-        drawn(schedule.gpipe(4, 4)),
-        drawn(schedule.one_forward_one_backward(4, 4)),
-        drawn(schedule.without_flush(4, 7)),
-        drawn(schedule.without_flush(2, 7, messages_ahead=True)),
+        _drawn(schedule.gpipe(4, 4)),
+        _drawn(schedule.one_forward_one_backward(4, 4)),
+        _drawn(schedule.without_flush(4, 7)),
+        _drawn(schedule.without_flush(2, 7, messages_ahead=True)),
     ]

@@ -7,14 +7,18 @@ module one after the other, for images of ImageNet's size and 1,000 classes.
 import keras
 import pytest
 
+from keras_sparsity.planning import Cluster, VariableSpec, transfer_bytes
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.stages.layer_placement import (
     LayerSize,
     layer_sizes,
-    link_bytes,
     published_split,
     skewness,
 )
+from keras_sparsity.stages.profile import GradientSize, Profile
+from keras_sparsity.stages.split_costs import split_costs
+
+_NUM_WORKERS = 8
 
 
 class _Network:
@@ -227,6 +231,32 @@ def test_table_1(layers, published):
     assert skewness(layers) == pytest.approx(published, abs=0.005001)
 
 
+def _all_reduce_bytes(layers):
+    """Bytes on a worker's link, of all gradients, in one direction."""
+    number = sum(layer.num_parameters for layer in layers)
+    whole = VariableSpec("whole", (number,))
+    cost = transfer_bytes(whole, "allreduce", Cluster(_NUM_WORKERS))
+    return cost.busiest_bytes / 2
+
+
+def _split_cost(layers, num_examples):
+    """The `SplitCost` of the published split, with one tail worker."""
+    split = published_split(layers, num_examples)
+    profile = Profile(
+        names=("",) * len(layers),
+        sizes=tuple(layers),
+        seconds=(0.0,) * len(layers),
+        num_examples=1,
+        crossing_bytes={split: 4 * layers[split].num_outputs},
+        seconds_per_byte=0.0,
+        gradients=tuple(GradientSize(4 * x.num_parameters) for x in layers),
+        update_seconds=(0.0,) * len(layers),
+    )
+    of_batch = _NUM_WORKERS * num_examples
+    (cost,) = split_costs(profile, _NUM_WORKERS, 1, of_batch)
+    return cost
+
+
 @pytest.mark.parametrize(
     ("layers", "num_examples", "published"),
     [
@@ -238,15 +268,13 @@ def test_table_1(layers, published):
 )
 def test_table_2(layers, num_examples, published):
     """Of eight machines, sums over all links, in GiB, both directions."""
-    gib, num_workers = 2**30, 8
-    split = published_split(layers, num_examples)
-    found = link_bytes(layers, split, num_workers, num_examples)
-    size = 4 * sum(layer.num_parameters for layer in layers)
-    assert size / gib == pytest.approx(published[0], abs=0.005001)
-    assert num_workers * found.all_reduce / gib == pytest.approx(
-        published[1], abs=0.005001
+    found = (
+        4 * sum(layer.num_parameters for layer in layers),
+        _NUM_WORKERS * _all_reduce_bytes(layers),
+        2 * _split_cost(layers, num_examples).star_bytes,
     )
-    assert 2 * found.star / gib == pytest.approx(published[2], abs=0.005001)
+    in_gib = [each / 2**30 for each in found]
+    assert in_gib == pytest.approx(published, abs=0.005001)
 
 
 @pytest.mark.parametrize(
@@ -270,9 +298,8 @@ def test_the_split_is_behind_the_last_pooling(layers, num_examples):
     ids=["VGG11", "VGG19", "AlexNet"],
 )
 def test_bytes_on_the_busiest_link(layers, num_examples, megabytes):
-    split = published_split(layers, num_examples)
-    found = link_bytes(layers, split, 8, num_examples)
-    ways = found.all_reduce, found.star, found.head_all_reduce
+    cost = _split_cost(layers, num_examples)
+    ways = _all_reduce_bytes(layers), cost.star_bytes, cost.busiest_bytes
     assert [round(way / 1e6) for way in ways] == list(megabytes)
 
 
