@@ -1,23 +1,10 @@
 """The bytes that a stage holds, and their limit."""
 
-import math
-
 import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_losses
-
-
-def num_bytes(arrays):
-    """Bytes of tensors or variables together.
-
-    A dimension that depends on values counts as 1.
-    """
-    return sum(
-        math.prod(1 if size is None else size for size in each.shape)
-        * tf.as_dtype(each.dtype).size
-        for each in arrays
-    )
+from keras_sparsity.stages.profile import num_bytes
 
 
 def lasting_bytes(stage, optimizer, versions):

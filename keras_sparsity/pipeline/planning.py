@@ -12,7 +12,6 @@ from keras_sparsity.board.stage_plan import PipelinePlan, StageCost
 from keras_sparsity.layers import ordinary
 from keras_sparsity.pipeline.memory import (
     lasting_bytes,
-    num_bytes,
     num_passes,
     passing_bytes,
     with_all_outputs,
@@ -21,6 +20,7 @@ from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import floats
 from keras_sparsity.planning.transfer_cost import narrowest_index
 from keras_sparsity.stages import timing
+from keras_sparsity.stages.profile import num_bytes
 from keras_sparsity.stages.simulation import simulate
 
 

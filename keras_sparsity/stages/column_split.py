@@ -1,12 +1,11 @@
 """Wide layers whose columns are divided among the ranks of a stage."""
 
 import dataclasses
-import math
 
 import keras
-import tensorflow as tf
 
-from keras_sparsity.stages.timing import UNKNOWN_SIZE
+from keras_sparsity.stages.profile import num_bytes
+from keras_sparsity.stages.timing import example_bytes
 from keras_sparsity.update import optimizer_arguments, rules
 
 
@@ -115,15 +114,9 @@ def chosen_calls(sizes, num_examples):
 
 
 def _size(call):
-    kernel = call.operation.kernel
     (inputs,), (outputs,) = call.inputs, call.outputs
     return ColumnSize(
-        math.prod(kernel.shape) * tf.as_dtype(kernel.dtype).size,
-        _bytes(inputs),
-        _bytes(outputs),
+        num_bytes([call.operation.kernel]),
+        example_bytes(inputs),
+        example_bytes(outputs),
     )
-
-
-def _bytes(tensor):
-    sizes = [size or UNKNOWN_SIZE for size in tensor.shape[1:]]
-    return math.prod(sizes) * tf.as_dtype(tensor.dtype).size

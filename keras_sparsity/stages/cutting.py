@@ -127,6 +127,22 @@ class Cutter:
                     forbidden[between] = call.name
         return forbidden
 
+    def new_variables(self, kind="trainable_variables"):
+        """For each call, the variables of its layer that no earlier one has.
+
+        Args:
+            kind: the attribute of a layer that has them.
+
+        Returns:
+            List of lists.
+        """
+        seen, found = set(), []
+        for call in self.calls:
+            variables = getattr(call.operation, kind, [])
+            found.append([v for v in variables if id(v) not in seen])
+            seen.update(map(id, variables))
+        return found
+
     @property
     def places(self):
         """The places of all possible cuts."""

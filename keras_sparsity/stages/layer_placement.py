@@ -5,12 +5,13 @@ if activations travel to these layers, and not their gradients to all workers.
 """
 
 import dataclasses
+import math
 
 import keras
 import numpy as np
 
 from keras_sparsity._tf import checks
-from keras_sparsity.stages.timing import UNKNOWN_SIZE
+from keras_sparsity.stages.timing import example_shape
 from keras_sparsity.tables.table_variable import TableVariable
 
 CONVOLUTION, POOLING, DENSE = "convolution", "pooling", "dense"
@@ -69,28 +70,18 @@ def layer_sizes(cutter):
     References:
         RALP (Park et al.), the profiler.
     """
-    seen, found = set(), []
-    for call in cutter.calls:
-        layer = call.operation
-        weights = getattr(layer, "trainable_variables", [])
-        new = [
-            v
-            for v in weights
-            if id(v) not in seen and not isinstance(v, TableVariable)
-        ]
-        seen.update(id(v) for v in new)
-        shapes = [
-            [size or UNKNOWN_SIZE for size in tensor.shape[1:]]
-            for tensor in call.outputs
-        ]
-        found.append(
-            LayerSize(
-                _kind(layer),
-                sum(int(np.prod(v.shape)) for v in new),
-                sum(int(np.prod(shape)) for shape in shapes),
-            )
+    return [
+        LayerSize(
+            _kind(call.operation),
+            sum(
+                math.prod(v.shape)
+                for v in new
+                if not isinstance(v, TableVariable)
+            ),
+            sum(math.prod(example_shape(each)) for each in call.outputs),
         )
-    return found
+        for call, new in zip(cutter.calls, cutter.new_variables(), strict=True)
+    ]
 
 
 def skewness(layers):

@@ -90,7 +90,7 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
         # A pass with its gradients takes no less.
         forward_share=min(1.0, forward / sum(seconds)),
         returned_bytes=timing.crossing_bytes(cutter, 1, wire_dtype, True),
-        weight_bytes=tuple(_new_weights(cutter)),
+        weight_bytes=tuple(map(num_bytes, cutter.new_variables("weights"))),
         output_bytes=tuple(timing.output_bytes(cutter)),
         num_slots=num_slots,
         num_averages=predictor_of(optimizer).num_averages if optimizer else 0,
@@ -148,17 +148,13 @@ def variable_specs(cutter, alpha=None, num_examples=1):
     References:
         EuroSys 3.1 (alpha).
     """
-    seen, found = set(), []
-    sizes = gradient_sizes(cutter)
+    found, sizes = [], gradient_sizes(cutter)
     of_tables, sampled = collections.Counter(), collections.Counter()
     for rows in (each for size in sizes for each in size.owned):
         of_tables[rows.table] += rows.num_lookups
         sampled[rows.table] += rows.num_sampled
-    for call, size in zip(cutter.calls, sizes, strict=True):
-        for variable in getattr(call.operation, "trainable_variables", []):
-            if id(variable) in seen:
-                continue
-            seen.add(id(variable))
+    for size, new in zip(sizes, cutter.new_variables(), strict=True):
+        for variable in new:
             rows, num_lookups = None, size.num_lookups
             if isinstance(variable, TableVariable):
                 num_lookups = num_lookups or of_tables[variable.path]
@@ -234,13 +230,3 @@ def _made_anew(optimizer):
         return type(rule).from_config(rule.get_config())
     except (TypeError, NotImplementedError):  # a user's, without a config
         return None
-
-
-def _new_weights(cutter):
-    """Bytes of the weights of each call that no call before it has."""
-    seen = set()
-    for call in cutter.calls:
-        weights = getattr(call.operation, "weights", [])
-        new = [v for v in weights if id(v) not in seen]
-        seen.update(id(v) for v in new)
-        yield num_bytes(new)

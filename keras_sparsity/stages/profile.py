@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity.planning.transfer_cost import narrowest_index
 from keras_sparsity.stages.softmaxes import is_softmax
-from keras_sparsity.stages.timing import UNKNOWN_SIZE, wire_size
+from keras_sparsity.stages.timing import example_shape, wire_size
 from keras_sparsity.tables.table_variable import TableVariable
 
 
@@ -195,11 +195,8 @@ def gradient_sizes(cutter, wire_dtype=None):
         for call in cutter.calls
         for variable in getattr(call.operation, "trainable_variables", [])
     ]
-    seen, seen_tables, found = set(), set(), []
-    for call in cutter.calls:
-        weights = getattr(call.operation, "trainable_variables", [])
-        new = [v for v in weights if id(v) not in seen]
-        seen.update(id(v) for v in new)
+    seen_tables, found = set(), []
+    for call, new in zip(cutter.calls, cutter.new_variables(), strict=True):
         is_lookup = (
             type(call.operation) is keras.layers.Embedding
             and call.operation.embeddings_regularizer is None
@@ -250,7 +247,7 @@ def _of_rows(call, tables):
         return None
     (table,) = tables
     num_rows, *row = table.shape
-    lookups = math.prod(_sizes(call.inputs[0]))
+    lookups = math.prod(example_shape(call.inputs[0]))
     row_bytes = math.prod(row) * tf.as_dtype(table.dtype).size
     return GradientSize(
         example_bytes=lookups * (row_bytes + narrowest_index(num_rows)),
@@ -287,7 +284,7 @@ def _requests(call):
     layer = call.operation
     if hasattr(layer, "_requests"):
         example = keras.tree.map_structure(
-            lambda tensor: tf.zeros([1, *_sizes(tensor)], tensor.dtype),
+            lambda tensor: tf.zeros([1, *example_shape(tensor)], tensor.dtype),
             call.arguments[0],
         )
         return [
@@ -296,10 +293,10 @@ def _requests(call):
         ]
     if is_softmax(layer):
         # Of the labels, one for each hidden state.
-        number = math.prod(_sizes(call.inputs[0])[:-1])
+        number = math.prod(example_shape(call.inputs[0])[:-1])
         return [(each, number, layer.output_dtype) for each in layer.tables]
     # Of a layer of the user's, all ids may be those of each table.
-    number = sum(math.prod(_sizes(tensor)) for tensor in call.inputs)
+    number = sum(math.prod(example_shape(each)) for each in call.inputs)
     return [
         (variable.table, number, variable.dtype)
         for variable in getattr(layer, "variables", [])
@@ -307,12 +304,13 @@ def _requests(call):
     ]
 
 
-def _sizes(tensor):
-    return [size or UNKNOWN_SIZE for size in tensor.shape[1:]]
-
-
 def num_bytes(tensors):
-    """Bytes of tensors or variables of known shapes together."""
+    """Bytes of tensors or variables together.
+
+    A dimension that depends on values counts as 1.
+    """
     return sum(
-        math.prod(each.shape) * tf.as_dtype(each.dtype).size for each in tensors
+        math.prod(1 if size is None else size for size in each.shape)
+        * tf.as_dtype(each.dtype).size
+        for each in tensors
     )

@@ -14,7 +14,7 @@ from keras_sparsity.tables.table_variable import TableVariable
 
 _NUM_EXAMPLES = 32
 # For a size that the model does not know, such as a sequence's length.
-UNKNOWN_SIZE = 16
+_UNKNOWN_SIZE = 16
 # A long run is not repeated: its noise is small beside it.
 _NUM_RUNS, _ENOUGH_SECONDS = 3, 0.5
 
@@ -131,7 +131,8 @@ def crossing_bytes(
     """
     return {
         place: sum(
-            math.prod(_shape(tensor, num_examples))
+            num_examples
+            * math.prod(example_shape(tensor))
             * wire_size(tf.as_dtype(tensor.dtype), wire_dtype)
             for tensor in cutter.crossing(place)
             if not only_floats or tf.as_dtype(tensor.dtype).is_floating
@@ -159,13 +160,18 @@ def output_bytes(cutter):
     References:
         PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
-    return [
-        sum(
-            math.prod(_shape(tensor, 1)) * tf.as_dtype(tensor.dtype).size
-            for tensor in call.outputs
-        )
-        for call in cutter.calls
-    ]
+    return [sum(map(example_bytes, call.outputs)) for call in cutter.calls]
+
+
+def example_shape(tensor):
+    """The shape of one example of a symbolic tensor, its sizes in a list."""
+    return [size or _UNKNOWN_SIZE for size in tensor.shape[1:]]
+
+
+def example_bytes(tensor):
+    """The bytes of one example of a symbolic tensor."""
+    sizes = example_shape(tensor)
+    return math.prod(sizes) * tf.as_dtype(tensor.dtype).size
 
 
 def wire_size(dtype, wire_dtype):
@@ -350,14 +356,9 @@ def traced(function, tensors):
 
 
 def _drawn(draws, spec, num_examples):
-    shape = _shape(spec, num_examples)
+    shape = [num_examples, *example_shape(spec)]
     dtype = tf.as_dtype(spec.dtype)
     if dtype.is_floating:
         return tf.cast(draws.normal(size=shape), dtype)
     # An id that each table has, or no text; a mask that hides nothing.
     return (tf.ones if dtype.is_bool else tf.zeros)(shape, dtype)
-
-
-def _shape(spec, num_examples):
-    _, *sizes = spec.shape
-    return [num_examples, *(size or UNKNOWN_SIZE for size in sizes)]
