@@ -40,14 +40,21 @@ def check(is_valid, name, value, expected):
         )
 
 
+def is_integer(value):
+    """Whether it is an integer of Python or NumPy, and no bool."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_number(value):
+    """Whether it is a real number of Python or NumPy, and no bool."""
+    return is_integer(value) or isinstance(value, (float, np.floating))
+
+
 def positive_integer(name, value, otherwise="", most=None):
     """The argument as an `int`; `otherwise` names the alternative."""
-    is_integer = isinstance(value, (int, np.integer))
     limit = "" if most is None else f", at most {most:,}"
     check(
-        is_integer
-        and not isinstance(value, bool)
-        and 1 <= value <= (most or np.inf),
+        is_integer(value) and 1 <= value <= (most or np.inf),
         name,
         value,
         f"a positive integer{otherwise}{limit}",
@@ -67,9 +74,8 @@ def num_partitions(name, value, otherwise=""):
 
 def positive_number(name, value, otherwise=""):
     """Checks for a finite number above 0."""
-    is_number = isinstance(value, (int, float, np.number))
     check(
-        is_number and not isinstance(value, bool) and 0 < value < np.inf,
+        is_number(value) and 0 < value < np.inf,
         name,
         value,
         f"a positive number{otherwise}",

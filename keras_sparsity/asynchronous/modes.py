@@ -23,11 +23,9 @@ def checked(
     checks.boolean("synchronous", synchronous)
     checks.one_of("delay", delay, DELAYS)
     checks.boolean("staleness_aware", staleness_aware)
-    is_number = isinstance(max_staleness, int) and not isinstance(
-        max_staleness, bool
-    )
     checks.check(
-        max_staleness is None or (is_number and max_staleness >= 0),
+        max_staleness is None
+        or (checks.is_integer(max_staleness) and max_staleness >= 0),
         "max_staleness",
         max_staleness,
         "a number of steps from 0, or None for any",
@@ -57,8 +55,7 @@ def _check_compensation(delay_compensation, synchronous):
     if delay_compensation is None:
         return
     checks.check(
-        isinstance(delay_compensation, (int, float))
-        and not isinstance(delay_compensation, bool)
+        checks.is_number(delay_compensation)
         and 0 <= delay_compensation < math.inf,
         "delay_compensation",
         delay_compensation,

@@ -98,9 +98,7 @@ class PartitionSearch(keras.callbacks.Callback):
         super().__init__()
         checks.positive_integer("num_steps", num_steps)
         checks.check(
-            isinstance(num_warm_up_steps, int)
-            and not isinstance(num_warm_up_steps, bool)
-            and num_warm_up_steps >= 0,
+            checks.is_integer(num_warm_up_steps) and num_warm_up_steps >= 0,
             "num_warm_up_steps",
             num_warm_up_steps,
             "an integer that is not negative",

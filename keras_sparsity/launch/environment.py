@@ -57,10 +57,8 @@ def resolve_engine(engine, num_processes):
 
 
 def check_timeout(timeout):
-    is_number = isinstance(timeout, int | float)
     checks.check(
-        timeout is None
-        or (is_number and not isinstance(timeout, bool) and timeout > 0),
+        timeout is None or (checks.is_number(timeout) and timeout > 0),
         "timeout",
         timeout,
         "None or a positive number of seconds",

@@ -371,9 +371,5 @@ def _check_tails(num_tail_workers, tail_batches, tail_split, head_gradients):
 def _check_rule(rule, num_examples, threshold):
     checks.one_of("rule", rule, ("published", "fastest"))
     checks.positive_integer("num_examples", num_examples)
-    checks.check(
-        isinstance(threshold, (int, float)) and not isinstance(threshold, bool),
-        "threshold",
-        threshold,
-        "a number",
-    )
+    is_number = checks.is_number(threshold)
+    checks.check(is_number, "threshold", threshold, "a number")

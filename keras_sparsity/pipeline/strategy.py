@@ -14,15 +14,12 @@ from keras_sparsity.pipeline.staged import (
     start_without_servers,
 )
 from keras_sparsity.stages import schedule as schedules
+from keras_sparsity.stages.schedule import FLUSHED
 from keras_sparsity.stages.simulation import simulate
 from keras_sparsity.stages.turns import Turns
 
-_FLUSHED = {
-    "gpipe": schedules.gpipe,
-    "1f1b": schedules.one_forward_one_backward,
-}
 _NUM_MICRO_BATCHES = 4
-SCHEDULES = ("spectrain", "vanilla", "stash", *_FLUSHED)
+SCHEDULES = ("spectrain", "vanilla", "stash", *FLUSHED)
 
 
 class PipelineStrategy(StagedStrategy):
@@ -153,16 +150,14 @@ class PipelineStrategy(StagedStrategy):
         if memory_bytes is not None:
             checks.positive_integer("memory_bytes", memory_bytes, " or None")
         checks.check(
-            isinstance(decay, (int, float))
-            and not isinstance(decay, bool)
-            and 0 <= decay < 1,
+            checks.is_number(decay) and 0 <= decay < 1,
             "decay",
             decay,
             "a number from 0 to below 1",
         )
         check_wire_dtype(wire_dtype)
         checks.boolean("messages_ahead", messages_ahead)
-        if messages_ahead and schedule in _FLUSHED:
+        if messages_ahead and schedule in FLUSHED:
             raise ValueError(
                 "A schedule with a flush waits for all micro-batches, so that "
                 "no message can travel while the next mini-batch is computed. "
@@ -205,7 +200,7 @@ class PipelineStrategy(StagedStrategy):
 
     @property
     def is_flushed(self):
-        return self.schedule in _FLUSHED
+        return self.schedule in FLUSHED
 
     @property
     def num_stages(self):
@@ -265,7 +260,7 @@ class PipelineStrategy(StagedStrategy):
 
     def passes(self, stage, optimizer):
         name = self.schedule
-        make = _FLUSHED.get(name, schedules.one_forward_one_backward)
+        make = FLUSHED.get(name, schedules.one_forward_one_backward)
         schedule = make(self.num_stages, self._num_of_flushed)
         # An error, if stages would wait for each other for ever.
         simulate(schedule)
@@ -274,7 +269,7 @@ class PipelineStrategy(StagedStrategy):
         elif self._num_stages < self.size:
             num_pieces, own = self.pieces
             schedule = schedule.of_pieces(own, num_pieces)
-        if name in _FLUSHED or optimizer is None:
+        if self.is_flushed or optimizer is None:
             return schedule, None
         # So many mini-batches that the pipeline fills, is full and empties.
         turns = Turns(self.num_stages, self.messages_ahead)

@@ -10,7 +10,6 @@ from keras_sparsity.planning.specs import (
     VariableSpec,
     check_is,
     dtype_bytes,
-    is_number,
 )
 from keras_sparsity.planning.transfer_cost import (
     ARCHITECTURES,
@@ -201,7 +200,7 @@ def sharded_table_bytes(
 
 def _check_count(name, value, of_what):
     checks.check(
-        value is None or (is_number(value) and 0 <= value < math.inf),
+        value is None or (checks.is_number(value) and 0 <= value < math.inf),
         name,
         value,
         f"None or a number of {of_what}",

@@ -258,19 +258,13 @@ def check_is(value, kind, name):
     )
 
 
-def is_number(value):
-    is_real = isinstance(value, (int, float, np.integer, np.floating))
-    return is_real and not isinstance(value, bool)
-
-
 def _is_fraction(value):
-    return is_number(value) and 0 <= value <= 1
+    return checks.is_number(value) and 0 <= value <= 1
 
 
 def _shape(shape, has_rows):
     is_valid = isinstance(shape, (list, tuple)) and all(
-        isinstance(n, (int, np.integer)) and not isinstance(n, bool) and n >= 1
-        for n in shape
+        checks.is_integer(n) and n >= 1 for n in shape
     )
     checks.check(
         is_valid and (len(shape) > 0 or not has_rows),

@@ -11,7 +11,6 @@ from keras_sparsity.planning.specs import (
     VariableSpec,
     check_is,
     dtype_bytes,
-    is_number,
 )
 
 # Where two cost the same, the earlier is chosen: see `plan`.
@@ -171,14 +170,13 @@ def transfer_bytes(
         dtype_bytes("wire_dtype", wire_dtype)
         w = variable.num_bytes(wire_dtype)
     checks.check(
-        is_number(index_bytes) and 0 <= index_bytes < math.inf,
+        checks.is_number(index_bytes) and 0 <= index_bytes < math.inf,
         "index_bytes",
         index_bytes,
         "a number of bytes: 4 for int32, 8 for int64, 0 for none",
     )
     checks.check(
-        isinstance(first_machine, (int, np.integer))
-        and not isinstance(first_machine, bool)
+        checks.is_integer(first_machine)
         and 0 <= first_machine < cluster.num_machines,
         "first_machine",
         first_machine,

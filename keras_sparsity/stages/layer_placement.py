@@ -10,7 +10,6 @@ import math
 import keras
 import numpy as np
 
-from keras_sparsity._tf import checks
 from keras_sparsity.stages.timing import example_shape
 from keras_sparsity.tables.table_variable import TableVariable
 
@@ -27,9 +26,6 @@ class LayerSize:
         num_parameters: the number of its trained weights' elements.
         num_outputs: the number of elements that it makes of one example.
 
-    Raises:
-        ValueError: if the kind is unknown.
-
     Example:
 
     >>> LayerSize("dense", 4096 * 1000 + 1000, 1000).num_parameters
@@ -42,10 +38,6 @@ class LayerSize:
     kind: str
     num_parameters: int
     num_outputs: int
-
-    def __post_init__(self):
-        kinds = (CONVOLUTION, POOLING, DENSE, OTHER)
-        checks.one_of("kind", self.kind, kinds)
 
 
 def layer_sizes(cutter):
@@ -137,9 +129,6 @@ def published_split(layers, num_examples, threshold=-0.5, places=None):
         outputs and the head's parameters together, with no convolution
         behind it.
 
-    Raises:
-        ValueError: if `num_examples` is not positive.
-
     Example:
 
     >>> layers = [LayerSize("convolution", 100, 64),
@@ -150,7 +139,6 @@ def published_split(layers, num_examples, threshold=-0.5, places=None):
     References:
         RALP (Park et al.), the profiler.
     """
-    checks.positive_integer("num_examples", num_examples)
     if skewness(layers) >= threshold:
         return None
     last = max(

@@ -18,10 +18,6 @@ from keras_sparsity.stages.simulation import simulate
 from keras_sparsity.stages.stage_links import StageLink
 from keras_sparsity.stages.turns import Turns
 
-_FLUSHED = {
-    "gpipe": schedules.gpipe,
-    "1f1b": schedules.one_forward_one_backward,
-}
 # They take the same time; predicted weights come closest to those of one
 # process.
 _IN_FLIGHT = ("spectrain", "stash", "vanilla")
@@ -104,7 +100,7 @@ class PipelineCosts:
         """A `StrategyCost` of each schedule."""
         least = min(self._parts)
         numbers = [n for n in _MICRO_BATCHES if n <= least] or [1]
-        for name, make in _FLUSHED.items():
+        for name, make in schedules.FLUSHED.items():
             tried = [self._flushed(name, make, number) for number in numbers]
             yield min(tried, key=lambda cost: cost.step_seconds)
         yield from self._in_flight()

@@ -11,7 +11,7 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import checks, keras_optimizers
+from keras_sparsity._tf import keras_optimizers
 from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity._tf.filled_variable import filling
 from keras_sparsity.stages.decaying import DecayingRows
@@ -83,14 +83,11 @@ def predictor_of(rule, decay=0.9):
     Args:
         rule: a `keras.optimizers.Optimizer`.
         decay: gamma, the share of the former average in that of a rule
-            without a first moment.
+            without a first moment, from 0 to below 1.
 
     Returns:
         `Predictor`. Weight decay, which is no part of the gradient, is not
         predicted by first moments.
-
-    Raises:
-        ValueError: if `decay` is not a number from 0 to below 1.
 
     Example:
 
@@ -103,12 +100,6 @@ def predictor_of(rule, decay=0.9):
     References:
         SpecTrain (arXiv:1809.02839), equations 1 to 4.
     """
-    checks.check(
-        isinstance(decay, (int, float)) and 0 <= decay < 1,
-        "decay",
-        decay,
-        "a number from 0 to below 1",
-    )
     make = _STEPS.get(type(rule))
     step = make(rule) if make else None
     if step is None:

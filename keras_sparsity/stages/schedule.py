@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import typing
 
-from keras_sparsity._tf import checks
 from keras_sparsity.stages.turns import Turns
 
 
@@ -127,9 +126,6 @@ def gpipe(num_stages, num_batches):
     Returns:
         `Schedule`. Every stage holds the activations of M micro-batches.
 
-    Raises:
-        ValueError: if a number is not positive.
-
     Example:
 
     >>> [task.kind.value for task in gpipe(2, 2).stages[0]]
@@ -138,7 +134,6 @@ def gpipe(num_stages, num_batches):
     References:
         GPipe (arXiv:1811.06965), 2.3.
     """
-    _check(num_stages, num_batches)
     batches = range(num_batches)
     tasks = (
         *(Task(Kind.FORWARD, batch) for batch in batches),
@@ -161,9 +156,6 @@ def one_forward_one_backward(num_stages, num_batches):
         `Schedule`. Stage k, from 0, holds the activations of at most N - k
         micro-batches.
 
-    Raises:
-        ValueError: if a number is not positive.
-
     Example:
 
     >>> one_forward_one_backward(4, 8).in_flight(1)
@@ -172,7 +164,6 @@ def one_forward_one_backward(num_stages, num_batches):
     References:
         PipeDream (arXiv:1806.03377), 3.2; its flush: arXiv:2006.09503.
     """
-    _check(num_stages, num_batches)
     last = Task(Kind.UPDATE, num_batches - 1)
     return Schedule(
         num_batches,
@@ -181,6 +172,9 @@ def one_forward_one_backward(num_stages, num_batches):
             for stage in range(num_stages)
         ),
     )
+
+
+FLUSHED = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
 def without_flush(num_stages, num_batches, messages_ahead=False):
@@ -199,9 +193,6 @@ def without_flush(num_stages, num_batches, messages_ahead=False):
     Returns:
         `Schedule`.
 
-    Raises:
-        ValueError: if a number is not positive.
-
     Example:
 
     >>> [task.kind.value for task in without_flush(2, 2).stages[1]]
@@ -212,7 +203,6 @@ def without_flush(num_stages, num_batches, messages_ahead=False):
     References:
         SpecTrain (arXiv:1809.02839), 3; PipeDream (arXiv:1806.03377), 3.2.
     """
-    _check(num_stages, num_batches)
     turns = Turns(num_stages, messages_ahead)
     stages = []
     for stage in range(num_stages):
@@ -236,8 +226,3 @@ def _in_turn(num_ahead, num_batches):
             yield Task(Kind.FORWARD, turn)
         if turn >= num_ahead:
             yield Task(Kind.BACKWARD, turn - num_ahead)
-
-
-def _check(num_stages, num_batches):
-    checks.positive_integer("num_stages", num_stages)
-    checks.positive_integer("num_batches", num_batches)

@@ -106,9 +106,3 @@ def test_an_average_is_stored_once():
         average = OfChanges(keras.optimizers.SGD(0.1), 0.9).average(variable)
     assert average.dtype == "float64"
     np.testing.assert_array_equal(average, np.zeros((3, 2)))
-
-
-@pytest.mark.parametrize("decay", [1.0, -0.1, "0.9", None])
-def test_a_decay_that_is_none(decay):
-    with pytest.raises(ValueError, match="`decay`.*from 0 to below 1"):
-        predictor_of(keras.optimizers.SGD(), decay)
