@@ -52,6 +52,7 @@ class Store:
         self._optimizer, self._rank = optimizer, rank
         self._stored = placed(optimizer, variables, of_rows, servers.owners)
         self._of = {id(each.variable): each for each in self._stored}
+        self._whole = [each for each in self._stored if not each.is_of_rows]
         self._graph = tf.Graph()
         self._session = servers.session(self._graph)
         self._calls = {}
@@ -75,7 +76,7 @@ class Store:
     @property
     def dense(self):
         """The variables that a pull reads whole, in its order."""
-        return [s.variable for s in self._in_order(of_rows=False)]
+        return [stored.variable for stored in self._whole]
 
     def upload(self):
         """Gives the servers all values of this process; by one worker."""
@@ -180,10 +181,10 @@ class Store:
         version, *parts = pull(*_sent(cuts))
         if waits:
             self.waiting_seconds += float(parts.pop())
-        whole, parts = self._in_order(of_rows=False), iter(parts)
+        parts = iter(parts)
         return [
             version,
-            *(self._joined(stored, parts) for stored in whole),
+            *(self._joined(stored, parts) for stored in self._whole),
             *self._rows(lookups, cuts, parts),
         ]
 
@@ -283,9 +284,6 @@ class Store:
                     self._session, feeds, fetches, targets
                 )
         return self._calls[key]
-
-    def _in_order(self, of_rows):
-        return [s for s in self._stored if s.is_of_rows == of_rows]
 
 
 def _sent(cuts):
