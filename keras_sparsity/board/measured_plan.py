@@ -18,7 +18,7 @@ from keras_sparsity.sparsity import touches
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
 from keras_sparsity.update.aggregate import Aggregation
 
-# The name of a model's method that makes its `PipelinePlan`, of a dataset.
+# The name of a model's method that makes its plan, of a mini-batch.
 OF_STAGES = "_keras_sparsity_plan_of_stages"
 # For another cluster, so many of its workers' parts of a batch are looked at.
 _MOST_PARTS = 16
@@ -65,7 +65,11 @@ def _of_stages(model, dataset, cluster, engine):
             "The plan of a model in stages is that of the running processes. "
             f"Received: cluster={cluster}, engine={engine!r}. Leave them out."
         )
-    found = getattr(model, OF_STAGES)(dataset)
+    batch = next(iter(dataset), None)
+    checks.check(
+        batch is not None, "dataset", dataset, "a dataset with a batch"
+    )
+    found = getattr(model, OF_STAGES)(batch)
     if model.distribute_strategy.rank == 0:
         found.print()
     return found

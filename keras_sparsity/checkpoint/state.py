@@ -107,16 +107,25 @@ def entries(model):
     return found
 
 
-def _entry(section, pieces, table, is_replicated=True):
+def described(table, pieces):
+    """The name, shape and dtype of a variable as one process has it.
+
+    Args:
+        table: the table that it is, or is a slot of; None of others.
+        pieces: as of an `Entry`, one at least.
+    """
     first = pieces[0]
     shape = tuple(first.shape)
     if table is not None:
         shape = (table.num_rows, *shape[1:])
+    dtype = keras.backend.standardize_dtype(first.dtype)
+    return getattr(first, "path", first.name), shape, dtype
+
+
+def _entry(section, pieces, table, is_replicated=True):
     return Entry(
         section,
-        getattr(first, "path", first.name),
-        shape,
-        keras.backend.standardize_dtype(first.dtype),
+        *described(table, pieces),
         list(pieces),
         table.layout if table is not None else None,
         is_replicated or table is not None,
@@ -347,8 +356,3 @@ def _from_stored(values, dtype):
     if dtype in _STORED_AS:
         return tf.bitcast(tf.constant(values), tf.as_dtype(dtype))
     return tf.constant(values, tf.as_dtype(dtype))
-
-
-def open_file(path, mode="r"):
-    """An HDF5 file, as a context manager; see `Source` to read others'."""
-    return h5py.File(path, mode)

@@ -10,6 +10,7 @@ import platform
 import shutil
 import traceback
 
+import h5py
 import keras
 import tensorflow as tf
 
@@ -261,7 +262,7 @@ def _write_files(path, entries, differing, communicator):
     """Writes this rank's files; returns their sizes and checksums."""
     rank, shared = communicator.rank, []
     names = [folder.rank_file(rank)]
-    with state.open_file(os.path.join(path, names[0]), "w") as file:
+    with h5py.File(os.path.join(path, names[0]), "w") as file:
         file.attrs["host_random_states"] = random_states.host_states()
         for number, entry in enumerate(entries):
             if entry.layout is not None:
@@ -276,7 +277,7 @@ def _write_files(path, entries, differing, communicator):
                 state.write(file, str(number), entry.variable)
     if rank == 0:
         names.append(folder.DENSE)
-        with state.open_file(os.path.join(path, folder.DENSE), "w") as file:
+        with h5py.File(os.path.join(path, folder.DENSE), "w") as file:
             for number, entry in shared:
                 state.write(file, str(number), entry.variable)
     return {name: folder.seal(os.path.join(path, name)) for name in names}

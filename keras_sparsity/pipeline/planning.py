@@ -7,7 +7,7 @@ import math
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import checks, keras_functional, patches
+from keras_sparsity._tf import keras_functional, patches
 from keras_sparsity.board.stage_plan import PipelinePlan, StageCost
 from keras_sparsity.layers import ordinary
 from keras_sparsity.pipeline.memory import (
@@ -42,33 +42,22 @@ class Planner:
         # Of a rank.
         self._num_passes = num_passes(self._strategy, schedule, versions)
 
-    def plan(self, dataset):
+    def plan(self, batch):
         """The plan; every rank calls it.
 
         Args:
-            dataset: `tf.data.Dataset`, as `fit` takes it.
+            batch: a mini-batch, as `train_step` gets it.
 
         Returns:
             `PipelinePlan`, the same on all ranks.
         """
-        data = next(iter(dataset), None)
-        checks.check(
-            data is not None, "dataset", dataset, "a dataset with a batch"
-        )
-        tensors, num_examples = self._arriving(data)
+        tensors, num_examples = self._arriving(batch)
         of_ranks = self._strategy.collectives.gather_objects(
             self._cost(tensors), name="pipeline/plan"
         )
-        stages = self._strategy.stages_of_ranks
         costs = [
-            _largest(
-                [
-                    cost
-                    for cost, k in zip(of_ranks, stages, strict=True)
-                    if k == number
-                ]
-            )
-            for number in range(self._schedule.num_stages)
+            _largest([of_ranks[r] for r in self._strategy.ranks_of(stage)])
+            for stage in range(self._schedule.num_stages)
         ]
         return PipelinePlan(
             schedule=self._strategy.schedule,
@@ -153,11 +142,7 @@ class Planner:
             missed_updates=(
                 self._turns.num_ahead(stage.number) if self._turns else 0
             ),
-            ranks=tuple(
-                rank
-                for rank, number in enumerate(self._strategy.stages_of_ranks)
-                if number == stage.number
-            ),
+            ranks=self._strategy.ranks_of(stage.number),
             table_bytes=num_bytes(stage.updates.by_rows),
             row_bytes=sum(
                 rows[id(v)]

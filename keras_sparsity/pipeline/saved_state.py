@@ -3,7 +3,7 @@
 import functools
 
 from keras_sparsity.checkpoint import state
-from keras_sparsity.pipeline.slots import Slots, described, dtype_of
+from keras_sparsity.pipeline.slots import Slots
 from keras_sparsity.pipeline.tables import is_spread
 from keras_sparsity.update import lookups
 
@@ -28,14 +28,7 @@ class SavedState:
         self._optimizer = model.optimizer
         strategy = model.distribute_strategy
         self._collectives = strategy.collectives
-        of_stages = [
-            tuple(
-                rank
-                for rank, stage in enumerate(strategy.stages_of_ranks)
-                if stage == number
-            )
-            for number in range(len(parts))
-        ]
+        of_stages = [strategy.ranks_of(stage) for stage in range(len(parts))]
         self._ranks_of_last = of_stages[-1]
         self._ranks = {
             id(variable): ranks
@@ -111,7 +104,7 @@ class SavedState:
         is_here = self._collectives.rank in ranks
         if is_spread(variable):
             table = variable.table
-            description = described(table, [variable])
+            description = state.described(table, [variable])
             pieces = table.partitions
             return self._entry_of_pieces(
                 section, description, table, pieces, ranks
@@ -119,9 +112,7 @@ class SavedState:
         found = variable if held is None or not is_here else held(variable)
         return state.Entry(
             section,
-            variable.path,
-            tuple(variable.shape),
-            dtype_of(variable),
+            *state.described(None, [variable]),
             [found] if is_here else [],
             is_replicated=is_replicated,
             ranks=ranks,

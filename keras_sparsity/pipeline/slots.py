@@ -3,6 +3,8 @@
 import keras
 import numpy as np
 
+from keras_sparsity.checkpoint import state
+
 
 class Slots:
     """The variables of all ranks' optimizers; every rank makes it.
@@ -22,7 +24,7 @@ class Slots:
     def __init__(self, optimizer, updates, collectives):
         number, places = places_among_all(optimizer, updates)
         self.own = dict(zip(places, updates.places, strict=True))
-        mine = {place: described(*of) for place, of in self.own.items()}
+        mine = {place: state.described(*of) for place, of in self.own.items()}
         of_ranks = collectives.gather_objects(
             (not updates.trained, mine), name="pipeline/slots"
         )
@@ -32,20 +34,6 @@ class Slots:
         for place in range(number):
             ranks = tuple(r for r in order if place in of_ranks[r][1])
             self.of_all.append((ranks, of_ranks[ranks[0]][1][place]))
-
-
-def described(table, pieces):
-    """The name, shape and dtype of a variable as one process has it."""
-    first = pieces[0]
-    shape = tuple(first.shape)
-    if table is not None:
-        shape = (table.num_rows, *shape[1:])
-    return first.path, shape, dtype_of(first)
-
-
-def dtype_of(variable):
-    """The name of a variable's dtype."""
-    return keras.backend.standardize_dtype(variable.dtype)
 
 
 def places_among_all(optimizer, updates):

@@ -2,11 +2,8 @@
 
 import dataclasses
 
-import keras
-import tensorflow as tf
-
-from keras_sparsity._tf import checks
 from keras_sparsity.board.split_plan import SplitPlan
+from keras_sparsity.data import batches
 from keras_sparsity.stages import layer_placement
 from keras_sparsity.stages.model_facts import named_places
 from keras_sparsity.stages.split_costs import (
@@ -72,19 +69,15 @@ class Splits:
             for cost in self._of_splits(model.measured, self.num_batch_examples)
         )
 
-    def plan(self, model, chosen, dataset):
-        """The `SplitPlan` for the mini-batches of a dataset.
+    def plan(self, model, chosen, batch):
+        """The `SplitPlan` for mini-batches like one.
 
         Args:
             model: as for `place`.
             chosen: the place where it is divided; None if it is not.
-            dataset: `tf.data.Dataset` of mini-batches.
+            batch: a mini-batch.
         """
-        data = next(iter(dataset), None)
-        checks.check(
-            data is not None, "dataset", dataset, "a dataset with a batch"
-        )
-        num_examples = int(tf.shape(keras.tree.flatten(data)[0])[0])
+        num_examples = int(batches.num_examples(batch))
         costs = self._costs(model.measured, num_examples)
         profile = model.measured.profile
         num_processes = self.num_workers + self.num_tails

@@ -75,6 +75,14 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
     def stages_of_ranks(self):
         """Tuple of the number of each rank's stage."""
 
+    def ranks_of(self, stage):
+        """Tuple of the ranks of a stage, by its number."""
+        return tuple(
+            rank
+            for rank, number in enumerate(self.stages_of_ranks)
+            if number == stage
+        )
+
     def profile(self, cutter, optimizer):
         """Measurements of a whole model, before its weights are freed."""
 
@@ -96,7 +104,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
 
     @abc.abstractmethod
     def plan_function(self, model, stage, passes, profile):
-        """A function of a dataset that gives a cut model's plan.
+        """A function of a mini-batch that gives a cut model's plan.
 
         Args:
             model: the model.

@@ -5,7 +5,6 @@ import re
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from keras_sparsity.launch import command_line
 from keras_sparsity.pipeline.splits import Splits
@@ -315,7 +314,7 @@ def test_rules_of_measured_times():
     cutter = Cutter(keras.Sequential([keras.Input((4,)), *layers]))
     measured = Measured(facts((1.0, 1.0, 1.0)), cluster)
     model = Measurable(cutter, lambda: measured)
-    plan = splits.plan(model, 1, tf.data.Dataset.from_tensors(np.ones(24)))
+    plan = splits.plan(model, 1, np.ones(24))
     whole, first, second = plan.costs
     assert [cost.place for cost in plan.costs] == [None, 0, 1]
     assert whole.head_bytes == 4 * 10_020
