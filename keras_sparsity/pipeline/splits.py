@@ -79,7 +79,7 @@ class Splits:
         """
         num_examples = int(batches.num_examples(batch))
         costs = self._costs(model.measured, num_examples)
-        profile = model.measured.profile
+        profile = model.measured.facts.profile
         num_processes = self.num_workers + self.num_tails
         seconds = {
             None: sum(profile.pass_seconds(num_examples / num_processes))
@@ -123,7 +123,7 @@ class Splits:
 
     def _of_splits(self, measured, num_examples):
         return split_costs(
-            measured.profile,
+            measured.facts.profile,
             self.num_workers,
             self.num_tails,
             num_examples,

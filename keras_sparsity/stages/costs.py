@@ -47,13 +47,6 @@ class ModelFacts:
         """Whether there is a `SampledSoftmax`, which one tail worker has."""
         return any(each.has_samples for each in self.profile.gradients)
 
-    def at_rate(self, cluster):
-        """These facts with the links of a `planning.Cluster`."""
-        profile = dataclasses.replace(
-            self.profile, seconds_per_byte=cluster.seconds_per_byte or 0.0
-        )
-        return dataclasses.replace(self, profile=profile)
-
     def with_batches(self, factor):
         """These facts with so many times the rows that a batch looks up."""
         specs = tuple(

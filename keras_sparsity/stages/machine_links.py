@@ -89,7 +89,7 @@ def link_seconds(cluster, num_bytes, num_messages=1):
     """Time of messages that follow each other on a link.
 
     Args:
-        cluster: `planning.Cluster` whose rate is known.
+        cluster: `planning.Cluster`; bytes take no time if its rate is unknown.
         num_bytes: bytes of all of them.
         num_messages: their number.
 
@@ -106,8 +106,8 @@ def link_seconds(cluster, num_bytes, num_messages=1):
     References:
         LogGP (Alexandrov et al., SPAA 1995): L and G.
     """
-    latency = cluster.latency_seconds or 0
-    return num_messages * latency + num_bytes * cluster.seconds_per_byte
+    latency, of_byte = cluster.latency_seconds or 0, cluster.seconds_per_byte
+    return num_messages * latency + num_bytes * (of_byte or 0)
 
 
 def processor_seconds(cluster, num_bytes, num_messages=1):

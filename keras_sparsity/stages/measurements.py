@@ -24,11 +24,6 @@ class Measured:
     facts: ModelFacts
     cluster: Cluster
 
-    @property
-    def profile(self):
-        """The model's `Profile`, with the rate of the links."""
-        return self.facts.at_rate(self.cluster).profile
-
     def with_columns(self, columns):
         """The same with other `Profile.columns`."""
         profile = dataclasses.replace(self.facts.profile, columns=columns)

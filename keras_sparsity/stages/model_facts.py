@@ -46,7 +46,7 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
             sharded tables, travel.
 
     Returns:
-        `ModelFacts`, whose profile has no rate of links yet (0).
+        `ModelFacts`.
 
     Example:
 
@@ -75,7 +75,6 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
         crossing_bytes={
             place: crossing[place] for place in named_places(cutter, gradients)
         },
-        seconds_per_byte=0.0,
         gradients=tuple(gradients),
         update_seconds=tuple(
             update_seconds * (each.dense_bytes + each.row_bytes(num_examples))

@@ -103,7 +103,7 @@ class GradientSize:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """A model's layers and the network's links, as measured.
+    """A model's layers, as measured.
 
     Attributes:
         names: tuple of the calls' layers, in order.
@@ -113,7 +113,6 @@ class Profile:
         num_examples: see `seconds`.
         crossing_bytes: dict from a possible split's place to the bytes that
             cross it, of one example.
-        seconds_per_byte: of the slowest link.
         gradients: tuple of the calls' `GradientSize`s.
         update_seconds: tuple of the times of their weights' updates, without
             those of sharded tables; empty if not measured.
@@ -132,7 +131,6 @@ class Profile:
     seconds: tuple
     num_examples: int
     crossing_bytes: dict
-    seconds_per_byte: float
     gradients: tuple
     update_seconds: tuple = ()
     fixed_seconds: tuple = ()

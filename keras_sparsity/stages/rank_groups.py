@@ -4,6 +4,7 @@ import numpy as np
 
 from keras_sparsity.stages.column_split import chosen_calls
 from keras_sparsity.stages.machine_links import (
+    link_seconds,
     machine_of,
     processor_seconds,
     ring_hops,
@@ -81,16 +82,15 @@ class RankGroup:
         is_of_rows = self._hops.any() and self.row_bytes(calls)
         return 3 if is_of_rows else 0
 
-    def message_seconds(self, num_bytes, num_messages=0):
+    def message_seconds(self, num_bytes, num_messages):
         """Time of bytes on a link, and of the latency of messages."""
-        latency = num_messages * (self._cluster.latency_seconds or 0)
-        return latency + num_bytes * self.profile.seconds_per_byte
+        return link_seconds(self._cluster, num_bytes, num_messages)
 
     @property
     def latency_seconds(self):
         """Time of a sum of gradients that have no bytes."""
         hops = 2 * (self._size - 1) if self._hops.any() else 0
-        return hops * (self._cluster.latency_seconds or 0)
+        return self.message_seconds(0, hops)
 
     def seconds(self, calls, num_examples=None):
         """Time of the passes and the update; as for `gathered_bytes`."""

@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 
-from keras_sparsity._tf import checks
 from keras_sparsity.data.batches import bounds
 from keras_sparsity.planning.specs import Cluster
 from keras_sparsity.stages.data_parallel_cost import data_parallel
@@ -79,7 +78,8 @@ def split_costs(
         num_workers: W.
         num_tails: M; 0 if one process is alone.
         num_examples: the number of examples of a batch.
-        cluster: `planning.Cluster`; by default a machine for each process.
+        cluster: `planning.Cluster`; by default a machine for each process,
+            and links that take no time.
         is_star: whether the head's gradients are summed at the tail workers,
             which send back the sums; else by AllReduce. Then P, of dense
             gradients, travels as O does, and several tail workers sum it by
@@ -90,9 +90,6 @@ def split_costs(
     Returns:
         List of `SplitCost`, in the order of places.
 
-    Raises:
-        ValueError: if W or the number of examples is not positive.
-
     Example:
 
     >>> from keras_sparsity.stages.layer_placement import LayerSize
@@ -100,16 +97,15 @@ def split_costs(
     >>> sizes = (LayerSize("dense", 10, 5), LayerSize("dense", 1000, 1))
     >>> gradients = (GradientSize(40), GradientSize(4000))
     >>> profile = Profile(
-    ...     ("a", "b"), sizes, (1.0, 1.0), 8, {0: 20}, 0.01, gradients)
-    >>> (split,) = split_costs(profile, 2, 1, num_examples=8)
+    ...     ("a", "b"), sizes, (1.0, 1.0), 8, {0: 20}, gradients)
+    >>> cluster = Cluster(3, megabits_per_second=8e-4)  # 0.01 s a byte
+    >>> (split,) = split_costs(profile, 2, 1, num_examples=8, cluster=cluster)
     >>> split.busiest_bytes, split.seconds
     (160.0, 5.1)
 
     References:
         RALP (Park et al.), the profiler and table 2.
     """
-    checks.positive_integer("num_workers", num_workers)
-    checks.positive_integer("num_examples", num_examples)
     size = num_workers + num_tails
     cluster = cluster or Cluster(size)
     head, tail = (

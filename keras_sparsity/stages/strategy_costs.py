@@ -63,7 +63,6 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
             "Times of messages need the rate of the links. Received: "
             f"cluster={cluster}. Give the cluster `megabits_per_second`."
         )
-    facts = facts.at_rate(cluster)
     found = [data_parallel(facts, cluster, num_examples, engine)]
     if facts.profile.crossing_bytes and cluster.size > 1:
         most_tails = 1 if facts.has_samples else _MOST_TAILS

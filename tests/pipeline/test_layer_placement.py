@@ -288,7 +288,6 @@ def facts(seconds):
         seconds,
         8,
         {0: 400, 1: 40},
-        0.0,
         tuple(map(GradientSize, weights)),
         update_seconds=(0.0, 0.0, 0.0),
     )

@@ -248,7 +248,6 @@ def _split_cost(layers, num_examples):
         seconds=(0.0,) * len(layers),
         num_examples=1,
         crossing_bytes={split: 4 * layers[split].num_outputs},
-        seconds_per_byte=0.0,
         gradients=tuple(GradientSize(4 * x.num_parameters) for x in layers),
         update_seconds=(0.0,) * len(layers),
     )

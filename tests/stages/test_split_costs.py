@@ -36,9 +36,9 @@ PROFILE = Profile(
     (1.0, 1.0, 2.0),
     8,
     {0: 50, 1: 5},
-    1e-3,
     GRADIENTS,
 )
+RATE = 8e-3  # in Mbit/s: a byte takes a millisecond
 
 
 def test_rows_of_tables_in_the_head_are_gathered():
@@ -53,7 +53,7 @@ def test_rows_of_tables_in_the_head_are_gathered():
 
 
 def test_messages_within_a_machine_do_not_count():
-    cluster = Cluster(2, 2)
+    cluster = Cluster(2, 2, megabits_per_second=RATE)
     _, second = split_costs(PROFILE, 3, 1, 24, cluster)
     # Two workers of the first machine send to the tail on the second; the ring
     # of three leaves each machine once.
@@ -166,7 +166,7 @@ def test_rows_of_sharded_tables_travel_to_and_from_their_owners():
     (first,) = split_costs(slow, 3, 1, num_examples=24_000)
     assert first.row_bytes == 200 * 18
     # Two of three workers share a machine: half of the others' rows leave it.
-    cluster = Cluster(2, 2, latency_seconds=10.0)
+    cluster = Cluster(2, 2, megabits_per_second=RATE, latency_seconds=10.0)
     (first,) = split_costs(slow, 3, 1, 24, cluster)
     assert first.busiest_bytes == pytest.approx(2 * 16 * 18 / 3)
     # Three messages, and four hops of the sum of what is not there.
@@ -196,14 +196,13 @@ def test_columns_of_two_tails():
         assert found.busiest_bytes == max(of_tail, of_worker[place])
     # Each computes the whole batch, of the last call half.
     passes = (1.0 * 24 / 2 + (1.0 + 2.0 / 2) * 24) / 8
-    alone = dataclasses.replace(profile, seconds_per_byte=0.0)
-    first, _ = split_costs(alone, 2, 2, num_examples=24)
+    first, _ = split_costs(profile, 2, 2, num_examples=24)
     assert first.seconds == pytest.approx(passes)
     # Of many examples, gradients of the kernel are less.
     first, _ = split_costs(profile, 2, 2, num_examples=24_000)
     assert first.tail_split == "batch"
     # Of the kernel, nine tenths of the weights, each updates a half.
-    slow = dataclasses.replace(alone, update_seconds=(0.0, 1.0, 4.0))
+    slow = dataclasses.replace(profile, update_seconds=(0.0, 1.0, 4.0))
     first, _ = split_costs(slow, 2, 2, num_examples=24)
     assert first.seconds == pytest.approx(passes + 1.0 + 4.0 * (0.1 + 0.9 / 2))
 
@@ -331,7 +330,8 @@ def test_layers_that_have_columns():
 
 
 def test_a_tail_worker_sums_the_gradients_of_the_head():
-    costs = split_costs(PROFILE, 3, 1, num_examples=24, is_star=True)
+    cluster = Cluster(4, megabits_per_second=RATE)
+    costs = split_costs(PROFILE, 3, 1, 24, cluster, is_star=True)
     first, second = costs
     # As much back; rows are gathered among the workers.
     assert first.busiest_bytes == max(3 * 8 * 50, 8 * 50 + 2 * 800)

@@ -30,7 +30,6 @@ def facts(**changes):
         seconds=(3.0, 6.0, 4.0),
         num_examples=EXAMPLES,
         crossing_bytes=CROSSING,
-        seconds_per_byte=0.0,
         gradients=tuple(GradientSize(4 * size) for size in SIZES),
         update_seconds=(0.0, 0.0, 0.0),
     )
@@ -367,9 +366,7 @@ def test_several_tails_divide_what_is_faster():
     cluster = Cluster(4, megabits_per_second=RATE)
     found, _ = costs(cluster, **columns)
     (placed,) = (cost for cost in found if cost.num_tails == 2)
-    profile = dataclasses.replace(
-        facts(**columns).profile, seconds_per_byte=cluster.seconds_per_byte
-    )
+    profile = facts(**columns).profile
     by_bytes, *_ = (
         split_costs(profile, 2, 2, EXAMPLES, cluster, tail_split=way)[0]
         for way in (None, "batch")
