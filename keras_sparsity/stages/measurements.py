@@ -62,8 +62,6 @@ def measured(cutter, num_examples, optimizer, cluster, communicator, **options):
     Returns:
         `Measured`, the same on all ranks.
 
-    Example: see `tests/stages/test_measurements.py`.
-
     References:
         PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """

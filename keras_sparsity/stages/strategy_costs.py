@@ -51,8 +51,6 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
     Raises:
         ValueError: if the cluster's rate is not known.
 
-    Example: see `tests/stages/test_strategy_costs.py`.
-
     References:
         EuroSys 3.1; RALP (Park et al.), the profiler; GPipe
         (arXiv:1811.06965), 2.3; SpecTrain (arXiv:1809.02839), 3.

@@ -1,4 +1,8 @@
-"""The profile by which a model is cut: times of its calls, bytes of cuts."""
+"""The profile by which a model is cut: times of its calls, bytes of cuts.
+
+References:
+    PipeDream (arXiv:1806.03377), 3.1 (the profile).
+"""
 
 import math
 import time
@@ -41,9 +45,6 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
     >>> layers = [keras.Input((8,)), keras.layers.Dense(4)]
     >>> len(call_seconds(Cutter(keras.Sequential(layers))))
     1
-
-    References:
-        PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     everywhere = range(len(cutter.calls) - 1)
     # Each call as a stage of its own, also where no cut can be.
@@ -73,16 +74,6 @@ def whole_seconds(
 
     Returns:
         Seconds.
-
-    Example:
-
-    >>> from keras_sparsity.stages.cutting import Cutter
-    >>> layers = [keras.Input((8,)), keras.layers.Dense(4)]
-    >>> whole_seconds(Cutter(keras.Sequential(layers))) > 0
-    True
-
-    References:
-        PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     (whole,) = cutter.parts([])
     return _seconds(cutter, whole, num_examples, has_backward, measure)
@@ -125,9 +116,6 @@ def crossing_bytes(
     ...           keras.layers.Dense(2)]
     >>> crossing_bytes(Cutter(keras.Sequential(layers)), num_examples=10)
     {0: 160}
-
-    References:
-        PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     return {
         place: sum(
@@ -156,9 +144,6 @@ def output_bytes(cutter):
     >>> layers = [keras.Input((8,)), keras.layers.Dense(4)]
     >>> output_bytes(Cutter(keras.Sequential(layers)))
     [16]
-
-    References:
-        PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     return [sum(map(example_bytes, call.outputs)) for call in cutter.calls]
 
@@ -247,14 +232,6 @@ def pass_seconds(compute, variables, tensors, has_backward=True, measure=None):
 
     Returns:
         Seconds, the median of 3 runs; of fewer if they take half a second.
-
-    Example:
-
-    >>> pass_seconds(lambda tensors: tensors, [], [tf.ones([3])]) > 0
-    True
-
-    References:
-        PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
 
     def run(tensors):
@@ -284,14 +261,6 @@ def median_seconds(function, tensors):
 
     Returns:
         Seconds, the median of 3 runs; of fewer if they take half a second.
-
-    Example:
-
-    >>> median_seconds(sum, [tf.ones([3])]) > 0
-    True
-
-    References:
-        PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     run = traced(function, tensors)
     times = []
@@ -317,15 +286,6 @@ def processor_seconds(run, tensors, seconds=_ENOUGH_SECONDS):
 
     Returns:
         Seconds, the mean of the runs.
-
-    Example:
-
-    >>> run = traced(sum, [tf.ones([3])])
-    >>> processor_seconds(run, [tf.ones([3])], seconds=0.01) > 0
-    True
-
-    References:
-        PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     end, begin = time.perf_counter() + seconds, time.process_time()
     number = 0
@@ -336,19 +296,11 @@ def processor_seconds(run, tensors, seconds=_ENOUGH_SECONDS):
 
 
 def traced(function, tensors):
-    """A function of tensors that has run once.
+    """A `tf.function` of tensors that has run once.
 
     Args:
         function: function of a list of tensors.
         tensors: list.
-
-    Returns:
-        `tf.function`.
-
-    Example:
-
-    >>> traced(sum, [tf.ones([1])])(tf.zeros([1])).numpy()
-    array([0.], dtype=float32)
     """
     run = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
     run(*tensors)
