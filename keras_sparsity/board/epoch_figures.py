@@ -94,7 +94,7 @@ class EpochFigures(WrittenPlan):
             f"Version {self.version:,} of the weights. Pushes by the number of "
             f"updates since their pull: {counts}."
         )
-        return "\n".join([*as_table(_HEAD, rows), "", about])
+        return as_table(_HEAD, rows, about)
 
     def write_summaries(self):
         """Writes them into TensorFlow's default summary writer."""

@@ -117,8 +117,7 @@ class ModelPlan:
         busiest machine sends and receives in a step under each architecture,
         and the bytes counted at the engine, for a process on average.
         """
-        lines = as_table(_HEAD, self._rows())
-        return "\n".join([*lines, "", self._of_the_model()])
+        return as_table(_HEAD, self._rows(), self._of_the_model())
 
     def print(self):
         """Shows the same on the terminal, and the comparison."""

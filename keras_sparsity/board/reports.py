@@ -40,8 +40,8 @@ def show(log_dir):
             choice = _texts(events, tag)[-1][1]
             searches.append(f"Partition search, '{group}': {choice}")
     if figures:
-        lines = as_table(["per step", ""], figures)
-        print_markdown("\n".join([*lines, "", *searches]))
+        table = as_table(["per step", ""], figures, "\n".join(searches))
+        print_markdown(table)
 
 
 def _events(log_dir):

@@ -65,7 +65,6 @@ class SplitPlan(WrittenPlan):
             *_HEAD[4:],
         ]
         rows = [self._row(cost, has_rows, has_tails) for cost in self.costs]
-        lines = as_table(head, rows)
         about = (
             f"Mini-batches of {self.num_examples} examples; workers: "
             f"{self.num_workers}, tail workers: {self.num_tails}. "
@@ -73,7 +72,7 @@ class SplitPlan(WrittenPlan):
             f"the paper's rule {self.threshold:g}. Bytes are those of a step, "
             "in one direction."
         )
-        return "\n".join([*lines, "", about])
+        return as_table(head, rows, about)
 
     def _row(self, cost, has_rows, has_tails):
         is_split = cost.place is not None

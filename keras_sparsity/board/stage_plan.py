@@ -150,7 +150,7 @@ class PipelinePlan(WrittenPlan):
             head = (*head, "sums gradients")
             for row, stage in zip(rows, self.stages, strict=True):
                 row.append(in_bytes(self.summed_bytes(stage)))
-        return "\n".join([*as_table(head, rows), "", self._of_the_model()])
+        return as_table(head, rows, self._of_the_model())
 
     def _of_the_model(self):
         parts = ""

@@ -76,9 +76,8 @@ class StrategyPlan(WrittenPlan):
             for number, cost in enumerate(self.costs)
             if number < _MOST_ROWS or cost.way not in ways[:number]
         ]
-        lines = as_table(_HEAD, [_row(cost) for cost in shown])
-        left_out = len(self.costs) - len(shown)
-        return "\n".join([*lines, "", self._about(left_out)])
+        about = self._about(len(self.costs) - len(shown))
+        return as_table(_HEAD, map(_row, shown), about)
 
     def _about(self, left_out):
         cluster = self.cluster

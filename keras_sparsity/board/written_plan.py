@@ -69,12 +69,13 @@ def _cells(line):
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
 
 
-def as_table(head, rows):
-    """The lines of a Markdown table: a list."""
-    return [
+def as_table(head, rows, about):
+    """A Markdown table, and a text behind it."""
+    lines = [
         "| " + " | ".join(row) + " |"
         for row in [head, ["---"] * len(head), *rows]
     ]
+    return "\n".join([*lines, "", about])
 
 
 def in_milliseconds(seconds):
