@@ -239,35 +239,6 @@ class Cutter:
         )
 
 
-def balanced(seconds, places, num_stages, crossing_seconds=None):
-    """The cuts with the smallest largest stage.
-
-    Args:
-        seconds: list of the calls' times.
-        places: possible cuts.
-        num_stages: N.
-        crossing_seconds: dict from a place to the time in which the tensors
-            that cross it travel, while stages compute; by default 0.
-
-    Returns:
-        List of N - 1 places. Of equal ones, the earliest cuts.
-
-    Raises:
-        ValueError: if there are not enough places.
-
-    Example:
-
-    >>> balanced([3.0, 1.0, 1.0, 1.0], [0, 1, 2], 2)
-    [0]
-
-    References:
-        PipeDream (arXiv:1806.03377), 3.1 (its dynamic program, without
-        replication).
-    """
-    one_each = [[1]] * num_stages
-    return shared(seconds, places, one_each, num_stages, crossing_seconds)[0]
-
-
 def shared(
     seconds, places, num_ranks, size, crossing_seconds=None, sum_seconds=None
 ):
@@ -279,20 +250,26 @@ def shared(
         seconds / m + 2 (m - 1) / m sum_seconds
 
     Args:
-        seconds, places, crossing_seconds: as for `balanced`.
-        num_ranks: for each stage, the possible numbers of its ranks.
+        seconds: list of the calls' times.
+        places: possible cuts.
+        num_ranks: for each of N stages, the possible numbers of its ranks.
         size: the number of all ranks.
+        crossing_seconds: dict from a place to the time in which the tensors
+            that cross it travel, while stages compute; by default 0.
         sum_seconds: list of the times in which the gradients of the calls'
             weights travel once; by default 0.
 
     Returns:
-        `(list of N - 1 places, list of the numbers of ranks)`.
+        `(list of N - 1 places, list of the numbers of ranks)`. Of equal ones,
+        the earliest cuts.
 
     Raises:
         ValueError: if there are not enough places.
 
     Example:
 
+    >>> shared([3.0, 1.0, 1.0, 1.0], [0, 1, 2], [[1]] * 2, size=2)
+    ([0], [1, 1])
     >>> shared([1.0, 9.0, 1.0], [0, 1], [[1, 2]] * 2, size=3)
     ([0], [1, 2])
 

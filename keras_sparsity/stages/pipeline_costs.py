@@ -7,7 +7,7 @@ import numpy as np
 
 from keras_sparsity.stages import schedule as schedules
 from keras_sparsity.stages.costs import PIPELINE, StrategyCost
-from keras_sparsity.stages.cutting import balanced, shared
+from keras_sparsity.stages.cutting import shared
 from keras_sparsity.stages.machine_links import (
     link_seconds,
     processor_seconds,
@@ -80,7 +80,10 @@ class PipelineCosts:
             each / cluster.relative_speed for each in profile.pass_seconds(part)
         ]
         if size % number == 0:
-            places = balanced(seconds, list(travels), number, travels)
+            one_each = [[1]] * number
+            places, _ = shared(
+                seconds, list(travels), one_each, number, travels
+            )
             return places, (size // number,) * number
         places, num_ranks = shared(
             # So long they take on a single rank.

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 
-from keras_sparsity.stages.cutting import Cutter, balanced
+from keras_sparsity.stages.cutting import Cutter, shared
 
 # Keras's own, of nested models.
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not support masking")
@@ -275,7 +275,8 @@ def test_balanced_cuts_are_the_best_of_all():
             ]
             return max([*stages, *(crossing[cut] for cut in cuts)])
 
-        found = balanced(seconds, places, num_stages, crossing)
+        one_each = [[1]] * num_stages
+        found, _ = shared(seconds, places, one_each, num_stages, crossing)
         assert len(found) == num_stages - 1
         assert bottleneck(found) == min(
             map(bottleneck, itertools.combinations(places, num_stages - 1))
@@ -284,4 +285,4 @@ def test_balanced_cuts_are_the_best_of_all():
 
 def test_more_stages_than_cuts_allow():
     with pytest.raises(ValueError, match="Use at most 2"):
-        balanced([1.0, 1.0, 1.0], [1], 3)
+        shared([1.0, 1.0, 1.0], [1], [[1]] * 3, 3)
