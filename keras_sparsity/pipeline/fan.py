@@ -7,7 +7,7 @@ import math
 import tensorflow as tf
 
 from keras_sparsity.collectives.base import divided
-from keras_sparsity.pipeline.links import Link, links
+from keras_sparsity.pipeline.links import Link
 from keras_sparsity.pipeline.micro_batches import first_example
 
 
@@ -237,8 +237,6 @@ def between(collectives, num_ranks, wire_dtype=None):
             other.
         wire_dtype: see `Link`.
     """
-    if len(set(num_ranks)) == 1:
-        return links(collectives, len(num_ranks), wire_dtype)
     # To the stage before, and to the one behind; of each piece.
     found = {}, {}
     for ranks, pieces in _meetings(num_ranks):
@@ -263,6 +261,8 @@ def _meetings(num_ranks):
 
     >>> list(_meetings([1, 2]))
     [((0, 1), range(0, 1)), ((0, 2), range(1, 2))]
+    >>> list(_meetings([2, 2]))  # two replicas
+    [((0, 2), range(0, 1)), ((1, 3), range(1, 2))]
     """
     num_pieces, first = math.lcm(*num_ranks), 0
     for here, behind in itertools.pairwise(num_ranks):

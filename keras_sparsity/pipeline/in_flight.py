@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity.pipeline.late_logs import LateLogs
+from keras_sparsity.pipeline.logs import LateLogs
 from keras_sparsity.pipeline.messages_ahead import MessagesAhead
 from keras_sparsity.pipeline.messages_in_turn import MessagesInTurn
 from keras_sparsity.pipeline.turn_passes import TurnPasses

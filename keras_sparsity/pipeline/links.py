@@ -258,54 +258,6 @@ class Crossing:
         return found
 
 
-def pairs(num_stages, replicas=1):
-    """The two lists of groups in which each rank meets its neighbours.
-
-    Args:
-        num_stages: N, the number of ranks of a pipeline.
-        replicas: R, the number of pipelines. Rank k R + r trains stage k of
-            replica r.
-
-    Example:
-
-    >>> pairs(3)
-    [[[0, 1], [2]], [[0], [1, 2]]]
-    >>> pairs(2, replicas=2)
-    [[[0, 2], [1, 3]], [[0], [2], [1], [3]]]
-    """
-    even, odd = [], []
-    for first in range(replicas):
-        ranks = list(range(first, num_stages * replicas, replicas))
-        even += [ranks[i : i + 2] for i in range(0, num_stages, 2)]
-        odd += [[first]] + [ranks[i : i + 2] for i in range(1, num_stages, 2)]
-    return [even, odd]
-
-
-def links(collectives, num_stages, wire_dtype=None):
-    """`(link to the stage before, link to the one behind)`; None at an end.
-
-    Args:
-        collectives: `Collectives` of all ranks.
-        num_stages: the number of ranks of each pipeline.
-        wire_dtype: see `Link`.
-    """
-    found = [None, None]
-    for pair in _own_pairs(collectives, num_stages):
-        found[1 - pair.rank] = Link(pair, wire_dtype)
-    return tuple(found)
-
-
-@functools.cache
-def _own_pairs(collectives, num_stages):
-    """`Collectives` of this rank and each of its neighbours."""
-    groups_of = pairs(num_stages, collectives.size // num_stages)
-    found = [
-        divided(collectives, groups, f"pipeline/{num_stages}/{label}")
-        for label, groups in zip(("even", "odd"), groups_of, strict=True)
-    ]
-    return [pair for pair in found if pair.size == 2]
-
-
 @functools.cache
 def peers(collectives, num_ranks):
     """`Collectives` of the ranks of this rank's stage.
