@@ -86,11 +86,7 @@ def skewness(layers):
     The paper's equation 1 is another one as printed; this one gives its
     table 1. Layers of the kind `"other"` have no position.
 
-    Args:
-        layers: list of `LayerSize`.
-
-    Returns:
-        A number; 0 if all parameters are in one layer, or there are none.
+    It is 0 if all parameters are in one layer, or there are none.
 
     Example:
 

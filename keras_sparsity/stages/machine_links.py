@@ -15,14 +15,11 @@ def machine_of(ranks, cluster):
 
 
 def crossings(senders, receivers, cluster):
-    """Messages that leave each machine, and that arrive there.
+    """Messages that leave each machine, and that arrive there: two arrays.
 
     Args:
         senders, receivers: lists of ranks: one message of each pair.
         cluster: `planning.Cluster`.
-
-    Returns:
-        `(array, array)` of a number for each machine.
 
     Example:
 
@@ -46,13 +43,6 @@ def ring_hops(ranks, cluster):
 
     As many arrive there.
 
-    Args:
-        ranks: list, in the ring's order.
-        cluster: `planning.Cluster`.
-
-    Returns:
-        Array of a number for each machine.
-
     Example:
 
     >>> from keras_sparsity.planning import Cluster
@@ -67,13 +57,6 @@ def ring_hops(ranks, cluster):
 
 def shared_by(cluster, num_processes):
     """How many of some busy processes share one machine's computation.
-
-    Args:
-        cluster: `planning.Cluster`.
-        num_processes: their number.
-
-    Returns:
-        A number.
 
     Example:
 
@@ -93,9 +76,6 @@ def link_seconds(cluster, num_bytes, num_messages=1):
         num_bytes: bytes of all of them.
         num_messages: their number.
 
-    Returns:
-        Seconds.
-
     Example:
 
     >>> from keras_sparsity.planning import Cluster
@@ -114,12 +94,7 @@ def processor_seconds(cluster, num_bytes, num_messages=1):
     """Time in which a processor sends or receives messages.
 
     Args:
-        cluster: `planning.Cluster`.
-        num_bytes: bytes of all of them.
-        num_messages: their number.
-
-    Returns:
-        Seconds.
+        cluster, num_bytes, num_messages: as for `link_seconds`.
 
     Example:
 

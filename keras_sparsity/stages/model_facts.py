@@ -104,9 +104,6 @@ def named_places(cutter, gradients=None):
         cutter: `Cutter`.
         gradients: list of the calls' `GradientSize`s, if it is known.
 
-    Returns:
-        List of places behind a layer's last call.
-
     Example:
 
     >>> from keras_sparsity.stages.cutting import Cutter
@@ -128,9 +125,6 @@ def variable_specs(cutter, alpha=None, num_examples=1):
         alpha: of tables; by default that of `num_examples`, and of a softmax's
             samples, without duplicates.
         num_examples: the number of examples of a worker.
-
-    Returns:
-        List.
 
     Raises:
         ValueError: if alpha is no fraction.

@@ -221,9 +221,6 @@ def places_of_heads(places, gradients):
         places: list.
         gradients: list of the calls' `GradientSize`s.
 
-    Returns:
-        List.
-
     Example:
 
     >>> owned = OwnedRows("table", 2, 8, 1, 4, 4)

@@ -206,13 +206,8 @@ def _fan(num_workers, num_tails, cluster):
 def parts_of_ranks(num_workers, num_tails):
     """The parts of a batch that each rank of head and tail computes.
 
-    There are as many parts as ranks in the larger one of the two.
-
-    Args:
-        num_workers, num_tails: the numbers of ranks.
-
-    Returns:
-        List of the range of each rank's parts, the workers' first.
+    There are as many parts as ranks in the larger one of the two. A list of
+    ranges, the workers' first.
 
     Example:
 
@@ -270,15 +265,6 @@ def of_data_parallelism(facts, cluster, num_examples, engine="native"):
 
 def fastest(costs):
     """The place of the least predicted time; None: data parallelism.
-
-    Args:
-        costs: list of the `SplitCost`s.
-
-    Returns:
-        A place or None.
-
-    Raises:
-        ValueError: if the list is empty.
 
     Example:
 

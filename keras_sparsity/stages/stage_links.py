@@ -12,12 +12,7 @@ def pieces(num_senders, num_receivers):
 
     The ranks of a stage have equal parts of a batch, in the order of ranks.
     Pieces are as large as can be with whole ones in the parts of both stages.
-
-    Args:
-        num_senders, num_receivers: the numbers of ranks of the two stages.
-
-    Returns:
-        `(array, array)` of a rank's number in its stage for each piece.
+    Two arrays, of a rank's number in its stage for each piece.
 
     Example:
 

@@ -130,13 +130,7 @@ def crossing_bytes(
 
 
 def output_bytes(cutter):
-    """The bytes that each call makes of one example.
-
-    Args:
-        cutter: `Cutter`.
-
-    Returns:
-        List, in the order of `cutter.calls`.
+    """The bytes that each call makes of one example: a list.
 
     Example:
 
@@ -165,9 +159,6 @@ def wire_size(dtype, wire_dtype):
     Args:
         dtype: its `tf.DType`.
         wire_dtype: name of a narrower dtype in which floats travel, or None.
-
-    Returns:
-        A number.
 
     Example:
 
