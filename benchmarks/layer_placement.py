@@ -146,12 +146,13 @@ def draw(args):
             cluster = ks.planning.Cluster(
                 args.machines, megabits_per_second=rate
             )
-            profile = facts.at_rate(cluster).profile
-            costs = split_costs(profile, num_workers, 1, num_examples, cluster)
+            costs = split_costs(
+                facts.profile, num_workers, 1, num_examples, cluster
+            )
             whole = of_data_parallelism(facts, cluster, num_examples)
             points = [(cost.place + 1, cost.seconds) for cost in costs]
             # All layers are in the head.
-            points.append((len(profile.names), whole.seconds))
+            points.append((len(facts.profile.names), whole.seconds))
             lines[f"{rate:g} Mbit/s"] = points
         axes = "layers in the head", "predicted step (s)"
         plots.lines("splits", name, axes, lines, logarithmic=True)
