@@ -9,12 +9,12 @@ import tensorflow as tf
 from keras_sparsity._tf import checks, deferred_weights
 from keras_sparsity.board import measured_plan
 from keras_sparsity.callbacks import rank_zero
-from keras_sparsity.collectives.base import divided
 from keras_sparsity.exchange.options import check_wire_dtype
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.pipeline import columns
 from keras_sparsity.pipeline.fan import fan
 from keras_sparsity.pipeline.head_sums import HeadSums
+from keras_sparsity.pipeline.links import peers
 from keras_sparsity.pipeline.splits import Splits
 from keras_sparsity.pipeline.staged import (
     StagedStrategy,
@@ -157,11 +157,7 @@ class LayerPlacementStrategy(StagedStrategy):
         self._parts_of_ranks = parts_of_ranks(first, num_tail_workers)
         super().__init__(
             communicator,
-            divided(
-                communicator,
-                [[*range(first)], [*range(first, communicator.size)]],
-                f"tail/peers/{num_tail_workers}",
-            ),
+            peers(communicator, (first, num_tail_workers)),
             fan(communicator, self._parts_of_ranks, first, wire_dtype),
             stages,
         )
