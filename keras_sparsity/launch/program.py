@@ -201,7 +201,7 @@ class _LogFolder:
     """The ranks' output files; deletes a temporary folder unless kept."""
 
     def __init__(self, path):
-        self._is_temporary = path is None
+        self._is_temporary, self._is_kept = path is None, False
         # The ranks' programs may change their folder.
         self.path = path and os.path.abspath(path)
         self.restart = 0  # number of earlier attempts
@@ -220,7 +220,8 @@ class _LogFolder:
         return self
 
     def __exit__(self, *exception):
-        if self._is_temporary:
+        # Rank 0 alone leaves no files to keep.
+        if self._is_temporary and not (self._is_kept and os.listdir(self.path)):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def file(self, rank):
@@ -258,7 +259,7 @@ class _LogFolder:
             self.keep()
 
     def keep(self):
-        self._is_temporary = False
+        self._is_kept = True
 
 
 class _Interrupted(Exception):
@@ -349,7 +350,8 @@ class _Watched:
             self._show(ranks, folder)
         elif self._signals.received:
             name = self._signals.name
-            say(f"ended by {name}. Other ranks' output: {folder}")
+            say(f"ended by {name}.")
+            self._show([], folder)
         else:
             failed = self._processes.causes()
             ended = [r.rank for r in ranks if r.we_ended_it]
@@ -361,6 +363,8 @@ class _Watched:
 
     def _show(self, ranks, folder):
         with_file = [rank for rank in ranks if rank.log_path]
+        if not with_file and any(r.log_path for r in self._processes.processes):
+            say(f"the other ranks' output: {folder}")
         same = [r for r in with_file if _has(r.last_lines(), self.shown)]
         if same:
             numbers = ", ".join(str(rank.rank) for rank in same)

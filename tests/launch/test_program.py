@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import types
@@ -38,6 +39,8 @@ if todo == "arguments":
 elif todo == "variables":
     print(json.dumps(dict(os.environ)), flush=True)
 elif todo == "exit" and ranks.rank == 1:
+    sys.exit(7)
+elif todo == "exit first" and ranks.rank == 0:
     sys.exit(7)
 elif todo == "raise" and ranks.rank == 1:
     raise ValueError("no luck")
@@ -195,6 +198,24 @@ def test_an_error_of_all_ranks_is_shown_once(run, script):
     assert done.err.count("Traceback") == 1, done.err
     assert done.err.count("ValueError: no luck\n  anywhere\n") == 1
     assert "the same error on rank 1; output: " in done.err
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_output_after_a_failure_of_rank_0_alone(
+    num_processes, run, script, tmp_path, monkeypatch
+):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with forked.ranks():
+        done = run("-n", str(num_processes), script, "exit first")
+    assert done.code == 7, done.err
+    folders = list(temporary.glob("keras-sparsity-*"))
+    assert len(folders) == num_processes - 1
+    for folder in folders:
+        assert f"the other ranks' output: {folder}\n" in done.err
+        assert "hello from rank 1" in (folder / "rank-1.log").read_text()
+    assert ("output" in done.err) == bool(folders)
 
 
 def test_a_script_that_takes_too_long(run, script):
