@@ -38,20 +38,26 @@ _RANK_VARIABLES = (
 )
 
 
-def resolve_engine(engine, num_processes):
-    """The engine's name; by default native, or local for one process."""
+def resolve_engine(engine, num_processes, native="engine='native'"):
+    """The engine's name; by default native, or local for one process.
+
+    Args:
+        engine: The given name, or None.
+        num_processes: The number of processes.
+        native: How one asks for the native engine, for messages.
+    """
     if engine is None:
         return "native" if num_processes > 1 else "local"
     checks.one_of("engine", engine, ENGINES)
     if engine == "local" and num_processes > 1:
         raise ValueError(
             "The local engine is for one process. Received: "
-            f"{num_processes} processes. Use engine='native'."
+            f"{num_processes} processes. Use {native}."
         )
     if engine == "horovod" and importlib.util.find_spec("horovod") is None:
         raise ValueError(
             "The horovod engine needs Horovod, which is not installed here: "
-            f"{INSTALL_HOROVOD}, or use engine='native'."
+            f"{INSTALL_HOROVOD}, or use {native}."
         )
     return engine
 

@@ -1,15 +1,22 @@
 """The command `keras-sparsity run`: its options, and their checks."""
 
 import argparse
+import functools
 import os
 import re
 import tempfile
 
 from keras_sparsity.launch import environment, hosts
+from keras_sparsity.launch.option_types import (
+    one_of,
+    positive_integer,
+    positive_number,
+)
 from keras_sparsity.launch.program import RESTARTS_VARIABLE, Program
 from keras_sparsity.launch.remote import SSH_VARIABLE, ssh_command
 from keras_sparsity.machines import firewall
 from keras_sparsity.machines.settings import (
+    ENGINES,
     TIMEOUT_VARIABLE,
     checked_timeout,
     seed,
@@ -25,7 +32,7 @@ _OPTIONS = {
         "on hosts: a:2+1",
     ),
     "--engine": (
-        str,
+        functools.partial(one_of, choices=ENGINES),
         "NAME",
         "native (the default: TensorFlow's own collectives) or horovod",
     ),
@@ -37,7 +44,7 @@ _OPTIONS = {
         "one, kept on failure",
     ),
     "--timeout": (
-        float,
+        positive_number,
         "SECONDS",
         "end everything after so long, with each rank's position",
     ),
@@ -101,7 +108,7 @@ def _add_options(run):
     where.add_argument(
         "-n",
         "--num-processes",
-        type=int,
+        type=positive_integer,
         metavar="N",
         help="number of processes on this machine",
     )
@@ -150,7 +157,6 @@ def program(options):
             raise ValueError("an option's value cannot be '--'.")
     where = _hosts(options)
     hosts.places(where)  # raises where servers are alone
-    environment.check_timeout(options.timeout)
     environment.check_memory(
         sum(host.num_processes for host in where if host.is_local)
     )
@@ -162,7 +168,9 @@ def program(options):
             f"Received: {options.max_restarts}."
         )
     engine = environment.resolve_engine(
-        options.engine, sum(host.num_processes for host in where)
+        options.engine,
+        sum(host.num_processes for host in where),
+        native="--engine native",
     )
     target = _target(options)
     _check_log_dir(options.log_dir)

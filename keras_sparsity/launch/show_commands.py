@@ -1,34 +1,62 @@
 """The commands `keras-sparsity plan` and `report`: what they print."""
 
+import functools
 import os
 
 from keras_sparsity._tf.requirements import check_requirements
+from keras_sparsity.launch.option_types import (
+    fraction,
+    positive_integer,
+    positive_number,
+)
+from keras_sparsity.planning.specs import MOST_PROCESSES
 
 COMMANDS = {
     "plan": "print how each variable travels, or how to train a saved model",
     "report": "print the plan, its costs, and the searches' results",
 }
+_count = functools.partial(positive_integer, most=MOST_PROCESSES)
 # Options of `plan` for a saved model: type, name of the value, description.
 _DESCRIBED = {
-    "--machines": (int, "N", "number of machines"),
-    "--processes-per-machine": (int, "L", "processes of each; by default 1"),
-    "--rate": (float, "MBIT", "Mbit/s of a machine's link in each direction"),
-    "--latency": (float, "MS", "milliseconds of an empty message"),
-    "--message": (float, "MS", "milliseconds of a processor that sends it"),
-    "--message-byte": (float, "NS", "nanoseconds of it for each byte"),
-    "--memory": (float, "GB", "memory of a process"),
+    "--machines": (_count, "N", "number of machines"),
+    "--processes-per-machine": (
+        _count,
+        "L",
+        "processes of each; by default 1",
+    ),
+    "--rate": (
+        positive_number,
+        "MBIT",
+        "Mbit/s of a machine's link in each direction",
+    ),
+    "--latency": (
+        positive_number,
+        "MS",
+        "milliseconds of an empty message",
+    ),
+    "--message": (
+        positive_number,
+        "MS",
+        "milliseconds of a processor that sends it",
+    ),
+    "--message-byte": (
+        positive_number,
+        "NS",
+        "nanoseconds of it for each byte",
+    ),
+    "--memory": (positive_number, "GB", "memory of a process"),
     "--speed": (
-        float,
+        positive_number,
         "FACTOR",
         "computation of a machine, relative to this one; by default 1",
     ),
     "--batch-size": (
-        int,
+        positive_integer,
         "B",
         "examples of a step over all processes; by default 32 for each",
     ),
     "--alpha": (
-        float,
+        fraction,
         "A",
         "fraction of the rows of each Embedding that a process touches in a "
         "step; by default that of rows without duplicates",

@@ -7,7 +7,7 @@ import numpy as np
 
 from keras_sparsity._tf import checks
 
-_MOST_PROCESSES = 100_000  # figures are kept for each
+MOST_PROCESSES = 100_000  # figures are kept for each
 _WORDS, _WORD_BYTES = "int32", 4  # of encoded rows
 
 
@@ -58,14 +58,14 @@ class Cluster:
     def __post_init__(self):
         for name in ("num_machines", "processes_per_machine"):
             count = getattr(self, name)
-            count = checks.positive_integer(name, count, most=_MOST_PROCESSES)
+            count = checks.positive_integer(name, count, most=MOST_PROCESSES)
             _set(self, name, count)
         if self.processes_per_processor is not None:
             checks.positive_integer(
                 "processes_per_processor",
                 self.processes_per_processor,
                 " or None",
-                _MOST_PROCESSES,
+                MOST_PROCESSES,
             )
         for name in (
             *("megabits_per_second", "latency_seconds", "message_seconds"),

@@ -86,23 +86,40 @@ def test_alpha_counts(saved):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("--machines 0", "--machines: must be a positive integer, at most"),
+        ("--machines 2.5", "--machines: must be a positive integer, at most"),
+        ("--machines 100001", "--machines: .*, at most 100,000.*'100001'"),
+        ("--processes-per-machine 0", "--processes-per-machine: must be a pos"),
+        ("--rate 0", "--rate: must be a positive number. Received: '0'"),
+        ("--rate nan", "--rate: must be a positive number. Received: 'nan'"),
+        ("--latency -1", "--latency: must be a positive number.*'-1'"),
+        ("--message fast", "--message: must be a positive number.*'fast'"),
+        ("--message-byte 0", "--message-byte: must be a positive number"),
+        ("--memory 1e999", "--memory: must be a positive number.*'1e999'"),
+        ("--speed 0", "--speed: must be a positive number"),
+        ("--batch-size 0", "--batch-size: must be a positive integer."),
+        ("--alpha 2", "--alpha: must be a fraction from 0 to 1.*'2'"),
+        ("--unknown 2", "unrecognized arguments: --unknown 2"),
+    ],
+)
+def test_wrong_values_of_options_are_explained(arguments, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        launch.main(["plan", "model.keras", *arguments.split()])
+    assert end.value.code == 2
+    # Lines are broken to the terminal's width.
+    told = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, told), told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
         ("SAVED", "needs --machines and --rate. Received: neither"),
         ("SAVED --rate 3", "needs --machines and --rate. Received: --rate"),
         ("FOLDER --machines 2", "--machines are for a saved model.*a file"),
         ("FOLDER", "has no folder 'architecture'"),
         ("no.keras --machines 2 --rate 1", "no file or folder 'no.keras'"),
         ("no.keras", "no file or folder 'no.keras'"),
-        ("SAVED --machines 0 --rate 1", "positive integer.*num_machines=0"),
-        ("SAVED --machines 2 --rate 0", "positive.*megabits_per_second=0"),
-        ("SAVED --machines 2 --rate 1 --latency -1", "latency_seconds=-0.001"),
-        ("SAVED --machines 2 --rate 1 --memory 0", "memory_bytes=0.0"),
-        ("SAVED --machines 2 --rate 1 --speed 0", "relative_speed=0.0"),
-        ("SAVED --machines 2 --rate 1 --batch-size 0", "num_examples=0"),
-        ("SAVED --machines 2 --rate 1 --alpha 2", "a fraction.*alpha=2.0"),
-        (
-            "SAVED --machines 2 --rate 1 --processes-per-machine 0",
-            "positive integer.*processes_per_machine=0",
-        ),
         ("OTHER --machines 2 --rate 1", "cannot be loaded.*`model.save`"),
     ],
 )

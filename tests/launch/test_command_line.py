@@ -55,4 +55,4 @@ def test_horovod_that_is_not_installed(script, capsys, monkeypatch):
     told = capsys.readouterr().err
     # Lines are broken to the terminal's width.
     assert "scripts/install_horovod.sh" in told
-    assert "engine='native'" in " ".join(told.split())
+    assert "or use --engine native." in " ".join(told.split())
