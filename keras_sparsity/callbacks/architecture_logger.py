@@ -14,6 +14,7 @@ from keras_sparsity import sparsity
 from keras_sparsity._tf import checks
 from keras_sparsity.board import model_plan, search_plot
 from keras_sparsity.board.written_plan import PLAN, RUN
+from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.callbacks.partition_search import PartitionSearch
 from keras_sparsity.health import journal
 from keras_sparsity.health.meter import Totals
@@ -89,6 +90,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
         self.log_dir = os.fspath(log_dir)
         self.every_steps = checks.positive_integer("every_steps", every_steps)
         self.searches = []
+        self._epoch_steps = EpochSteps(self)
         self._writer = None
         self._measured_function = None
 
@@ -121,12 +123,15 @@ class ArchitectureLogger(keras.callbacks.Callback):
         self._popularity_step = None
         self._shown = {}
 
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch_steps.begin()
+
     def on_train_batch_begin(self, batch, logs=None):
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
         self._seconds += time.perf_counter() - self._start
-        count = self.model.steps_per_execution
+        count = self._epoch_steps.add_execution()
         self._steps += count
         self._steps_since += count * self._has_steps
         if self._steps_since >= self.every_steps:

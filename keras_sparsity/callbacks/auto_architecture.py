@@ -6,6 +6,7 @@ import keras
 
 from keras_sparsity import planning, sparsity
 from keras_sparsity.callbacks import move_times, rank_zero
+from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.conversion import saving
 from keras_sparsity.moves import moving
 from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
@@ -59,29 +60,30 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._fixed = set()
         self._undo = None
         self._earlier_steps = self._steps = 0
+        self._epoch_steps = EpochSteps(self)
         self._refused = set()  # paths of moves that were not worth a trace
 
     def on_train_begin(self, logs=None):
         self._earlier_steps += self._steps
-        self._steps = self._steps_of_epoch = 0
+        self._steps = 0
         self._longest_epoch = self._epoch = 0
         self._next = _FIRST_STEPS
         self._times.forget()
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._epoch, self._steps_of_epoch = epoch, 0
+        self._epoch = epoch
+        self._epoch_steps.begin()
 
     def on_epoch_end(self, epoch, logs=None):
-        self._longest_epoch = max(self._longest_epoch, self._steps_of_epoch)
+        self._longest_epoch = max(self._longest_epoch, self._epoch_steps.number)
 
     def on_train_batch_begin(self, batch, logs=None):
         self._times.begin()
 
     def on_train_batch_end(self, batch, logs=None):
-        count = self.model.steps_per_execution
+        count = self._epoch_steps.add_execution()
         self._times.end(count)
         self._steps += count
-        self._steps_of_epoch += count
         if self._steps < self._next or not self.is_ready():
             return
         if self._undo:
@@ -183,10 +185,10 @@ class AutoArchitecture(keras.callbacks.Callback):
     def _steps_left(self):
         """Estimate of the number of remaining steps."""
         steps = self.params.get("steps") or max(
-            self._longest_epoch, 2 * self._steps_of_epoch
+            self._longest_epoch, 2 * self._epoch_steps.number
         )
         epochs = max(1, self.params.get("epochs", 1) - self._epoch)
-        left = steps * epochs - self._steps_of_epoch
+        left = steps * epochs - self._epoch_steps.number
         # A `fit` may be followed by another one as long.
         return max(left, self._earlier_steps)
 

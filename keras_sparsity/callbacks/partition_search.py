@@ -9,6 +9,7 @@ import keras
 from keras_sparsity import moves
 from keras_sparsity._tf import checks
 from keras_sparsity.callbacks import rank_zero, saved_partitions
+from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.callbacks.step_seconds import StepEnd, StepSeconds
 from keras_sparsity.callbacks.table_groups import TableMemory, groups_of
 from keras_sparsity.checkpoint import storage
@@ -127,6 +128,7 @@ class PartitionSearch(keras.callbacks.Callback):
         self.verbose = verbose
         self.result = {}
         self.step_end = StepEnd()
+        self._epoch_steps = EpochSteps(self)
         self._collectives = None
         self._tables = []
         self._groups = []  # those still to be searched, the present one first
@@ -150,16 +152,17 @@ class PartitionSearch(keras.callbacks.Callback):
             self._say(f"nothing to search, {self._why_nothing()}.")
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._steps_of_epoch = 0
+        self._epoch_steps.begin()
 
     def on_train_batch_begin(self, batch, logs=None):
         self._step_start = time.perf_counter()
 
     def on_train_batch_end(self, batch, logs=None):
+        num_steps = self._epoch_steps.add_execution()
         if self._sample is None:
             return
         seconds = self.step_end.seconds - self._step_start
-        known = self._sample.add(seconds, self._steps_of_execution())
+        known = self._sample.add(seconds, num_steps)
         if known is None:
             return
         group, count = self._groups[0], self._sampled_count
@@ -341,15 +344,6 @@ class PartitionSearch(keras.callbacks.Callback):
 
     def _elapsed(self):
         return self._seconds_before + time.monotonic() - self._fit_start
-
-    def _steps_of_execution(self):
-        """Of the one that has just ended: an epoch's last may be shorter."""
-        count = self.model.steps_per_execution
-        in_epoch = self.params.get("steps")
-        if in_epoch:
-            count = max(1, min(count, in_epoch - self._steps_of_epoch))
-        self._steps_of_epoch += count
-        return count
 
     def _why_nothing(self):
         if self._collectives is None:

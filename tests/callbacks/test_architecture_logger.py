@@ -56,6 +56,18 @@ def test_everything_on_one_process(tmp_path):
     assert not [tag for tag in found.Tags()["tensors"] if "bytes" in tag]
 
 
+# Keras 3.5 says so at each shorter execution.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_a_last_execution_of_fewer_steps(tmp_path):
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse", steps_per_execution=2)
+    logger = ks.callbacks.ArchitectureLogger(tmp_path, every_steps=5)
+    x = np.ones((5, 1))
+    model.fit(x, x, 1, epochs=2, verbose=0, callbacks=[logger])
+    assert list(scalars(events(tmp_path), "seconds/step")) == [5, 10]
+
+
 def test_reports_on_a_terminal(tmp_path, capsys):
     assert command(["plan", str(tmp_path)], capsys)[0] == 1
     train(tmp_path, False)

@@ -1,0 +1,37 @@
+"""The steps of an epoch, counted by Keras's executions."""
+
+
+class EpochSteps:
+    """Counts the steps of an epoch.
+
+    Keras calls its callbacks once for an execution of `steps_per_execution`
+    steps, of which an epoch's last may have fewer. Where Keras does not know
+    the length of an epoch, that one counts as any other.
+
+    Args:
+        callback: the Keras callback that is called.
+
+    Attributes:
+        number: that of the steps of this epoch so far.
+    """
+
+    def __init__(self, callback):
+        self._callback = callback
+        self.number = 0
+
+    def begin(self):
+        """Counts from here: an epoch begins."""
+        self.number = 0
+
+    def add_execution(self):
+        """Counts an execution that has just ended.
+
+        Returns:
+            The number of its steps.
+        """
+        count = self._callback.model.steps_per_execution
+        in_epoch = self._callback.params.get("steps")
+        if in_epoch:
+            count = max(1, min(count, in_epoch - self.number))
+        self.number += count
+        return count
