@@ -2,6 +2,7 @@
 
 import abc
 import os
+import re
 
 import rich.box
 import rich.console
@@ -66,16 +67,23 @@ def print_markdown(text):
 
 
 def _cells(line):
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+    """The cells of a line of `as_table`."""
+    cells = re.findall(r"((?:[^\\|]|\\.)*)\|", line.strip()[1:])
+    return [re.sub(r"\\([\\|])", r"\1", cell.strip()) for cell in cells]
 
 
 def as_table(head, rows, about):
     """A Markdown table, and a text behind it."""
     lines = [
-        "| " + " | ".join(row) + " |"
+        "| " + " | ".join(map(_escaped, row)) + " |"
         for row in [head, ["---"] * len(head), *rows]
     ]
     return "\n".join([*lines, "", about])
+
+
+def _escaped(cell):
+    """A cell's text, as names of layers may have any character."""
+    return re.sub(r"([\\|])", r"\\\1", " ".join(cell.splitlines()))
 
 
 def in_milliseconds(seconds):
