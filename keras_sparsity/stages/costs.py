@@ -141,3 +141,33 @@ class StrategyCost:
             return "memory"
         is_of_link = self.link_seconds > self.computation_seconds
         return "link" if is_of_link else "computation"
+
+
+def does_fit(cost, cluster):
+    """Whether the memory of a process is enough for a `StrategyCost`.
+
+    Args:
+        cost: the `StrategyCost`.
+        cluster: `planning.Cluster`; without `memory_bytes`, all fit.
+    """
+    limit = cluster.memory_bytes
+    return limit is None or max(cost.memory_bytes) <= limit
+
+
+def fastest_that_fits(costs, cluster):
+    """Of ways that differ in one number, the one to choose.
+
+    Args:
+        costs: iterable of `StrategyCost`s, the fastest first.
+        cluster: `planning.Cluster`.
+
+    Returns:
+        The first that fits the memory of a process; if none does, that of the
+        least memory.
+    """
+    too_large = []
+    for cost in costs:
+        if does_fit(cost, cluster):
+            return cost
+        too_large.append(cost)
+    return min(too_large, key=lambda cost: max(cost.memory_bytes))

@@ -6,7 +6,11 @@ import itertools
 import numpy as np
 
 from keras_sparsity.stages import schedule as schedules
-from keras_sparsity.stages.costs import PIPELINE, StrategyCost
+from keras_sparsity.stages.costs import (
+    PIPELINE,
+    StrategyCost,
+    fastest_that_fits,
+)
 from keras_sparsity.stages.cutting import shared
 from keras_sparsity.stages.machine_links import (
     link_seconds,
@@ -105,7 +109,8 @@ class PipelineCosts:
         numbers = [n for n in _MICRO_BATCHES if n <= least] or [1]
         for name, make in schedules.FLUSHED.items():
             tried = [self._flushed(name, make, number) for number in numbers]
-            yield min(tried, key=lambda cost: cost.step_seconds)
+            tried.sort(key=lambda cost: cost.step_seconds)
+            yield fastest_that_fits(tried, self._cluster)
         yield from self._in_flight()
 
     def _flushed(self, name, make, number):

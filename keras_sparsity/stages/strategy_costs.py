@@ -1,11 +1,15 @@
 """The costs of all ways to train a model on a cluster."""
 
 import dataclasses
-import math
 
 from keras_sparsity import planning
 from keras_sparsity.planning.specs import check_is
-from keras_sparsity.stages.costs import LAYER_PLACEMENT, StrategyCost
+from keras_sparsity.stages.costs import (
+    LAYER_PLACEMENT,
+    StrategyCost,
+    does_fit,
+    fastest_that_fits,
+)
 from keras_sparsity.stages.data_parallel_cost import data_parallel
 from keras_sparsity.stages.pipeline_costs import PipelineCosts
 from keras_sparsity.stages.split_costs import split_costs
@@ -24,7 +28,8 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
     Hybrid data parallelism with the best architecture of each variable; layer
     placement with 1 to 4 tail workers, each with its fastest split; pipelines
     of N stages of R processes each, for all N R = the number of processes, by
-    each schedule, with the number of micro-batches that makes it fastest; of
+    each schedule, with the number of micro-batches that makes it fastest; both
+    of those that fit the memory of a process, or else with the least memory; of
     at most 12 processes also pipelines of all other N, whose stages have
     different numbers of processes, one choice of them for each N. N is at most
     64. The ranks of a stage are consecutive. Models with sharded tables are not
@@ -76,9 +81,8 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
                     facts, cluster, num_examples, num_stages
                 )
                 found += pipeline.of_schedules()
-    limit = cluster.memory_bytes or math.inf
     found = [
-        dataclasses.replace(cost, fits=max(cost.memory_bytes) <= limit)
+        dataclasses.replace(cost, fits=does_fit(cost, cluster))
         for cost in found
     ]
     return tuple(sorted(found, key=_order))
@@ -103,26 +107,35 @@ def _placed(facts, cluster, num_examples, num_tails):
             tail_split=way,
         )
     ]
-    best = min(splits, key=lambda cost: cost.seconds)
-    front, back = slice(best.place + 1), slice(best.place + 1, None)
+    splits.sort(key=lambda cost: cost.seconds)
+    placed = (
+        _of_split(each, facts, num_workers, num_tails, num_examples)
+        for each in splits
+    )
+    return fastest_that_fits(placed, cluster)
+
+
+def _of_split(split, facts, num_workers, num_tails, num_examples):
+    """The `StrategyCost` of a `SplitCost`."""
+    front, back = slice(split.place + 1), slice(split.place + 1, None)
     of_worker, of_tail = num_examples / num_workers, num_examples
-    if best.tail_split == "batch":
+    if split.tail_split == "batch":
         of_tail = num_examples / num_tails
     made = [sum(facts.output_bytes[calls]) for calls in (front, back)]
-    arriving = profile.crossing_bytes[best.place]
+    arriving = facts.profile.crossing_bytes[split.place]
     return StrategyCost(
         way=LAYER_PLACEMENT,
-        step_seconds=best.seconds,
-        computation_seconds=best.seconds - best.link_seconds,
-        link_seconds=best.link_seconds,
-        busiest_bytes=best.busiest_bytes,
+        step_seconds=split.seconds,
+        computation_seconds=split.seconds - split.link_seconds,
+        link_seconds=split.link_seconds,
+        busiest_bytes=split.busiest_bytes,
         memory_bytes=(
             facts.state_bytes(front, num_owners=num_workers)
             + of_worker * made[0],
             facts.state_bytes(back) + of_tail * (arriving + made[1]),
         ),
-        stages=(profile.names[best.place],),
+        stages=(facts.profile.names[split.place],),
         num_replicas=num_workers,
         num_tails=num_tails,
-        tail_split=best.tail_split,
+        tail_split=split.tail_split,
     )

@@ -329,6 +329,48 @@ def test_updates_take_their_time():
     assert named["layer placement"].step_seconds == pytest.approx(16.00016)
 
 
+@pytest.mark.parametrize(
+    ("memory_bytes", "number", "fits"),
+    [
+        # Of the last stage, whose weights, gradients and slots are 160,000
+        # bytes, and of a half, a quarter or an eighth of 8 examples 14 each.
+        (None, 2, True),
+        (160_056, 2, True),
+        (160_055, 4, True),
+        (160_027, 8, True),
+        (160_013, 8, False),
+    ],
+)
+def test_micro_batches_fit_the_memory(memory_bytes, number, fits):
+    # Small parts of a mini-batch take longer.
+    cluster = Cluster(
+        2,
+        megabits_per_second=RATE,
+        message_seconds=1.0,
+        memory_bytes=memory_bytes,
+    )
+    _, named = costs(cluster)
+    assert named["1f1b"].num_micro_batches == number
+    assert named["1f1b"].fits == fits
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "last", "fits"),
+    [
+        # Of the tail: the last two layers, or the last one and its inputs.
+        (None, "a", True),
+        (44_000 * 4 + 8 * (10 + 14), "a", True),
+        (44_000 * 4 + 8 * (10 + 14) - 1, "b", True),
+        (40_000 * 4 + 8 * (1_000 + 4) - 1, "b", False),
+    ],
+)
+def test_tails_fit_the_memory(memory_bytes, last, fits):
+    cluster = Cluster(2, megabits_per_second=RATE, memory_bytes=memory_bytes)
+    _, named = costs(cluster, crossing_bytes={0: 10, 1: 1_000})
+    assert named["layer placement"].stages == (last,)
+    assert named["layer placement"].fits == fits
+
+
 def test_ways_that_do_not_fit_come_last():
     cluster = Cluster(2, megabits_per_second=RATE, memory_bytes=165_000)
     found, named = costs(cluster)
