@@ -61,9 +61,9 @@ class Report:
         place: The current line of the user's program.
         note: Further information.
         begun: For each open call, how often it has begun, of any shape.
-        left: Pairs of a call that another rank is in, and how often it has
-            ended here: a rank may leave a call before the others, such as the
-            one from which a broadcast goes out.
+        left: Pairs of a call that another rank is in, without its shape, and
+            how often it has ended here: a rank may leave a call before the
+            others, such as the one from which a broadcast goes out.
     """
 
     status: str = "working"
@@ -79,11 +79,7 @@ class Report:
     def has_left(self, call, number):
         """Whether a call has ended here as often as it has begun elsewhere."""
         call = call.without_shape()
-        return any(
-            number <= times
-            for each, times in self.left
-            if each.without_shape() == call
-        )
+        return any(number <= times for each, times in self.left if each == call)
 
     def to_json(self):
         return dataclasses.asdict(self) | {

@@ -25,7 +25,7 @@ def blocked(*calls, seconds=5.0, upcoming=(), busy=False, left=()):
         seconds,
         busy,
         begun=(2,) * len(calls),
-        left=tuple(left),
+        left=tuple((call.without_shape(), times) for call, times in left),
     )
 
 
@@ -34,7 +34,8 @@ def working(seconds=5.0):
 
 
 def ended(seconds=5.0, left=()):
-    return Report("ended", stalled_seconds=seconds, left=tuple(left))
+    left = tuple((call.without_shape(), times) for call, times in left)
+    return Report("ended", stalled_seconds=seconds, left=left)
 
 
 @pytest.mark.parametrize(
