@@ -23,14 +23,18 @@ def find_deadlock(reports, timeout_seconds):
     if not waiting or quiet_seconds < STALL_SECONDS:
         return None
     calls = _open(waiting)
-    ended = [rank for rank, r in reports.items() if r.status == "ended"]
-    if any(
-        rank in _members(call, reports)
-        and not reports[rank].has_left(call, number)
-        for call, number in calls
-        for rank in ended
-    ):
-        return f"{_programs(ended)} ended; others wait in a collective for it."
+    ended = [
+        rank
+        for rank, report in reports.items()
+        if report.status == "ended"
+        and any(
+            rank in _members(call, reports)
+            and not report.has_left(call, number)
+            for call, number in calls
+        )
+    ]
+    if ended:
+        return f"{_programs(ended)}."
     if any(_may_end(*begun, reports, False) for begun in calls):
         waited = quiet_seconds
     else:
@@ -117,6 +121,8 @@ def _difference(begun):
 
 
 def _programs(ranks):
+    waits = "ended; others wait in a collective for"
     if len(ranks) == 1:
-        return f"the program of rank {ranks[0]} has"
-    return f"the programs of ranks {', '.join(map(str, ranks))} have"
+        return f"the program of rank {ranks[0]} has {waits} it"
+    numbers = ", ".join(map(str, ranks))
+    return f"the programs of ranks {numbers} have {waits} them"

@@ -356,7 +356,8 @@ class _Watched:
             failed = self._processes.causes()
             ended = [r.rank for r in ranks if r.we_ended_it]
             for rank in failed:
-                say(f"{self._describe(rank)}.")
+                after = "" if rank is failed[0] else "after it, "
+                say(f"{after}{self._describe(rank)}.")
             if ended:
                 say(f"ended the others: {', '.join(map(str, ended))}.")
             self._show(failed, folder)

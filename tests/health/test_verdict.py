@@ -91,6 +91,11 @@ def test_ranks_that_may_still_go_on(reports):
         ([ended(), blocked(A), ended()], "the programs of ranks 0, 2 have"),
         ([blocked(A), working(), ended()], "rank 2 has ended"),
         (
+            [blocked(A), ended(left=[(A, 2)]), ended()],
+            "the program of rank 2 has ended; others wait in a collective for "
+            "it.",
+        ),
+        (
             [
                 blocked(A, upcoming=[B], seconds=30),
                 blocked(B, upcoming=[A], seconds=30),

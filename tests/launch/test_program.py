@@ -44,6 +44,10 @@ elif todo == "exit first" and ranks.rank == 0:
     sys.exit(7)
 elif todo == "raise" and ranks.rank == 1:
     raise ValueError("no luck")
+elif todo == "raise last" and ranks.rank == ranks.size - 1:
+    raise ValueError("no luck")
+elif todo == "raise last":
+    ranks.barrier("others wait")
 elif todo == "raise alike":
     time.sleep(ranks.rank)  # rank 0 shows its own error
     raise ValueError("no luck\\n  anywhere")
@@ -189,6 +193,22 @@ def test_a_failing_rank_ends_the_others_and_all_start_anew(
         chances += _said((logs / name).read_text(), "chance")
     assert len(chances) == 6
     assert len(set(chances)) == 1
+
+
+def test_the_rank_whose_error_ends_the_others_is_named_first(run, script):
+    with forked.ranks():
+        done = run(
+            *("-n", "3", "--max-restarts", "1", script),
+            "raise last,raise last",
+        )
+    assert done.code == 1, done.err
+    again, cause, *others = _said(done.err, "keras-sparsity: ")[:4]
+    assert again.startswith("keras-sparsity: rank 2 of 3 exited with code 1 (")
+    assert cause == "keras-sparsity: rank 2 of 3 exited with code 1."
+    assert sorted(others) == [
+        f"keras-sparsity: after it, rank {rank} of 3 exited with code 1."
+        for rank in (0, 1)
+    ]
 
 
 def test_an_error_of_all_ranks_is_shown_once(run, script):
