@@ -63,7 +63,7 @@ def _loaded(path):
             return keras.models.load_model(path)
     except Exception as error:  # whatever a file of another kind leads to
         raise ValueError(
-            f"{path!r} cannot be loaded: {error}. Expected: a file that "
+            f"{path!r} is no model that can be loaded. Expected: a file that "
             "`model.save` has written, of Keras's own layers and this "
-            "library's."
+            f"library's. Keras says: {checks.shortened(error)}"
         ) from error

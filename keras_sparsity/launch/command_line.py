@@ -1,6 +1,7 @@
 """The command `keras-sparsity`."""
 
 import argparse
+import signal
 import sys
 
 from keras_sparsity.launch import run_command, show_commands
@@ -46,6 +47,8 @@ def main(argv=None):
         except (ValueError, OSError) as error:
             run.error(str(error))
         return program.run()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT  # as in a shell
     except (HostError, ValueError, ImportError, OSError) as error:
         print(f"keras-sparsity: {error}", file=sys.stderr)
         return 1

@@ -98,12 +98,7 @@ def show(options):
         for name in _DESCRIBED
         if getattr(options, name[2:].replace("-", "_"), None) is not None
     ]
-    if not os.path.exists(options.source):
-        raise ValueError(
-            f"There is no file or folder {options.source!r}. Expected: the "
-            "folder of an ArchitectureLogger, or for `plan` a saved model."
-        )
-    is_model = options.command == "plan" and os.path.isfile(options.source)
+    is_model = _is_model(options)
     if given and not is_model:
         raise ValueError(
             f"{', '.join(given)} are for a saved model. Received: the folder "
@@ -115,6 +110,8 @@ def show(options):
             "The plan of a saved model needs --machines and --rate. "
             f"Received: {', '.join(given) or 'neither'}."
         )
+    if is_described:
+        _check_size(options)
     # These import TensorFlow, which takes seconds.
     check_requirements()
     if is_described:
@@ -124,6 +121,33 @@ def show(options):
 
     shows = {"plan": reports.show_plan, "report": reports.show}
     shows[options.command](options.source)
+
+
+def _is_model(options):
+    """Whether the source is a file, and no folder."""
+    source = options.source
+    if not os.path.exists(source):
+        raise ValueError(
+            f"There is no file or folder {source!r}. Expected: the folder of "
+            "an ArchitectureLogger, or for `plan` a saved model."
+        )
+    is_file = not os.path.isdir(source)
+    if is_file and options.command == "report":
+        raise ValueError(
+            "`report` takes the folder of an ArchitectureLogger. Received: the "
+            f"file {source!r}."
+        )
+    return is_file
+
+
+def _check_size(options):
+    """Raises ValueError if the processes are too many."""
+    size = options.machines * (options.processes_per_machine or 1)
+    if size > MOST_PROCESSES:
+        raise ValueError(
+            "--machines times --processes-per-machine must be at most "
+            f"{MOST_PROCESSES:,}. Received: {size:,} processes."
+        )
 
 
 def _show_described(options):

@@ -34,7 +34,8 @@ class Cluster:
             where it is sent and where it arrives. None: it is not counted.
 
     Raises:
-        ValueError: if a number is not positive, or a count above 100,000.
+        ValueError: if a number is not positive, or a count, or the number of
+            all processes, above 100,000.
 
     Example:
 
@@ -60,6 +61,13 @@ class Cluster:
             count = getattr(self, name)
             count = checks.positive_integer(name, count, most=MOST_PROCESSES)
             _set(self, name, count)
+        checks.check(
+            self.size <= MOST_PROCESSES,
+            "processes_per_machine",
+            self.processes_per_machine,
+            f"a number with which {self.num_machines:,} machines have at most "
+            f"{MOST_PROCESSES:,} processes",
+        )
         if self.processes_per_processor is not None:
             checks.positive_integer(
                 "processes_per_processor",

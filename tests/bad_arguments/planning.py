@@ -39,6 +39,11 @@ BAD = [
         for name in ("num_machines", "processes_per_machine")
         for wrong in (0, -1, "a", 4.0, True, None)
     ),
+    (
+        "planning.Cluster",
+        {"num_machines": 50_000, "processes_per_machine": 3},
+        "50,000 machines have at most 100,000.*: processes_per_machine=3",
+    ),
     *(
         ("planning.Cluster", {name: wrong}, f"a positive number.*: {name}=")
         for name in (

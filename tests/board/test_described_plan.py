@@ -120,7 +120,15 @@ def test_wrong_values_of_options_are_explained(arguments, message, capsys):
         ("FOLDER", "has no folder 'architecture'"),
         ("no.keras --machines 2 --rate 1", "no file or folder 'no.keras'"),
         ("no.keras", "no file or folder 'no.keras'"),
-        ("OTHER --machines 2 --rate 1", "cannot be loaded.*`model.save`"),
+        (
+            "OTHER --machines 2 --rate 1",
+            "is no model that can be loaded.*`model.save` has.*Keras says: ",
+        ),
+        ("/dev/null", "plan of a saved model needs --machines and --rate"),
+        (
+            "SAVED --machines 100000 --processes-per-machine 100000 --rate 1",
+            "--processes-per-machine must be at most 100,000. Received: 10,0",
+        ),
     ],
 )
 def test_wrong_usage_is_explained(arguments, message, saved, tmp_path, capsys):
@@ -135,6 +143,13 @@ def test_wrong_usage_is_explained(arguments, message, saved, tmp_path, capsys):
     assert launch.main(["plan", *arguments.split()]) == 1
     told = " ".join(capsys.readouterr().err.split())
     assert re.search(message, told), told
+
+
+def test_a_report_takes_a_folder(saved, capsys):
+    assert launch.main(["report", saved]) == 1
+    assert "folder of an ArchitectureLogger. Received: the file" in (
+        capsys.readouterr().err
+    )
 
 
 def test_rows_of_sharded_layers(tmp_path):

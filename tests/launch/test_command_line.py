@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from keras_sparsity import launch
+from keras_sparsity.launch import show_commands
 
 _ROOT = str(pathlib.Path(__file__).parents[2])
 
@@ -56,3 +57,16 @@ def test_horovod_that_is_not_installed(script, capsys, monkeypatch):
     # Lines are broken to the terminal's width.
     assert "scripts/install_horovod.sh" in told
     assert "or use --engine native." in " ".join(told.split())
+
+
+def test_ctrl_c_ends_a_plan_without_a_traceback(capsys, monkeypatch):
+    def show(options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show_commands, "show", show)
+    try:
+        code = launch.main(["plan", "model.keras"])
+    except KeyboardInterrupt:  # which would end all tests
+        pytest.fail("The command raises KeyboardInterrupt.")
+    assert code == 130
+    assert capsys.readouterr().err == ""
