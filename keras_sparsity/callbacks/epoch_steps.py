@@ -6,7 +6,8 @@ class EpochSteps:
 
     Keras calls its callbacks once for an execution of `steps_per_execution`
     steps, of which an epoch's last may have fewer. Where Keras does not know
-    the length of an epoch, that one counts as any other.
+    the length of an epoch, that one counts as any other. Keras 3.5 calls no
+    callback after a shorter one.
 
     Args:
         callback: the Keras callback that is called.

@@ -56,8 +56,6 @@ def test_everything_on_one_process(tmp_path):
     assert not [tag for tag in found.Tags()["tensors"] if "bytes" in tag]
 
 
-# Keras 3.5 says so at each shorter execution.
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_a_last_execution_of_fewer_steps(tmp_path):
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     with ks.HybridStrategy().scope():

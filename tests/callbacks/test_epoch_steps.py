@@ -11,9 +11,6 @@ from keras_sparsity.callbacks import move_times
 from keras_sparsity.callbacks.auto_architecture import AutoArchitecture
 from keras_sparsity.callbacks.epoch_steps import EpochSteps
 
-# Keras 3.5 says so at each shorter execution.
-pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")
-
 
 class Counts(keras.callbacks.Callback):
     def __init__(self):
