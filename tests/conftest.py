@@ -217,11 +217,26 @@ def _leave_out(items, are_all):
         )
 
 
+# Files whose tests without a cluster take a minute or more.
+_LONG = [
+    "test_tutorials.py",
+    "test_rules.py",
+    "test_sharded_checkpoint.py",
+    "test_kept_rows.py",
+    "test_firewall.py",
+    "test_average_sums.py",
+    "test_site.py",
+    "test_exporting.py",
+    "test_startup.py",
+]
+
+
 def _group(items):
     """Groups the tests by engine, so that each engine's clusters start once.
 
     With `pytest -n 2 --dist loadgroup` each engine's clusters are in one
-    worker; the tests without one go to either, module by module.
+    worker; the tests without one go to either, module by module: long ones
+    first, so that one worker does not end long after the other.
     """
     order = {"native": 0, "horovod": 1, None: 2}
 
@@ -239,7 +254,11 @@ def _group(items):
 
     def place_of(item):
         engine = engine_of(item)
-        if engine != "horovod":
+        if engine is None:
+            is_long = item.path.name in _LONG
+            turn = _LONG.index(item.path.name) if is_long else len(_LONG)
+            return order[engine], turn
+        if engine == "native":
             return order[engine], ""
         # One cluster runs at a time: those of a kind, one after the other.
         source = inspect.getsource(item.function)
