@@ -762,13 +762,15 @@ PREFETCH = {"prefetch": True}
 # Engine, processes, rule, whether weights are read between steps, options.
 CASES = [
     ("native", 2, "adam", False, PREFETCH),
-    ("native", 3, "accumulating", True, PREFETCH),
+    # Each rank traces the step again after each move.
+    ("native", 2, "accumulating", True, PREFETCH),
     ("horovod", 2, "averaged", True, {"architecture": "allreduce"}),
     ("local", 1, "adamax", True, {}),
     ("local", 1, "adadelta", False, {}),
 ]
 # All rules train on ranks in `closed_form/test_rules.py`, too.
 MORE = [
+    ("native", 3, "accumulating", True, PREFETCH),
     ("native", 2, "averaged", True, PREFETCH),
     ("native", 2, "adamw", True, {"architecture": "allgather"}),
     ("horovod", 2, "amsgrad", True, {}),
