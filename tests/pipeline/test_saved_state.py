@@ -63,6 +63,17 @@ def resumed(cluster, tmp_path_factory):
     return resumed
 
 
+@pytest.fixture(scope="module")
+def divided(cluster, tmp_path_factory):
+    """Folder and results of layer placement: a head on two workers."""
+    path = tmp_path_factory.mktemp("divided")
+    ranks = cluster("native", 3, has_groups=True).run(
+        *(functions.train_and_resume, "divided", ("drop",), str(path)),
+        *(_NUM_EXAMPLES, _STOPPED_BEFORE),
+    )
+    return path, ranks
+
+
 _SCHEDULES = [
     ("native", "spectrain", "sgd"),
     *(
@@ -176,17 +187,13 @@ def _distance(values, others):
     )
 
 
-def test_workers_that_draw_differently(cluster, tmp_path):
-    ranks = cluster("native", 3, has_groups=True).run(
-        *(functions.train_and_resume, "divided", ("drop",), str(tmp_path)),
-        *(_NUM_EXAMPLES, _STOPPED_BEFORE),
-    )
+def test_workers_that_draw_differently(divided):
+    path, ranks = divided
     _check_resumed(ranks)
-    (name,) = folder.complete(tmp_path / "whole")[-1:]
+    (name,) = folder.complete(path / "whole")[-1:]
     found = []
     for rank in range(3):
-        path = tmp_path / "whole" / name / f"rank-{rank:05d}.h5"
-        with h5py.File(path) as file:
+        with h5py.File(path / "whole" / name / f"rank-{rank:05d}.h5") as file:
             found.append({number: value[()] for number, value in file.items()})
     # Of the second worker nothing but the state of its dropout.
     (state,) = found[1]
@@ -223,12 +230,9 @@ def test_a_killed_rank_is_restarted(
     _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch)
 
 
-def test_a_killed_worker_is_restarted(cluster, tmp_path, capfd, monkeypatch):
+def test_a_killed_worker_is_restarted(divided, tmp_path, capfd, monkeypatch):
     """Of layer placement: a head on two workers."""
-    ranks = cluster("native", 3, has_groups=True).run(
-        *(functions.train_and_resume, "divided", ("drop",), str(tmp_path)),
-        *(_NUM_EXAMPLES, _STOPPED_BEFORE),
-    )
+    _, ranks = divided
     arguments = "divided", "drop"
     _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch)
 
