@@ -17,7 +17,7 @@ from keras_sparsity.exchange.together import gather_side_by_side
 from keras_sparsity.update import rules
 from keras_sparsity.update.closed_form import series
 
-ROWS, DIM, STEPS, IDS = 60, 3, 2400, 8
+ROWS, DIM, STEPS, IDS = 60, 3, 1300, 8
 # Rows of a step that come again after so many steps, and never before.
 RARE = 1150
 FTRL = {
