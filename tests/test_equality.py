@@ -865,7 +865,7 @@ def _draws():
                 id=f"{engine.values[0]}-{num_processes}-anew",
             )
     options = {
-        "max_examples": 5,
+        "max_examples": 3,
         "phases": [hypothesis.Phase.generate],
         "derandomize": True,
     }
