@@ -1,6 +1,7 @@
 """The comparison of two checkouts by `benchmarks/before_after.py`."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -42,24 +43,40 @@ def checkout(tmp_path):
     return make
 
 
-def _compare(*arguments):
-    """The exit code, the last line, and progress."""
-    done = subprocess.run(
-        [sys.executable, before_after.__file__, *arguments]
-        + ["--cases", "single_process", "--minutes", "0"],
-        capture_output=True,
-        text=True,
-        timeout=120,
+@pytest.fixture
+def compare(monkeypatch, capsys):
+    """`compare(*arguments)`: the exit code, the last line, and progress.
+
+    Here, where it looks at the processors for less than a second before each
+    run.
+    """
+    share = before_after._network.busy_share
+    monkeypatch.setattr(
+        before_after._network, "busy_share", lambda: share(0.05)
     )
-    lines = done.stdout.splitlines()
-    return done.returncode, json.loads(lines[-1]), done.stderr
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def compare(*arguments):
+        options = ["--cases", "single_process", "--minutes", "0"]
+        monkeypatch.setattr(
+            sys, "argv", [before_after.__file__, *arguments, *options]
+        )
+        with pytest.raises(SystemExit) as ended:
+            before_after.main()
+        output, progress = capsys.readouterr()
+        return ended.value.code, json.loads(output.splitlines()[-1]), progress
+
+    yield compare
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize(
     ("new", "passed"), [(1.0, True), (0.985, True), (0.975, False)]
 )
-def test_the_new_one_may_take_two_percent_longer(checkout, new, passed):
-    code, figures, progress = _compare(
+def test_the_new_one_may_take_two_percent_longer(
+    checkout, compare, new, passed
+):
+    code, figures, progress = compare(
         checkout("old", 1.0), checkout("new", new), "--rounds", "2"
     )
     assert (code == 0) == figures["passed"] == passed
@@ -72,8 +89,8 @@ def test_the_new_one_may_take_two_percent_longer(checkout, new, passed):
     assert is_said != passed
 
 
-def test_a_failed_run_is_reported_and_repeated(checkout):
-    code, figures, progress = _compare(
+def test_a_failed_run_is_reported_and_repeated(checkout, compare):
+    code, figures, progress = compare(
         checkout("old", 1.0, failing=[1]), checkout("new", 1.0), "--rounds", "2"
     )
     assert code == 0
@@ -83,8 +100,8 @@ def test_a_failed_run_is_reported_and_repeated(checkout):
     assert "no luck" in progress
 
 
-def test_a_program_that_always_fails_is_a_miss(checkout):
-    code, figures, progress = _compare(
+def test_a_program_that_always_fails_is_a_miss(checkout, compare):
+    code, figures, progress = compare(
         checkout("old", 1.0),
         checkout("new", 1.0, failing=range(9)),
         "--rounds",
