@@ -197,7 +197,7 @@ def test_the_others_go_on_without_spare_ranks(ranks):
 def test_after_a_loss_the_others_wait_anew(ranks, is_lost):
     first, second, server = ranks(3)
     server.send(kind="spare", ranks=[0, 1])
-    wait_for(server, "alive")
+    _wait_until_heard(server, 500.0, server)
     if is_lost:
         first.close()
         wait_for(server, "without")
@@ -223,7 +223,7 @@ def test_after_a_loss_the_others_wait_anew(ranks, is_lost):
 def test_all_that_are_left_end_together(ranks):
     first, second, server = ranks(3)
     server.send(kind="spare", ranks=[0, 1])
-    wait_for(server, "alive")
+    _wait_until_heard(server, 500.0, server)
     for end in (second, server):
         end.send(kind="report", **Report("ended").to_json())
     first.close()
