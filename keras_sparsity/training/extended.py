@@ -49,6 +49,13 @@ class ProcessStrategy(tf.distribute.Strategy):
         return self.collectives.num_workers
 
 
+_OF_ANOTHER = (
+    "`strategy.run` ran an object of another strategy, or of none, for example "
+    "a Keras optimizer made outside of `strategy.scope()`. Wrap it: "
+    "`ks.HybridOptimizer(optimizer)`."
+)
+
+
 class HybridExtended(tf.distribute.StrategyExtended):
     """The interface that TensorFlow and Keras call, for one local replica.
 
@@ -84,6 +91,8 @@ class HybridExtended(tf.distribute.StrategyExtended):
     def _replica_ctx_update(self, var, fn, args=(), kwargs=None, group=True):
         # TensorFlow's would leave the step's context, and enter the strategy's
         # scope, for each variable.
+        if tf.distribute.get_strategy() is not self._strategy:
+            raise ValueError(_OF_ANOTHER)
         fn = tf_graphs.converted_by_autograph(fn)
         return self._update(var, fn, args, kwargs or {}, group)
 
@@ -119,12 +128,7 @@ class HybridExtended(tf.distribute.StrategyExtended):
         except RuntimeError as error:
             if "Mixing different tf.distribute.Strategy" not in str(error):
                 raise
-            raise ValueError(
-                "`strategy.run` ran an object of another strategy, or of none, "
-                "for example a Keras optimizer made outside of "
-                "`strategy.scope()`. Wrap it: "
-                "`ks.HybridOptimizer(optimizer)`."
-            ) from error
+            raise ValueError(_OF_ANOTHER) from error
 
     def _call_for_each_replica(self, fn, args, kwargs):
         context = tf.distribute.ReplicaContext(

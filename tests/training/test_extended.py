@@ -1,5 +1,6 @@
 """The interface of a `tf.distribute.Strategy`."""
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -133,6 +134,17 @@ def check_updates():
         )
     assert float(variable) == 3.0
     assert contexts[-1]
+
+
+def test_an_optimizer_of_another_strategy_is_refused():
+    other, strategy = ks.HybridStrategy(), ks.HybridStrategy()
+    with other.scope():
+        optimizer = keras.optimizers.SGD()
+        variable = keras.Variable(1.0)
+    step = lambda: optimizer.apply([tf.constant(1.0)], [variable])  # noqa: E731
+    message = raised(lambda: strategy.run(step), ValueError)
+    assert "ran an object of another strategy" in message
+    assert float(variable) == 1.0
 
 
 @pytest.mark.parametrize("engine", engines())
