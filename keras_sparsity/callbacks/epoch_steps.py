@@ -10,7 +10,8 @@ class EpochSteps:
     callback after a shorter one.
 
     Args:
-        callback: the Keras callback that is called.
+        callback: the Keras callback that is called; in a loop of the user's
+            own it may have no `params`.
 
     Attributes:
         number: that of the steps of this epoch so far.
@@ -20,9 +21,9 @@ class EpochSteps:
         self._callback = callback
         self.number = 0
 
-    def begin(self):
-        """Counts from here: an epoch begins."""
-        self.number = 0
+    def begin(self, number=0):
+        """Counts from here: an epoch begins, or goes on after some steps."""
+        self.number = number
 
     def add_execution(self):
         """Counts an execution that has just ended.
@@ -31,8 +32,8 @@ class EpochSteps:
             The number of its steps.
         """
         count = self._callback.model.steps_per_execution
-        in_epoch = self._callback.params.get("steps")
-        if in_epoch:
-            count = max(1, min(count, in_epoch - self.number))
+        in_epoch = (self._callback.params or {}).get("steps")
+        if in_epoch and self.number < in_epoch:
+            count = min(count, in_epoch - self.number)
         self.number += count
         return count

@@ -14,6 +14,7 @@ from keras_sparsity._tf import (
     keras_input,
     random_seeds,
 )
+from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.callbacks.save_times import SaveTimes
 from keras_sparsity.checkpoint import folder, index, lock, state, storage
 from keras_sparsity.checkpoint.found import FoundCheckpoint
@@ -241,7 +242,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._others = [c for c in callbacks if c is not self]
         self._epoch_iterator = self._latest = None
         self._first = self._epoch = first
-        self._steps = 0
+        self._epoch_steps = EpochSteps(self)
         self._logs = {}
         self._said_spoiled = False
 
@@ -312,9 +313,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
-        self._steps = 0
+        self._epoch_steps.begin()
         if self._found:
-            self._steps = self._found.position["step"]
+            self._epoch_steps.begin(self._found.position["step"])
             self._restore_progress()
         elif epoch > self._first:
             # Here and not at the end of the one before: now all other
@@ -324,15 +325,13 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self._logs = logs
         # Not by `batch`: Keras's versions count executions differently.
-        num_steps = self.model.steps_per_execution
-        self._steps += num_steps
-        self._save_times.add_steps(num_steps)
+        self._save_times.add_steps(self._epoch_steps.add_execution())
         in_epoch = self.params.get("steps")
         # At the end of the epoch there is more to come before it is saved.
-        if in_epoch and self._steps >= in_epoch:
+        if in_epoch and self._epoch_steps.number >= in_epoch:
             return
         if self._save_times.is_due(self._collectives):
-            self._save(self._epoch, self._steps)
+            self._save(self._epoch, self._epoch_steps.number)
 
     def on_train_end(self, logs=None):
         if self._found:  # it had ended

@@ -49,6 +49,20 @@ def test_the_last_execution_of_an_epoch_counts_its_own_steps(
     assert counts.of_epochs == 2 * [num_steps]
 
 
+def test_a_loop_of_the_users_own_gives_no_length_of_an_epoch():
+    counts = Counts()
+    counts.set_model(mock.Mock(steps_per_execution=2))
+    counts.on_train_batch_end(1)
+    assert counts.of_executions == [2]
+
+
+def test_an_epoch_goes_on_after_some_steps():
+    steps = EpochSteps(mock.Mock(params={"steps": 5}))
+    steps._callback.model.steps_per_execution = 2
+    steps.begin(2)
+    assert [steps.add_execution() for _ in range(2)] == [2, 1]
+
+
 def test_the_search_for_placements_divides_times_by_them():
     search = AutoArchitecture(ks.HybridStrategy())
     search.is_ready = lambda: False
