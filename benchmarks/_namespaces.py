@@ -80,8 +80,8 @@ class Machines:
 
     Attributes:
         addresses: List of their addresses.
-        cores: List of the list of each one's cores: its own, or all where
-            there are fewer cores than machines.
+        cores: List of the list of each one's cores: as many of its own as the
+            others have, or all where there are fewer cores than machines.
         pids: List of a process id in each one's namespace.
         links: `_links.Links`.
     """
@@ -90,9 +90,9 @@ class Machines:
         self._rate, self._delay, self._mtu = rate, delay, mtu
         self.addresses = [f"10.0.0.{1 + index}" for index in range(number)]
         cores = sorted(os.sched_getaffinity(0))
-        is_enough = len(cores) >= number
+        each = len(cores) // number
         self.cores = [
-            cores[index::number] if is_enough else cores
+            cores[each * index : each * (index + 1)] or cores
             for index in range(number)
         ]
         self._holders = []

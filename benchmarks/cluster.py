@@ -257,7 +257,7 @@ def _signals_raise():
 
 
 def _shared_cores(num_processes):
-    """Each process's threads: all machines share this machine's cores."""
+    """Each process's threads: its part of this machine's cores."""
     threads = max(1, len(os.sched_getaffinity(0)) // num_processes)
     return {
         "OMP_NUM_THREADS": str(threads),

@@ -329,7 +329,7 @@ def test_nothing_outlives_it(number, nothing_is_left, variables):
         ({0, 1}, 2, [[0], [1]]),
         ({0, 1}, 1, [[0, 1]]),
         ({0, 1}, 3, [[0, 1]] * 3),
-        ({2, 3, 5, 7, 8}, 2, [[2, 5, 8], [3, 7]]),
+        ({2, 3, 5, 7, 8}, 2, [[2, 3], [5, 7]]),
     ],
 )
 def test_machines_have_cores_of_their_own(
