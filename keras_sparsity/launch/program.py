@@ -220,8 +220,10 @@ class _LogFolder:
         return self
 
     def __exit__(self, *exception):
-        # Rank 0 alone leaves no files to keep.
-        if self._is_temporary and not (self._is_kept and os.listdir(self.path)):
+        if self._is_temporary and self._is_kept:
+            with contextlib.suppress(OSError):  # It has files: they stay.
+                os.rmdir(self.path)
+        elif self._is_temporary:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def file(self, rank):
