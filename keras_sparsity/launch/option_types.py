@@ -30,6 +30,11 @@ def positive_integer(text, most=math.inf):
     )
 
 
+def number_from_zero(text):
+    """The integer, 0 or more, that a text says."""
+    return _checked(text, int, lambda value: value >= 0, "an integer from 0")
+
+
 def positive_number(text):
     """The finite number above 0 that a text says."""
     return _checked(

@@ -8,6 +8,7 @@ import tempfile
 
 from keras_sparsity.launch import environment, hosts
 from keras_sparsity.launch.option_types import (
+    number_from_zero,
     one_of,
     positive_integer,
     positive_number,
@@ -25,7 +26,7 @@ from keras_sparsity.machines.settings import (
 # Type, name of the value, description.
 _OPTIONS = {
     "--servers": (
-        int,
+        number_from_zero,
         "S",
         "with -n: as many further processes on this machine, dedicated "
         "servers, which own the rows of sharded tables and compute nothing; "
@@ -56,7 +57,7 @@ _OPTIONS = {
         "in the script takes precedence",
     ),
     "--max-restarts": (
-        int,
+        number_from_zero,
         "K",
         "when a rank fails, restart all of them, up to K times; the script, "
         "which must resume by itself (from a checkpoint), gets the same "
@@ -162,11 +163,6 @@ def program(options):
     )
     _check_remote(options, all(host.is_local for host in where))
     variables = _variables(options)
-    if options.max_restarts < 0:
-        raise ValueError(
-            "--max-restarts must be 0 or more. "
-            f"Received: {options.max_restarts}."
-        )
     engine = environment.resolve_engine(
         options.engine,
         sum(host.num_processes for host in where),
@@ -222,18 +218,12 @@ def _check_log_dir(path):
 
 
 def _hosts(options):
-    if options.servers is not None:
-        if options.num_processes is None:
-            raise ValueError(
-                "--servers is for -n; on hosts, name the number of servers "
-                "behind that of workers: --hosts a:2+1,b:0+2. Received: "
-                f"--servers {options.servers}."
-            )
-        if options.servers < 0:
-            raise ValueError(
-                "--servers takes a number of processes, or 0. "
-                f"Received: {options.servers}."
-            )
+    if options.servers is not None and options.num_processes is None:
+        raise ValueError(
+            "--servers is for -n; on hosts, name the number of servers behind "
+            "that of workers: --hosts a:2+1,b:0+2. Received: --servers "
+            f"{options.servers}."
+        )
     if options.hosts is not None:
         return hosts.parse_hosts(options.hosts)
     if options.hostfile is not None:

@@ -6,6 +6,7 @@ import pytest
 
 import keras_sparsity as ks
 
+FROM_ZERO = "must be an integer from 0.*: "
 COMMAND_LINE = [
     ("", "one of the arguments -n.* --hosts --hostfile is required"),
     ("-n 2", "name the script to run"),
@@ -22,8 +23,8 @@ COMMAND_LINE = [
     ("--hosts a:x SCRIPT", "must be a number"),
     ("--hosts a:0+2 SCRIPT", "at least one worker.*2 servers and no worker"),
     ("--hosts a:2 --servers 1 SCRIPT", "--servers is for -n;.*a:2\\+1"),
-    ("-n 2 --servers -1 SCRIPT", "--servers takes a number.*Received: -1"),
-    ("-n 2 --servers x SCRIPT", "invalid int value: 'x'"),
+    ("-n 2 --servers -1 SCRIPT", f"--servers: {FROM_ZERO}'-1'"),
+    ("-n 2 --servers x SCRIPT", f"--servers: {FROM_ZERO}'x'"),
     ("--hostfile missing SCRIPT", "No such file or directory: 'missing'"),
     ("-n 2 --engine mpi SCRIPT", "argument --engine: must be one of.*: 'mpi'"),
     ("-n 2 --engine local SCRIPT", "for one process.*Use --engine native"),
@@ -32,8 +33,8 @@ COMMAND_LINE = [
     ("-n 2 --python p SCRIPT", "--python is for other hosts"),
     ("-n 2 --ssh s SCRIPT", "--ssh is for other hosts"),
     ("--hosts a:2 --ssh ' SCRIPT", '--ssh takes a client.*Received: "\'"'),
-    ("-n 2 --max-restarts -1 SCRIPT", "0 or more. Received: -1"),
-    ("-n 2 --max-restarts x SCRIPT", "invalid int value: 'x'"),
+    ("-n 2 --max-restarts -1 SCRIPT", f"--max-restarts: {FROM_ZERO}'-1'"),
+    ("-n 2 --max-restarts x SCRIPT", f"--max-restarts: {FROM_ZERO}'x'"),
     ("-n 2 --rank-timeout 1 SCRIPT", "--rank-timeout must be a number"),
     ("-n 2 --rank-timeout nan SCRIPT", "at least 5"),
     ("-n 2 --timeout -1 SCRIPT", "--timeout: must be a positive number.*'-1'"),
