@@ -192,10 +192,15 @@ class HybridStrategy(ProcessStrategy):
             modes.check_supports(architecture, prefetch)
             # Variables stay where they are while gradients wait.
             architecture = "hybrid" if architecture == "auto" else architecture
-        self.synchronous, self.max_staleness = synchronous, max_staleness
+        self.synchronous = synchronous
+        self.max_staleness = (
+            None if max_staleness is None else int(max_staleness)
+        )
         self.delay, self.staleness = delay, {}
         self.staleness_aware = bool(staleness_aware)
-        self.delay_compensation = delay_compensation
+        self.delay_compensation = (
+            None if delay_compensation is None else float(delay_compensation)
+        )
         self.epoch_figures = (
             EpochFigures() if modes.is_by_servers(self) else None
         )

@@ -119,7 +119,7 @@ class PartitionSearch(keras.callbacks.Callback):
         is_flag = isinstance(verbose, (bool, int)) and verbose in (0, 1)
         checks.check(is_flag, "verbose", verbose, "0 or 1")
         self.num_steps = num_steps
-        self.num_warm_up_steps = num_warm_up_steps
+        self.num_warm_up_steps = int(num_warm_up_steps)
         self.max_seconds = max_seconds
         self.memory_limit_bytes = memory_limit_bytes
         self.start = start

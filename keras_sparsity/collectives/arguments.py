@@ -124,8 +124,7 @@ def check_route(route, call):
 
 
 def check_root(root, size, call):
-    is_rank = isinstance(root, int) and not isinstance(root, bool)
-    if not (is_rank and 0 <= root < size):
+    if not (checks.is_integer(root) and 0 <= root < size):
         raise ValueError(
             f"{call} received root={checks.spell(root)}. Expected a rank "
             f"from 0 to {size - 1}."

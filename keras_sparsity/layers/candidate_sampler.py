@@ -4,7 +4,6 @@ import math
 import typing
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import checks
@@ -162,10 +161,8 @@ def checked_seed(seed):
     """A seed as `LogUniformSampler` takes it."""
     if seed is None:
         return None
-    is_integer = isinstance(seed, (int, np.integer))
-    is_seed = is_integer and not isinstance(seed, bool)
     checks.check(
-        is_seed and -(2**31) <= seed < 2**32,
+        checks.is_integer(seed) and -(2**31) <= seed < 2**32,
         "seed",
         seed,
         "an integer of 32 bits, or None for a random one",

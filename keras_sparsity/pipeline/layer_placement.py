@@ -143,7 +143,7 @@ class LayerPlacementStrategy(StagedStrategy):
         self.num_tail_workers = num_tail_workers
         self.tail_batches, self.num_examples = tail_batches, num_examples
         self.head_gradients, self.tail_split = head_gradients, tail_split
-        self.rule, self.threshold = rule, threshold
+        self.rule, self.threshold = rule, float(threshold)
         self._wire_dtype = wire_dtype
         self.options = dataclasses.replace(self.options, wire_dtype=wire_dtype)
         self._hybrid = None  # the strategy of models that gain nothing

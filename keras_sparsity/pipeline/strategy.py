@@ -171,7 +171,7 @@ class PipelineStrategy(StagedStrategy):
         self.num_micro_batches = num_micro_batches or 1
         if self.is_flushed:
             self.num_micro_batches = self._num_of_flushed
-        self.prediction, self.decay = prediction, decay
+        self.prediction, self.decay = prediction, float(decay)
         self.memory_bytes = memory_bytes
         communicator = start_without_servers(engine, timeout, self)
         self._num_ranks = _num_ranks(stages, replicas, communicator.size)

@@ -236,8 +236,7 @@ class PartitionSampler:
         count = checks.positive_integer("num_partitions", num_partitions)
         checks.positive_number("seconds", seconds)
         checks.check(
-            isinstance(error_seconds, (int, float, np.number))
-            and 0 <= error_seconds < np.inf,
+            checks.is_number(error_seconds) and 0 <= error_seconds < np.inf,
             "error_seconds",
             error_seconds,
             "a number that is not negative",

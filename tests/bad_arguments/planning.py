@@ -26,6 +26,7 @@ BAD = [
             ({"seconds": float("nan")}, "a positive number.*seconds=nan"),
             ({"error_seconds": -1}, "not negative.*error_seconds=-1"),
             ({"error_seconds": "a"}, "not negative.*error_seconds='a'"),
+            ({"error_seconds": True}, "not negative.*error_seconds=True"),
         ]
     ),
     (
