@@ -29,11 +29,14 @@ class Patch:
         name: its name there.
         during: the extent of the replacement.
         reason: why no narrower replacement does.
+        spares_bases: whether classes from which the owner inherits it keep
+            theirs.
     """
 
-    def __init__(self, owner, name, during, reason):
+    def __init__(self, owner, name, during, reason, spares_bases=False):
         self._owner, self.name = owner, name
         self.during, self.reason = during, reason
+        self._spares_bases = spares_bases
 
     def __repr__(self):
         return f"{self._owner}.{self.name}".replace(":", ".")
@@ -41,8 +44,7 @@ class Patch:
     @property
     def owner(self):
         found = pkgutil.resolve_name(self._owner)
-        # Layers have it too, and are to keep theirs.
-        if found is not keras.Model or self.name == "__call__":
+        if found is not keras.Model or self._spares_bases:
             return found
         # Keras takes a method of the model's for an overridden one.
         return next(kind for kind in found.__mro__ if self.name in vars(kind))
@@ -92,6 +94,7 @@ MODEL_CALL = Patch(
     "__call__",
     during="`strategy.run`, which is the tracing of a step",
     reason="A step of the user's own calls models by themselves.",
+    spares_bases=True,  # calls of layers are many
 )
 TAPE_ENTER = Patch(
     "tensorflow:GradientTape",

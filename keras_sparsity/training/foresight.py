@@ -63,7 +63,7 @@ def calls_pull_together(communicator, options):
     under_way, tells = [], communicator.rank == 0
 
     def make(stock):
-        def call(model, *args, **kwargs):
+        def call(model, /, *args, **kwargs):
             if under_way or foreseen.is_entered() or not _may_foresee(model):
                 return stock(model, *args, **kwargs)
             under_way.append(model)

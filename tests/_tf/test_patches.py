@@ -29,6 +29,14 @@ def test_a_name_is_replaced_and_restored(patch):
     assert not patch.is_in_place
 
 
+def test_calls_of_layers_stay_while_those_of_models_are_replaced():
+    of_layers = keras.Layer.__call__
+    with patches.MODEL_CALL.by(lambda stock: lambda *args: stock(*args)):
+        assert keras.Model.__call__ is not of_layers
+        assert keras.Layer.__call__ is keras.layers.Dense.__call__ is of_layers
+    assert keras.Model.__call__ is of_layers
+
+
 def test_a_scope_replaces_what_is_listed_for_it():
     in_scope = {patches.COMPILE}
     if ks.collectives.current().size > 1:
