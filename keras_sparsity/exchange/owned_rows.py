@@ -96,7 +96,7 @@ class OwnedRows:
         return slices
 
     def _of_each(self, facts):
-        """A fact of each piece, for each row; one for all rows of one piece."""
+        """The fact of each row's piece: a vector, or a scalar of one piece."""
         dtype = self.addresses.dtype
         if self._piece is None:
             return tf.constant(facts[0], dtype)

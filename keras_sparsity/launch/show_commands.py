@@ -124,7 +124,10 @@ def show(options):
 
 
 def _is_model(options):
-    """Whether the source is a file, and no folder."""
+    """Whether the source is a file, and no folder.
+
+    Raises ValueError if it is neither, or a file for `report`.
+    """
     source = options.source
     if not os.path.exists(source):
         raise ValueError(

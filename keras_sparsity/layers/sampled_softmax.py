@@ -331,11 +331,12 @@ class SampledSoftmax(keras.layers.Layer):
 
     def _gather(self, ids):
         """Rows of all tables, in as few messages as one table's."""
-        (requests, then), travel = self.asked(ids), options.entered()
+        requests, then = self.asked(ids)
+        of_strategy = options.entered()
         if then:
-            return gather_side_by_side(*then, travel)
+            return gather_side_by_side(*then, of_strategy)
         return foreseen.completed(
-            requests, lambda others: gather_together(others, travel)[0]
+            requests, lambda others: gather_together(others, of_strategy)[0]
         )
 
     def full_losses(self, labels, logits):

@@ -28,13 +28,14 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
     Hybrid data parallelism with the best architecture of each variable; layer
     placement with 1 to 4 tail workers, each with its fastest split; pipelines
     of N stages of R processes each, for all N R = the number of processes, by
-    each schedule, with the number of micro-batches that makes it fastest; both
-    of those that fit the memory of a process, or else with the least memory; of
+    each schedule, with the number of micro-batches that makes it fastest; of
     at most 12 processes also pipelines of all other N, whose stages have
     different numbers of processes, one choice of them for each N. N is at most
-    64. The ranks of a stage are consecutive. Models with sharded tables are not
-    trained in pipelines; layer placement has the tables in its head, and those
-    of a `SampledSoftmax` on one tail worker.
+    64. Splits and numbers of micro-batches are chosen among those that fit the
+    memory of a process; if none does, that of the least memory. The ranks of a
+    stage are consecutive. Models with sharded tables are not trained in
+    pipelines; layer placement has the tables in its head, and those of a
+    `SampledSoftmax` on one tail worker.
 
     Pipelines are simulated, with their messages; without a flush, the time of
     a step is that of a mini-batch more once the pipeline is full. Under data

@@ -94,9 +94,10 @@ def updates_rows_of(variable, optimizer, sparse_updates):
         sparse_updates: `"exact"` or `"lazy"`, see `ks.HybridOptimizer`.
     """
     if sparse_updates == "exact":
-        is_table = isinstance(variable, TableVariable)  # in one piece
+        # In one piece: else a rule gets something else in its place.
+        is_table = isinstance(variable, TableVariable)
         return (
-            # Which may change rows that were not touched.
+            # A constraint may change untouched rows.
             variable.constraint is None
             and leaves_untouched_rows(optimizer)
             and not (is_table and _is_small(variable))

@@ -129,7 +129,10 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
 
 class _Holder:
-    """Keeps the inner optimizer out of Keras's tracking."""
+    """Keeps the inner optimizer, and the one whose rule it applies.
+
+    Out of Keras's tracking.
+    """
 
     def __init__(self, optimizer):
         self.optimizer, self.rule = optimizer, rule_of(optimizer)

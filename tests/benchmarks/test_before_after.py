@@ -47,8 +47,8 @@ def checkout(tmp_path):
 def compare(monkeypatch, capsys):
     """`compare(*arguments)`: the exit code, the last line, and progress.
 
-    Here, where it looks at the processors for less than a second before each
-    run.
+    It runs in this process, which looks at the processors for 0.05 s, not for
+    1 s, before each run.
     """
     share = before_after._network.busy_share
     monkeypatch.setattr(

@@ -17,6 +17,10 @@ FIRST_TWO = Call("all_reduce sum", "machine/a", "float32", (3,), (0, 1))
 LAST_TWO = Call("all_reduce sum", "machine/a", "float32", (3,), (2, 3))
 
 
+def without_shapes(left):
+    return tuple((call.without_shape(), times) for call, times in left)
+
+
 def blocked(*calls, seconds=5.0, upcoming=(), busy=False, left=()):
     return Report(
         "blocked",
@@ -25,7 +29,7 @@ def blocked(*calls, seconds=5.0, upcoming=(), busy=False, left=()):
         seconds,
         busy,
         begun=(2,) * len(calls),
-        left=tuple((call.without_shape(), times) for call, times in left),
+        left=without_shapes(left),
     )
 
 
@@ -34,8 +38,7 @@ def working(seconds=5.0):
 
 
 def ended(seconds=5.0, left=()):
-    left = tuple((call.without_shape(), times) for call, times in left)
-    return Report("ended", stalled_seconds=seconds, left=left)
+    return Report("ended", stalled_seconds=seconds, left=without_shapes(left))
 
 
 @pytest.mark.parametrize(
