@@ -635,11 +635,16 @@ def refusals():
     cluster = ks.planning.Cluster(2)
     found["plan"] = message_of(lambda: ks.plan(trained, dataset, cluster))
     found["no batch"] = message_of(lambda: ks.plan(trained, dataset.take(0)))
-    found["callback"] = message_of(
-        lambda: trained.fit(
-            dataset, callbacks=[ks.callbacks.PartitionSearch()], verbose=0
+    search = ks.callbacks.PartitionSearch()
+    for name, callbacks in (
+        ("callback", [search]),
+        ("callback of a list", keras.callbacks.CallbackList([search])),
+    ):
+        found[name] = message_of(
+            lambda callbacks=callbacks: trained.fit(
+                dataset, callbacks=callbacks, verbose=0
+            )
         )
-    )
     trained.compile("sgd", "mse")
     found["outside"] = message_of(lambda: trained.fit(dataset, verbose=0))
     return found

@@ -80,7 +80,7 @@ def check_supports(architecture, prefetch):
             'With `architecture="measured"` variables move while gradients '
             "of theirs wait to be applied. Received: architecture="
             f"{architecture!r} with synchronous=False. Leave it out, or use "
-            '`"hybrid"`, `"ps"`, `"allreduce"` or `"allgather"`.'
+            '`"hybrid"` or `"ps"`.'
         )
     if prefetch:
         raise ValueError(

@@ -58,10 +58,12 @@ class Runs(Binding):
         arguments = bound_arguments(self._stock[name], args, kwargs)
         self._check_same_call(name, arguments)
         callbacks = arguments.get("callbacks")
+        strategy = self._model.distribute_strategy
         if isinstance(callbacks, keras.callbacks.CallbackList):
+            _check_callbacks(callbacks.callbacks, strategy)
             return arguments, callbacks.callbacks
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
-        _check_callbacks(callbacks, self._model.distribute_strategy)
+        _check_callbacks(callbacks, strategy)
         callbacks = rank_zero.on_rank(callbacks, self._collectives.rank)
         callbacks = [
             InputCheck(self._collectives),

@@ -27,6 +27,7 @@ _REFUSALS = {
     "plan": "that of the running processes.*num_machines=2",
     "no batch": "dataset.*a dataset with a batch",
     "callback": "a PartitionSearch under `ks.PipelineStrategy`.*`ks.plan",
+    "callback of a list": "a PartitionSearch under `ks.PipelineStrategy`",
     "outside": "compiled again outside of its.*SGD.*`with strategy.scope",
 }
 
