@@ -60,7 +60,8 @@ class Runs(Binding):
         callbacks = arguments.get("callbacks")
         strategy = self._model.distribute_strategy
         if isinstance(callbacks, keras.callbacks.CallbackList):
-            _check_callbacks(callbacks.callbacks, strategy)
+            if name == "fit":  # whose own passes on what it has been given
+                _check_callbacks(callbacks.callbacks, strategy)
             return arguments, callbacks.callbacks
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
         _check_callbacks(callbacks, strategy)

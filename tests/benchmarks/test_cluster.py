@@ -140,27 +140,33 @@ def possible():
 
 @pytest.fixture
 def nothing_is_left(possible):
-    before = _system_state()
+    # Namespaces of other tests may end meanwhile.
+    namespaces, before = _system_state()
     yield
     deadline = time.monotonic() + 10
-    while _system_state() != before and time.monotonic() < deadline:
+    left, after = _system_state()
+    while (left - namespaces or after != before) and (
+        time.monotonic() < deadline
+    ):
         time.sleep(0.02)
-    assert _system_state() == before
+        left, after = _system_state()
+    assert not left - namespaces
+    assert after == before
 
 
 def _system_state():
-    """Network namespaces, their names and files, links, hosts and mounts."""
+    """Network namespaces; their names and files, links, hosts and mounts."""
     namespaces = set()
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):  # It has ended, or is no process.
             namespaces.add(os.readlink(f"/proc/{name}/ns/net"))
-    found = [namespaces, sorted(os.listdir("/sys/class/net"))]
+    found = [sorted(os.listdir("/sys/class/net"))]
     for name in ("/run/netns", "/etc/netns"):
         found.append(os.path.exists(name) and os.listdir(name))
     for name in ("/proc/self/mounts", "/etc/hosts"):
         with open(name) as file:
             found.append(file.read())
-    return found
+    return namespaces, found
 
 
 @pytest.fixture
