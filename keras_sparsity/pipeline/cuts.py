@@ -71,12 +71,15 @@ class Measured:
             tensors that cross it travel, by the slowest link.
         sum_seconds: list of the times in which the gradients of the calls'
             weights travel once.
+        again_seconds: list of the times of the calls' forward passes, which all
+            stages but the last one compute again; None with a flush.
     """
 
     places: list
     seconds: list
     crossing_seconds: dict
     sum_seconds: list
+    again_seconds: list | None
 
     def shared(self, num_ranks, size, places=None):
         """The cuts with the smallest largest stage or message, and ranks.
@@ -96,6 +99,7 @@ class Measured:
             size,
             self.crossing_seconds,
             self.sum_seconds,
+            self.again_seconds,
         )
 
 
@@ -103,17 +107,21 @@ def measured(cutter, strategy):
     """`Measured`, the same on all ranks; every rank calls it."""
     communicator = strategy.collectives
     of_links = [link.seconds_per_byte() for link in strategy.links if link]
-    seconds = None
+    seconds = again_seconds = None
     if communicator.rank == 0:
         seconds = timing.call_seconds(cutter)
+        if not strategy.is_flushed:
+            again_seconds = timing.call_seconds(cutter, has_backward=False)
     found = communicator.gather_objects(
-        (seconds, max(of_links, default=0.0)), name="pipeline/seconds"
+        (seconds, again_seconds, max(of_links, default=0.0)),
+        name="pipeline/seconds",
     )
     # Activations and gradients travel in opposite directions, at once.
-    slowest = max(each for _, each in found)
+    slowest = max(each for *_, each in found)
+    seconds, again_seconds, _ = found[0]
     return Measured(
         places=cutter.places,
-        seconds=found[0][0],
+        seconds=seconds,
         crossing_seconds={
             place: size * slowest
             for place, size in timing.crossing_bytes(cutter).items()
@@ -121,4 +129,5 @@ def measured(cutter, strategy):
         sum_seconds=[
             each.dense_bytes * slowest for each in gradient_sizes(cutter)
         ],
+        again_seconds=again_seconds,
     )

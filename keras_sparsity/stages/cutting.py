@@ -240,7 +240,13 @@ class Cutter:
 
 
 def shared(
-    seconds, places, num_ranks, size, crossing_seconds=None, sum_seconds=None
+    seconds,
+    places,
+    num_ranks,
+    size,
+    crossing_seconds=None,
+    sum_seconds=None,
+    again_seconds=None,
 ):
     """The cuts, and the ranks of each stage, with the smallest largest stage.
 
@@ -258,6 +264,9 @@ def shared(
             that cross it travel, while stages compute; by default 0.
         sum_seconds: list of the times in which the gradients of the calls'
             weights travel once; by default 0.
+        again_seconds: list of the times that the calls take besides in all
+            stages but the last one, which compute them again for their backward
+            passes; by default 0.
 
     Returns:
         `(list of N - 1 places, list of the numbers of ranks)`. Of equal ones,
@@ -284,19 +293,22 @@ def shared(
             f"{num_stages} stages. Use at most {len(places) + 1}, or a model "
             "of more layers."
         )
-    computed = [0.0, *itertools.accumulate(seconds)]
-    summed = [0.0] * len(computed)
-    if sum_seconds:
-        summed = [0.0, *itertools.accumulate(sum_seconds)]
+    none = [0.0] * len(seconds)
+    computed, summed, again = (
+        [0.0, *itertools.accumulate(each or none)]
+        for each in (seconds, sum_seconds, again_seconds)
+    )
+    last = len(seconds) - 1
 
     def cost(cut, end, number):
         """The time of the calls behind a cut, up to another."""
         work = computed[end + 1] - computed[cut + 1]
+        if end < last:
+            work += again[end + 1] - again[cut + 1]
         sums = 2 * (number - 1) * (summed[end + 1] - summed[cut + 1])
         return (work + sums) / number
 
-    ends = [*sorted(places), len(seconds) - 1]
-    given = cost, crossing_seconds or {}, ends, size
+    given = cost, crossing_seconds or {}, sorted(places), last, size
     most = math.inf
     few, left = divmod(size, num_stages)
     even = [[few + (stage < left)] for stage in range(num_stages)]
@@ -308,31 +320,30 @@ def shared(
     return cuts, ranks
 
 
-def _fastest(cost, crossing_seconds, ends, size, num_ranks, most=math.inf):
+def _fastest(
+    cost, crossing_seconds, places, last, size, num_ranks, most=math.inf
+):
     """`(seconds of the slowest stage or message, cuts, ranks)`, see `shared`.
 
     Args:
         cost: function of a cut, the next one and the number of ranks between
             them, to seconds that grow with the next cut.
         crossing_seconds, size, num_ranks: as for `shared`.
-        ends: list of the possible cuts, and the last call.
+        places: sorted list of the possible cuts.
+        last: the last call.
         most: seconds that the result does not exceed, if known.
     """
-    first, *others = num_ranks
-    # For each end, and number of ranks up to it: the bottleneck of the stages
-    # so far, their cuts, and their ranks.
-    best = {
-        (end, number): (cost(-1, end, number), [], [number])
-        for end in ends
-        for number in first
-    }
-    for allowed in others:
+    # For each cut, and number of ranks up to it: the bottleneck of the stages
+    # so far, their ends, and their ranks.
+    best = {(-1, 0): (0.0, [], [])}
+    ends = [places] * (len(num_ranks) - 1) + [[last]]
+    for allowed, ends_here in zip(num_ranks, ends, strict=True):
         found = {}
         for (cut, used), (slowest, cuts, ranks) in best.items():
             so_far = max(slowest, crossing_seconds.get(cut, 0))
             if so_far > most:
                 continue
-            behind = ends[bisect.bisect(ends, cut) :]
+            behind = ends_here[bisect.bisect(ends_here, cut) :]
             for number in (n for n in allowed if used + n <= size):
                 for end in behind:
                     seconds = cost(cut, end, number)
@@ -341,9 +352,10 @@ def _fastest(cost, crossing_seconds, ends, size, num_ranks, most=math.inf):
                     key = end, used + number
                     option = (
                         max(so_far, seconds),
-                        [*cuts, cut],
+                        [*cuts, end],
                         [*ranks, number],
                     )
                     found[key] = min(option, found.get(key, option))
         best = found
-    return best[ends[-1], size]
+    slowest, [*cuts, _], ranks = best[last, size]
+    return slowest, cuts, ranks

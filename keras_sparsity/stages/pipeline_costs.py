@@ -29,7 +29,7 @@ _MICRO_BATCHES = (2, 4, 8, 16, 32)
 
 
 class PipelineCosts:
-    """Pipelines of a number of stages, by each schedule.
+    """Pipelines of a number of stages, by each schedule of a kind.
 
     Each stage has as many ranks as the others, if their number is a multiple
     of the number of stages. Else the cuts and the numbers of ranks are those
@@ -39,11 +39,13 @@ class PipelineCosts:
     Args:
         facts, cluster, num_examples: as for `strategy_costs`.
         num_stages: N.
+        is_flushed: whether the schedules flush the pipeline. Without a flush,
+            all stages but the last one compute their layers again.
     """
 
-    def __init__(self, facts, cluster, num_examples, num_stages):
+    def __init__(self, facts, cluster, num_examples, num_stages, is_flushed):
         self._facts, self._cluster = facts, cluster
-        self._num_stages = num_stages
+        self._num_stages, self._is_flushed = num_stages, is_flushed
         self._shared = shared_by(cluster, cluster.size)
         self._places, self._num_ranks = self._cut(num_examples)
         # A rank without examples computes on a stand-in.
@@ -83,15 +85,21 @@ class PipelineCosts:
         seconds = [
             each / cluster.relative_speed for each in profile.pass_seconds(part)
         ]
+        again_share = 0.0 if self._is_flushed else self._facts.forward_share
         if size % number == 0:
-            one_each = [[1]] * number
             places, _ = shared(
-                seconds, list(travels), one_each, number, travels
+                seconds,
+                list(travels),
+                [[1]] * number,
+                number,
+                travels,
+                again_seconds=[again_share * each for each in seconds],
             )
             return places, (size // number,) * number
+        # So long they take on a single rank.
+        seconds = [each * size / number for each in seconds]
         places, num_ranks = shared(
-            # So long they take on a single rank.
-            [each * size / number for each in seconds],
+            seconds,
             list(travels),
             [range(1, size - number + 2)] * number,
             size,
@@ -100,18 +108,21 @@ class PipelineCosts:
                 each.dense_bytes * cluster.seconds_per_byte
                 for each in profile.gradients
             ],
+            [again_share * each for each in seconds],
         )
         return places, tuple(num_ranks)
 
     def of_schedules(self):
         """A `StrategyCost` of each schedule."""
+        if not self._is_flushed:
+            yield from self._in_flight()
+            return
         least = min(self._parts)
         numbers = [n for n in _MICRO_BATCHES if n <= least] or [1]
         for name, make in schedules.FLUSHED.items():
             tried = [self._flushed(name, make, number) for number in numbers]
             tried.sort(key=lambda cost: cost.step_seconds)
             yield fastest_that_fits(tried, self._cluster)
-        yield from self._in_flight()
 
     def _flushed(self, name, make, number):
         schedule = make(self._num_stages, number)

@@ -78,10 +78,11 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
         for num_stages in range(2, min(cluster.size, most, _MOST_STAGES) + 1):
             is_even = cluster.size % num_stages == 0
             if is_even or cluster.size <= _MOST_SHARED:
-                pipeline = PipelineCosts(
-                    facts, cluster, num_examples, num_stages
-                )
-                found += pipeline.of_schedules()
+                for is_flushed in (True, False):
+                    pipeline = PipelineCosts(
+                        facts, cluster, num_examples, num_stages, is_flushed
+                    )
+                    found += pipeline.of_schedules()
     found = [
         dataclasses.replace(cost, fits=does_fit(cost, cluster))
         for cost in found

@@ -23,7 +23,7 @@ _UNKNOWN_SIZE = 16
 _NUM_RUNS, _ENOUGH_SECONDS = 3, 0.5
 
 
-def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
+def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
     """Measures the forward and backward pass of each call.
 
     Of examples that are drawn at random, and of weights in place of the
@@ -34,6 +34,7 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
     Args:
         cutter: `Cutter`.
         num_examples: the number of examples in a pass.
+        has_backward: whether the backward pass counts.
 
     Returns:
         List of seconds, in the order of `cutter.calls`: for each call the
@@ -54,7 +55,7 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES):
         alike = _alike(call)
         seconds = measured.get(alike)
         if seconds is None:
-            seconds = _seconds(cutter, part, num_examples)
+            seconds = _seconds(cutter, part, num_examples, has_backward)
         if alike is not None:
             measured[alike] = seconds
         found.append(seconds)
@@ -67,8 +68,7 @@ def whole_seconds(
     """Measures the forward and backward pass of the whole model.
 
     Args:
-        cutter, num_examples: as for `call_seconds`.
-        has_backward: whether the backward pass counts.
+        cutter, num_examples, has_backward: as for `call_seconds`.
         measure: function of a function and its argument, whose result is
             returned; by default `median_seconds`.
 

@@ -45,7 +45,7 @@ def chosen(log_dir):
     ]:
         model = _two_layers()
         with (
-            mock.patch.object(timing, "call_seconds", lambda *_: seconds),  # noqa: B023
+            mock.patch.object(timing, "call_seconds", lambda *_, **__: seconds),  # noqa: B023
             strategy.scope(),
         ):
             model.compile("adam", "mse", metrics=["mae"])

@@ -248,12 +248,12 @@ def test_the_cuts_and_the_ranks_are_the_best_of_all():
     """By trying all of them."""
     draws = np.random.default_rng(0)
     for _ in range(20):
-        seconds, sums = draws.uniform(1, 9, (2, 6)).tolist()
+        seconds, sums, again = draws.uniform(1, 9, (3, 6)).tolist()
         crossing = dict(enumerate(draws.uniform(0, 4, 5).tolist()))
         for num_stages, size in ((1, 3), (2, 2), (2, 4), (3, 5)):
             left = size - num_stages
             possible = [range(1, left + 2)] * num_stages
-            args = seconds, crossing, [each / 9 for each in sums]
+            args = seconds, crossing, [each / 9 for each in sums], again
             found = shared(seconds, list(crossing), possible, size, *args[1:])
             tried = [
                 _slowest(cuts, ranks, *args)
@@ -265,10 +265,12 @@ def test_the_cuts_and_the_ranks_are_the_best_of_all():
             assert np.isclose(_slowest(*found, *args), min(tried))
 
 
-def _slowest(cuts, ranks, seconds, crossing, sums):
+def _slowest(cuts, ranks, seconds, crossing, sums, again):
     bounds = [0, *(cut + 1 for cut in cuts), len(seconds)]
     costs = [crossing[cut] for cut in cuts]
     for begin, end, number in zip(bounds, bounds[1:], ranks, strict=False):
         work, gradients = sum(seconds[begin:end]), sum(sums[begin:end])
+        if end < len(seconds):
+            work += sum(again[begin:end])
         costs.append((work + 2 * (number - 1) * gradients) / number)
     return max(costs)

@@ -2,9 +2,14 @@
 
 import re
 
+import keras
 import numpy as np
 import pytest
 
+import keras_sparsity as ks
+from keras_sparsity.pipeline import cuts
+from keras_sparsity.stages import timing
+from keras_sparsity.stages.cutting import Cutter
 from tests import pipeline_functions
 from tests.conftest import engines
 
@@ -42,6 +47,25 @@ def test_stages_of_each_kind(cluster, engine):
     assert [*first, *second] == [*found["names"][0], *found["names"][1]]
     assert first and second
     assert np.isfinite(found["fitted"]).all()
+
+
+def test_cuts_count_passes_that_are_computed_again(monkeypatch):
+    monkeypatch.setattr(
+        timing,
+        "call_seconds",
+        lambda cutter, has_backward=True: [3.0 if has_backward else 1.0] * 8,
+    )
+    layers = [keras.layers.Dense(4) for _ in range(8)]
+    cutter = Cutter(keras.Sequential([keras.Input((4,)), *layers]))
+    found = [
+        cuts.measured(cutter, ks.PipelineStrategy(schedule))
+        for schedule in ("1f1b", "spectrain")
+    ]
+    # 12 and 12 seconds; 12 with those of the second forward pass, and 15.
+    assert [each.shared([[1], [1]], 2) for each in found] == [
+        ([3], [1, 1]),
+        ([2], [1, 1]),
+    ]
 
 
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
@@ -116,10 +140,10 @@ def test_a_loaded_model_goes_on_in_other_stages(cluster, model, tmp_path):
     weights = cluster("native", 2).run(
         pipeline_functions.save_stages, path, model, first
     )[0]
-    for cuts in [*others, None]:
-        size = len(cuts) + 1 if cuts else 1
+    for names in [*others, None]:
+        size = len(names) + 1 if names else 1
         found = cluster(
-            "native" if cuts else "local", size, has_groups=True
-        ).run(pipeline_functions.go_on_with_stages, path, model, cuts)[0]
+            "native" if names else "local", size, has_groups=True
+        ).run(pipeline_functions.go_on_with_stages, path, model, names)[0]
         for value, expected in zip(found, weights, strict=True):
             np.testing.assert_allclose(value, expected, atol=1e-6)

@@ -266,17 +266,24 @@ def test_balanced_cuts_are_the_best_of_all():
         places = sorted(draws.sample(range(num_calls - 1), count))
         num_stages = draws.randint(1, len(places) + 1)
         crossing = {place: draws.randint(0, 9) for place in places}
+        again = [float(draws.randint(0, 5)) for _ in range(num_calls)]
 
-        def bottleneck(cuts, seconds=seconds, crossing=crossing):
+        def bottleneck(cuts, seconds=seconds, crossing=crossing, again=again):
             bounds = [-1, *cuts, len(seconds) - 1]
             stages = [
                 sum(seconds[before + 1 : last + 1])
                 for before, last in itertools.pairwise(bounds)
             ]
+            for place, (before, last) in enumerate(itertools.pairwise(bounds)):
+                if last < len(seconds) - 1:
+                    stages[place] += sum(again[before + 1 : last + 1])
             return max([*stages, *(crossing[cut] for cut in cuts)])
 
         one_each = [[1]] * num_stages
-        found, _ = shared(seconds, places, one_each, num_stages, crossing)
+        found, _ = shared(
+            *(seconds, places, one_each, num_stages, crossing),
+            again_seconds=again,
+        )
         assert len(found) == num_stages - 1
         assert bottleneck(found) == min(
             map(bottleneck, itertools.combinations(places, num_stages - 1))

@@ -10,7 +10,13 @@ from keras_sparsity.planning import Cluster
 from keras_sparsity.stages.profile import GradientSize
 from keras_sparsity.stages.stage_links import StageLink, pieces
 from keras_sparsity.stages.strategy_costs import strategy_costs
-from tests.stages.test_strategy_costs import EXAMPLES, RATE, SIZES, facts
+from tests.stages.test_strategy_costs import (
+    EXAMPLES,
+    NARROW,
+    RATE,
+    SIZES,
+    facts,
+)
 
 # Behind "b", one rank and two are the best.
 LAST_IS_SLOW = (3.0, 1.0, 8.0)
@@ -109,14 +115,22 @@ def test_ranks_that_share_a_processor(
 
 def test_three_stages_of_five_processes():
     cluster = Cluster(5, megabits_per_second=RATE)
-    found = strategy_costs(facts(), cluster, EXAMPLES)
+    narrow = facts(crossing_bytes=NARROW)
+    found = strategy_costs(narrow, cluster, EXAMPLES)
     by_number = {
-        len(cost.stages) + 1: cost.ranks_of_stages
+        (len(cost.stages) + 1, cost.schedule): cost.ranks_of_stages
         for cost in found
-        if cost.schedule
+        if cost.schedule in ("1f1b", "vanilla")
     }
-    # 3 s and 10 / 4 s: as fast as 9 / 3 s, without the sum behind these.
-    assert by_number == {2: (1, 4), 3: (1, 2, 2)}
+    assert by_number == {
+        # 3 s and 10 / 4 s: as fast as 9 / 3 s, without the sum behind these.
+        (2, "1f1b"): (1, 4),
+        (3, "1f1b"): (1, 2, 2),
+        # With the forward passes that are computed again, 4 / 2 s and 10 / 3 s;
+        # 4 s, 8 / 3 s and 4 s.
+        (2, "vanilla"): (2, 3),
+        (3, "vanilla"): (1, 3, 1),
+    }
     rows = StrategyPlan(found, cluster, EXAMPLES).markdown()
     assert "| 2 stages of 1 + 4 |" in rows
     assert "| 3 stages of 1 + 2 + 2 |" in rows
@@ -167,12 +181,15 @@ def test_memory_of_copies_and_waiting_activations():
     named = of_two_stages(Cluster(3, megabits_per_second=RATE))
     assert named["stash"].memory_bytes[0] == 5 * FRONT + 4 * 1_010
     cluster = Cluster(5, megabits_per_second=RATE)
-    found = strategy_costs(facts(), cluster, EXAMPLES)
+    narrow = facts(crossing_bytes=NARROW)
+    found = strategy_costs(narrow, cluster, EXAMPLES)
     cost = next(
         c
         for c in found
         if c.schedule == "vanilla" and len(c.stages) == 2
         if not c.messages_ahead
     )
-    # The second stage's two ranks have those of a mini-batch more waiting.
-    assert cost.memory_bytes[1] == 4 * 4 * SIZES[1] + 4 * (2 * 1_000 + 10)
+    # The second stage's three ranks have those of a mini-batch more waiting.
+    assert cost.memory_bytes[1] == pytest.approx(
+        4 * 4 * SIZES[1] + 8 / 3 * (2 * 1_000 + 10)
+    )

@@ -18,7 +18,9 @@ from keras_sparsity.stages.split_costs import split_costs
 from keras_sparsity.stages.strategy_costs import strategy_costs
 
 SIZES = (100, 1_000, 10_000)  # parameters
-CROSSING = {0: 1_000, 1: 10}
+CROSSING = {0: 2_000_000, 1: 10}
+# Behind the first call, too.
+NARROW = {0: 1_000, 1: 10}
 EXAMPLES = 8
 RATE = 8.0  # a byte takes a microsecond
 
@@ -36,7 +38,7 @@ def facts(**changes):
     return ModelFacts(
         profile=dataclasses.replace(profile, **changes),
         forward_share=1 / 3,
-        returned_bytes=CROSSING,
+        returned_bytes=changes.get("crossing_bytes", CROSSING),
         weight_bytes=tuple(4 * size for size in SIZES),
         output_bytes=(1_000, 10, 4),
         num_slots=2,
@@ -102,6 +104,16 @@ def test_two_machines():
         "stash": (front * 5 + held[0], back * 4 + held[1]),
         "spectrain": (front * 6 + held[0], back * 6 + held[1]),
     }
+
+
+def test_passes_that_are_computed_again_move_the_cut():
+    cluster = Cluster(2, megabits_per_second=RATE)
+    _, named = costs(cluster, crossing_bytes=NARROW)
+    assert named["1f1b"].stages == ("b",)
+    for schedule in ("vanilla", "stash", "spectrain"):
+        # 4 s and 10 s in place of 12 s and 4 s.
+        assert named[schedule].stages == ("a",)
+        assert named[schedule].step_seconds == pytest.approx(10)
 
 
 def test_slow_links_and_latency():
