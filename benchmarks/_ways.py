@@ -39,6 +39,13 @@ def parser(description, models, ways, machines, steps):
         default=[steps],
         help="counted, of all rates or of each",
     )
+    found.add_argument(
+        "--steps-per-execution",
+        type=int,
+        default=1,
+        metavar="K",
+        help="of `compile`; counted steps are rounded up to a multiple of it",
+    )
     found.add_argument("--inside", help=argparse.SUPPRESS)
     found.add_argument("--way", help=argparse.SUPPRESS)
     return found
@@ -81,6 +88,7 @@ def measured(program, args, name, way, machines, *options, engine="native"):
         [
             *("--inside", name, "--way", way),
             *("--steps", *map(str, args.steps)),
+            *("--steps-per-execution", str(args.steps_per_execution)),
             *options,
         ],
         engine,
@@ -105,10 +113,15 @@ def trained(args, window, strategy, model, batch, num_classes, warm_up):
         `tf.data.Dataset` of the mini-batches.
     """
     workload = made(model, batch, num_classes)
+    whole = args.steps_per_execution
     with strategy.scope():
-        model.compile(workload.optimizer, workload.loss)
+        model.compile(
+            workload.optimizer, workload.loss, steps_per_execution=whole
+        )
     _spread_steps(args, window, warm_up)
-    num_steps = _common.num_steps(args)
+    args.steps = [-(-number // whole) * whole for number in args.steps]
+    # Steps before counted ones may be fewer than a whole execution.
+    num_steps = _common.num_steps(args) + (1 + len(args.steps)) * (whole - 1)
     batches = _common.dataset(workload.x, workload.y, batch, num_steps)
     timed = _common.Timed(window, args, strategy.collectives.barrier)
     model.fit(batches, callbacks=[timed], shuffle=False, verbose=0)

@@ -312,8 +312,9 @@ class Timed(keras.callbacks.Callback):
         self._next = next(self._left)
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch + 1 == self._next:
-            self._next += next(self._left, 0)
+        # It ends a whole execution, which may have more steps.
+        if batch + 1 >= self._next:
+            self._next = batch + 1 + next(self._left, 0)
 
     def on_epoch_end(self, epoch, logs=None):
         self.model.stop_training = True
