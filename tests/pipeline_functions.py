@@ -720,8 +720,12 @@ def _num_held(network):
     return sum(v.shape.num_elements() for v in held)
 
 
-def fitted_with_callbacks():
-    """What callbacks see, with validation, class weights and early stops."""
+def fitted_with_callbacks(log_dir):
+    """What callbacks see, with validation, class weights and early stops.
+
+    Returns:
+        `(history, results of evaluate, weights by path)`.
+    """
     keras.utils.set_random_seed(3)
     network = keras.Sequential(
         [
@@ -754,9 +758,13 @@ def fitted_with_callbacks():
                 "val_loss", patience=1, mode="max", restore_best_weights=True
             ),
             keras.callbacks.TerminateOnNaN(),
+            keras.callbacks.TensorBoard(log_dir, histogram_freq=1),
         ],
     ).history
-    return history, network.evaluate(x, labels, verbose=0, return_dict=True)
+    paths = [variable.path for variable in network.weights]
+    weights = dict(zip(paths, network.get_weights(), strict=True))
+    evaluated = network.evaluate(x, labels, verbose=0, return_dict=True)
+    return history, evaluated, weights
 
 
 def planned(schedule, log_dir, messages_ahead=False):

@@ -1,18 +1,21 @@
-"""Keras's histograms of weights, of tables that are spread over ranks."""
+"""Keras's histograms of weights that are spread over ranks."""
 
 import keras
 
 from keras_sparsity.conversion import saving
 
 
-def of_whole_tables(callbacks, rank):
-    """Has every rank send its rows when `TensorBoard` reads all weights.
+def of_whole_weights(callbacks, rank, whole=saving.on_rank_zero):
+    """Has every rank send what it has when `TensorBoard` reads all weights.
 
-    Rank 0 writes; it holds one table at a time.
+    Rank 0 writes.
 
     Args:
         callbacks: list, as given to `fit`.
         rank: this process's rank.
+        whole: function of a model to a context, which every rank enters and
+            in which rank 0 may read all weights; by default it reads a
+            sharded table at a time.
 
     Returns:
         The callbacks that the rank runs.
@@ -21,10 +24,10 @@ def of_whole_tables(callbacks, rank):
         ValueError: if one is to save embeddings for the projector, which one
             process cannot by itself.
     """
-    return [_of_rank(callback, rank) for callback in callbacks]
+    return [_of_rank(callback, rank, whole) for callback in callbacks]
 
 
-def _of_rank(callback, rank):
+def _of_rank(callback, rank, whole):
     is_board = isinstance(callback, keras.callbacks.TensorBoard)
     if is_board and callback.embeddings_freq:
         raise ValueError(
@@ -36,23 +39,23 @@ def _of_rank(callback, rank):
     if not is_board or not callback.histogram_freq:
         return callback
     if rank != 0:
-        return _Sender(callback.histogram_freq)
-    if not hasattr(callback, _IS_WRAPPED):
-        setattr(callback, _IS_WRAPPED, True)
-        callback.on_epoch_end = _reading_whole_tables(callback)
+        return _Sender(callback.histogram_freq, whole)
+    if not hasattr(callback, _WHOLE):
+        callback.on_epoch_end = _reading_whole_weights(callback)
+    setattr(callback, _WHOLE, whole)  # that of the model of this `fit`
     return callback
 
 
-_IS_WRAPPED = "_keras_sparsity_reads_whole_tables"
+_WHOLE = "_keras_sparsity_whole_weights"
 
 
-def _reading_whole_tables(board):
+def _reading_whole_weights(board):
     stock = board.on_epoch_end
 
     def on_epoch_end(epoch, logs=None):
         if epoch % board.histogram_freq:
             return stock(epoch, logs)
-        with saving.on_rank_zero(board.model):
+        with getattr(board, _WHOLE)(board.model):
             return stock(epoch, logs)
 
     return on_epoch_end
@@ -61,11 +64,11 @@ def _reading_whole_tables(board):
 class _Sender(keras.callbacks.Callback):
     """In the place of `TensorBoard` on the other ranks."""
 
-    def __init__(self, histogram_freq):
+    def __init__(self, histogram_freq, whole):
         super().__init__()
-        self._histogram_freq = histogram_freq
+        self._histogram_freq, self._whole = histogram_freq, whole
 
     def on_epoch_end(self, epoch, logs=None):
         if epoch % self._histogram_freq == 0:
-            with saving.on_rank_zero(self.model):
+            with self._whole(self.model):
                 pass

@@ -15,7 +15,7 @@ _WRITE_ONCE = (
 )
 
 
-def on_rank(callbacks, rank):
+def on_rank(callbacks, rank, **options):
     """The callbacks that a rank runs.
 
     Those that decide something (`EarlyStopping`, `ReduceLROnPlateau`,
@@ -27,6 +27,7 @@ def on_rank(callbacks, rank):
     Args:
         callbacks: list, as given to `fit`.
         rank: this process's rank.
+        **options: see `histograms.of_whole_weights`.
 
     Returns:
         All of them on rank 0; on others, without those that report.
@@ -41,7 +42,7 @@ def on_rank(callbacks, rank):
                 "process at once, which loses them on several processes. Use "
                 "`ks.callbacks.ShardedCheckpoint`."
             )
-    callbacks = histograms.of_whole_tables(callbacks, rank)
+    callbacks = histograms.of_whole_weights(callbacks, rank, **options)
     if rank == 0:
         return callbacks
     return [c for c in callbacks if not isinstance(c, _WRITE_ONCE)]

@@ -65,7 +65,11 @@ class Runs(Binding):
             return arguments, callbacks.callbacks
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
         _check_callbacks(callbacks, strategy)
-        callbacks = rank_zero.on_rank(callbacks, self._collectives.rank)
+        callbacks = rank_zero.on_rank(
+            callbacks,
+            self._collectives.rank,
+            whole=lambda model: self._weights.shown_on_rank_zero(),
+        )
         callbacks = [
             InputCheck(self._collectives),
             *checkpoint_last(callbacks),

@@ -131,6 +131,25 @@ class Weights(Binding):
                 self._stock[name](*args, **kwargs)
 
     @contextlib.contextmanager
+    def shown_on_rank_zero(self):
+        """While entered, rank 0 holds all weights; every rank enters."""
+        self._steps.settle()
+        is_reader = self._collectives.rank == 0
+        # The others wait for its block to end.
+        with self._held(is_reader), saving.on_rank_zero(self._model):
+            yield
+
+    @contextlib.contextmanager
+    def _held(self, is_reader):
+        """While entered, some ranks hold all weights; every rank enters."""
+        with contextlib.ExitStack() as held:
+            for variable in self._model.weights:
+                value = self._value(variable)
+                if is_reader:
+                    self._hold(variable, value, held)
+            yield
+
+    @contextlib.contextmanager
     def _whole(self, is_reader):
         """While entered, some ranks hold the whole state; every rank enters.
 
@@ -142,11 +161,7 @@ class Weights(Binding):
         values = []
         if optimizer is not None:
             values = self._slot_values(is_reader)
-        with contextlib.ExitStack() as held:
-            for variable in model.weights:
-                value = self._value(variable)
-                if is_reader:
-                    self._hold(variable, value, held)
+        with self._held(is_reader), contextlib.ExitStack() as held:
             if optimizer is not None and is_reader:
                 held.callback(setattr, model, "optimizer", optimizer)
                 model.optimizer = _with_values(

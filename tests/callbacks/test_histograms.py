@@ -68,7 +68,7 @@ def written(log_dir):
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_histograms_are_of_whole_tables(cluster, engine, tmp_path):
+def test_histograms_are_of_whole_weights(cluster, engine, tmp_path):
     own, stock = tmp_path / "own", tmp_path / "stock"
     train(stock)
     expected = written(stock)
@@ -90,4 +90,4 @@ def test_histograms_are_of_whole_tables(cluster, engine, tmp_path):
 def test_embeddings_for_the_projector_are_refused(tmp_path):
     board = keras.callbacks.TensorBoard(tmp_path, embeddings_freq=1)
     with pytest.raises(ValueError, match="embeddings_freq=1.*ModelCheckpoint"):
-        histograms.of_whole_tables([board], 0)
+        histograms.of_whole_weights([board], 0)

@@ -11,6 +11,7 @@ from keras_sparsity.pipeline import cuts
 from keras_sparsity.stages import timing
 from keras_sparsity.stages.cutting import Cutter
 from tests import pipeline_functions
+from tests.callbacks import test_histograms
 from tests.conftest import engines
 
 _REFUSALS = {
@@ -101,15 +102,28 @@ def test_compiled_again(cluster):
             np.testing.assert_array_equal(value, other)
 
 
-def test_callbacks_decide_alike(cluster):
-    ranks = cluster("native", 2).run(pipeline_functions.fitted_with_callbacks)
-    (history, evaluated), other = ranks
-    assert other == (history, evaluated)
+def test_callbacks_decide_alike(cluster, tmp_path):
+    ranks = cluster("native", 2).run(
+        pipeline_functions.fitted_with_callbacks, str(tmp_path)
+    )
+    (history, evaluated, weights), (*other, _) = ranks
+    assert other == [history, evaluated]
     assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
     # The loss falls; asked for the largest, it goes back to the first one.
     assert len(history["loss"]) == 2
     assert history["val_loss"][1] < history["val_loss"][0]
     assert evaluated["loss"] == pytest.approx(history["val_loss"][0], rel=1e-5)
+    # The weights of both stages, which are those of the first epoch again.
+    histograms = test_histograms.written(tmp_path)
+    assert len(histograms) == 2 * len(weights) == 8
+    for path, value in weights.items():
+        buckets = histograms[f"{path}/histogram", 0]
+        assert buckets[:, 2].sum() == value.size
+        np.testing.assert_allclose(
+            [buckets[0, 0], buckets[-1, 1]],
+            [value.min(), value.max()],
+            rtol=1e-5,
+        )
 
 
 @pytest.mark.parametrize("model", ["dense", "branches", "nested"])
