@@ -103,6 +103,7 @@ class Stage:
         values = {
             id(symbolic): value
             for symbolic, value in [
+                *zip(part.arriving, given, strict=True),
                 *zip(part.received, received, strict=True),
                 *zip(part.made, made, strict=True),
             ]

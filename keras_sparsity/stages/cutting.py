@@ -30,9 +30,10 @@ class Part:
             the one behind, some of which this stage only hands on. The last
             stage sends the model's outputs, in their order.
         taken: those of `received` that its calls take, by their place.
+        arriving: `inputs` and `taken` as tensors.
         made: the tensors that it computes for later stages and as outputs.
-        model: `keras.Model` from a list of `inputs` and `taken` to a list of
-            `made`, with the layers, and so the weights, of the whole model.
+        model: `keras.Model` from a list of `arriving` to a list of `made`, with
+            the layers, and so the weights, of the whole model.
     """
 
     names: tuple
@@ -40,6 +41,7 @@ class Part:
     received: tuple
     sent: tuple
     taken: tuple
+    arriving: tuple
     made: tuple
     model: keras.Model
 
@@ -213,8 +215,11 @@ class Cutter:
         taken = collections.OrderedDict(
             (id(tensor), tensor) for call in calls for tensor in call.inputs
         )
+        # An output of the model may be an input.
+        taken.update((id(t), t) for t in sent if id(t) in self._inputs)
         inputs = [t for i, t in taken.items() if i in self._inputs]
         arrived = [i for i, t in enumerate(received) if id(t) in taken]
+        arriving = [*inputs, *(received[i] for i in arrived)]
         made = [
             tensor
             for call in calls
@@ -226,7 +231,6 @@ class Cutter:
             keras_functional.inputs_stay(self._functional),
             keras_functional.named(names),
         ):
-            arriving = [*inputs, *(received[i] for i in arrived)]
             model = keras.Model(arriving, made)
         return Part(
             names=tuple(call.name for call in calls),
@@ -234,6 +238,7 @@ class Cutter:
             received=tuple(received),
             sent=tuple(sent),
             taken=tuple(arrived),
+            arriving=tuple(arriving),
             made=tuple(made),
             model=model,
         )

@@ -81,14 +81,27 @@ def _nested_masks():
     return keras.Model([ids, numbers], [x, y])
 
 
+def _inputs_as_outputs():
+    """Of two inputs, which are outputs: one that the last stage takes."""
+    x, y = keras.Input((6,), name="x"), keras.Input((6,), name="y")
+    first = keras.layers.Dense(6, name="first")(x)
+    middle = keras.layers.Add(name="middle")([first, y])
+    last = keras.layers.Dense(2, name="last")(middle)
+    last = keras.layers.Concatenate(name="both")([last, y])
+    return keras.Model([x, y], [x, last, {"y": y}])
+
+
 def _batch(model):
     return [keras.ops.convert_to_tensor(array) for array in _arrays(model)]
 
 
 def _arrays(model):
     draws = np.random.default_rng(0)
-    if len(model.inputs) == 1:
-        return [draws.normal(size=(3, 6)).astype("float32")]
+    if all(x.shape == (None, 6) for x in model.inputs):
+        shape = 3, 6
+        return [
+            draws.normal(size=shape).astype("float32") for _ in model.inputs
+        ]
     ids = np.array([[1, 2, 0, 0], [3, 4, 5, 0], [1, 0, 0, 0]])
     return [ids, draws.normal(size=(3, 4)).astype("float32")]
 
@@ -100,14 +113,20 @@ def _run(cutter, places, batch):
         taken = [batch[place] for place in part.inputs]
         taken += [arrived[place] for place in part.taken]
         made = part.compute(taken)
-        values = {id(t): v for t, v in zip(part.made, made, strict=True)}
+        values = {
+            id(tensor): value
+            for tensors, found in [(part.made, made), (part.arriving, taken)]
+            for tensor, value in zip(tensors, found, strict=True)
+        }
         for tensor, value in zip(part.received, arrived, strict=True):
             values[id(tensor)] = value
         arrived = [values[id(tensor)] for tensor in part.sent]
     return arrived
 
 
-@pytest.mark.parametrize("make", [_branches, _nested, _nested_masks])
+@pytest.mark.parametrize(
+    "make", [_branches, _nested, _nested_masks, _inputs_as_outputs]
+)
 def test_any_cut_gives_the_model(make):
     model = make()
     batch = _batch(model)
