@@ -586,6 +586,11 @@ def refusals():
             rules.LossScaleOptimizer(rules.SGD()),
             strategy,
         ),
+        "accumulated norm": (
+            layers(),
+            rules.SGD(global_clipnorm=1.0, gradient_accumulation_steps=2),
+            PipelineStrategy("1f1b", ["first"]),
+        ),
         "hybrid strategy": (of_hybrid, "sgd", strategy),
         "another one": (trained, "sgd", PipelineStrategy("gpipe")),
         "unknown layer": (layers(), "sgd", PipelineStrategy(stages=["third"])),

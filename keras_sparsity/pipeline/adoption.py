@@ -17,6 +17,7 @@ from keras_sparsity.pipeline.weights import Weights
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.training import jit
 from keras_sparsity.training.binding import raise_of_another_strategy
+from keras_sparsity.update import optimizer_arguments
 
 # Set on an adopted model; holds the objects that its methods belong to.
 _ADOPTION = "_keras_sparsity_pipeline"
@@ -159,6 +160,8 @@ def _check_optimizer(optimizer, strategy):
             "own stage's weights, so nothing is left to aggregate. Received: a "
             "HybridOptimizer. Give `compile` the optimizer that it wraps."
         )
+    rule = optimizer_arguments.rule_of(optimizer)
+    _check_accumulates(rule, strategy)
     needs_all = None
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         needs_all = "Loss scaling", "a LossScaleOptimizer"
@@ -174,6 +177,22 @@ def _check_optimizer(optimizer, strategy):
             "`clipnorm` or `clipvalue`, which look at one weight at a time, "
             'and for mixed precision "mixed_bfloat16", which needs no loss '
             "scaling."
+        )
+
+
+def _check_accumulates(rule, strategy):
+    """Stages agree on the norm of a step's gradients, not of their sums."""
+    number = getattr(rule, "gradient_accumulation_steps", None)
+    largest = getattr(rule, "global_clipnorm", None)
+    if number and largest and strategy.is_flushed:
+        raise ValueError(
+            "`global_clipnorm` of accumulated gradients looks at the sums of "
+            "all stages in the last of their steps, which no stage has. "
+            f"Received: global_clipnorm={largest} and "
+            f"gradient_accumulation_steps={number}. Leave out "
+            "`gradient_accumulation_steps` and make batches as many times as "
+            "large (`num_micro_batches` divides them), or use `clipnorm` or "
+            "`clipvalue`."
         )
 
 

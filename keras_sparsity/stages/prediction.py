@@ -32,7 +32,7 @@ class Predictor(abc.ABC):
 
     @abc.abstractmethod
     def step(self, variable, ids=None):
-        """The smoothed change of an update, a tensor of the weights' shape.
+        """A smoothed change, a tensor of the weights' shape.
 
         Args:
             variable: a variable of the optimizer's.
@@ -64,7 +64,9 @@ class Predictor(abc.ABC):
 
         Args:
             variable: a variable of the optimizer's.
-            num_updates: s, a number or a scalar tensor.
+            num_updates: s, a number or a scalar tensor: the number of calls
+                of `apply`, of which with `gradient_accumulation_steps` not
+                each updates.
             ids: as for `step`.
 
         Returns:
@@ -74,7 +76,12 @@ class Predictor(abc.ABC):
         if isinstance(num_updates, int) and not num_updates:
             return value  # as it is, no copy
         step = self.step(variable, ids)
-        return value + tf.cast(num_updates, value.dtype) * step
+        number = self.num_steps(num_updates)
+        return value + tf.cast(number, value.dtype) * step
+
+    @abc.abstractmethod
+    def num_steps(self, num_updates):
+        """How many times `step` happens in so many calls of `apply`."""
 
 
 def predictor_of(rule, decay=0.9):
@@ -127,6 +134,15 @@ class OfMoments(Predictor):
 
         return self._step(slot, self._rule)
 
+    def num_steps(self, num_updates):
+        every = self._rule.gradient_accumulation_steps
+        if not every:
+            return num_updates
+        # The last of each `every` calls updates, by the mean of them.
+        calls = tf.convert_to_tensor(keras_optimizers.iterations(self._rule))
+        later = calls + tf.cast(num_updates, calls.dtype)
+        return later // every - calls // every
+
     def following(self, variables, gradients):
         del variables, gradients  # The slots have it.
         return contextlib.nullcontext()
@@ -156,6 +172,9 @@ class OfChanges(Predictor):
 
     def step(self, variable, ids=None):
         return _read(self.average(variable), ids)
+
+    def num_steps(self, num_updates):
+        return num_updates  # The average counts the calls without an update.
 
     @contextlib.contextmanager
     def following(self, variables, gradients):

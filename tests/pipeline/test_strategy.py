@@ -20,6 +20,7 @@ _REFUSALS = {
     "hybrid optimizer": "Received: a HybridOptimizer. Give `compile` the opt",
     "global norm": "needs the gradients of all stages.*global_clipnorm=1.0",
     "loss scaling": "Loss scaling needs.*a LossScaleOptimizer.*mixed_bfloat16",
+    "accumulated norm": "=1.0 and gradient_accumulation_steps=2.*make batches",
     "hybrid strategy": "another strategy already.*a HybridStrategy",
     "another one": "another strategy already.*a PipelineStrategy",
     "unknown layer": "must be.*'first'.*'second'.*'third'",

@@ -48,6 +48,25 @@ def test_under_a_constant_gradient_the_prediction_comes_true(name, num_updates):
     )
 
 
+@pytest.mark.parametrize("num_later", [1, 2, 3, 4])
+def test_accumulated_gradients_are_one_update(num_later):
+    """Of calls of `apply` each third updates, whichever was the last."""
+    rule = keras.optimizers.SGD(
+        0.125, momentum=0.5, gradient_accumulation_steps=3
+    )
+    variable, gradient = keras.Variable([1.0, -2.0]), [0.25, -1.0]
+    predictor = predictor_of(rule)
+    _steps(rule, predictor, variable, [gradient] * 120)
+    for _ in range(3):
+        predicted = predictor.ahead(variable, num_later).numpy()
+        now = [variable.numpy(), *(v.numpy() for v in rule.variables)]
+        _steps(rule, predictor, variable, [gradient] * num_later)
+        np.testing.assert_allclose(predicted, variable.numpy(), rtol=1e-6)
+        for each, value in zip([variable, *rule.variables], now, strict=True):
+            each.assign(value)
+        _steps(rule, predictor, variable, [gradient])
+
+
 @pytest.mark.parametrize("name", ["Adam", "AMSGrad", "Adamax", "Nadam"])
 def test_averages_that_have_just_begun_have_no_bias(name):
     rule, variable = _RULES[name](), keras.Variable([1.0, -2.0])
