@@ -610,6 +610,9 @@ def refusals():
             PipelineStrategy(stages=[["first", "second"], ["between"]]),
         ),
     }
+    if hasattr(rules, "MultiOptimizer"):
+        several = rules.MultiOptimizer(rules.OptimizerMap(rules.SGD()))
+        wrong["several optimizers"] = layers(), several, strategy
     found = {}
     for name, (model, optimizer, used) in wrong.items():
         with used.scope():

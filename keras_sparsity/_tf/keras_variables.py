@@ -31,19 +31,30 @@ def change_kind(variable, kind):
     variable._autocast = False
 
 
-def plain_like(variable, value):
-    """A variable of stock Keras with the properties of one of a subclass.
+def at_path(path, value, **options):
+    """A variable that has a path, wherever it is made.
 
     `Variable._path`; in Keras 3.5 `Variable.path`.
+
+    Args:
+        path: the path.
+        value: its value.
+        **options: as for `keras.Variable`.
     """
-    made = keras.Variable(
+    made = keras.Variable(value, **options)
+    setattr(made, "_path" if hasattr(made, "_path") else "path", path)
+    return made
+
+
+def plain_like(variable, value):
+    """A variable of stock Keras with the properties of one of a subclass."""
+    made = at_path(
+        variable.path,
         value,
         dtype=variable.dtype,
         trainable=variable.trainable,
         name=variable.name,
     )
-    name = "_path" if hasattr(made, "_path") else "path"
-    setattr(made, name, variable.path)
     made.regularizer = variable.regularizer
     made.constraint = variable.constraint
     return made

@@ -161,6 +161,16 @@ def _check_optimizer(optimizer, strategy):
             "HybridOptimizer. Give `compile` the optimizer that it wraps."
         )
     rule = optimizer_arguments.rule_of(optimizer)
+    # Older versions of Keras have none.
+    if isinstance(rule, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise ValueError(
+            "Each stage updates its weights by one optimizer, whose slots are "
+            "saved in the order of one process. Received: a MultiOptimizer of "
+            f"{[type(each).__name__ for each in rule.optimizers]}. Give "
+            "`compile` one optimizer; `exclude_from_weight_decay` leaves "
+            "weights out of its weight decay, and `layer.trainable = False` "
+            "out of training."
+        )
     _check_accumulates(rule, strategy)
     needs_all = None
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):

@@ -7,7 +7,7 @@ import math
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, patches
+from keras_sparsity._tf import keras_functional, keras_variables, patches
 from keras_sparsity.board.stage_plan import PipelinePlan, StageCost
 from keras_sparsity.layers import ordinary
 from keras_sparsity.pipeline.memory import (
@@ -197,7 +197,7 @@ class Planner:
             for v in variables
         ]
         copies = [
-            keras.Variable(tf.zeros(shape, v.dtype), dtype=v.dtype)
+            keras_variables.plain_like(v, tf.zeros(shape, v.dtype))
             for shape, v in zip(shapes, variables, strict=True)
         ]
         alike = type(optimizer).from_config(optimizer.get_config())

@@ -1,8 +1,10 @@
 """The slots of all stages, in the order of one optimizer for all weights."""
 
-import keras
+import collections
+
 import numpy as np
 
+from keras_sparsity._tf import keras_variables
 from keras_sparsity.checkpoint import state
 
 
@@ -45,15 +47,46 @@ def places_among_all(optimizer, updates):
         optimizer: the rank's.
         updates: its `Updates`.
     """
-    stand_ins = {
-        # As many dimensions, of which a rule's slots may depend.
-        id(v): keras.Variable(np.zeros([1] * len(v.shape)), name=f"weight_{i}")
-        for i, v in enumerate(updates.all_built)
-    }
-    paths = []
+    stand_ins = _stand_ins(updates.all_built)
+    found = []
     for some in (updates.all_built, updates.own_built):
         alike = type(optimizer).from_config(optimizer.get_config())
         alike.build([stand_ins[id(v)] for v in some])
-        paths.append([v.path for v in alike.variables])
-    of_all, of_own = paths
-    return len(of_all), [of_all.index(path) for path in of_own]
+        found.append(_counted([v.path for v in alike.variables]))
+    of_all, of_own = found
+    return len(of_all), [of_all.index(each) for each in of_own]
+
+
+def _counted(paths):
+    """Pairs of each path and the number of those before that are the same.
+
+    Adafactor has several slots of one path.
+    """
+    seen = collections.Counter()
+    found = []
+    for path in paths:
+        found.append((path, seen[path]))
+        seen[path] += 1
+    return found
+
+
+def _stand_ins(variables):
+    """Small variables for an optimizer to be built with, a dict by ids.
+
+    Slots are found again by their paths. Keras makes these of a variable's
+    name, so that it is a number here; or of its path, of which the choice of
+    slots may depend, as of the number of dimensions. So it stays, but where
+    the slots of two would have the same.
+    """
+    flat = [variable.path.replace("/", "_") for variable in variables]
+    numbers = collections.Counter(flat)
+    found = {}
+    for i, (variable, path) in enumerate(zip(variables, flat, strict=True)):
+        name = f"weight_{i}"
+        is_unique = numbers[path] == 1
+        found[id(variable)] = keras_variables.at_path(
+            variable.path if is_unique else f"{name}/{variable.path}",
+            np.zeros([1] * len(variable.shape)),
+            name=name,
+        )
+    return found

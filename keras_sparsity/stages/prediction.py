@@ -120,7 +120,7 @@ class OfMoments(Predictor):
     Args:
         rule: the optimizer, built.
         step: function of a function from a kind of slot to the slot's value,
-            and of the rule. It gives the smoothed change.
+            of the rule, and of the variable. It gives the smoothed change.
     """
 
     def __init__(self, rule, step):
@@ -132,7 +132,7 @@ class OfMoments(Predictor):
         def slot(kind):
             return _read(getattr(self._rule, kind)[index], ids)
 
-        return self._step(slot, self._rule)
+        return self._step(slot, self._rule, variable)
 
     def num_steps(self, num_updates):
         every = self._rule.gradient_accumulation_steps
@@ -258,13 +258,13 @@ def _rests(rule, variable):
 def _of_momentum(rule):
     if not rule.momentum:
         return None
-    return lambda slot, rule: slot("momentums")
+    return lambda slot, rule, variable: slot("momentums")
 
 
 def _of_rmsprop(rule):
     if not rule.momentum:
         return None
-    return lambda slot, rule: -slot(keras_optimizers.MOMENTUMS)
+    return lambda slot, rule, variable: -slot(keras_optimizers.MOMENTUMS)
 
 
 def _of_adam(rule):
@@ -272,7 +272,7 @@ def _of_adam(rule):
     if getattr(rule, "amsgrad", False):
         kind = keras_optimizers.LARGEST_VELOCITIES
 
-    def step(slot, rule):
+    def step(slot, rule, variable):
         moment = slot(keras_optimizers.MOMENTUMS)
         velocity = slot(kind)
         root = tf.sqrt(velocity / _share(rule, rule.beta_2, velocity.dtype))
@@ -281,8 +281,22 @@ def _of_adam(rule):
     return step
 
 
+def _of_lamb(rule):
+    of_adam = _of_adam(rule)
+
+    def step(slot, rule, variable):
+        change = of_adam(slot, rule, variable)
+        # As long as the weights are, times the rate, unless these are 0.
+        length = tf.norm(tf.convert_to_tensor(variable))
+        length *= _learning_rate(rule, change.dtype)
+        scaled = length * tf.math.divide_no_nan(change, tf.norm(change))
+        return tf.where(length > 0, scaled, change)
+
+    return step
+
+
 def _of_adamax(rule):
-    return lambda slot, rule: _scaled(
+    return lambda slot, rule, variable: _scaled(
         rule,
         slot(keras_optimizers.ADAMAX_MOMENTS),
         slot(keras_optimizers.ADAMAX_NORMS),
@@ -290,7 +304,7 @@ def _of_adamax(rule):
 
 
 def _of_lion(rule):
-    def step(slot, rule):
+    def step(slot, rule, variable):
         moment = slot(keras_optimizers.MOMENTUMS)
         return -_learning_rate(rule, moment.dtype) * tf.sign(moment)
 
@@ -324,5 +338,6 @@ _STEPS = {
     keras.optimizers.AdamW: _of_adam,
     keras.optimizers.Nadam: _of_adam,
     keras.optimizers.Adamax: _of_adamax,
+    keras.optimizers.Lamb: _of_lamb,
     keras.optimizers.Lion: _of_lion,
 }

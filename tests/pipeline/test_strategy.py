@@ -21,6 +21,7 @@ _REFUSALS = {
     "global norm": "needs the gradients of all stages.*global_clipnorm=1.0",
     "loss scaling": "Loss scaling needs.*a LossScaleOptimizer.*mixed_bfloat16",
     "accumulated norm": "=1.0 and gradient_accumulation_steps=2.*make batches",
+    "several optimizers": r"a MultiOptimizer of \['SGD'\]. Give `compile` one",
     "hybrid strategy": "another strategy already.*a HybridStrategy",
     "another one": "another strategy already.*a PipelineStrategy",
     "unknown layer": "must be.*'first'.*'second'.*'third'",
@@ -82,7 +83,10 @@ def test_slow_links_are_crossed_where_the_model_is_narrow(cluster, engine):
 
 def test_refusals(cluster):
     for found in cluster("native", 2).run(pipeline_functions.refusals):
-        assert found.keys() == _REFUSALS.keys()
+        expected = set(_REFUSALS)
+        if not hasattr(keras.optimizers, "MultiOptimizer"):
+            expected.remove("several optimizers")  # of a later Keras
+        assert found.keys() == expected
         for name, message in found.items():
             assert message is not None, name
             assert re.search(_REFUSALS[name], message, re.DOTALL), message

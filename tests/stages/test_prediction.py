@@ -20,6 +20,8 @@ _RULES = {
     "AdamW": lambda: keras.optimizers.AdamW(0.1, weight_decay=0),
     "Nadam": lambda: keras.optimizers.Nadam(0.1),
     "Adamax": lambda: keras.optimizers.Adamax(0.1),
+    # Its steps are as long as the weights: of a small rate they stay so.
+    "Lamb": lambda: keras.optimizers.Lamb(1e-5),
     "Lion": lambda: keras.optimizers.Lion(0.1),
 }
 _WITHOUT_MOMENT = ("SGD", "RMSprop")
@@ -35,7 +37,8 @@ def _steps(rule, predictor, variable, gradients):
 @pytest.mark.parametrize("num_updates", [1, 3])
 @pytest.mark.parametrize("name", _RULES)
 def test_under_a_constant_gradient_the_prediction_comes_true(name, num_updates):
-    rule, variable = _RULES[name](), keras.Variable([[1.0, -2.0]])
+    rule = _RULES[name]()
+    variable = keras.Variable([[1.0, -2.0]], dtype="float64")
     predictor = predictor_of(rule, decay=0.5)
     assert isinstance(predictor, OfChanges) == (name in _WITHOUT_MOMENT)
     gradient = np.array([[0.3, -0.01]])
