@@ -62,6 +62,24 @@ class Ids(keras.layers.Layer):
         return tf.stop_gradient(tf.minimum(ids, NUM_ROWS - 1))
 
 
+class Following(keras.layers.Layer):
+    """Dropout, and a weight that each pass of a training reads and changes."""
+
+    def __init__(self, rate, seed, dtype, **kwargs):
+        super().__init__(dtype=dtype, **kwargs)
+        self.dropout = keras.layers.Dropout(rate, seed=seed, dtype=dtype)
+        self.mean = self.add_weight(
+            shape=(), initializer="zeros", trainable=False, name="mean"
+        )
+
+    def call(self, inputs, training=False):
+        outputs = inputs - keras.ops.convert_to_tensor(self.mean)
+        if training:
+            mean = keras.ops.mean(inputs)
+            self.mean.assign(0.5 * (self.mean + mean))
+        return self.dropout(outputs, training=training)
+
+
 class Scores(keras.layers.Layer):
     """Scores of all rows of a table that another layer looks up, as 2 sums."""
 
@@ -173,7 +191,7 @@ def tables():
 
 
 def line(dtype="float64", num_states=2):
-    """What has states: weights, random generators, statistics."""
+    """What has states: weights, also untrained ones, random generators."""
     x = inputs = keras.Input((6,), dtype=dtype)
     options = {"dtype": dtype}
     for i in range(4):
@@ -185,7 +203,8 @@ def line(dtype="float64", num_states=2):
             **options,
         )(x)
         if i == 0 and num_states:
-            x = keras.layers.Dropout(0.25, seed=5, name="drop", **options)(x)
+            kind = Following if dtype == "float64" else keras.layers.Dropout
+            x = kind(0.25, seed=5, name="drop", **options)(x)
         if i == 1 and num_states:
             x = keras.layers.BatchNormalization(name="norm", **options)(x)
     out = keras.layers.Dense(2, name="out", **options)

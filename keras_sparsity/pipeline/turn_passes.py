@@ -1,8 +1,9 @@
 """The passes of a turn, without a flush: of all of a rank's micro-batches."""
 
+import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, keras_losses
+from keras_sparsity._tf import keras_functional, keras_losses, keras_models
 from keras_sparsity.pipeline.flushed import added, operations
 from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import Pass, floats
@@ -49,6 +50,10 @@ class TurnPasses:
         # Those of random generators: layers that are computed again draw the
         # same numbers again.
         self._states = [v for v in part.variables if id(v) not in weights]
+        self._recurrent = _recurrent_states(part)
+        self._may_change = [*_untrained(part), *self._recurrent]
+        # Of these, those that passes change, known from the first one.
+        self._changed = []
         self._functional = keras_functional.functional_of(model)
         self.waiting = [
             Waiting(stage, self._functional, self._states, versions.turns)
@@ -96,27 +101,33 @@ class TurnPasses:
             The operations that make the last outputs.
         """
         weights = self._versions.forward(*distance)
-        earlier = []
+        earlier, states = [], []
         for place, waiting, arriving in zip(
             self.places, self.waiting, arrived, strict=True
         ):
             # In this order: the stage behind waits for the first one.
             with tf.control_dependencies(earlier):
-                outputs = self._forward_of(
+                outputs, before = self._forward_of(
                     batches, place, waiting, weights, *arriving, send
                 )
             earlier = operations(outputs)
-        self._keep(weights)
+            states += before
+        self._keep(states, weights)
         return earlier
 
-    def _keep(self, weights):
-        """Keeps the weights that the mini-batch's backward passes need."""
-        kept = self._versions.kept(weights)
+    def _keep(self, states, weights):
+        """Keeps what the mini-batch's backward passes need.
+
+        Args:
+            states: list of the values of `_changed` before each forward pass.
+            weights: the `Weights` of these passes.
+        """
+        kept = [*states, *self._versions.kept(weights)]
         if not kept:
             return
         if self._kept is None:
             # Of looked-up rows, each mini-batch has another number.
-            num_whole = len(weights.tensors)
+            num_whole = len(states) + len(weights.tensors)
             specs = [
                 tf.TensorSpec(
                     each.shape
@@ -135,7 +146,11 @@ class TurnPasses:
     def _forward_of(
         self, batches, place, waiting, weights, received, loss, send
     ):
-        """The forward pass of a micro-batch; returns its outputs."""
+        """The forward pass of a micro-batch.
+
+        Returns:
+            Its outputs, and list of the values of `_changed` before it.
+        """
         stage = self._stage
         inputs, *labels = batches.part(place)
         share = batches.share(place)
@@ -143,11 +158,17 @@ class TurnPasses:
         with weights.given() as scope:
             outputs, losses = stage.compute(inputs, received, True)
         own = self._objective.of_training(labels, outputs, losses, share)
+        self._changed = [
+            variable
+            for variable in self._may_change
+            if scope.get_current_value(variable) is not None
+        ]
+        before = [tf.convert_to_tensor(v.value) for v in self._changed]
         self._assign_updates(scope)
         send(waiting, outputs, loss if own is None else loss + own)
         waiting.put_pass(inputs, received, states, share)
         waiting.put_sizes(batches.size(place), outputs)
-        return outputs
+        return outputs, before
 
     def backward(self, messages, num_later):
         """The oldest mini-batch's backward passes; returns its logs.
@@ -158,11 +179,15 @@ class TurnPasses:
             num_later: see `Versions.backward`.
         """
         kept = [] if self._kept is None else self._kept.take()
+        before = [[kept.pop(0) for _ in self._changed] for _ in self.waiting]
         weights = self._versions.backward(kept, num_later)
         sums, results, earlier = None, [], []
-        for waiting, message in zip(self.waiting, messages, strict=True):
+        for waiting, message, others in zip(
+            self.waiting, messages, before, strict=True
+        ):
             with tf.control_dependencies(earlier):
                 inputs, received, states, share = waiting.take_pass()
+                states += others
                 found, _ = self._computed(
                     inputs, None, received, share, weights, states
                 )
@@ -237,7 +262,8 @@ class TurnPasses:
         stage = self._stage
         others = []
         if states is not None:
-            others = zip(self._states, states, strict=True)
+            variables = [*self._states, *self._changed]
+            others = zip(variables, states, strict=True)
         with tf.GradientTape() as tape:
             tape.watch([*weights.tensors, *floats(received)])
             with weights.given(others) as scope:
@@ -266,8 +292,34 @@ class TurnPasses:
         losses = keras_losses.loss_metrics(self._model)
         for variable in [
             *self._stage.part.model.non_trainable_variables,
+            *self._recurrent,
             *(v for metric in losses for v in metric.variables),
         ]:
             value = scope.get_current_value(variable)
             if value is not None:
                 variable.assign(value)
+
+
+def _untrained(part):
+    """Weights that are not trained, but moving statistics.
+
+    A training pass reads none of these, so they need not be kept.
+    """
+    statistics = {
+        id(variable)
+        for layer in keras_models.all_layers(part)
+        if type(layer) is keras.layers.BatchNormalization
+        for variable in layer.non_trainable_variables
+    }
+    weights = part.non_trainable_weights
+    return [variable for variable in weights if id(variable) not in statistics]
+
+
+def _recurrent_states(part):
+    """Those of `LSTM(stateful=True)` and the like; no layer's variables."""
+    return [
+        state
+        for layer in keras_models.all_layers(part)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+        for state in keras.tree.flatten(layer.states)
+    ]

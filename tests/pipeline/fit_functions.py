@@ -229,6 +229,19 @@ def one_batch_an_epoch(compile_):
     return model.get_weights(), history.history
 
 
+def recurrent_states(compile_):
+    """Those that an epoch leaves, to the next one."""
+    keras.utils.set_random_seed(3)
+    states = keras.layers.LSTM(4, stateful=True, name="states")
+    model = keras.Sequential(
+        [keras.Input(batch_shape=(8, 2, 3)), states, keras.layers.Dense(2)]
+    )
+    compile_(model, keras.optimizers.SGD(0.5), "mse")
+    x, y = (array[:8] for array in _data())
+    history = model.fit(x.reshape(8, 2, 3), y, 8, epochs=3, verbose=0)
+    return model.get_weights(), history.history
+
+
 def unknown_number_of_batches(schedule, is_known, messages_ahead=False):
     """Weights and history; that an epoch ends is found in a step."""
     model = pipeline_functions.made("branches")
@@ -302,12 +315,14 @@ TRAININGS = {
         lengths,
         optimizers,
         one_batch_an_epoch,
+        recurrent_states,
         bfloat16,
     ]
 }
 _CUTS = {
     "lengths": ["norm"],
     "one_batch_an_epoch": ["norm"],
+    "recurrent_states": ["states"],
     "spectral_normalization": [],
 }
 

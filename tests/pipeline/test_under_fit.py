@@ -62,12 +62,19 @@ def test_layers_on_one_worker(cluster, name):
     _check(ranks, name)
 
 
-@pytest.mark.parametrize("schedule", _WITHOUT_A_FLUSH)
-def test_schedules_without_a_flush(cluster, schedule):
-    ranks = cluster("native", 2).run(
-        fit_functions.run, "one_batch_an_epoch", schedule
-    )
-    _check(ranks, "one_batch_an_epoch")
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        *(("one_batch_an_epoch", schedule) for schedule in _WITHOUT_A_FLUSH),
+        ("recurrent_states", "stash"),
+        pytest.param(
+            *("recurrent_states", "spectrain"), marks=pytest.mark.all_cells
+        ),
+    ],
+)
+def test_schedules_without_a_flush(cluster, name, schedule):
+    ranks = cluster("native", 2).run(fit_functions.run, name, schedule)
+    _check(ranks, name)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", *_WITHOUT_A_FLUSH])
