@@ -77,6 +77,11 @@ class Steps(Binding):
         return self._collectives.size - 1
 
     @property
+    def is_in_step(self):
+        """Whether a step is traced, or runs eagerly."""
+        return self._is_in_step
+
+    @property
     def columns(self):
         """The `Columns` of the stage, or None."""
         return self._stage.columns

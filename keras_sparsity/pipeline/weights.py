@@ -67,11 +67,21 @@ class Weights(Binding):
         def placeholder(shape, dtype):
             if keras_scopes.in_symbolic_scope():
                 return tf.zeros(shape, dtype)
+            fix = (
+                "`model.get_weights()` gives all weights; call it on every "
+                "rank."
+            )
+            if self._steps.is_in_step:
+                fix = (
+                    "There a layer computes with them that does not have "
+                    "them as weights of its own, by which a model is cut. "
+                    "Cut it elsewhere (`stages`), or make the layer of the "
+                    "weights an attribute of the other one."
+                )
             raise ValueError(
                 f"The weights '{path}' are on rank {owner}, whose stage they "
                 f"belong to, and were read on rank {self._collectives.rank}. "
-                "`model.get_weights()` gives all weights; call it on every "
-                "rank."
+                f"{fix}"
             )
 
         keras_variables.take_away(variable, placeholder)

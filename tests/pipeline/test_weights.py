@@ -21,12 +21,19 @@ def test_saved_models_are_whole(cluster, tmp_path):
         )
     again = pipeline_functions.made("dense")
     again.load_weights(tmp_path / "model.weights.h5")
-    for rank, (own, of_other_cut, message) in enumerate(ranks):
+    for rank, (own, of_other_cut, messages) in enumerate(ranks):
         for values in (own, of_other_cut):
             for value, saved in zip(values, again.get_weights(), strict=True):
                 np.testing.assert_array_equal(value, saved)
         name = "out" if rank == 0 else "dense_0"
-        assert f"'{name}/kernel' are on rank {1 - rank}" in message
+        by_program, by_layer = messages
+        assert f"'{name}/kernel' are on rank {1 - rank}" in by_program
+        assert "`model.get_weights()` gives all" in by_program
+        if rank == 0:
+            assert by_layer is None
+        else:
+            assert "'rows/embeddings' are on rank 0" in by_layer
+            assert "Cut it elsewhere (`stages`)" in by_layer
 
 
 def test_models_made_in_the_scope_are_whole_nowhere(cluster):
