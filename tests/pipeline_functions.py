@@ -403,8 +403,7 @@ def _trained_in_flight(
         schedule,
         stages,
         num_micro_batches,
-        prediction=target,
-        decay=pipeline_oracle.GAMMA,
+        **pipeline_oracle.of_prediction(schedule, target),
         replicas=replicas,
         messages_ahead=messages_ahead,
     )
@@ -631,6 +630,11 @@ def refusals():
             "sgd",
             PipelineStrategy(stages=[["first"], ["third"]]),
         ),
+        "repeated": (
+            layers(),
+            "sgd",
+            PipelineStrategy(stages=[["first"], ["second", "second"]]),
+        ),
         "order": (
             layers(keras.layers.Dense(4, name="between")),
             "sgd",
@@ -671,15 +675,23 @@ def refusals():
     found["plan"] = message_of(lambda: ks.plan(trained, dataset, cluster))
     found["no batch"] = message_of(lambda: ks.plan(trained, dataset.take(0)))
     search = ks.callbacks.PartitionSearch()
+    backup = keras.callbacks.BackupAndRestore("nowhere")
     for name, callbacks in (
         ("callback", [search]),
         ("callback of a list", keras.callbacks.CallbackList([search])),
+        ("backup of a list", keras.callbacks.CallbackList([backup])),
     ):
         found[name] = message_of(
             lambda callbacks=callbacks: trained.fit(
                 dataset, callbacks=callbacks, verbose=0
             )
         )
+    divided = layers()
+    with PipelineStrategy("1f1b", ["first"], 4).scope():
+        divided.compile("sgd", "mse")
+    found["small batches"] = message_of(
+        lambda: divided.fit(x, x[:, :1], batch_size=2, verbose=0)
+    )
     trained.compile("sgd", "mse")
     found["outside"] = message_of(lambda: trained.fit(dataset, verbose=0))
     return found
@@ -759,7 +771,8 @@ def fitted_with_callbacks(log_dir):
     """What callbacks see, with validation, class weights and early stops.
 
     Returns:
-        `(history, results of evaluate, weights by path)`.
+        `(history, results of evaluate, weights by path, classes of those of a
+        `CallbackList`)`.
     """
     keras.utils.set_random_seed(3)
     network = keras.Sequential(
@@ -799,7 +812,16 @@ def fitted_with_callbacks(log_dir):
     paths = [variable.path for variable in network.weights]
     weights = dict(zip(paths, network.get_weights(), strict=True))
     evaluated = network.evaluate(x, labels, verbose=0, return_dict=True)
-    return history, evaluated, weights
+    listed = keras.callbacks.CallbackList(
+        [
+            keras.callbacks.CSVLogger(f"{log_dir}/log.csv"),
+            keras.callbacks.TensorBoard(f"{log_dir}/listed", histogram_freq=1),
+        ],
+        model=network,
+    )
+    network.fit(x, labels, BATCH_SIZE, callbacks=listed, verbose=0)
+    kinds = [type(each).__name__ for each in listed.callbacks]
+    return history, evaluated, weights, kinds
 
 
 def planned(schedule, log_dir, messages_ahead=False):

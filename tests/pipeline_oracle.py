@@ -22,6 +22,13 @@ RULES = {
 }
 
 
+def of_prediction(schedule, target):
+    """The arguments of `PipelineStrategy` that a schedule has for it."""
+    if schedule != "spectrain":
+        return {}
+    return {"prediction": target, "decay": GAMMA}
+
+
 class Stage:
     """Layers of one stage, with its own rule and all it has kept.
 

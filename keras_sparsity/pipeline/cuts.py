@@ -40,10 +40,11 @@ def _ends_of_lists(cutter, stages):
     if sorted(names) != sorted(order) or not all(stages):
         missing = [name for name in order if name not in names]
         unknown = [name for name in names if name not in order]
+        repeated = [name for name in order if names.count(name) > 1]
         raise ValueError(
             "`stages` must have each layer once, and a layer in each stage. "
             f"Received: stages={checks.spell(stages)}; missing: {missing}; "
-            f"unknown: {unknown}."
+            f"unknown: {unknown}; more than once: {repeated}."
         )
     ends = []
     for stage in stages[:-1]:

@@ -58,24 +58,43 @@ class Runs(Binding):
         arguments = bound_arguments(self._stock[name], args, kwargs)
         self._check_same_call(name, arguments)
         callbacks = arguments.get("callbacks")
-        strategy = self._model.distribute_strategy
+        if name == "fit":
+            self._check_batch_size(arguments.get("batch_size"))
         if isinstance(callbacks, keras.callbacks.CallbackList):
             if name == "fit":  # whose own passes on what it has been given
-                _check_callbacks(callbacks.callbacks, strategy)
+                given = callbacks.callbacks
+                callbacks.callbacks = self._on_rank(given)
+                for callback in callbacks.callbacks:
+                    if not any(callback is each for each in given):
+                        callback.set_model(self._model)
             return arguments, callbacks.callbacks
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
-        _check_callbacks(callbacks, strategy)
-        callbacks = rank_zero.on_rank(
-            callbacks,
-            self._collectives.rank,
-            whole=lambda model: self._weights.shown_on_rank_zero(),
-        )
+        callbacks = self._on_rank(callbacks)
         callbacks = [
             InputCheck(self._collectives),
             *checkpoint_last(callbacks),
         ]
         arguments["callbacks"] = callbacks
         return arguments, callbacks
+
+    def _check_batch_size(self, size):
+        number = self._model.distribute_strategy.asked_micro_batches
+        if size is not None and number is not None and size < number:
+            raise ValueError(
+                "A mini-batch is divided into parts of an example at least. "
+                f"Received: batch_size={size} and num_micro_batches={number}. "
+                "Use a larger `batch_size`, or at most as many "
+                "`num_micro_batches`."
+            )
+
+    def _on_rank(self, callbacks):
+        """The callbacks of a list that this rank runs."""
+        _check_callbacks(callbacks, self._model.distribute_strategy)
+        return rank_zero.on_rank(
+            callbacks,
+            self._collectives.rank,
+            whole=lambda model: self._weights.shown_on_rank_zero(),
+        )
 
     def _run(self, name, arguments):
         if self._collectives.rank != 0:

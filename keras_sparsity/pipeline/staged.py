@@ -36,6 +36,8 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
 
     Attributes:
         options: `Options` of the messages of tables' rows.
+        asked_micro_batches: the number of a mini-batch's parts that the user
+            asks for, or None.
         spreads_tables: whether sharded tables of the first stage live on all
             of its ranks; else they are refused.
 
@@ -50,6 +52,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
     # A group of ranks has no groups by machine.
     options = Options(local_aggregation=False)
     spreads_tables = False
+    asked_micro_batches = None
 
     def __init__(self, communicator, peers, links, stages):
         self.collectives, self.peers = communicator, peers

@@ -65,7 +65,8 @@ class PipelineStrategy(StagedStrategy):
             `"paper"`: those when the mini-batch's round trip ends.
             `"sequential"`: those after the updates of all earlier
             mini-batches, as sequential training would have.
-        decay: gamma of equation 1, for optimizers without a first moment.
+        decay: for `"spectrain"`, gamma of equation 1, for optimizers without
+            a first moment.
         wire_dtype: `"bfloat16"` or `"float16"`: activations and their gradients
             travel in 16 bits. None: in their own dtype.
         replicas: the number R of pipelines side by side, each of N stages on N
@@ -155,6 +156,13 @@ class PipelineStrategy(StagedStrategy):
             decay,
             "a number from 0 to below 1",
         )
+        if schedule != "spectrain" and (prediction, decay) != ("paper", 0.9):
+            raise ValueError(
+                '`prediction` and `decay` are of "spectrain" alone, which '
+                f"predicts weights. Received: schedule={schedule!r}, "
+                f"prediction={prediction!r} and decay={decay}. Leave them out, "
+                'or choose schedule="spectrain".'
+            )
         check_wire_dtype(wire_dtype)
         checks.boolean("messages_ahead", messages_ahead)
         if messages_ahead and schedule in FLUSHED:
@@ -166,7 +174,7 @@ class PipelineStrategy(StagedStrategy):
                 "`num_micro_batches`."
             )
         self.messages_ahead = messages_ahead
-        self.schedule = schedule
+        self.schedule, self.asked_micro_batches = schedule, num_micro_batches
         self._num_of_flushed = num_micro_batches or _NUM_MICRO_BATCHES
         self.num_micro_batches = num_micro_batches or 1
         if self.is_flushed:

@@ -44,6 +44,11 @@ BAD = [
             ({"num_micro_batches": 0}, "a positive integer.*batches=0"),
             ({"prediction": "none"}, "'paper' or 'sequential'.*='none'"),
             ({"decay": 1}, "from 0 to below 1.*decay=1"),
+            (
+                {"schedule": "stash", "prediction": "sequential"},
+                "'stash', prediction='sequential' and.*Leave them out",
+            ),
+            ({"schedule": "1f1b", "decay": 0.5}, "='1f1b', .*decay=0.5"),
             ({"wire_dtype": "int8"}, "None or one of.*wire_dtype='int8'"),
             ({"engine": "mpi"}, "one of.*'native'.*engine='mpi'"),
             ({"timeout": 0}, "`timeout` must be.*at least 5.*Received: 0"),

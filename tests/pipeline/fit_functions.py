@@ -346,7 +346,7 @@ def run(
             schedule,
             _CUTS.get(name, ["first"]),
             num_micro_batches,
-            prediction,
+            prediction if schedule == "spectrain" else "paper",
             messages_ahead=messages_ahead,
         ).scope
 

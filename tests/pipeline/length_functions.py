@@ -41,7 +41,7 @@ def trained(rule, schedule, num_micro_batches, messages_ahead=False):
             schedule,
             CUTS,
             num_micro_batches,
-            decay=pipeline_oracle.GAMMA,
+            **pipeline_oracle.of_prediction(schedule, "paper"),
             messages_ahead=messages_ahead,
         )
         model = made()

@@ -27,6 +27,7 @@ _REFUSALS = {
     "unknown layer": "must be.*'first'.*'second'.*'third'",
     "three stages": "2 processes train 2 stages.*'first', 'second'",
     "lists": r"missing: \['second'\]; unknown: \['third'\]",
+    "repeated": r"unknown: \[\]; more than once: \['second'\]",
     "order": r"model's order.*order here: \['first', 'between'\]",
     "xla": "compiled with `jit_compile=True`",
     "pipeline's": "a PipelineStrategy in the scope of a Hybrid.*ks.export",
@@ -36,6 +37,8 @@ _REFUSALS = {
     "no batch": "dataset.*a dataset with a batch",
     "callback": "a PartitionSearch under `ks.PipelineStrategy`.*`ks.plan",
     "callback of a list": "a PartitionSearch under `ks.PipelineStrategy`",
+    "backup of a list": "BackupAndRestore moves.*ShardedCheckpoint",
+    "small batches": "batch_size=2 and num_micro_batches=4. Use a larger",
     "outside": "compiled again outside of its.*SGD.*`with strategy.scope",
 }
 
@@ -111,8 +114,12 @@ def test_callbacks_decide_alike(cluster, tmp_path):
     ranks = cluster("native", 2).run(
         pipeline_functions.fitted_with_callbacks, str(tmp_path)
     )
-    (history, evaluated, weights), (*other, _) = ranks
+    (history, evaluated, weights, kinds), (*other, _, kinds_of_other) = ranks
     assert other == [history, evaluated]
+    # One file of each; the other rank sends its weights.
+    assert {"CSVLogger", "TensorBoard"} <= set(kinds)
+    assert not {"CSVLogger", "TensorBoard"} & set(kinds_of_other)
+    assert len(test_histograms.written(tmp_path / "listed")) == len(weights)
     assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
     # The loss falls; asked for the largest, it goes back to the first one.
     assert len(history["loss"]) == 2
