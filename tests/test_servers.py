@@ -220,7 +220,13 @@ def test_an_unchanged_script_serves(script, tmp_path, capfd):
 
 
 def test_the_job_ps_of_tf_config(script):
-    """As Kubeflow's TFJob starts pods: no launcher."""
+    """As Kubeflow's TFJob starts pods, and ends them by SIGTERM."""
+    with script.open("a") as file:
+        file.write(
+            "status = open('/proc/self/status').read()\n"
+            "caught = int(status.split('SigCgt:')[1].split()[0], 16)\n"
+            "print('CATCHES', bool(caught >> 14 & 1), flush=True)\n"
+        )
     worker, server = (f"127.0.0.1:{port}" for port in ports.free(2))
     root = str(pathlib.Path(__file__).parents[1])
     running = []
@@ -247,3 +253,4 @@ def test_the_job_ps_of_tf_config(script):
     assert [process.returncode for process in running] == [0, 0], said
     assert "RANK 0 1 worker 0 0\n" in said[0]
     assert "RANK 1 1 ps 0 9\n" in said[1]
+    assert all("CATCHES False\n" in each for each in said)

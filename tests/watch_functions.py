@@ -3,6 +3,7 @@
 Rank 1 does something that the other ranks do not.
 """
 
+import builtins
 import gc
 import os
 import resource
@@ -272,30 +273,58 @@ def stand_still_in_fit():
     model.fit(x, x[:, :1], 8, verbose=0, callbacks=[Stop()])
 
 
-def catch_error_of_fit():
-    """An asynchronous worker goes on after an error that it has alone."""
+def catch_error_of_fit(kind="ValueError"):
+    """An asynchronous worker's program goes on after an error of its own."""
+
+    def fail(epoch, batch):
+        if epoch == 0 and collectives.current().rank == 1:
+            raise getattr(builtins, kind)(7)
+
+    try:
+        _fit_with(fail)
+    except ValueError:
+        pass
+
+
+def catch_errors_of_all():
+    """All leave `fit` by an error, and go on together."""
+
+    def fail(epoch, batch):
+        if epoch == 1:
+            raise ValueError("enough")
+
+    for _ in range(2):
+        try:
+            _fit_with(fail)
+        except ValueError:
+            pass
+
+
+def _fit_with(begun):
+    """Trains asynchronously; calls a function of the epoch and the batch.
+
+    At the beginning of an epoch, on a server too, the batch is None.
+    """
     import keras
 
     import keras_sparsity as ks
 
-    class Fail(keras.callbacks.Callback):
+    class Begun(keras.callbacks.Callback):
         def on_epoch_begin(self, epoch, logs=None):
-            begin()  # a server, too
+            begin()
+            self._epoch = epoch
+            begun(epoch, None)
 
         def on_train_batch_end(self, batch, logs=None):
             begin()
-            if strategy.rank == 1:
-                raise ValueError("no such file: corpus.txt")
+            begun(self._epoch, batch)
 
     strategy = ks.HybridStrategy(synchronous=False, max_staleness=1)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with strategy.scope():
         model.compile("sgd", "mse")
     x = np.ones((80, 4), "float32")
-    try:
-        model.fit(x, x[:, :1], 8, verbose=0, callbacks=[Fail()])
-    except ValueError:
-        pass
+    model.fit(x, x[:, :1], 8, 2, verbose=0, callbacks=[Begun()])
 
 
 def fail_in_pipeline(how, rank, schedule, messages_ahead=False):

@@ -14,6 +14,7 @@ from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.global_batch import metrics, random_states
+from keras_sparsity.health import watch
 from keras_sparsity.training import resuming
 from keras_sparsity.training.binding import (
     Binding,
@@ -88,6 +89,10 @@ class Runs(Binding):
                     raise
                 self._training.worker.release(raises=True)
             return history
+        except BaseException as error:
+            # Its program may catch it, and the others would wait for it.
+            watch.leave(error)
+            raise
         finally:
             # A function that was traced pushes to the servers of this `fit`.
             self._model.train_function = None

@@ -201,11 +201,7 @@ class Training:
         return version, [each for each in records if each["staleness"]]
 
     def give_up(self):
-        """After an error: the others do not wait for this worker's batch.
-
-        They come to the end of the epoch, where the watch sees that this rank
-        does not, if its program has caught the error.
-        """
+        """After an error: the others do not wait for this worker's batch."""
         self.worker.release(raises=False)
         if not self._collectives.is_server:
             # In a thread, as a server may be gone.

@@ -9,6 +9,8 @@ import errno
 import hashlib
 import itertools
 import logging
+import signal
+import threading
 
 import numpy as np
 import tensorflow as tf
@@ -72,6 +74,7 @@ def bring_up():
     try:
         with guarded:
             _start_runtime(addresses, rank)
+            _take_back_sigterm()
     except (OSError, tf.errors.UnknownError) as error:
         is_in_use = getattr(error, "errno", None) == errno.EADDRINUSE
         if not is_in_use and "start gRPC server" not in str(error):
@@ -83,6 +86,16 @@ def bring_up():
             "choose another port for all ranks."
         ) from error
     return NativeEngine(rank, len(hosts), "all", 0), machine
+
+
+def _take_back_sigterm():
+    """Has SIGTERM end this process, or do what the program has set.
+
+    TensorFlow's collectives catch it and go on (seen on 2.18 and 2.21).
+    """
+    if threading.current_thread() is threading.main_thread():
+        before = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _start_runtime(addresses, rank):

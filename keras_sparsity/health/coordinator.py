@@ -17,17 +17,21 @@ _ANSWER_SECONDS = 1.0
 # A failed operation is rarely the cause. A rank that died or raised is, and
 # rank 0 learns of it within this time.
 _CAUSE_SECONDS = 2.0
+# Ranks that leave `fit` together, by one error of all, do so within this time.
+LEAVE_SECONDS = 3.0
 
 
 class Coordinator:
     """Receives all ranks' messages, and answers.
 
     Messages from a rank: `report` (a `Report`), `raised` (the exception that
-    ends its program), `trouble` (a collective failed), `timeout` (a new one),
-    `alive`, `spare` (ranks without which the others go on), `joined` (of a lost
-    rank's new process: it takes part). Messages to all ranks: `ask` (report
-    now, also how often some calls have ended), `timeout` (a new one),
-    `failure`, `farewell`, `alive`, `without` (a rank that is lost).
+    ends its program), `leaving` (an exception ends its `fit`, perhaps not its
+    program), `trouble` (a collective failed), `timeout` (a new one), `alive`,
+    `spare` (ranks without which the others go on), `joined` (of a lost rank's
+    new process: it takes part). Messages to all ranks: `ask` (report now, also
+    how often some calls have ended), `timeout` (a new one), `failure`,
+    `farewell`, `alive`, `without` (a rank that is lost). To those that leave:
+    `all_leave` (none of them is lost).
 
     Args:
         channels: dict from rank to `Channel`.
@@ -48,6 +52,7 @@ class Coordinator:
         self._is_cause = False
         self._done = False
         self._spare, self._lost = set(), set()
+        self._leaving = {}  # from a rank to its problem, and since when
         self._lost_at = -math.inf
         self._admitted = queue.SimpleQueue()
         self._new = set()  # of lost ranks' new processes, that have not joined
@@ -145,6 +150,10 @@ class Coordinator:
         self._reports[rank].note = f"raised {error.splitlines()[0]}"
         self._suspect(f"rank {rank} raised {error}")
 
+    def _hear_leaving(self, rank, error):
+        problem = f"rank {rank} left `fit` by {error}"
+        self._leaving[rank] = problem, time.monotonic()
+
     def _hear_trouble(self, rank, error):
         if rank in self._spare:
             return  # It raises, if it does not go on.
@@ -170,6 +179,7 @@ class Coordinator:
             return False
         self._spare.remove(rank)
         self._new.discard(rank)
+        self._leaving.pop(rank, None)
         self._lost.add(rank)
         self._lost_at = time.monotonic()
         del self._reports[rank], self._heard[rank]
@@ -205,6 +215,7 @@ class Coordinator:
             if answered or now > self._deadline:
                 self._declare(self._problem)
             return
+        self._judge_leaving(now)
         if now > self._told_alive + self._alive_seconds():
             self._tell(kind="alive")
             self._told_alive = now
@@ -221,6 +232,16 @@ class Coordinator:
                 self._suspect(problem)
             return
         self._judge_calls(now)
+
+    def _judge_leaving(self, now):
+        """Ranks that leave are lost, unless no others go on."""
+        if not self._spare - self._new - self._leaving.keys():
+            for rank in self._leaving:
+                self._channels[rank].send(kind="all_leave")
+            self._leaving.clear()
+        for rank, (problem, since) in list(self._leaving.items()):
+            if now > since + LEAVE_SECONDS:
+                self._goes_on_without(rank, problem)
 
     def _judge_calls(self, now):
         """Declares a deadlock that persists after a report of all ranks."""

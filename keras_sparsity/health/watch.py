@@ -18,7 +18,7 @@ import time
 
 from keras_sparsity.health import channel as channels
 from keras_sparsity.health import errors, verdict
-from keras_sparsity.health.coordinator import Coordinator
+from keras_sparsity.health.coordinator import LEAVE_SECONDS, Coordinator
 from keras_sparsity.health.observer import Observer
 from keras_sparsity.health.report import Report, from_lists
 from keras_sparsity.machines import settings
@@ -128,6 +128,16 @@ def report_exception(error):
         _watch.report_exception(error)
 
 
+def leave(error):
+    """An error ends this rank's `fit`, and perhaps not its program.
+
+    Returns when it is decided whether the others go on without this rank (see
+    `go_on_without`). Then it is lost, and ends. If all leave together, none is.
+    """
+    if _watch is not None:
+        _watch.leave(error)
+
+
 class _Watch:
     """Reports this rank's state, and ends its process on a failure."""
 
@@ -145,6 +155,7 @@ class _Watch:
         self._is_new = is_new  # and does not take part yet
         self._rank, self._root = rank, root
         self._on_lost, self._lost = (lambda rank: None), []
+        self._is_spare, self._all_leave = False, threading.Event()
         self._channel = channel
         self._abort = abort
         self._close = close
@@ -187,7 +198,7 @@ class _Watch:
         self._channel.send(kind="joined")
 
     def go_on_without(self, ranks, on_lost):
-        self._on_lost = on_lost
+        self._on_lost, self._is_spare = on_lost, self._rank in ranks
         self._channel.send(kind="spare", ranks=list(ranks))
 
     def report_exception(self, error):
@@ -195,6 +206,16 @@ class _Watch:
             self._has_raised = True
             self._exit_code = _exit_code(error)
             self._channel.send(kind="raised", error=errors.spelled(error))
+
+    def leave(self, error):
+        if not (self._is_spare and self._is_mine()) or self._is_over.is_set():
+            return
+        self._exit_code = _exit_code(error)
+        self._all_leave.clear()
+        self._channel.send(kind="leaving", error=errors.spelled(error))
+        self._wait(2 * LEAVE_SECONDS, self._all_leave.is_set)
+        if errors.failure() is None:
+            self._exit_code = 1
 
     # The thread.
 
@@ -237,6 +258,8 @@ class _Watch:
                     told = 0.0  # Rank 0 may expect a sign of life at once.
                 if message["kind"] == "without":
                     self._go_on(message["rank"], message["problem"])
+                if message["kind"] == "all_leave":
+                    self._all_leave.set()
                 asked = message["kind"] == "ask"
                 if asked:
                     self._asked_calls = from_lists(message["calls"])
@@ -323,10 +346,10 @@ class _Watch:
             self._channel.send(kind="trouble", error=errors.core(error.message))
             self._wait(_EXPLAIN_SECONDS)
 
-    def _wait(self, seconds):
+    def _wait(self, seconds, is_over=lambda: False):
         end = time.monotonic() + seconds
         while errors.failure() is None and time.monotonic() < end:
-            if not self._thread.is_alive():
+            if is_over() or not self._thread.is_alive():
                 return
             time.sleep(0.02)
 
@@ -388,8 +411,8 @@ def _flush():
 
 
 def _exit_code(error):
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
+    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
+        return error.code or 0
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT  # as in a shell
     return 1

@@ -38,9 +38,6 @@ def main(arguments):
     except collectives.CollectiveError as error:
         # Another rank failed: this one's traceback says nothing.
         sys.exit(_report(error.with_traceback(None)))
-    # TensorFlow's collectives catch SIGTERM and go on (seen on 2.18 and 2.21).
-    # It must end the rank, unless the program sets a handler.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if kind == "call":

@@ -38,7 +38,8 @@ class Again:
         start, variables, most = self._starts.get(rank, (None, None, 0))
         # Without the file, it could not join the others.
         is_due = self._numbers[rank] < most and os.path.exists(self._door)
-        is_due &= goes_on
+        # One that has left by itself is not to come back.
+        is_due &= goes_on and lost.returncode != 0
         if is_due:
             self._numbers[rank] += 1
             then = f", and it starts anew: {self._numbers[rank]} of {most}"

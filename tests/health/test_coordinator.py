@@ -193,6 +193,28 @@ def test_the_others_go_on_without_spare_ranks(ranks):
     assert "the process of rank 1 is gone" in message
 
 
+@pytest.mark.parametrize("num_leave", [1, 2])
+def test_a_rank_that_leaves_alone_is_lost(ranks, num_leave):
+    *workers, server = ranks(3)
+    server.send(kind="spare", ranks=[0, 1])
+    _wait_until_heard(server, 500.0, server)
+    for end in workers[:num_leave]:
+        end.send(kind="leaving", error="SystemExit, by sys.exit(0)")
+    if num_leave == 1:
+        message = wait_for(workers[0], "failure")["message"]
+        assert "go on without this: rank 0 left `fit` by SystemExit" in message
+        for end in (workers[1], server):
+            assert wait_for(end, "without")["rank"] == 0
+        workers = workers[1:]
+    else:
+        for end in workers:
+            wait_for(end, "all_leave")
+    for end in (*workers, server):
+        end.send(kind="report", **Report("ended").to_json())
+    for end in (*workers, server):
+        wait_for(end, "farewell")
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_after_a_loss_the_others_wait_anew(ranks, is_lost):
     first, second, server = ranks(3)

@@ -230,15 +230,30 @@ CASES = [
         )
         for num_servers in (0, 1)
     ),
+    Case(
+        "catch_error_of_fit",
+        message=("the program of rank 1 has ended", "rank 0: waiting"),
+        engines=("native",),
+    ),
     *(
+        # With a server, the others go on.
         Case(
             "catch_error_of_fit",
-            message=("the program of rank 1 has ended", "rank 0: waiting"),
-            codes=(1,) * (2 + num_servers),
-            num_servers=num_servers,
+            (kind,),
+            message=(f"go on without this: rank 1 left `fit` by {kind}",),
+            codes=(0, code, 0),
+            silent=(0, 2),
+            num_servers=1,
             engines=("native",),
         )
-        for num_servers in (0, 1)
+        for kind, code in (("ValueError", 1), ("SystemExit", 7))
+    ),
+    Case(
+        "catch_errors_of_all",
+        codes=(0, 0, 0),
+        silent=(0, 1, 2),
+        num_servers=1,
+        engines=("native",),
     ),
     Case(
         "fail_in_pipeline",
