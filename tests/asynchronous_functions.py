@@ -287,15 +287,29 @@ def linear(bound, folder):
     model = keras.Model(inputs, outputs)
     with strategy.scope():
         model.compile(keras.optimizers.SGD(1.0), first_output, metrics=[label])
-    x, y = data(5 * BATCH)  # full batches, whatever their order
-    history = model.fit(
-        *(x, y[:, 0], BATCH, EPOCHS),
-        validation_data=(x, y[:, 0]),
-        verbose=0,
-    )
+    read = _read_by_workers(strategy)
+    history = model.fit(read, epochs=EPOCHS, validation_data=read, verbose=0)
     model.save(f"{folder}/model.keras")
     (kernel,), (table,) = product.get_weights(), embedding.get_weights()
-    return kernel[:, 0], table, history.history
+    results = model.evaluate(read, verbose=0), model.predict(read, verbose=0)
+    return kernel[:, 0], table, history.history, results
+
+
+def _read_by_workers(strategy):
+    """A dataset of full batches, of which a server may read none."""
+    x, y = data(5 * BATCH)
+
+    def load(position):
+        if strategy.collectives.is_server:
+            raise AssertionError("A server has read its input.")
+        return position
+
+    def decode(position):
+        position = tf.numpy_function(load, [position], tf.int64)
+        position = tf.ensure_shape(position, [])
+        return tf.gather(x, position), tf.gather(y[:, 0], position)
+
+    return tf.data.Dataset.range(len(x)).map(decode).batch(BATCH)
 
 
 class StopOn(keras.callbacks.Callback):

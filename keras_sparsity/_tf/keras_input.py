@@ -23,6 +23,12 @@ def batch_shapes(iterator):
     )
 
 
+def knows_ranks(iterator):
+    """Whether `batch_shapes` know the number of dimensions of all tensors."""
+    specs = tf.nest.flatten(batch_shapes(iterator))
+    return all(spec is None or spec.shape.rank is not None for spec in specs)
+
+
 def change_input(iterator, change):
     """Has Keras's epoch iterator, before it begins, read another dataset.
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import keras_models, keras_scopes
+from keras_sparsity._tf import keras_input, keras_models, keras_scopes
 from keras_sparsity.asynchronous import joiners, meeting
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
@@ -45,7 +45,7 @@ class Runs(Binding):
         names = ["fit", "train_on_batch", "train_step", "get_metrics_result"]
         super().__init__(
             model,
-            [*names, "evaluate", "save", "save_weights"],
+            [*names, "evaluate", "predict", "save", "save_weights"],
             {
                 keras_models.SYMBOLIC_BUILD: "build",
                 keras_models.RESULTS_OR_LOGS: "results_or_logs",
@@ -116,6 +116,9 @@ class Runs(Binding):
         begins = self._epochs is not None and self._training is None
         if begins:
             self._epochs.use(iterator)
+        if iterator is not None and keras_input.knows_ranks(iterator):
+            # Without reading a batch: a server has no input.
+            iterator, data_batch = None, keras_input.batch_shapes(iterator)
         self._stock[keras_models.SYMBOLIC_BUILD](iterator, data_batch)
         if begins:
             self._training = Training(self._model, self._number)
@@ -158,14 +161,24 @@ class Runs(Binding):
         return found or self._results or found
 
     def evaluate(self, *args, **kwargs):
-        if self._epochs is None or not self._collectives.num_servers:
-            return self._stock["evaluate"](*args, **kwargs)
-        # Within `fit`; a server has no input.
-        results = None
+        return self._on_workers("evaluate", args, kwargs)
+
+    def predict(self, *args, **kwargs):
+        return self._on_workers("predict", args, kwargs)
+
+    def _on_workers(self, name, args, kwargs):
+        """The results of the first worker; a server has no input."""
+        if not self._collectives.num_servers:
+            return self._stock[name](*args, **kwargs)
+        rank, gather = self._collectives.rank, self._collectives.gather_objects
+        results, found = None, []
         if not self._collectives.is_server:
-            results = self._stock["evaluate"](*args, **kwargs)
-        name = "asynchronous/evaluate"
-        return self._collectives.gather_objects(results, name)[0]
+            results = self._stock[name](*args, **kwargs)
+        while not found:  # Again, if that worker is lost meanwhile.
+            is_first = rank == min(gather(rank, f"asynchronous/{name}/from"))
+            sent = gather(results if is_first else None, f"asynchronous/{name}")
+            found = [each for each in sent if each is not None]
+        return found[0]
 
     # Files.
 
