@@ -103,8 +103,9 @@ class HybridStrategy(ProcessStrategy):
             seconds.
         synchronous: False: gradients are of weights to which some updates are
             still missing, see `max_staleness` and `delay`.
-        max_staleness: the number s of steps by which weights may be old; None
-            for any number. 0 is synchronous training.
+        max_staleness: the number s of steps by which weights may be old, at
+            most 100,000, or 1,000 with `delay="fixed"`; None for any number. 0
+            is synchronous training: a rank that dies ends all.
         delay: how old weights are.
             `"bounded"`: each worker takes the batches that no other has taken,
             pulls the weights that are there, and pushes its gradient, which

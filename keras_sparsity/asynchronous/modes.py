@@ -9,6 +9,9 @@ from keras_sparsity.asynchronous.meeting import lasting
 from keras_sparsity.training.compiling import compile_adopted
 
 DELAYS = ("bounded", "fixed")
+# Servers keep so many small tokens for each worker, or each process so many
+# copies of gradients.
+_MOST_STEPS = {"bounded": 100_000, "fixed": 1_000}
 
 
 def checked(
@@ -23,12 +26,14 @@ def checked(
     checks.boolean("synchronous", synchronous)
     checks.one_of("delay", delay, DELAYS)
     checks.boolean("staleness_aware", staleness_aware)
+    most = _MOST_STEPS[delay]
     checks.check(
         max_staleness is None
-        or (checks.is_integer(max_staleness) and max_staleness >= 0),
+        or (checks.is_integer(max_staleness) and 0 <= max_staleness <= most),
         "max_staleness",
         max_staleness,
-        "a number of steps from 0, or None for any",
+        f"a number of steps from 0 to {most:,} with delay={delay!r}, or None "
+        "for any",
     )
     _check_compensation(delay_compensation, synchronous)
     if synchronous and (max_staleness is not None or delay != DELAYS[0]):
@@ -38,10 +43,11 @@ def checked(
             f"delay={delay!r}. Add `synchronous=False`, or leave them out."
         )
     if staleness_aware and (synchronous or delay == "fixed"):
+        other = "synchronous=False" if synchronous else 'delay="bounded"'
         raise ValueError(
             "`staleness_aware` is of workers that pull and push by themselves. "
             f"Received: staleness_aware=True, synchronous={synchronous}, "
-            f"delay={delay!r}. Add `synchronous=False`, or leave it out."
+            f"delay={delay!r}. Use `{other}`, or leave `staleness_aware` out."
         )
     if delay == "fixed" and max_staleness is None:
         raise ValueError(
@@ -49,6 +55,22 @@ def checked(
             "old. Received: max_staleness=None. Give a number of steps, or "
             'use `delay="bounded"`.'
         )
+    _check_of_old_weights(
+        max_staleness,
+        staleness_aware=staleness_aware or None,
+        delay_compensation=delay_compensation,
+    )
+
+
+def _check_of_old_weights(max_staleness, **given):
+    for name, value in given.items():
+        if max_staleness == 0 and value is not None:
+            raise ValueError(
+                f"`{name}` is of gradients of old weights, and with "
+                "max_staleness=0, which is synchronous training, none are "
+                f"old. Received: {name}={value!r}, max_staleness=0. Leave it "
+                "out, or let weights be at least 1 step old."
+            )
 
 
 def _check_compensation(delay_compensation, synchronous):
@@ -106,8 +128,11 @@ def check_of_servers(strategy):
             'synchronous=False and delay="bounded". Use "bfloat16" or '
             '"float16", or `delay="fixed"`.'
         )
-    transform = strategy.optimizer_options["transform_gradients"]
-    given = {"transform_gradients": transform}
+    options = strategy.optimizer_options
+    given = {"transform_gradients": options["transform_gradients"]}
+    for name in ("dense_aggregation", "sparse_aggregation"):
+        # An update is of one worker's batch.
+        given[name] = None if options[name] == "mean" else options[name]
     if strategy.architecture not in ("hybrid", "ps"):
         given["architecture"] = strategy.architecture
     for name, value in given.items():

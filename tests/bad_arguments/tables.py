@@ -28,9 +28,29 @@ BAD = [
         ("HybridStrategy", {"synchronous": False, **arguments}, message)
         for arguments, message in [
             ({"synchronous": 0}, "True or False.*synchronous=0"),
-            ({"max_staleness": -1}, "from 0, or None.*max_staleness=-1"),
-            ({"max_staleness": 1.0}, "from 0, or None.*max_staleness=1.0"),
-            ({"max_staleness": True}, "from 0, or None.*staleness=True"),
+            *(
+                ({"max_staleness": s}, f"100,000 .*or None.*staleness={s!r} ")
+                for s in (-1, 1.0, True, 100_001)
+            ),
+            (
+                {"max_staleness": 1001, "delay": "fixed"},
+                "from 0 to 1,000 with delay='fixed'.*max_staleness=1001",
+            ),
+            *(
+                (
+                    {"max_staleness": 0, name: value, **delay},
+                    f"{name}={value!r}, max_staleness=0.*Leave it out",
+                )
+                for name, value, delay in (
+                    ("staleness_aware", True, {}),
+                    ("delay_compensation", 0.5, {}),
+                    ("delay_compensation", 0.5, {"delay": "fixed"}),
+                )
+            ),
+            *(
+                ({name: "sum"}, f"no effect.*{name}='sum' with synchronous=F")
+                for name in ("dense_aggregation", "sparse_aggregation")
+            ),
             ({"delay": "none"}, "'bounded' or 'fixed'.*delay='none'"),
             ({"delay": "fixed"}, "exactly.*max_staleness=None.*bounded"),
             (
@@ -40,7 +60,15 @@ BAD = [
             ({"staleness_aware": 1}, "True or False.*staleness_aware=1"),
             (
                 {"synchronous": True, "staleness_aware": True},
-                "staleness_aware=True, synchronous=True.*leave it out",
+                "staleness_aware=True, synchronous=True.*Use `synchronous=F",
+            ),
+            (
+                {
+                    "staleness_aware": True,
+                    "delay": "fixed",
+                    "max_staleness": 1,
+                },
+                "synchronous=False, delay='fixed'. Use `delay=\"bounded\"`",
             ),
             *(
                 ({"delay_compensation": c}, f"from 0, or None.*sation={c!r}")
