@@ -156,6 +156,7 @@ class _Watch:
         self._rank, self._root = rank, root
         self._on_lost, self._lost = (lambda rank: None), []
         self._is_spare, self._all_leave = False, threading.Event()
+        self._left_by = None  # the error by which this rank has left
         self._channel = channel
         self._abort = abort
         self._close = close
@@ -216,6 +217,8 @@ class _Watch:
         self._wait(2 * LEAVE_SECONDS, self._all_leave.is_set)
         if errors.failure() is None:
             self._exit_code = 1
+        else:
+            self._left_by = error
 
     # The thread.
 
@@ -356,7 +359,8 @@ class _Watch:
     def _on_exception(self, kind, error, trace):
         if not self._is_mine():
             return self._next_hook(kind, error, trace)
-        error = errors.explain(error)
+        if error is not self._left_by:  # which is the cause
+            error = errors.explain(error)
         if isinstance(error, errors.CollectiveError) and errors.failure():
             self._announce()
             # The whole message has already been shown.

@@ -51,6 +51,17 @@ def test_change_input():
     assert batches == [[1, 2], [3, 4], [5, 6]]
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_knows_ranks(knows):
+    dataset = tf.data.Dataset.range(2).map(
+        lambda i: (i, tf.numpy_function(lambda x: x, [i], tf.int64))
+    )
+    if knows:
+        dataset = dataset.map(lambda i, j: (i, tf.ensure_shape(j, [])))
+    iterator = _epoch_iterator(x=dataset)
+    assert keras_input.knows_ranks(iterator) is knows
+
+
 def _epoch(iterator):
     return (
         iterator
