@@ -4,15 +4,15 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_optimizers, xla
+from keras_sparsity._tf.current_variable import keeper_of
 from keras_sparsity.placement import choice
 from keras_sparsity.tables import control_flow
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
 from keras_sparsity.update import keeping, lookups, rules, start, state
 from keras_sparsity.update import optimizer_arguments as arguments
 from keras_sparsity.update import rows as row_update
-from keras_sparsity.update.aggregate import Aggregation, merged
 from keras_sparsity.update.closed_form import closed_form_of
-from keras_sparsity.update.step import Step
+from keras_sparsity.update.step import Aggregation, Clipping, Step, merged
 from keras_sparsity.update.wrapper import OptimizerWrapper
 
 
@@ -162,7 +162,11 @@ class HybridOptimizer(OptimizerWrapper):
         self._aggregate(var_list, pieces)
         placements = choice.entered()
         # First of all: some rules start their slots from the variables.
-        whole = [v for v in var_list if not self._aggregation.is_spread(v)]
+        whole = [
+            variable
+            for variable, of_variable in zip(var_list, pieces, strict=True)
+            if of_variable[0] is variable
+        ]
         if not is_synchronised:
             start.same_on_all_ranks(placements.communicator, var_list, whole)
         values = self._anew_for(whole, var_list)
@@ -275,26 +279,25 @@ class HybridOptimizer(OptimizerWrapper):
                 `dense_aggregation`.
             trainable_variables: list of variables, as in Keras.
         """
-        grads = arguments.checked_list(grads)
+        if trainable_variables is None:
+            trainable_variables = self._trainable_variables
+        variables = arguments.checked_variables(
+            trainable_variables, "trainable_variables"
+        )
+        grads = arguments.checked_gradients(grads, variables)
         if not grads:
             return
         placements = choice.entered()
         arguments.check_strategy(placements, self.delay is not None)
-        if trainable_variables is None:
-            trainable_variables = self._trainable_variables
-        trainable_variables = arguments.checked_variables(
-            trainable_variables, "trainable_variables"
-        )
-        arguments.check_gradients(grads, trainable_variables)
         if not self.built:
-            self.build(trainable_variables)
-        for variable in trainable_variables:
+            self.build(variables)
+        for variable in variables:
             arguments.check_known(
                 variable, self._aggregation.pieces_of(variable)
             )
-        control_flow.check_no_update(trainable_variables)
+        control_flow.check_no_update(variables)
         grads, variables = keras_optimizers.without_missing_gradients(
-            self, grads, trainable_variables
+            self, grads, variables
         )
         with xla.not_compiled():  # each dense variable's update is again
             self._apply(grads, variables, placements)
@@ -322,11 +325,13 @@ class HybridOptimizer(OptimizerWrapper):
         )
 
     def _apply_aggregated(self, updates, placements):
+        communicator = placements.communicator
         Step(
-            self.inner_optimizer,
+            self._inner,
             self._rule,
             self._aggregation,
-            placements,
+            Clipping(communicator, self._aggregation.spread),
+            placements.strategy,
             self.transform_gradients,
             self.updates_rows_of,
             self._kept,
@@ -353,10 +358,14 @@ class HybridOptimizer(OptimizerWrapper):
         )
 
     def _kept(self, variable):
-        """The `KeptRows` of a variable, or None."""
+        """The `KeptRows` of a variable by the rule as it is now, or None."""
         if self.sparse_updates != "exact":
             return None
-        return keeping.kept_rows(variable, self._rule)
+        keeper = keeper_of(variable.value)
+        if keeper is None or keeper.rule is not self._rule:
+            return None
+        form = closed_form_of(self._rule, variable)
+        return keeper if keeper.form == form else None
 
     # As an optimizer among Keras's own.
 

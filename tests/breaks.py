@@ -14,7 +14,7 @@ from keras_sparsity.data import empty_parts
 from keras_sparsity.global_batch import losses, step_metrics
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.placement import server_sums, slices
-from keras_sparsity.update import clip
+from keras_sparsity.update.step import Clipping
 
 
 def entered(name):
@@ -89,7 +89,7 @@ def clipped_before_aggregation():
     with (
         mock.patch.object(HybridOptimizer, "apply", apply),
         mock.patch.object(
-            clip.Clipping,
+            Clipping,
             "clip",
             lambda self, rule, grads, updates: grads,
         ),

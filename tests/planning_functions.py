@@ -57,9 +57,7 @@ def count_bytes():
         values = tf.random.normal([GATHERED_ROWS, DIM])
         rows = tf.IndexedSlices(values, tf.range(GATHERED_ROWS))
         update = Update(variable, rows, variable, is_of_rows=True)
-        reducer = AllGather(ranks, Options())
-        reducer.begin(update)
-        reducer.finish([update])
+        AllGather.reduce([update], ranks, Options())
         return update.gradient.values
 
     def pull_and_push():

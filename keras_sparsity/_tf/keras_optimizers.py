@@ -168,11 +168,13 @@ def rebuild_optimizer(optimizer, variables, own_variables, attributes):
     tracker.stored_ids["variables"] = {id(v) for v in own_variables}
 
 
-def take_aggregated_gradients(optimizer, clip):
+def take_aggregated_gradients(optimizer, clip, strategy):
     """Makes an optimizer apply gradients as they are, but for `clip(grads)`.
 
-    `_all_reduce_sum_gradients` and `_clip_gradients`, on this object alone.
+    Under a strategy. `_all_reduce_sum_gradients` and `_clip_gradients`, on this
+    object alone, and `_distribution_strategy`.
     """
+    set_optimizer_strategy(optimizer, strategy)
     optimizer.__dict__["_all_reduce_sum_gradients"] = list
     optimizer.__dict__["_clip_gradients"] = clip
 

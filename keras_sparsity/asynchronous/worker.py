@@ -16,7 +16,7 @@ from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.placement import slices
 from keras_sparsity.tables import foreseen
 from keras_sparsity.training import scouting
-from keras_sparsity.update.clip import Clipping
+from keras_sparsity.update.step import Clipping
 
 
 class Worker:

@@ -16,7 +16,7 @@ from keras_sparsity.placement import choice
 from keras_sparsity.placement.traffic import as_sent, running_cluster
 from keras_sparsity.sparsity import touches
 from keras_sparsity.tables.table_variable import TableVariable, pieces_of
-from keras_sparsity.update.aggregate import Aggregation
+from keras_sparsity.update.step import Aggregation
 
 # The name of a model's method that makes its plan, of a mini-batch.
 OF_STAGES = "_keras_sparsity_plan_of_stages"

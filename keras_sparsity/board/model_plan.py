@@ -166,7 +166,7 @@ def of_running(model):
     ):
         placement = placements.of(variable)
         is_of_rows = facts.alpha is not None
-        reducer = placement.reducer(is_of_rows)
+        reducer = placement.reducers[is_of_rows]
         path = reducer.path
         num_partitions = placement.num_partitions(communicator.size, is_of_rows)
         spec = as_sent(facts.spec(num_partitions), placements.options)

@@ -214,7 +214,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         )
 
     def _seconds_of(self, variable, spec, placement, num_slots):
-        reducer = placement.reducer(is_of_rows=True)
+        _, reducer = placement.reducers
         cost = reducer.transfer_bytes(
             as_sent(spec, self._placements.options),
             Traffic.of(variable, self._placements),
@@ -236,7 +236,8 @@ class AutoArchitecture(keras.callbacks.Callback):
 
     def _share(self, variable, placement):
         """Fraction of its messages' latency that others have, too."""
-        if placement.reducer(is_of_rows=True).shares_message(variable):
+        _, of_rows = placement.reducers
+        if of_rows.shares_message(variable):
             return 1.0
         table = getattr(variable, "table", None)
         is_pulled = table is not None and table.is_sharded

@@ -23,8 +23,6 @@ class Update:
         keeps_rows: whether the rule is to update touched rows only, so that
             the reduced gradient has to say which these are.
         touched: `(row ids, counts)` for `touches.end_step`.
-        counts: where a gradient of rows is made dense and `keeps_rows`: how
-            often each row has a gradient, `(num_rows,)`.
     """
 
     variable: keras.Variable
@@ -33,7 +31,6 @@ class Update:
     is_of_rows: bool = False
     keeps_rows: bool = False
     touched: tuple[tf.Tensor | None, Callable | None] = (None, None)
-    counts: tf.Tensor | None = None
 
     @property
     def values(self):
@@ -49,13 +46,7 @@ class Update:
 class Reducer(abc.ABC):
     """Makes the gradients of all ranks one, in one step.
 
-    The gradients of many variables travel in few messages, so all variables
-    of a step that are reduced in one way share a reducer. Every rank calls it
-    with the updates of the same variables, in the same order.
-
-    Args:
-        communicator: `Collectives` of all ranks.
-        options: `exchange.options.Options`.
+    It has no instances: all that it needs are its arguments.
 
     Attributes:
         path: name of its messages, in plans and in logs.
@@ -63,17 +54,20 @@ class Reducer(abc.ABC):
 
     path: str
 
-    def __init__(self, communicator, options):
-        self._communicator = communicator
-        self._options = options
-
+    @classmethod
     @abc.abstractmethod
-    def begin(self, update):
-        """Prepares one gradient; sends it if it travels by itself."""
+    def reduce(cls, updates, communicator, options):
+        """Sends gradients; each update then has that of all ranks.
 
-    @abc.abstractmethod
-    def finish(self, updates):
-        """Sends the other gradients; each update then has the reduced one."""
+        The gradients of many variables travel in few messages, so it is called
+        once in a step, for all variables that are reduced in this way: on
+        every rank with the same ones, in the same order.
+
+        Args:
+            updates: list of `Update`.
+            communicator: `Collectives` of all ranks.
+            options: `exchange.options.Options`.
+        """
 
     # The cost of one step, for plans and for `architecture="auto"`.
 
@@ -114,30 +108,25 @@ class Reducer(abc.ABC):
         return 1
 
 
-class Placement(abc.ABC):
+class Placement:
     """Where one variable lives, and how its gradients become one.
 
     `placement.choice` alone decides which class it is.
 
     Attributes:
         name: its name for `ks.moves.move`, in plans and in logs.
+        reducers: `(of dense gradients, of rows)`: the class of the `Reducer`
+            by whether a gradient is `tf.IndexedSlices`.
         layout: `Layout` of the rows that each rank stores and saves; None if
             each rank has all of them, of which rank 0 saves its own.
     """
 
     name: str
+    reducers: tuple[type[Reducer], type[Reducer]]
     layout = None
-
-    @abc.abstractmethod
-    def reducer(self, is_of_rows):
-        """Class of the `Reducer` of its gradients.
-
-        Args:
-            is_of_rows: whether the gradient is `tf.IndexedSlices`.
-        """
 
     def num_partitions(self, size, is_of_rows):
         """Number of parts into which `size` processes divide the variable."""
         if self.layout is not None:
             return self.layout.num_partitions
-        return self.reducer(is_of_rows).num_parts(size)
+        return self.reducers[is_of_rows].num_parts(size)

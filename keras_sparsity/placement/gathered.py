@@ -17,19 +17,6 @@ ROLE = "optimizer/rows/"
 _WORD = tf.uint16
 
 
-class Gathered(Placement):
-    """Gradients of rows are gathered, dense ones all-reduced.
-
-    References:
-        EuroSys 3.1 (AllGatherv).
-    """
-
-    name = "allgather"
-
-    def reducer(self, is_of_rows):
-        return AllGather if is_of_rows else AllReduce
-
-
 class AllGather(Reducer):
     """Gives every rank the gradients of rows of all ranks.
 
@@ -39,19 +26,20 @@ class AllGather(Reducer):
 
     path = "allgather"
 
-    def begin(self, update):
-        rows = empty_parts.cut_slices(update.gradient)
-        update.gradient = slices.merged(rows) if self._options.merges else rows
-
-    def finish(self, updates):
+    @classmethod
+    def reduce(cls, updates, communicator, options):
+        for update in updates:
+            rows = empty_parts.cut_slices(update.gradient)
+            update.gradient = slices.merged(rows) if options.merges else rows
+        rank = communicator.rank
         with tf.name_scope("all_gather"):
-            wires = [self._wire(update) for update in updates]
+            wires = [_wire(update, options, rank) for update in updates]
             parts = []
             for update, wire in zip(updates, wires, strict=True):
                 dtype = narrowest(update.variable.shape[0])
                 parts.append(tf.cast(update.gradient.indices, dtype))
                 parts.append(wire.encode(update.gradient.values))
-            parts, counts = self._gathered(parts)
+            parts, counts = _gathered(parts, communicator)
         for number, (update, wire) in enumerate(
             zip(updates, wires, strict=True)
         ):
@@ -63,48 +51,60 @@ class AllGather(Reducer):
             of_ranks = functools.partial(tf.gather, counts, number, axis=1)
             update.touched = indices, of_ranks
 
-    def _wire(self, update):
-        values = update.gradient.values
-        return self._options.gradient_wire(
-            values.dtype,
-            values.shape[1:].num_elements(),
-            f"{ROLE}{update.variable.path}",
-            self._communicator.rank,
-        )
 
-    def _gathered(self, parts):
-        """The rows of all ranks, one rank after the other.
+class Gathered(Placement):
+    """Gradients of rows are gathered, dense ones all-reduced.
 
-        Args:
-            parts: list of tensors `(rows, ...)` of any dtypes; the first two
-                have as many rows, the next two, and so on.
+    References:
+        EuroSys 3.1 (AllGatherv).
+    """
 
-        Returns:
-            List of such tensors, and int32 `(size, len(parts) / 2)`: how many
-            rows are of each rank.
-        """
-        size = self._communicator.size
-        counts = self._communicator.all_gather(
-            tf.stack([tf.shape(part)[0] for part in parts[::2]])[tf.newaxis],
-            name=f"{ROLE}counts",
-            counts=np.ones(size, np.int32),
-        )
-        counts = tf.ensure_shape(counts, [size, len(parts) // 2])
-        widths = np.array([_num_words(part) for part in parts], np.int32)
-        widths = widths.reshape([-1, 2])
-        lengths = tf.reshape(counts[..., tf.newaxis] * widths, [size, -1])
-        arrived = self._communicator.all_gather(
-            tf.concat([_words(part) for part in parts], axis=0),
-            name=f"{ROLE}values",
-            counts=tf.reduce_sum(lengths, axis=1),
-        )
-        pieces = tf.split(
-            arrived, tf.reshape(lengths, [-1]), num=size * len(parts)
-        )
-        return [
-            _of_words(tf.concat(pieces[i :: len(parts)], axis=0), part)
-            for i, part in enumerate(parts)
-        ], counts
+    name = "allgather"
+    reducers = AllReduce, AllGather
+
+
+def _wire(update, options, rank):
+    values = update.gradient.values
+    return options.gradient_wire(
+        values.dtype,
+        values.shape[1:].num_elements(),
+        f"{ROLE}{update.variable.path}",
+        rank,
+    )
+
+
+def _gathered(parts, communicator):
+    """The rows of all ranks, one rank after the other.
+
+    Args:
+        parts: list of tensors `(rows, ...)` of any dtypes; the first two
+            have as many rows, the next two, and so on.
+        communicator: `Collectives` of all ranks.
+
+    Returns:
+        List of such tensors, and int32 `(size, len(parts) / 2)`: how many
+        rows are of each rank.
+    """
+    size = communicator.size
+    counts = communicator.all_gather(
+        tf.stack([tf.shape(part)[0] for part in parts[::2]])[tf.newaxis],
+        name=f"{ROLE}counts",
+        counts=np.ones(size, np.int32),
+    )
+    counts = tf.ensure_shape(counts, [size, len(parts) // 2])
+    widths = np.array([_num_words(part) for part in parts], np.int32)
+    widths = widths.reshape([-1, 2])
+    lengths = tf.reshape(counts[..., tf.newaxis] * widths, [size, -1])
+    arrived = communicator.all_gather(
+        tf.concat([_words(part) for part in parts], axis=0),
+        name=f"{ROLE}values",
+        counts=tf.reduce_sum(lengths, axis=1),
+    )
+    pieces = tf.split(arrived, tf.reshape(lengths, [-1]), num=size * len(parts))
+    return [
+        _of_words(tf.concat(pieces[i :: len(parts)], axis=0), part)
+        for i, part in enumerate(parts)
+    ], counts
 
 
 def _num_words(part):

@@ -10,19 +10,6 @@ from keras_sparsity.placement.base import Placement, Reducer
 ROLE = "optimizer/dense"
 
 
-class Mirrored(Placement):
-    """Dense gradients are all-reduced, gradients of rows made dense before.
-
-    References:
-        EuroSys 3.1 (AllReduce).
-    """
-
-    name = "allreduce"
-
-    def reducer(self, is_of_rows):
-        return AllReduce
-
-
 class AllReduce(Reducer):
     """Sums dense gradients in few messages.
 
@@ -31,39 +18,24 @@ class AllReduce(Reducer):
 
     path = "allreduce"
 
-    def begin(self, update):
-        if update.is_of_rows:
-            rows = empty_parts.cut_slices(update.gradient)
-            update.touched = rows.indices, None
-            if update.keeps_rows:
-                update.counts = slices.counts(rows)
-            update.gradient = slices.dense(rows, update.variable.shape[0])
-
-    def finish(self, updates):
-        counted = [u for u in updates if u.counts is not None]
-        tensors = [u.gradient for u in updates] + [u.counts for u in counted]
-        sums = [None] * len(tensors)
-        with tf.name_scope("all_reduce"):
-            for name, bucket in self._options.buckets(tensors).items():
-                of_bucket = self._sums([tensors[i] for i in bucket], name)
-                for index, value in zip(bucket, of_bucket, strict=True):
-                    sums[index] = value
+    @classmethod
+    def reduce(cls, updates, communicator, options):
+        dense, counts = [], {}
+        for update in updates:
+            gradient = update.gradient
+            if update.is_of_rows:
+                rows = empty_parts.cut_slices(gradient)
+                update.touched = rows.indices, None
+                if update.keeps_rows:
+                    counts[len(dense)] = slices.counts(rows)
+                gradient = slices.dense(rows, update.variable.shape[0])
+            dense.append(gradient)
+        sums = _sums([*dense, *counts.values()], communicator, options)
         for update in updates:
             update.gradient = sums.pop(0)
-        for update, counts in zip(counted, sums, strict=True):
-            update.gradient = slices.touched(update.gradient, counts)
-
-    def _sums(self, tensors, name):
-        """The sums of one message's tensors."""
-        name = f"{ROLE}/{name}"
-        tensors = empty_parts.selected(tensors)
-        wire = self._options.wire(tensors[0].dtype)
-        if wire.dtype == wire.source:
-            return self._communicator.all_reduce(tensors, name=name)
-        # A ring would add up in the narrow dtype, servers in the wide one.
-        return server_sums.at_all(
-            self._communicator, self._options, tensors, f"{name}/"
-        )
+        for index, summed in zip(counts, sums, strict=True):
+            update = updates[index]
+            update.gradient = slices.touched(update.gradient, summed)
 
     @classmethod
     def updated_bytes(cls, own, whole, size, num_slots):
@@ -73,3 +45,33 @@ class AllReduce(Reducer):
     @classmethod
     def shares_message(cls, variable):
         return True
+
+
+def _sums(tensors, communicator, options):
+    """The sums of tensors over the ranks, in messages of one dtype."""
+    sums = [None] * len(tensors)
+    with tf.name_scope("all_reduce"):
+        for number, bucket in options.buckets(tensors).items():
+            of_rank = empty_parts.selected([tensors[i] for i in bucket])
+            name, wire = f"{ROLE}/{number}", options.wire(of_rank[0].dtype)
+            if wire.dtype == wire.source:
+                of_all = communicator.all_reduce(of_rank, name=name)
+            else:
+                # A ring would add up in the narrow dtype, servers in the wide.
+                of_all = server_sums.at_all(
+                    communicator, options, of_rank, f"{name}/"
+                )
+            for index, value in zip(bucket, of_all, strict=True):
+                sums[index] = value
+    return sums
+
+
+class Mirrored(Placement):
+    """Dense gradients are all-reduced, gradients of rows made dense before.
+
+    References:
+        EuroSys 3.1 (AllReduce).
+    """
+
+    name = "allreduce"
+    reducers = AllReduce, AllReduce

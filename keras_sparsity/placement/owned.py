@@ -1,8 +1,34 @@
 """Each rank owns some rows of a table: the parameter server."""
 
-import tensorflow as tf
-
 from keras_sparsity.placement.base import Placement, Reducer
+
+
+class Owners(Reducer):
+    """Takes the gradients of the rows that this rank owns.
+
+    The gradient of a pull has pushed them here: they are those of all ranks.
+    """
+
+    path = "ps"
+
+    @classmethod
+    def reduce(cls, updates, communicator, options):
+        for update in updates:
+            if not update.is_of_rows:
+                raise ValueError(
+                    f"The gradient of the sharded table {update.variable} must "
+                    "be the tf.IndexedSlices that the gradient tape gives. "
+                    f"Received: {update.gradient}."
+                )
+
+    @classmethod
+    def updated_bytes(cls, own, whole, size, num_slots):
+        return own * (1 + num_slots)
+
+    @classmethod
+    def shares_message(cls, variable):
+        table = getattr(variable, "table", None)
+        return table is not None and table.shares_messages
 
 
 class Owned(Placement):
@@ -16,38 +42,7 @@ class Owned(Placement):
     """
 
     name = "ps"
+    reducers = Owners, Owners
 
     def __init__(self, layout):
         self.layout = layout
-
-    def reducer(self, is_of_rows):
-        return Owners
-
-
-class Owners(Reducer):
-    """Takes the gradients of the rows that this rank owns.
-
-    The gradient of a pull has pushed them here: they are those of all ranks.
-    """
-
-    path = "ps"
-
-    def begin(self, update):
-        if not isinstance(update.gradient, tf.IndexedSlices):
-            raise ValueError(
-                f"The gradient of the sharded table {update.variable} must be "
-                "the tf.IndexedSlices that the gradient tape gives. "
-                f"Received: {update.gradient}."
-            )
-
-    def finish(self, updates):
-        del updates
-
-    @classmethod
-    def updated_bytes(cls, own, whole, size, num_slots):
-        return own * (1 + num_slots)
-
-    @classmethod
-    def shares_message(cls, variable):
-        table = getattr(variable, "table", None)
-        return table is not None and table.shares_messages

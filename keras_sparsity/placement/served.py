@@ -10,44 +10,15 @@ from keras_sparsity.placement.gathered import AllGather
 from keras_sparsity.planning.engine_cost import engine_bytes
 
 
-class Served(Placement):
-    """All servers sum a part of the dense gradients; rows are gathered.
-
-    References:
-        EuroSys 3.1 (parameter server, of dense variables), Table 4 (optimized
-        PS).
-    """
-
-    name = "ps"
-
-    def reducer(self, is_of_rows):
-        return AllGather if is_of_rows else Servers
-
-
-class NaivelyServed(Placement):
-    """One server sums a variable's dense gradient; rows are gathered.
-
-    References:
-        EuroSys Table 4 (naive PS).
-    """
-
-    name = "ps"
-
-    def reducer(self, is_of_rows):
-        return AllGather if is_of_rows else NaiveServers
-
-
 class Servers(Reducer):
     """Sums dense gradients in one message, in even parts at all servers."""
 
     path = "ps"
 
-    def begin(self, update):
-        del update  # as it is
-
-    def finish(self, updates):
+    @classmethod
+    def reduce(cls, updates, communicator, options):
         gradients = empty_parts.selected([u.gradient for u in updates])
-        sums = server_sums.at_all(self._communicator, self._options, gradients)
+        sums = server_sums.at_all(communicator, options, gradients)
         for update, value in zip(updates, sums, strict=True):
             update.gradient = value
 
@@ -61,12 +32,10 @@ class NaiveServers(Reducer):
 
     path = "ps"
 
-    def begin(self, update):
-        del update  # as it is
-
-    def finish(self, updates):
+    @classmethod
+    def reduce(cls, updates, communicator, options):
         gradients = empty_parts.selected([u.gradient for u in updates])
-        sums = server_sums.in_turn(self._communicator, self._options, gradients)
+        sums = server_sums.in_turn(communicator, options, gradients)
         for update, value in zip(updates, sums, strict=True):
             update.gradient = value
 
@@ -75,3 +44,26 @@ class NaiveServers(Reducer):
         machine = traffic.number % traffic.cluster.size
         machine %= traffic.cluster.num_machines
         return engine_bytes(spec, cls.path, *traffic.facts(machine))
+
+
+class Served(Placement):
+    """All servers sum a part of the dense gradients; rows are gathered.
+
+    References:
+        EuroSys 3.1 (parameter server, of dense variables), Table 4 (optimized
+        PS).
+    """
+
+    name = "ps"
+    reducers = Servers, AllGather
+
+
+class NaivelyServed(Placement):
+    """One server sums a variable's dense gradient; rows are gathered.
+
+    References:
+        EuroSys Table 4 (naive PS).
+    """
+
+    name = "ps"
+    reducers = NaiveServers, AllGather

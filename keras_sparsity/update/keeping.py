@@ -1,7 +1,5 @@
-"""Which tables' rows are kept, and their updates in a step."""
+"""Which tables' rows are kept."""
 
-import contextlib
-import functools
 import logging
 import math
 
@@ -70,59 +68,3 @@ def tell_of_whole_updates(variable, num_slots, why):
         num_bytes * (1 + num_slots) / 1e6,
         why,
     )
-
-
-def kept_rows(variable, rule):
-    """The `KeptRows` of a variable by a rule as it is now, or None."""
-    keeper = keeper_of(variable.value)
-    if keeper is None or keeper.rule is not rule:
-        return None
-    return keeper if keeper.form == closed_form_of(rule, variable) else None
-
-
-class KeptUpdates:
-    """The updates of rows in one step, of which some are kept.
-
-    Made before the rule is applied.
-
-    Args:
-        updates: list of `Update`. Those with `tf.IndexedSlices`, which have
-            no row twice, update these rows of their variable.
-        kept_of: function of such a variable: its `KeptRows`, or None.
-
-    Attributes:
-        row_updates: the same as `rows.stand_in_for` takes them.
-    """
-
-    def __init__(self, updates, kept_of):
-        self._rows = {}
-        self.row_updates = []
-        for update in updates:
-            if not isinstance(update.gradient, tf.IndexedSlices):
-                continue
-            variable, of_variable = update.variable, update.gradient.indices
-            kept, read = kept_of(variable), None
-            if kept is not None:
-                self._rows.setdefault(kept, []).append((variable, of_variable))
-                read = functools.partial(
-                    _row_of, kept.read(variable, of_variable)
-                )
-            self.row_updates.append((variable, of_variable, read))
-        self._numbers = {kept: kept.next_step() for kept in self._rows}
-
-    @contextlib.contextmanager
-    def storing(self):
-        """While entered, the updated rows are stored."""
-        try:
-            for kept in self._rows:
-                kept.is_writing = True
-            yield
-            for kept, rows in self._rows.items():
-                kept.advance(self._numbers[kept], rows)
-        finally:
-            for kept in self._rows:
-                kept.is_writing = False
-
-
-def _row_of(tensors, variable):
-    return tensors[id(variable.value)]

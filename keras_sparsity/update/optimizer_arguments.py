@@ -60,25 +60,20 @@ def checked_variables(variables, name="variables"):
     return variables
 
 
-def checked_list(grads):
-    checks.check(
-        isinstance(grads, Iterable) and not isinstance(grads, tf.Tensor),
-        "grads",
-        grads,
-        "a list of gradients, one for each variable",
-    )
-    return list(grads)
-
-
-def check_gradients(grads, variables):
-    if len(grads) != len(variables):
+def checked_gradients(grads, variables):
+    """The list of gradients, which is empty or has one for each variable."""
+    is_list = isinstance(grads, Iterable) and not isinstance(grads, tf.Tensor)
+    expected = "a list of gradients, one for each variable"
+    checks.check(is_list, "grads", grads, expected)
+    grads = list(grads)
+    if grads and len(grads) != len(variables):
         raise ValueError(
             "There must be one gradient for each variable, None where there "
             f"is none. Received: {len(grads)} gradients and {len(variables)} "
             "variables. (Before an optimizer is built, it must be given the "
             "variables too.)"
         )
-    for gradient, variable in zip(grads, variables, strict=True):
+    for gradient, variable in zip(grads, variables, strict=False):
         if gradient is None:
             continue
         checks.check(
@@ -99,6 +94,7 @@ def check_gradients(grads, variables):
                 f"{variable.name}. Expected: {tuple(expected)}. Are gradients "
                 "and variables in the same order?"
             )
+    return grads
 
 
 def check_known(variable, pieces):

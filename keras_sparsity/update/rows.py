@@ -1,5 +1,8 @@
 """Any Keras optimizer, applied to the touched rows of a variable."""
 
+import contextlib
+import functools
+
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers, keras_variables, patches
@@ -10,6 +13,8 @@ _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv "
     "pow rpow neg abs matmul lt le gt ge getitem"
 ).split()
+# Set on a copy of an optimizer.
+_STAND_INS = "_keras_sparsity_stand_ins"
 
 
 class RowStandIn:
@@ -31,11 +36,10 @@ class RowStandIn:
         self.constraint = constraint
         self.name = variable.name
         self.path = variable.path
+        self.dtype = tf.as_dtype(variable.dtype)
+        # By which Keras's TensorFlow optimizers find it.
+        self._unique_id = variable.value._unique_id
         self.overwrite_with_gradient = False
-
-    @property
-    def _unique_id(self):  # what Keras's TensorFlow optimizers index by
-        return self._variable.value._unique_id
 
     @property
     def tensor(self):
@@ -59,10 +63,6 @@ class RowStandIn:
     @property
     def value(self):
         return self
-
-    @property
-    def dtype(self):
-        return tf.as_dtype(self._variable.dtype)
 
     @property
     def shape(self):
@@ -115,25 +115,76 @@ for _name in _OPERATORS:
     setattr(RowStandIn, f"__{_name}__", _forward(f"__{_name}__"))
 
 
-def apply(rule, updates, kept, clip, strategy):
+def apply(step, rule, updates):
     """Applies a rule to variables, or to rows that stand in for them.
 
     Args:
-        rule, updates, strategy: of a step; the gradients are aggregated.
-        kept: the `KeptUpdates` of the updates.
-        clip: function of the list of their gradients: the clipped ones.
+        step: the `Step`.
+        rule: its rule, or a copy that accumulates no gradients.
+        updates: list of `Update`.
     """
-    step, stand_ins = stand_in_for(rule, kept.row_updates)
-    keras_optimizers.set_optimizer_strategy(step, strategy)
-    keras_optimizers.take_aggregated_gradients(step, clip)
+    kept = KeptUpdates(updates, step.kept)
+    copy, stand_ins = stand_in_for(rule, kept.row_updates)
+    keras_optimizers.take_aggregated_gradients(
+        copy,
+        lambda grads: step.clipping.clip(rule, grads, updates),
+        step.strategy,
+    )
     values = [u.values for u in updates]
     variables = [stand_ins.get(id(u.variable), u.variable) for u in updates]
     notes = journal.current()
     with tf.name_scope("update"), notes.measured("optimizer/update", values):
         with patches.roots_stay_roots():
-            step.apply(values, variables)
+            copy.apply(values, variables)
         with kept.storing():
-            write_back(step)
+            for stand_in in copy.__dict__[_STAND_INS]:
+                stand_in.write_back()
+
+
+class KeptUpdates:
+    """The updates of rows in one step, of which some are kept.
+
+    Args:
+        updates: list of `Update`. Those with `tf.IndexedSlices`, which have
+            no row twice, update these rows of their variable.
+        kept_of: function of such a variable: its `KeptRows`, or None.
+
+    Attributes:
+        row_updates: the same as `stand_in_for` takes them.
+    """
+
+    def __init__(self, updates, kept_of):
+        self._rows = {}
+        self.row_updates = []
+        for update in updates:
+            if not isinstance(update.gradient, tf.IndexedSlices):
+                continue
+            variable, of_variable = update.variable, update.gradient.indices
+            kept, read = kept_of(variable), None
+            if kept is not None:
+                self._rows.setdefault(kept, []).append((variable, of_variable))
+                read = functools.partial(
+                    _row_of, kept.read(variable, of_variable)
+                )
+            self.row_updates.append((variable, of_variable, read))
+        self._numbers = {kept: kept.next_step() for kept in self._rows}
+
+    @contextlib.contextmanager
+    def storing(self):
+        """While entered, the updated rows are stored."""
+        try:
+            for kept in self._rows:
+                kept.is_writing = True
+            yield
+            for kept, rows in self._rows.items():
+                kept.advance(self._numbers[kept], rows)
+        finally:
+            for kept in self._rows:
+                kept.is_writing = False
+
+
+def _row_of(tensors, variable):
+    return tensors[id(variable.value)]
 
 
 def stand_in_for(optimizer, row_updates):
@@ -151,8 +202,8 @@ def stand_in_for(optimizer, row_updates):
 
     Returns:
         `(copy, stand_ins)`: the optimizer to apply, and a dict from the `id`
-        of each variable to its `RowStandIn`, for `apply`. Call
-        `write_back(copy)` after `apply`.
+        of each variable to its `RowStandIn`, for `apply`. None of them has
+        written its rows yet.
     """
     copy = object.__new__(type(optimizer))
     # Not `copy.copy`: Keras's own reduce would go through serialization.
@@ -177,7 +228,7 @@ def stand_in_for(optimizer, row_updates):
                 replaced[index] = RowStandIn(slot, rows, read)
                 made.append(replaced[index])
         copy.__dict__[name] = replaced
-    copy.__dict__["_row_stand_ins"] = made
+    copy.__dict__[_STAND_INS] = made
     return copy, in_place_of
 
 
@@ -291,16 +342,10 @@ def _plain(slots):
     return list(slots) if isinstance(slots, list) else dict(slots.items())
 
 
-def write_back(copy):
-    """Scatters all changed rows into the variables."""
-    for stand_in in copy.__dict__["_row_stand_ins"]:
-        stand_in.write_back()
-
-
 def changed(copy):
     """List of `(variable, rows)` of all changed rows, which are not written."""
     return [
         (stand_in.variable, stand_in.tensor)
-        for stand_in in copy.__dict__["_row_stand_ins"]
+        for stand_in in copy.__dict__[_STAND_INS]
         if stand_in.is_changed
     ]

@@ -9,7 +9,7 @@ from keras_sparsity.update.optimizer_arguments import rule_of
 # Set on the wrapper itself after construction; all else is the inner's.
 _OWN = ("built", "name", "_trainable_variables", "_aggregation")
 # Not to be found by Keras's saving, which walks `dir()`.
-_HIDDEN = ("inner_optimizer", "_rule")
+_HIDDEN = ("inner_optimizer", "_inner", "_rule")
 
 
 class OptimizerWrapper(keras.optimizers.Optimizer):
@@ -18,6 +18,10 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
     Args:
         inner_optimizer: a Keras optimizer.
         name: name of the wrapper.
+
+    Attributes:
+        _inner: the inner optimizer.
+        _rule: the one whose rule updates variables: without loss scaling.
     """
 
     def __init__(self, inner_optimizer, name=None):
@@ -25,7 +29,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         super().__init__(learning_rate=0.0, name=name)
 
     def _wrap(self, inner_optimizer):
-        self.__dict__["_inner"] = _Holder(inner_optimizer)
+        # Out of Keras's tracking.
+        self.__dict__["_inner"] = inner_optimizer
+        self.__dict__["_rule"] = rule_of(inner_optimizer)
 
     def _forward_attributes(self):
         """Begins to forward: called at the end of a constructor."""
@@ -37,12 +43,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
 
     @property
     def inner_optimizer(self):
-        return self.__dict__["_inner"].optimizer
-
-    @property
-    def _rule(self):
-        """The optimizer whose rule updates variables."""
-        return self.__dict__["_inner"].rule
+        return self._inner
 
     def __dir__(self):
         return [name for name in super().__dir__() if name not in _HIDDEN]
@@ -126,13 +127,3 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             config["inner_optimizer"], custom_objects=custom_objects
         )
         return cls(**config)
-
-
-class _Holder:
-    """Keeps the inner optimizer, and the one whose rule it applies.
-
-    Out of Keras's tracking.
-    """
-
-    def __init__(self, optimizer):
-        self.optimizer, self.rule = optimizer, rule_of(optimizer)

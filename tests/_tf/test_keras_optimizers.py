@@ -21,14 +21,13 @@ def test_optimizers():
     assert keras_optimizers.variable_index(optimizer, variables[1]) == 1
     assert not optimizer._use_weight_decay(variables[1])
     strategy = tf.distribute.get_strategy()
-    keras_optimizers.set_optimizer_strategy(optimizer, strategy)
     seen = []
 
     def clip(grads):
         seen.append(grads)
         return grads
 
-    keras_optimizers.take_aggregated_gradients(optimizer, clip)
+    keras_optimizers.take_aggregated_gradients(optimizer, clip, strategy)
     grads = [tf.ones([2]), tf.ones([3])]
     for _ in range(2):
         optimizer.apply(grads, variables)

@@ -26,46 +26,41 @@ class OnLastRank(Placement):
     """The last rank owns all rows of a table."""
 
     name = "on last rank"
+    reducers = Owners, Owners
 
     def __init__(self, layout):
         ranks = range(layout.num_owners)
         self.layout = Layout(layout.num_rows, 1, tuple(reversed(ranks)))
 
-    def reducer(self, is_of_rows):
-        return Owners
-
-
-class Shouted(Placement):
-    """Every rank sends its gradients to all, and sums them by itself."""
-
-    name = "shouted"
-
-    def reducer(self, is_of_rows):
-        return Shouts
-
 
 class Shouts(Reducer):
     path = "shouts"
 
-    def begin(self, update):
-        gradient = update.gradient
-        if update.is_of_rows:
-            rows = empty_parts.cut_slices(gradient)
-            update.touched = rows.indices, None
-            gradient = slices.dense(rows, update.variable.shape[0])
-        gathered = self._communicator.all_gather(
-            gradient[tf.newaxis], name=f"shouts/{update.variable.path}"
-        )
-        update.gradient = tf.reduce_sum(gathered, axis=0)
-
-    def finish(self, updates):
-        del updates
+    @classmethod
+    def reduce(cls, updates, communicator, options):
+        for update in updates:
+            gradient = update.gradient
+            if update.is_of_rows:
+                rows = empty_parts.cut_slices(gradient)
+                update.touched = rows.indices, None
+                gradient = slices.dense(rows, update.variable.shape[0])
+            gathered = communicator.all_gather(
+                gradient[tf.newaxis], name=f"shouts/{update.variable.path}"
+            )
+            update.gradient = tf.reduce_sum(gathered, axis=0)
 
     @classmethod
     def transfer_bytes(cls, spec, traffic):
         others = traffic.cluster.size - 1
         of_each = (others * spec.num_bytes(),) * traffic.cluster.num_machines
         return TransferBytes(of_each, of_each, (0,) * len(of_each))
+
+
+class Shouted(Placement):
+    """Every rank sends its gradients to all, and sums them by itself."""
+
+    name = "shouted"
+    reducers = Shouts, Shouts
 
 
 @contextlib.contextmanager

@@ -211,10 +211,8 @@ def test_one_process_sends_nothing(architecture):
     for value in (tf.ones([4, 2]), gradient):
         is_of_rows = value is gradient
         update = Update(variable, value, variable, is_of_rows)
-        kind = placement.reducer(is_of_rows)
-        reducer = kind(placements.communicator, placements.options)
-        reducer.begin(update)
-        reducer.finish([update])
+        reducer = placement.reducers[is_of_rows]
+        reducer.reduce([update], placements.communicator, placements.options)
         np.testing.assert_array_equal(
             update.values, tf.ones(update.values.shape)
         )

@@ -51,7 +51,7 @@ def gather(numbers, is_merged, has_examples=True):
 
     @tf.function
     def step():
-        reducer, updates = AllGather(ranks, Options(merges=is_merged)), []
+        updates = []
         for number in numbers:
             indices, values = own_rows(ranks.rank, number)
             variable = variables[number]
@@ -61,8 +61,7 @@ def gather(numbers, is_merged, has_examples=True):
                 tf.constant(list(variable.shape), tf.int64),
             )
             updates.append(Update(variable, gradient, variable, True))
-            reducer.begin(updates[-1])
-        reducer.finish(updates)
+        AllGather.reduce(updates, ranks, Options(merges=is_merged))
         return [
             (u.gradient.indices, u.gradient.values, u.touched[1]())
             for u in updates
