@@ -83,7 +83,7 @@ class Ahead:
         """
         exchange = self.exchange
         request.merge()
-        is_inside = tf.reduce_all(request.are_inside())
+        is_inside = tf.reduce_all(request.are_inside)
         arrivals, received, route = self._ask(request, is_inside)
         received = tf.cast(received, exchange.addresses.row_dtype)
         # It is not known yet whether this step's ids are those announced, but

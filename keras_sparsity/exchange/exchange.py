@@ -2,7 +2,7 @@
 
 import hashlib
 
-from keras_sparsity.exchange.addresses import Addresses
+from keras_sparsity.exchange.layout import Addresses
 from keras_sparsity.exchange.lengths import Lengths
 from keras_sparsity.exchange.machines import ThroughMachines
 from keras_sparsity.exchange.routes import Direct

@@ -36,7 +36,7 @@ class Lengths:
     def pieces(self, owners, addresses):
         """How many pieces each row has.
 
-        A number that is no address (see `addresses.mark`) is some row's.
+        A number that is no address (see `routes.told_to_all`) is some row's.
 
         Args:
             owners: int32 `(n,)`, or one for all: the ranks that have them.

@@ -3,11 +3,13 @@
 import tensorflow as tf
 
 from keras_sparsity.collectives.wire import Wire
-from keras_sparsity.exchange.addresses import is_marked, marked, narrowest
+from keras_sparsity.exchange.layout import narrowest
 from keras_sparsity.exchange.lengths import LengthCarrier
 from keras_sparsity.exchange.routes import (
     Carrier,
     RowRoute,
+    is_marked,
+    marked,
     sorted_by,
     told_to_all,
 )
@@ -28,6 +30,8 @@ class ThroughMachines(RowRoute):
     References:
         EuroSys 4.3 (local aggregation, of gradients).
     """
+
+    is_by_machine = True
 
     def __init__(self, exchange):
         self._exchange = exchange
@@ -75,7 +79,7 @@ class ThroughMachines(RowRoute):
             return sorted_by(local_rank, code, size, self._code_dtype)
 
         return tf.cond(
-            tf.reduce_all(request.are_inside()),
+            tf.reduce_all(request.are_inside),
             valid,
             lambda: told_to_all(
                 request.outside(), size, self._code_dtype, request.rows
@@ -138,9 +142,6 @@ class ThroughMachines(RowRoute):
     def ranks(self):
         first = [self._machines.index(i) for i in range(self._across.size)]
         return tf.gather(first, self.parts.senders)
-
-    def ids_of_machine(self, request, group):
-        return request.ids_of(group)
 
     def pull(self, rows):
         if self._exchange.lengths is not None:

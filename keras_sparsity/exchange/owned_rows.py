@@ -3,8 +3,8 @@
 import tensorflow as tf
 
 from keras_sparsity.collectives.engine import num_up_to
-from keras_sparsity.exchange.addresses import Piece, is_marked, marked
-from keras_sparsity.exchange.layout import row_of
+from keras_sparsity.exchange.layout import Piece, row_of
+from keras_sparsity.exchange.routes import is_marked, marked
 from keras_sparsity.sparsity import touches
 
 
@@ -134,7 +134,7 @@ class OwnedRows:
                 self._by_group(places, route.ranks)
             ):
                 share = largest * tf.size(of_group, tf.int64) // num_all
-                own_ids = route.ids_of_machine(request, index)
+                own_ids = request.ids_of(index) if route.is_by_machine else None
                 noted = of_group, ranks, share, own_ids
                 found += [noted] * len(groups[index])
             return found
@@ -185,28 +185,4 @@ def outside_message(owner_name, offending, num_rows):
                 "row of their own.",
             ]
         ),
-    ]
-
-
-def split_gradient(table, gradient):
-    """The gradient of each of this rank's partitions.
-
-    Args:
-        table: the `ShardedTable`.
-        gradient: `tf.IndexedSlices` by id of rows that this rank owns, see
-            `OwnedRows.gradients`.
-
-    Returns:
-        List of `tf.IndexedSlices` by local row, one for each partition.
-    """
-    ids = tf.cast(gradient.indices, tf.int64)
-    rows, values = [table.layout.local_row(ids)], [gradient.values]
-    count = len(table.partitions)
-    if count > 1:
-        slots = table.layout.owned_index(ids)
-        rows = tf.dynamic_partition(rows[0], slots, count)
-        values = tf.dynamic_partition(values[0], slots, count)
-    return [
-        tf.IndexedSlices(value, row, tf.constant(list(p.shape), tf.int64))
-        for p, row, value in zip(table.partitions, rows, values, strict=True)
     ]

@@ -3,8 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity.exchange.owned_rows import OwnedRows, checked
-from keras_sparsity.exchange.pull import Pull, expanded
-from keras_sparsity.exchange.request import Request
+from keras_sparsity.exchange.pull import Pull, Request, expanded
 from keras_sparsity.exchange.routes import Direct
 
 
@@ -16,6 +15,8 @@ class PrefetchedPull(Pull):
         following: the same of the next step: other ids of the same tables.
         ahead: `Ahead` of these tables.
     """
+
+    is_prefetched = True
 
     def __init__(self, requests, following, ahead):
         self._exchange, self._ahead = ahead.exchange, ahead
@@ -31,6 +32,7 @@ class PrefetchedPull(Pull):
         return []  # the step before asked for this step's rows
 
     def resume(self, behind):
+        """Sends rows that the step before asked for; a list of tensors."""
         with tf.control_dependencies(behind):
             self._late = self._ahead.pull(self._request)
         return [self._late.rows, *self._announced.last_messages]
@@ -45,6 +47,7 @@ class PrefetchedPull(Pull):
         return expanded(self._request, self._route, owned, self.arrived)
 
     def finish(self, behind):
+        """Sends rows of the next step."""
         self._ahead.send(self._announced, behind)
 
     def _pull_anew(self):

@@ -9,7 +9,6 @@ from keras_sparsity.collectives import order
 from keras_sparsity.data import empty_parts
 from keras_sparsity.exchange.exchange import exchange_of
 from keras_sparsity.exchange.owned_rows import OwnedRows, checked, padded
-from keras_sparsity.exchange.request import Request
 
 
 class Pull(abc.ABC):
@@ -19,17 +18,17 @@ class Pull(abc.ABC):
     return tensors that exist when the phase's messages have arrived.
 
     Attributes:
+        is_prefetched: whether the step before has asked for its rows: then it
+            has `resume` and `finish`, see `PrefetchedPull`.
         sent: list of the tensors that this rank sends in `rows`.
         arrived: after `rows`: each row that this rank asks for, once.
     """
 
+    is_prefetched = False
+
     @abc.abstractmethod
     def ask(self):
         """Sends the owners the addresses of rows; a list of tensors."""
-
-    @abc.abstractmethod
-    def resume(self, behind):
-        """Sends rows that an earlier step asked for; a list of tensors."""
 
     @abc.abstractmethod
     def check(self, behind):
@@ -38,10 +37,6 @@ class Pull(abc.ABC):
     @abc.abstractmethod
     def rows(self, behind):
         """Sends the rows: a list of `(n, columns)`, one for each request."""
-
-    @abc.abstractmethod
-    def finish(self, behind):
-        """Sends rows of the next step."""
 
 
 def in_turn(pulls):
@@ -61,7 +56,8 @@ def in_turn(pulls):
     # The name in a profiler's trace.
     with xla.not_compiled(), tf.name_scope("pull"):
         behind = [tensor for pull in pulls for tensor in pull.ask()]
-        behind += [tensor for pull in pulls for tensor in pull.resume(behind)]
+        prefetched = [pull for pull in pulls if pull.is_prefetched]
+        behind += [t for pull in prefetched for t in pull.resume(behind)]
         for pull in pulls:
             behind = pull.check(behind)
         order.hold_sums(behind)
@@ -70,7 +66,7 @@ def in_turn(pulls):
             results.append(pull.rows(behind))
             behind = pull.sent or behind
         arrived = [pull.arrived for pull in pulls]
-        for pull in pulls:
+        for pull in prefetched:
             pull.finish(arrived)
     return results
 
@@ -104,9 +100,6 @@ class PullNow(Pull):
         self._route.ask(self._request)
         return [self._route.received]
 
-    def resume(self, behind):
-        return []
-
     def check(self, behind):
         with tf.control_dependencies(behind):
             addresses = checked(self._exchange, self._route.received)
@@ -119,8 +112,79 @@ class PullNow(Pull):
             self.arrived = self._route.pull(*self.sent)
         return expanded(self._request, self._route, self._owned, self.arrived)
 
-    def finish(self, behind):
-        pass
+
+class Request:
+    """The rows that this rank needs in one step.
+
+    Args:
+        exchange: `Exchange`.
+        requests: list of `(tables, ids)`: a group of tables, and the ids of
+            its rows, an integer tensor `(n,)`.
+        cut: function that removes the ids of a rank without examples: it
+            needs no rows, and adds to none.
+
+    Attributes:
+        numbers: integers `(n,)`, the number of each id's row among the rows
+            of all tables, see `Addresses`.
+        counts: list of the number of ids of each request.
+        sizes: the same, of those that are left by `cut`.
+        are_inside: list of bool tensors: of each request, whether all ids lie
+            in its tables.
+        rows: after `merge`: the numbers that owners are asked for.
+        index: after `merge`: of each id, the place of its row in `rows`.
+    """
+
+    def __init__(self, exchange, requests, cut=empty_parts.cut):
+        self.exchange = exchange
+        addresses = exchange.addresses
+        self.counts = [tf.size(ids) for _, ids in requests]
+        ids = [cut(ids) for _, ids in requests]
+        self.groups = [exchange.groups.index(tuple(of)) for of, _ in requests]
+        # Without their signs negative ids are larger than all others.
+        self._largest = [
+            tf.reduce_max(tf.bitcast(tf.cast(each, tf.int64), tf.uint64))
+            for each in ids
+        ]
+        self.are_inside = [
+            largest < tf.constant(exchange.groups[group][0].num_rows, tf.uint64)
+            for largest, group in zip(self._largest, self.groups, strict=True)
+        ]
+        self.sizes = [tf.size(each) for each in ids]
+        self.numbers = tf.concat(
+            [
+                tf.cast(each, addresses.row_dtype)
+                + tf.constant(addresses.first_rows[group], addresses.row_dtype)
+                for each, group in zip(ids, self.groups, strict=True)
+            ],
+            axis=0,
+        )
+        self.rows = self.index = None
+
+    def merge(self):
+        """Finds the rows; needless where none are asked for."""
+        if self.exchange.options.merges:
+            self.rows, self.index = tf.unique(self.numbers)
+        else:
+            self.rows = self.numbers
+            self.index = tf.range(tf.size(self.numbers))
+
+    def outside(self):
+        """The group that an id is outside of, and the id: int64 `(2,)`."""
+        which = tf.argmin(tf.cast(self.are_inside, tf.int32))
+        return tf.stack(
+            [
+                tf.gather(tf.constant(self.groups, tf.int64), which),
+                tf.bitcast(tf.stack(self._largest), tf.int64)[which],
+            ]
+        )
+
+    def ids_of(self, group):
+        """The distinct ids that a group of tables is asked for."""
+        first, *after = self.exchange.addresses.first_rows[group:]
+        is_of_group = self.rows >= first
+        if after:
+            is_of_group &= self.rows < after[0]
+        return tf.boolean_mask(self.rows, is_of_group) - first
 
 
 def expanded(request, route, owned, rows):
@@ -137,7 +201,8 @@ def expanded(request, route, owned, rows):
         request's tables side by side.
     """
     exchange = request.exchange
-    arrivals = request.split(route.arrivals)
+    places, sizes = route.arrivals, request.sizes
+    arrivals = tf.split(places, sizes) if sizes[1:] else [places]
     lengths = [exchange.row_lengths[group] for group in request.groups]
 
     def push(*gradients):

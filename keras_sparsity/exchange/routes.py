@@ -1,10 +1,12 @@
 """Routes of rows between ranks: the interface, and straight to the owners."""
 
 import abc
+import dataclasses
 
 import tensorflow as tf
 
-from keras_sparsity.exchange.addresses import mark
+from keras_sparsity.collectives.base import Collectives
+from keras_sparsity.collectives.engine import Route
 from keras_sparsity.exchange.lengths import LengthCarrier
 
 
@@ -16,9 +18,12 @@ class RowRoute(abc.ABC):
             among those that `pull` returns.
         num_sent: number of these rows.
         received: addresses `(m,)` that this rank, as an owner, is asked for;
-            or a message in place of addresses, see `addresses.mark`.
+            or a message in place of addresses, see `told_to_all`.
         parts: `Route` of the messages that arrive at owners.
+        is_by_machine: whether `ranks` tells machines apart only.
     """
+
+    is_by_machine = False
 
     @abc.abstractmethod
     def ask(self, request):
@@ -38,10 +43,6 @@ class RowRoute(abc.ABC):
         """int32 `(m,)`: the rank that asks for each address, or one of its
         machine."""
 
-    @abc.abstractmethod
-    def ids_of_machine(self, request, group):
-        """The ids of this rank if `ranks` tells machines apart only."""
-
 
 class Direct(RowRoute):
     """From each rank to each owner.
@@ -58,7 +59,7 @@ class Direct(RowRoute):
         dtype = exchange.addresses.dtype
         request.merge()
         sent, positions, splits = tf.cond(
-            tf.reduce_all(request.are_inside()),
+            tf.reduce_all(request.are_inside),
             lambda: by_owner(request),
             lambda: told_to_all(request.outside(), size, dtype, request.rows),
         )
@@ -102,10 +103,8 @@ class Direct(RowRoute):
     def ranks(self):
         return self.parts.senders
 
-    def ids_of_machine(self, request, group):
-        return None
 
-
+@dataclasses.dataclass(frozen=True, eq=False)
 class Carrier:
     """Takes rows of one length along a `Route`, and back, by a `Wire`.
 
@@ -114,16 +113,16 @@ class Carrier:
         parts: `Route` of the rows.
     """
 
-    def __init__(self, communicator, parts):
-        self._communicator, self._parts = communicator, parts
+    communicator: Collectives
+    parts: Route
 
     def along(self, rows, name, wire):
-        send = self._communicator.all_to_all_along
-        return wire.carry(rows, send, self._parts, name=name)
+        send = self.communicator.all_to_all_along
+        return wire.carry(rows, send, self.parts, name=name)
 
     def back(self, rows, name, wire):
-        send = self._communicator.all_to_all_back
-        return wire.carry(rows, send, self._parts, name=name)
+        send = self.communicator.all_to_all_back
+        return wire.carry(rows, send, self.parts, name=name)
 
 
 def by_owner(request):
@@ -148,11 +147,34 @@ def sorted_by(destination, values, size, dtype):
     )
 
 
+# Sent in place of addresses: two int64 numbers behind a mark.
+
+
 def told_to_all(numbers, size, dtype, values):
     """Like `sorted_by`, of a message to all in place of the values."""
-    message = mark(numbers, dtype)
+    numbers = tf.reshape(tf.bitcast(numbers, dtype), [-1])
+    message = tf.concat([tf.constant([dtype.max], dtype), numbers], axis=0)
     return (
         tf.concat([message] * size, axis=0),
         tf.zeros([tf.size(values)], tf.int32),  # of no use
         tf.fill([size], tf.size(message)),
     )
+
+
+def is_marked(received):
+    """Of each element, whether such a message begins with it."""
+    return tf.equal(tf.cast(received, tf.int64), received.dtype.max)
+
+
+def marked(received):
+    """The numbers of the first such message, int64 `(2,)`; or zeros."""
+    marks = is_marked(received)
+
+    def read():
+        start = tf.argmax(tf.cast(marks, tf.int32)) + 1
+        width = tf.int64.size // received.dtype.size
+        numbers = tf.slice(received, [start], [2 * width])
+        shape = [2] if width == 1 else [2, width]
+        return tf.bitcast(tf.reshape(numbers, shape), tf.int64)
+
+    return tf.cond(tf.reduce_any(marks), read, lambda: tf.zeros([2], tf.int64))

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.data import empty_parts
-from keras_sparsity.exchange.addresses import narrowest
+from keras_sparsity.exchange.layout import narrowest
 from keras_sparsity.placement import slices
 from keras_sparsity.placement.base import Placement, Reducer
 from keras_sparsity.placement.mirrored import AllReduce

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import types
 
 import keras
 import numpy as np
@@ -10,7 +11,8 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.board import model_plan
-from keras_sparsity.exchange.pull import PullNow, in_turn
+from keras_sparsity.exchange.options import Options
+from keras_sparsity.exchange.pull import PullNow, Request, in_turn
 from keras_sparsity.exchange.together import gather_together
 from keras_sparsity.health import journal
 from tests import oracles
@@ -451,3 +453,64 @@ def test_a_row_crosses_the_network_once_for_each_machine(engine, cluster):
                 assert sum(sent) == num_rows * WIDE * 4
             else:  # and what goes to the other process of the machine
                 assert sum(sent) > num_rows * WIDE * 4
+
+
+# A rank's request, of rows of several tables.
+
+WORDS, USERS = (types.SimpleNamespace(num_rows=n) for n in (5, 3))
+
+
+def request_of(*requests, merges=True):
+    exchange = types.SimpleNamespace(
+        groups=((WORDS,), (USERS,)),
+        options=Options(merges=merges),
+        addresses=types.SimpleNamespace(first_rows=[0, 5], row_dtype=tf.int32),
+    )
+    return Request(
+        exchange,
+        [([table], tf.constant(ids, dtype)) for table, ids, dtype in requests],
+    )
+
+
+REQUESTS = (
+    (WORDS, [4, 1, 4], "int32"),
+    (USERS, [0, 2], "int64"),
+    (WORDS, [1], "uint8"),
+    (USERS, [], "int32"),
+)
+
+
+@pytest.mark.parametrize("merges", [True, False])
+def test_each_row_once_where_duplicates_merge(merges):
+    request = request_of(*REQUESTS, merges=merges)
+    request.merge()
+    numbers = np.array([4, 1, 4, 5, 7, 1])
+    np.testing.assert_array_equal(request.numbers, numbers)
+    np.testing.assert_array_equal(
+        tf.gather(request.rows, request.index), numbers
+    )
+    assert len(request.rows) == (4 if merges else 6)
+    parts = tf.split(request.numbers, request.sizes)
+    assert [part.numpy().tolist() for part in parts] == [
+        [4, 1, 4],
+        [5, 7],
+        [1],
+        [],
+    ]
+
+
+def test_the_ids_of_each_group():
+    request = request_of(*REQUESTS)
+    request.merge()
+    assert sorted(request.ids_of(0).numpy()) == [1, 4]
+    assert sorted(request.ids_of(1).numpy()) == [0, 2]
+
+
+@pytest.mark.parametrize("wrong", [-1, 3, 2**40, -(2**40)])
+def test_an_id_outside_is_found_with_its_table(wrong):
+    request = request_of(
+        *REQUESTS, (USERS, [1, wrong], "int64"), (WORDS, [2], "int8")
+    )
+    are_inside = [bool(each) for each in request.are_inside]
+    assert are_inside == [True] * 4 + [False, True]
+    assert request.outside().numpy().tolist() == [1, wrong]

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.exchange.request import Request
+from keras_sparsity.exchange.pull import Request
 from keras_sparsity.health import journal
 from keras_sparsity.layers.candidate_sampler import LogUniformSampler
 from keras_sparsity.update import rules
