@@ -242,7 +242,7 @@ def _move(model, targets, is_asked_for=True):
             is_changed = True
         if placement.layout != table.layout:
             moved.append(_move_rows(table, placement, optimizer))
-        table.placement = placement
+        table.place(placement)
     if moved and optimizer:
         optimizer.follow(moved)
     if moved or is_changed:

@@ -50,8 +50,6 @@ def check_is_float(dtype):
 
 def part_of_row(columns, dim):
     """`(start, stop)` of a slice of a row; None for all of it."""
-    if columns is None:
-        return None
     start = stop = 0
     with contextlib.suppress(TypeError):  # of ends that are no integers
         if isinstance(columns, slice) and columns.step in (None, 1):

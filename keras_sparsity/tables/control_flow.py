@@ -19,16 +19,16 @@ def begin_step(replica_context):
     setattr(replica_context, _ENTERED, graph)
 
 
-def _surroundings():
+def surroundings():
+    """The loop or branch of a step that is traced, and the graph around it.
+
+    Returns:
+        Two graphs; None outside of loops and branches.
+    """
     context = tf.distribute.get_replica_context()
     if not hasattr(context, _ENTERED):
         return None
     return tf_graphs.around_control_flow(getattr(context, _ENTERED))
-
-
-def is_entered():
-    """Whether a loop or a branch of a step is traced."""
-    return _surroundings() is not None
 
 
 def read_before(table):
@@ -36,7 +36,7 @@ def read_before(table):
 
     Once for a loop, whatever it uses of the table.
     """
-    inside, around = _surroundings()
+    inside, around = surroundings()
     known = inside.get_collection_ref(_WHOLE)
     for of_table, whole in known:
         # Loops within this one are given its list.
@@ -50,10 +50,10 @@ def read_before(table):
 
 def check_no_update(variables):
     """Raises where a loop would go on with rows from before an update."""
-    surroundings = _surroundings()
-    if surroundings is None:
+    found = surroundings()
+    if found is None:
         return
-    inside, _ = surroundings
+    inside, _ = found
     tables = [table for table, _ in inside.get_collection(_WHOLE)]
     for variable in variables:
         if any(table.variable is variable for table in tables):

@@ -56,7 +56,7 @@ def shard(table, placements, name=None):
     placement = _distributed(table, placements, name)
     if placement.layout is None:
         # Rank 0's values, as of all whole variables, before the first step.
-        table.placement = placement
+        table.place(placement)
         return
     (whole,) = communicator.broadcast(
         [tf.constant(table.variable.numpy())], name=f"{table.role}/shard"

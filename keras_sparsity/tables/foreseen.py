@@ -4,7 +4,8 @@ import contextlib
 
 import tensorflow as tf
 
-_sources = []
+# Objects that foresee rows, the inmost last.
+sources = []
 
 
 @contextlib.contextmanager
@@ -15,23 +16,18 @@ def by(source):
         source: object with `rows(table, ids, columns, dtype)`, of the
             arguments of `ShardedTable.gather`: it returns the rows, or None.
     """
-    _sources.append(source)
+    sources.append(source)
     try:
         yield
     finally:
-        _sources.pop()
-
-
-def is_entered():
-    """Whether an object foresees rows."""
-    return bool(_sources)
+        sources.pop()
 
 
 def rows(table, ids, columns, dtype):
     """The rows, or None if the table is to pull them."""
-    if not _sources:
+    if not sources:
         return None
-    return _sources[-1].rows(table, ids, columns, dtype)
+    return sources[-1].rows(table, ids, columns, dtype)
 
 
 def completed(requests, gather):

@@ -161,7 +161,8 @@ class ShardedTable:
         self.is_of_stock_layer = False
         self.is_whole_lookup_told = False
         # None until the table is distributed, and in one process.
-        self.collectives = self.placement = self.owners = None
+        self.collectives = self.owners = None
+        self.place(None)
         self.partitions = []
         # Collectives of one table are told apart by this role.
         self.role = f"table/{self.owner_name}"
@@ -181,22 +182,12 @@ class ShardedTable:
         return self.placement and self.placement.name
 
     @property
-    def layout(self):
-        """`Layout` of the rows over owners; None if each rank has them all."""
-        return self.placement and self.placement.layout
-
-    @property
-    def is_sharded(self):
-        """Whether the rows are spread over partitions."""
-        return self.layout is not None
-
-    @property
     def sends_messages(self):
         """Whether `gather` sends messages, here and now."""
         return (
             self.is_sharded
             and not keras_scopes.in_symbolic_scope()
-            and not control_flow.is_entered()
+            and not control_flow.surroundings()
         )
 
     @property
@@ -227,6 +218,14 @@ class ShardedTable:
         count = num_partitions or self.requested_partitions
         return Layout(self.num_rows, count or len(self.owners), self.owners)
 
+    def place(self, placement):
+        """Takes a `Placement`; None in one process."""
+        self.placement = placement
+        # `Layout` of the rows over owners; None if each rank has them all.
+        self.layout = placement and placement.layout
+        # Whether the rows are spread over partitions.
+        self.is_sharded = self.layout is not None
+
     def hold(self, placement, rows):
         """Stores these rows from now on.
 
@@ -245,7 +244,7 @@ class ShardedTable:
         touches.discard(self.variable)
         self.given.clear()
         self.exchanges.clear()
-        self.placement = placement
+        self.place(placement)
         self.variable.regularizer = self.regularizer
         if layout is None:
             self.partitions = []
@@ -310,15 +309,17 @@ class ShardedTable:
         References:
             arXiv 5.3.2 (operation placement).
         """
-        columns = arguments.part_of_row(columns, self.dim)
+        if columns is not None:
+            columns = arguments.part_of_row(columns, self.dim)
         arguments.check_is_float(dtype)
         dtype = tf.as_dtype(dtype or self.variable.dtype)
         ids = arguments.ids(ids, self.owner_name)
-        if self.is_sharded:
+        if self.is_sharded and ids.shape == [self.num_rows]:
             whole_tables.tell_of_lookup(self, ids)
-        rows = foreseen.rows(self, ids, columns, dtype)
-        if rows is not None:
-            return rows
+        if foreseen.sources:
+            rows = foreseen.rows(self, ids, columns, dtype)
+            if rows is not None:
+                return rows
         if keras_scopes.in_symbolic_scope():
             shape = tf.concat([tf.shape(ids), [self.dim]], axis=0)
             rows = shaped(tf.zeros(shape, dtype), ids)
@@ -328,7 +329,7 @@ class ShardedTable:
             # On the variable itself, not on its value: reading the value
             # after a sparse write copies the whole table.
             rows = gather_whole(self, self.variable.value, ids)
-        elif control_flow.is_entered():
+        elif control_flow.surroundings():
             rows = gather_whole(self, control_flow.read_before(self), ids)
         else:
             request = [self], tf.reshape(ids, [-1])

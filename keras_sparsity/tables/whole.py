@@ -49,9 +49,9 @@ def tell_of_lookup(table, ids):
 
     Args:
         table: a spread `ShardedTable`, which notes that it was said.
-        ids: integer tensor.
+        ids: integer tensor `(num_rows,)`.
     """
-    if table.is_whole_lookup_told or ids.shape.as_list() != [table.num_rows]:
+    if table.is_whole_lookup_told:
         return
     known = tf.get_static_value(ids)
     if known is None or not np.array_equal(known, np.arange(table.num_rows)):
@@ -73,7 +73,8 @@ def collect(table):
     """Makes a table one that is not distributed, whole on every rank."""
     if table.is_sharded:
         table.variable.use(table.hold(None, [table.read()]))
-    table.collectives = table.placement = None
+    table.collectives = None
+    table.place(None)
 
 
 @contextlib.contextmanager
@@ -84,15 +85,17 @@ def in_one_piece(table, rows):
         table: the `ShardedTable`.
         rows: its whole array, as `read` gives it.
     """
-    spread = table.collectives, table.placement, table.partitions
+    spread, placement = (table.collectives, table.partitions), table.placement
     anchor = table.variable.value
-    table.collectives, table.placement, table.partitions = None, None, []
+    table.collectives, table.partitions = None, []
+    table.place(None)
     table.variable.use(storage(rows, table.variable))
     table.variable.regularizer = table.regularizer
     try:
         yield
     finally:
-        table.collectives, table.placement, table.partitions = spread
+        table.collectives, table.partitions = spread
+        table.place(placement)
         table.variable.use(anchor)
         table.variable.regularizer = table.regularizer
 

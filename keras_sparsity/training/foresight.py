@@ -64,7 +64,7 @@ def calls_pull_together(communicator, options):
 
     def make(stock):
         def call(model, /, *args, **kwargs):
-            if under_way or foreseen.is_entered() or not _may_foresee(model):
+            if under_way or foreseen.sources or not _may_foresee(model):
                 return stock(model, *args, **kwargs)
             under_way.append(model)
             try:
@@ -125,7 +125,7 @@ def _may_foresee(model):
         or tf.executing_eagerly()
         or keras_scopes.is_tracing_shapes()
         or keras_scopes.in_symbolic_scope()
-        or control_flow.is_entered()
+        or control_flow.surroundings()
     ):
         return False
     is_adopted = hasattr(model, ADOPTION)
