@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import dataclasses
+import functools
 
 import keras
 import tensorflow as tf
@@ -151,18 +152,22 @@ class Versions(abc.ABC):
             if id(variable) not in self._ids_by_rows
         ]
 
-    def _weights(self, value_of, reader_of=None):
+    def _weights(self, value_of, rows_of=None):
         """`Weights` by a function of each variable that is given whole.
 
         Args:
             value_of: that function.
-            reader_of: function of each other one to its reader; None: its
-                rows are read as they are by then.
+            rows_of: function of each other one and the numbers of rows without
+                duplicates, None for all; None: its rows are read as they are
+                by then.
         """
         variables = self._stage.variables
         readers = {}
-        if reader_of is not None:
-            readers = {id(v.value): reader_of(v) for v in self._by_rows}
+        if rows_of is not None:
+            readers = {
+                id(v.value): _Reader(functools.partial(rows_of, v))
+                for v in self._by_rows
+            }
         return Weights(
             variables,
             [
@@ -171,6 +176,16 @@ class Versions(abc.ABC):
             ],
             readers,
         )
+
+
+class _Reader:
+    """Gives rows of a variable by a function, see `read_by`."""
+
+    def __init__(self, rows_of):
+        self.rows = rows_of
+
+    def whole(self):
+        return self.rows(None)
 
 
 class Vanilla(Versions):
@@ -206,9 +221,14 @@ class Stashed(Versions):
     def forward(self, num_in_flight, num_later=None):
         del num_in_flight, num_later
         noted = []
-        weights = self._weights(
-            tf.convert_to_tensor, lambda v: _Noting(v.value, noted)
-        )
+
+        def note(variable, ids):
+            value = variable.value
+            rows = value.read_value() if ids is None else tf.gather(value, ids)
+            noted.append(rows)
+            return rows
+
+        weights = self._weights(tf.convert_to_tensor, note)
         weights.noted = noted
         return weights
 
@@ -222,38 +242,8 @@ class Stashed(Versions):
     def backward(self, kept, num_later):
         del num_later
         kept = iter(kept)
-        again = _Again(kept)
-        # The pass reads the others, after these.
-        return self._weights(lambda variable: next(kept), lambda v: again)
-
-
-class _Noting:
-    """Reads rows as they are, and notes them in the order of the reads."""
-
-    def __init__(self, variable, noted):
-        self._variable, self._noted = variable, noted
-
-    def rows(self, ids):
-        self._noted.append(tf.gather(self._variable, ids))
-        return self._noted[-1]
-
-    def whole(self):
-        self._noted.append(self._variable.read_value())
-        return self._noted[-1]
-
-
-class _Again:
-    """Gives the values that the same reads have noted before."""
-
-    def __init__(self, noted):
-        self._noted = noted
-
-    def rows(self, ids):
-        del ids  # The same ones.
-        return next(self._noted)
-
-    def whole(self):
-        return next(self._noted)
+        # The pass reads the others, after these, in the same order as before.
+        return self._weights(lambda v: next(kept), lambda v, ids: next(kept))
 
 
 class Predicted(Versions):
@@ -319,27 +309,7 @@ class Predicted(Versions):
         self._predictor.settle()
 
     def _ahead(self, num_updates):
-        return self._weights(
-            lambda v: self._predictor.ahead(v, num_updates),
-            lambda v: _Ahead(self._predictor, v, num_updates),
-        )
+        def ahead(variable, ids=None):
+            return self._predictor.ahead(variable, num_updates, ids)
 
-
-class _Ahead:
-    """Predicts the rows of a variable that are read.
-
-    Args:
-        predictor: the `Predictor`.
-        variable: the Keras variable.
-        num_updates: the number of updates.
-    """
-
-    def __init__(self, predictor, variable, num_updates):
-        self._predictor, self._variable = predictor, variable
-        self._num_updates = num_updates
-
-    def rows(self, ids):
-        return self._predictor.ahead(self._variable, self._num_updates, ids)
-
-    def whole(self):
-        return self._predictor.ahead(self._variable, self._num_updates)
+        return self._weights(ahead, ahead)
