@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.asynchronous.cells import Cell, locked
+from keras_sparsity.asynchronous.cells import Cell, after, locked
 
 # More than any epoch has.
 _MANY = np.int64(2**62)
@@ -126,8 +126,7 @@ class Batches:
 
             def ended():
                 total = tf.minimum(self._total.read(), number)
-                with tf.control_dependencies([self._total.assign(total)]):
-                    return tf.identity(total)
+                return after([self._total.assign(total)], total)
 
             return [number], [locked(self._mutex, ended)]
 
@@ -139,10 +138,7 @@ class Batches:
             def left():
                 counted, held = self._held_now(own)
                 held = tf.where(self._is_own()[:, None], NONE, held)
-                with tf.control_dependencies(
-                    [self._written(own, counted, held)]
-                ):
-                    return tf.identity(counted)
+                return after([self._written(own, counted, held)], counted)
 
             return [own], [locked(self._mutex, left)]
 
@@ -154,12 +150,9 @@ class Batches:
     def leave_out(self, rank):
         """Has the numbers that a lost worker holds handed out again."""
         with tf.device(self._device):
-
-            def left():
-                with tf.control_dependencies([self._lost.set(rank, True)]):
-                    return tf.identity(rank)
-
-            return locked(self._mutex, left)
+            return locked(
+                self._mutex, lambda: after([self._lost.set(rank, True)], rank)
+            )
 
 
 def record(number, contents=b""):

@@ -50,6 +50,12 @@ class Cell:
         )
 
 
+def after(operations, value):
+    """A tensor that is there once operations have ended."""
+    with tf.control_dependencies(operations):
+        return tf.identity(value)
+
+
 def locked(mutex, build):
     """The results of operations that run while a mutex is held.
 

@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity.asynchronous.cells import Cell, locked
+from keras_sparsity.asynchronous.cells import Cell, after, locked
 
 # The clock of a worker that takes no further step in this epoch.
 _DONE = 2**62
@@ -67,10 +67,10 @@ class Clocks:
     def _moved(self, rank, move):
         def moved():
             before = self._clocks.read()
-            after = tf.tensor_scatter_nd_update(
+            now = tf.tensor_scatter_nd_update(
                 before, [[rank]], [move(before[rank])]
             )
-            slowest = tf.reduce_min(after)
+            slowest = tf.reduce_min(now)
             # After the last worker's last step nobody waits any more.
             number = tf.where(
                 tf.equal(slowest, _DONE),
@@ -81,8 +81,7 @@ class Clocks:
                 queue.enqueue_many([tf.zeros([number], tf.int64)])
                 for queue in self._tokens
             ]
-            with tf.control_dependencies([*given, self._clocks.assign(after)]):
-                return tf.identity(slowest)
+            return after([*given, self._clocks.assign(now)], slowest)
 
         return locked(self._mutex, moved)
 

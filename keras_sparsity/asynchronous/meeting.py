@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous import servers as tf_servers
-from keras_sparsity.asynchronous.cells import Cell, locked
+from keras_sparsity.asynchronous.cells import Cell, after, locked
 from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Engine
 from keras_sparsity.collectives.startup import single_process
@@ -176,21 +176,14 @@ class Letters:
             before = self._numbers.read()[self.rank]
             # The others may have gone on without it.
             kept = tf.where(is_lost, before, number)
-            with tf.control_dependencies(
-                [
-                    self._letters[self.rank][place].assign(letter),
-                    self._numbers.set(self.rank, kept),
-                ]
-            ):
-                return tf.identity(is_lost)
+            written = self._letters[self.rank][place].assign(letter)
+            return after([written, self._numbers.set(self.rank, kept)], is_lost)
 
         return locked(self._mutex, written)
 
     def _left(self, rank):
-        with tf.control_dependencies(
-            [self._lost.set(rank, True), self._asks.set(rank, _NONE)]
-        ):
-            return tf.identity(rank)
+        told = [self._lost.set(rank, True), self._asks.set(rank, _NONE)]
+        return after(told, rank)
 
     def _make_joining(self, session):
         rank, fit, epoch, count = (
@@ -198,24 +191,17 @@ class Letters:
         )
 
         def asked():
-            with tf.control_dependencies(
-                [
-                    self._epochs.set(self.rank, _NONE),
-                    self._asks.set(self.rank, fit),
-                ]
-            ):
-                return tf.identity(fit)
+            none = self._epochs.set(self.rank, _NONE)
+            return after([none, self._asks.set(self.rank, fit)], fit)
 
         def admitted():
-            with tf.control_dependencies(
-                [
-                    self._lost.set(rank, False),
-                    self._asks.set(rank, _NONE),
-                    self._numbers.set(rank, count),
-                    self._epochs.set(rank, epoch),
-                ]
-            ):
-                return tf.identity(rank)
+            told = [
+                self._lost.set(rank, False),
+                self._asks.set(rank, _NONE),
+                self._numbers.set(rank, count),
+                self._epochs.set(rank, epoch),
+            ]
+            return after(told, rank)
 
         def call(feeds, build):
             return function_of(session, feeds, [locked(self._mutex, build)])

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity.asynchronous.batches import LOST
-from keras_sparsity.asynchronous.cells import Cell, locked
+from keras_sparsity.asynchronous.cells import Cell, after, locked
 
 
 class ServerState:
@@ -43,13 +43,11 @@ class ServerState:
         """From now on, applies nothing that a worker pushes."""
         with tf.device(self.device):
             here = tf.identity(rank)
-
-            def leave():
-                with tf.control_dependencies([self._lost.set(here, True)]):
-                    return tf.identity(here)
-
             with tf.control_dependencies([here]):
-                return locked(self._mutex, leave)
+                return locked(
+                    self._mutex,
+                    lambda: after([self._lost.set(here, True)], here),
+                )
 
     def welcome(self, rank):
         with tf.device(self.device):
@@ -98,8 +96,7 @@ class ServerState:
             with tf.control_dependencies([counted]):
                 last = tf.stack([before[self._rank, 1], batch])
                 noted = self._last.set(self._rank, last)
-            with tf.control_dependencies([noted]):
-                return tf.identity(count)
+            return after([noted], count)
 
         # If this worker is lost meanwhile, TensorFlow begins no function any
         # more, and ends those that it has begun: all of it, or nothing.
