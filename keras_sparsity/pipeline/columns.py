@@ -45,20 +45,13 @@ class Columns:
     def in_calls(self):
         """Context in which the layers compute their own columns."""
         for place, layer in enumerate(self._layers):
-            role = f"tail/columns/{place}"
-            call = _Call(layer, self._peers, self._widths(layer), role)
+            call = _divided_call(layer, self._peers, f"tail/columns/{place}")
             object.__setattr__(layer, "call", call)
         try:
             yield
         finally:
             for layer in self._layers:
                 object.__delattr__(layer, "call")
-
-    def _widths(self, layer):
-        """List of the number of columns of each rank."""
-        size, width = self._peers.size, layer.kernel.shape[-1]
-        parts = [range(*bounds(width, i, size)) for i in range(size)]
-        return [len(part) for part in parts]
 
     def note_step(self):
         """Says that a step has updated the columns; in that step."""
@@ -72,12 +65,12 @@ class Columns:
         if not self._is_behind.numpy():
             return
         for layer in self._layers:
-            widths = self._widths(layer)
-            own = _own(widths, self._peers)
+            width = layer.kernel.shape[-1]
+            own = _own(width, self._peers)
             for variable in self._with_slots(layer.kernel):
                 columns = tf.convert_to_tensor(variable)[:, own]
                 role = "tail/columns/settled"
-                variable.assign(_gathered(columns, widths, self._peers, role))
+                variable.assign(_gathered(columns, width, self._peers, role))
         self._is_behind.assign(False)
 
     def _with_slots(self, kernel):
@@ -90,59 +83,45 @@ class Columns:
         return [each for each in found if each.shape == kernel.shape]
 
 
-class _Call:
-    """The call of a `Dense` layer of which this rank computes some columns.
+def _divided_call(layer, peers, role):
+    """The call of a `Dense` layer of which this rank computes some columns."""
+    width = layer.kernel.shape[-1]
+    own = _own(width, peers)
 
-    Args:
-        layer: the layer.
-        peers: `Collectives` of the ranks that compute the others.
-        widths: list of the number of columns of each rank.
-        role: the name of its messages.
-    """
+    @tf.custom_gradient
+    def shared(values):
+        def gradient(upstream):
+            (total,) = peers.all_reduce([upstream], name=f"{role}/inputs")
+            return total
 
-    def __init__(self, layer, peers, widths, role):
-        self._layer, self._peers = layer, peers
-        self._widths, self._role = widths, role
+        return tf.identity(values), gradient
 
-    def __call__(self, inputs, training=None):
+    @tf.custom_gradient
+    def whole(columns):
+        gathered = _gathered(columns, width, peers, f"{role}/outputs")
+        return gathered, lambda upstream: upstream[..., own]
+
+    def call(inputs, training=None):
         del training
-        layer, role = self._layer, self._role
-        own = _own(self._widths, self._peers)
         kernel = tf.convert_to_tensor(layer.kernel)[:, own]
-
-        @tf.custom_gradient
-        def shared(values):
-            def gradient(upstream):
-                (total,) = self._peers.all_reduce(
-                    [upstream], name=f"{role}/inputs"
-                )
-                return total
-
-            return tf.identity(values), gradient
-
-        @tf.custom_gradient
-        def whole(columns):
-            gathered = _gathered(
-                columns, self._widths, self._peers, f"{role}/outputs"
-            )
-            return gathered, lambda upstream: upstream[..., own]
-
         x = whole(keras.ops.matmul(shared(inputs), kernel))
         if layer.bias is not None:
             x = keras.ops.add(x, layer.bias)
         return x if layer.activation is None else layer.activation(x)
 
+    return call
 
-def _own(widths, peers):
+
+def _own(width, peers):
     """The slice of a rank's columns."""
-    begin = sum(widths[: peers.rank])
-    return slice(begin, begin + widths[peers.rank])
+    return slice(*bounds(width, peers.rank, peers.size))
 
 
-def _gathered(columns, widths, peers, name):
+def _gathered(columns, width, peers, name):
     """All ranks' columns, in their order, of a tensor `(..., columns)`."""
-    rows = tf.transpose(tf.reshape(columns, [-1, widths[peers.rank]]))
-    counts = np.array(widths, np.int32)
+    ends = [bounds(width, rank, peers.size)[1] for rank in range(peers.size)]
+    counts = np.diff(ends, prepend=0).astype(np.int32)
+    rows = tf.transpose(tf.reshape(columns, [-1, counts[peers.rank]]))
     whole = tf.transpose(peers.all_gather(rows, name=name, counts=counts))
     shape = tf.concat([tf.shape(columns)[:-1], tf.shape(whole)[1:]], 0)
     return tf.reshape(whole, shape)

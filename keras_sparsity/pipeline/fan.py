@@ -192,32 +192,23 @@ def _at_least_one(part):
     return tf.pad(part, ends)
 
 
-def fan(collectives, parts_of_ranks, num_workers, wire_dtype=None):
-    """`(link to the stage before, link to the one behind)` of a rank.
+def fan(collectives, parts_of_ranks, wire_dtype=None):
+    """As `between`, for a head and a tail; a tail's is always a `Fan`.
 
     Args:
-        collectives: `Collectives` of all ranks. The workers come first.
+        collectives, wire_dtype: as for `between`. The workers come first.
         parts_of_ranks: as `stages.split_costs.parts_of_ranks` gives them.
-        num_workers: the number of workers.
-        wire_dtype: see `Link`.
     """
-    heads, tails = (
-        [rank for rank, parts in enumerate(each) for _ in parts]
-        for each in (parts_of_ranks[:num_workers], parts_of_ranks[num_workers:])
-    )
-    found = [
-        _pair(collectives, worker, num_workers + tail)
-        for worker, tail in zip(heads, tails, strict=True)
+    ranks = [rank for rank, parts in enumerate(parts_of_ranks) for _ in parts]
+    number = len(ranks) // 2  # of parts, each of a worker and of a tail
+    meetings = [
+        (pair, range(part, part + 1))
+        for part, pair in enumerate(
+            zip(ranks[:number], ranks[number:], strict=True)
+        )
     ]
-    own = {
-        part: Link(found[part], wire_dtype)
-        for part in parts_of_ranks[collectives.rank]
-    }
-    if collectives.rank >= num_workers:
-        return Fan(own, len(found)), None
-    if len(own) == 1:
-        return None, *own.values()
-    return None, Fan(own, len(found))
+    before, behind = _links(collectives, meetings, wire_dtype)
+    return Fan(before, number) if before else None, _as_one(behind, number)
 
 
 @functools.cache
@@ -237,15 +228,25 @@ def between(collectives, num_ranks, wire_dtype=None):
             other.
         wire_dtype: see `Link`.
     """
-    # To the stage before, and to the one behind; of each piece.
+    num_pieces = math.lcm(*num_ranks)
+    found = _links(collectives, _meetings(num_ranks), wire_dtype)
+    return tuple(_as_one(of_pieces, num_pieces) for of_pieces in found)
+
+
+def _links(collectives, meetings, wire_dtype):
+    """Dicts from pieces to `Link`s, to the stage before and the one behind.
+
+    Args:
+        collectives, wire_dtype: as for `between`.
+        meetings: as `_meetings` gives them.
+    """
     found = {}, {}
-    for ranks, pieces in _meetings(num_ranks):
+    for ranks, pieces in meetings:
         pair = _pair(collectives, *ranks)
         if collectives.rank in ranks:
             link = Link(pair, wire_dtype)
             found[1 - pair.rank].update(dict.fromkeys(pieces, link))
-    num_pieces = math.lcm(*num_ranks)
-    return tuple(_as_one(of_pieces, num_pieces) for of_pieces in found)
+    return found
 
 
 def _as_one(of_pieces, num_pieces):

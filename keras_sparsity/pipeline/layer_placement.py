@@ -158,7 +158,7 @@ class LayerPlacementStrategy(StagedStrategy):
         super().__init__(
             communicator,
             peers(communicator, (first, num_tail_workers)),
-            fan(communicator, self._parts_of_ranks, first, wire_dtype),
+            fan(communicator, self._parts_of_ranks, wire_dtype),
             stages,
         )
 
