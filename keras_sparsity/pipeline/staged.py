@@ -34,6 +34,11 @@ def start_without_servers(engine, timeout, strategy):
 class StagedStrategy(ProcessStrategy, abc.ABC):
     """A strategy under which each rank trains one stage of a model.
 
+    `adoption` calls its functions with the `Cutter` of a model, the `Part`s of
+    all stages, this rank's `Stage`, and the rank's optimizer or None; `profile`
+    and `passes` are the results of the functions of these names, `places` those
+    of the cuts.
+
     Attributes:
         options: `Options` of the messages of tables' rows.
         asked_micro_batches: the number of a mini-batch's parts that the user
@@ -94,12 +99,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
         return max(self.stages_of_ranks) + 1
 
     def divide_ranks(self, places, profile):
-        """Decides the ranks of each stage, where only a model tells.
-
-        Args:
-            places: those of the model's cuts.
-            profile: as the function of this name gives it.
-        """
+        """Decides the ranks of each stage, where only a model tells."""
 
     @abc.abstractmethod
     def found_places(self, cutter, profile):
@@ -107,47 +107,19 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
 
     @abc.abstractmethod
     def plan_function(self, model, stage, passes, profile):
-        """A function of a mini-batch that gives a cut model's plan.
-
-        Args:
-            model: the model.
-            stage: this rank's `Stage`.
-            passes: as the function of this name gives it.
-            profile: as the function of this name gives it.
-        """
+        """A function of a mini-batch that gives a cut model's plan."""
 
     def limit(self, model, parts, stage, passes):
-        """The `Limit` of a cut model's memory, or None.
-
-        Args:
-            model, stage, passes: as for `plan_function`.
-            parts: the `Part`s of all stages.
-        """
+        """The `Limit` of a cut model's memory, or None."""
 
     def check_columns(self, parts, optimizer):
-        """Raises ValueError, on all ranks, if no columns can be divided.
-
-        Args:
-            parts: the `Part`s of all stages.
-            optimizer: the optimizer, or None.
-        """
+        """Raises ValueError, on all ranks, if no columns can be divided."""
 
     def divide_columns(self, stage, parts, profile, optimizer):
-        """Gives the `Stage` `Columns`, if its ranks divide wide layers.
-
-        Args:
-            stage: this rank's `Stage`.
-            parts: the `Part`s of all stages.
-            profile: as the function of this name gives it.
-            optimizer: the rank's optimizer, or None.
-        """
+        """Gives the `Stage` `Columns`, if its ranks divide wide layers."""
 
     def head_sums(self, parts):
-        """The `HeadSums` of the first stage's gradients, or None.
-
-        Args:
-            parts: the `Part`s of all stages.
-        """
+        """The `HeadSums` of the first stage's gradients, or None."""
 
     @abc.abstractmethod
     def passes(self, stage, optimizer):
