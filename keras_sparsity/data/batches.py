@@ -28,6 +28,18 @@ def split_batch(batch, rank, size):
     return rows_between(batch, start, stop)
 
 
+def mapped(dataset, function, **options):
+    """`dataset.map` of a function of one element, whatever its structure."""
+    # `map` hands over the entries of a tuple, of a tuple of one too.
+    is_tuple = type(dataset.element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert
+    def call(*element):
+        return function(element if is_tuple else element[0])
+
+    return dataset.map(call, **options)
+
+
 def bounds(number, rank, size):
     """The first example of a rank's part, and the one behind its last.
 

@@ -11,7 +11,7 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity.data.batches import split_batch
+from keras_sparsity.data.batches import mapped, split_batch
 from keras_sparsity.data.equal_steps import ending_together
 from keras_sparsity.data.fingerprints import Fingerprints, fingerprint
 from keras_sparsity.data.marks import (
@@ -147,18 +147,12 @@ def split_batches(dataset, rank, size, fingerprints=None):
     }
 
     cut = counted_part if _counts else split_batch
-    # `map` hands over the entries of a tuple, of a tuple of one too.
-    is_tuple = type(dataset.element_spec) is tuple
 
-    @tf.autograph.experimental.do_not_convert
-    def split(*element):
-        batch = element if is_tuple else element[0]
+    def split(batch):
         part = cut(batch, rank, size)
-        if fingerprints is None:
-            return part
-        return part, fingerprint(batch)
+        return part if fingerprints is None else (part, fingerprint(batch))
 
-    parts = dataset.map(split, **parallel)
+    parts = mapped(dataset, split, **parallel)
     if fingerprints is not None:
         parts = fingerprints.note(parts)
     # The ranks must see the batches in the same order.

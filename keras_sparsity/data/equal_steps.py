@@ -2,8 +2,8 @@
 
 import tensorflow as tf
 
-from keras_sparsity.data.batches import empty_like, inner_shape, without_rows
-from keras_sparsity.data.stand_ins import Counted
+from keras_sparsity.data.batches import empty_like, inner_shape
+from keras_sparsity.data.stand_ins import nothing_of
 
 
 def with_equal_steps(part, num_steps, collectives):
@@ -20,13 +20,8 @@ def with_equal_steps(part, num_steps, collectives):
     """
     if num_steps == tf.data.INFINITE_CARDINALITY:
         return part.prefetch(tf.data.AUTOTUNE)
-    nothing = tf.nest.map_structure(without_rows, part.element_spec)
-    rest = tf.data.Dataset.from_tensors(nothing).repeat()
-    steps = _with_known_shapes(
-        _marked(part.prefetch(tf.data.AUTOTUNE), 1).concatenate(
-            _marked(rest, 0)
-        )
-    )
+    steps = _without_end(part.prefetch(tf.data.AUTOTUNE))
+    steps = _with_known_shapes(steps)
     if num_steps >= 0:
         steps = steps.take(num_steps).map(_unmarked)
         return steps.prefetch(tf.data.AUTOTUNE)
@@ -47,14 +42,7 @@ def ending_together(part, collectives):
     """
     if collectives.is_server:
         return _while_any_is_left(_marked(part, 0), collectives)
-    spec = part.element_spec
-    nothing = tf.nest.map_structure(without_rows, spec)
-    if isinstance(spec, Counted):
-        counts = tf.zeros(spec.counts.shape, spec.counts.dtype)
-        nothing = Counted(nothing.batch, counts)
-    rest = tf.data.Dataset.from_tensors(nothing).repeat()
-    marked = _marked(part, 1).concatenate(_marked(rest, 0))
-    return _while_any_is_left(marked, collectives)
+    return _while_any_is_left(_without_end(part), collectives)
 
 
 def _while_any_is_left(marked, collectives):
@@ -125,6 +113,13 @@ def _with_known_shapes(marked):
 def _unmarked(batch, mark):
     del mark
     return batch
+
+
+def _without_end(part):
+    """Batches, marked by 1, and then batches without rows, marked by 0."""
+    nothing = nothing_of(part.element_spec)
+    rest = tf.data.Dataset.from_tensors(nothing).repeat()
+    return _marked(part, 1).concatenate(_marked(rest, 0))
 
 
 def _marked(dataset, mark):

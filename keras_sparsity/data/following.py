@@ -5,10 +5,13 @@ import typing
 import keras
 import tensorflow as tf
 
-from keras_sparsity.data.batches import num_examples, without_rows
-from keras_sparsity.data.stand_ins import Counted, flat
-
-_KINDS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
+from keras_sparsity.data.batches import num_examples
+from keras_sparsity.data.stand_ins import (
+    Counted,
+    can_be_held_back,
+    flat,
+    nothing_of,
+)
 
 
 class Followed(typing.NamedTuple):
@@ -46,13 +49,9 @@ def with_following(dataset):
     ...  for x, following, *_ in with_following(batches)]
     [([0, 1], [2, 3]), ([2, 3], [4]), ([4], [])]
     """
-    spec = dataset.element_spec
-    if not all(isinstance(s, _KINDS) for s in tf.nest.flatten(spec)):
+    if not can_be_held_back(dataset.element_spec):
         return None
-    nothing = tf.nest.map_structure(without_rows, spec)
-    if isinstance(spec, Counted):
-        counts = tf.zeros(spec.counts.shape, spec.counts.dtype)
-        nothing = Counted(nothing.batch, counts)
+    nothing = nothing_of(dataset.element_spec)
     end = tf.data.Dataset.from_tensors(nothing)
 
     @tf.autograph.experimental.do_not_convert

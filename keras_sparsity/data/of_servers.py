@@ -9,9 +9,9 @@ workers, who tell where an epoch ends if nobody knows it before (see
 import tensorflow as tf
 
 from keras_sparsity.collectives.differences import raise_if_different
-from keras_sparsity.data.batches import rows_between, without_rows
+from keras_sparsity.data.batches import mapped, rows_between
 from keras_sparsity.data.equal_steps import ending_together
-from keras_sparsity.data.stand_ins import Counted, zeros
+from keras_sparsity.data.stand_ins import Counted, nothing_of, zeros
 
 
 def agreed(facts, what, fix, collectives):
@@ -74,20 +74,15 @@ def parts_of_server(dataset, number, collectives, are_counted=False):
     Returns:
         `tf.data.Dataset` of batches whose number of rows is not static.
     """
-    nothing = tf.nest.map_structure(without_rows, dataset.element_spec)
-    one = tf.data.Dataset.from_tensors(nothing)
-    # `map` hands over the entries of a tuple, of a tuple of one too.
-    is_tuple = type(one.element_spec) is tuple
+    one = tf.data.Dataset.from_tensors(nothing_of(dataset.element_spec))
 
-    @tf.autograph.experimental.do_not_convert
-    def example(*element):
-        batch = zeros(element if is_tuple else element[0])
+    def example(nothing):
         start, stop = tf.unstack(tf.constant([0, 1], tf.int64))
-        batch = rows_between(batch, start, stop)
+        batch = rows_between(zeros(nothing), start, stop)
         counts = tf.zeros([2], tf.int64)
         return Counted(batch, counts) if are_counted else batch
 
-    parts = one.map(example).repeat(number if number >= 0 else None)
+    parts = mapped(one, example).repeat(number if number >= 0 else None)
     if number == tf.data.UNKNOWN_CARDINALITY:
         return ending_together(parts, collectives)
     return parts

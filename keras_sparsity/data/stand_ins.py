@@ -18,9 +18,6 @@ from keras_sparsity.data.batches import (
     without_rows,
 )
 
-_KINDS = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
-
-
 class Counted(typing.NamedTuple):
     """The examples that a step computes on.
 
@@ -97,9 +94,9 @@ def with_stand_ins(parts):
         `tf.data.Dataset` of as many; `parts` where they cannot be held back.
     """
     spec = parts.element_spec
-    if not all(isinstance(s, _KINDS) for s in tf.nest.flatten(spec)):
+    if not can_be_held_back(spec):
         return parts
-    start = zeros(tf.nest.map_structure(without_rows, spec))
+    start = zeros(nothing_of(spec))
 
     @tf.autograph.experimental.do_not_convert
     def step(before, element):
@@ -111,6 +108,21 @@ def with_stand_ins(parts):
         return flat(one), Counted(part, counts)
 
     return parts.scan(flat(start), step)
+
+
+def can_be_held_back(spec):
+    """Whether a scan can keep the elements of a dataset of this spec."""
+    kinds = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
+    return all(isinstance(each, kinds) for each in tf.nest.flatten(spec))
+
+
+def nothing_of(spec):
+    """An element of this spec without examples; unknown dimensions are 1."""
+    nothing = tf.nest.map_structure(without_rows, spec)
+    if isinstance(spec, Counted):
+        counts = tf.zeros(spec.counts.shape, spec.counts.dtype)
+        nothing = Counted(nothing.batch, counts)
+    return nothing
 
 
 def flat(batch):

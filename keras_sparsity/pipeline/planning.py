@@ -221,12 +221,8 @@ class Planner:
             self._num_passes,
             num_bytes(tensors[:num_inputs]),
             num_bytes(tensors[num_inputs:]),
-            self._made_bytes(tensors),
+            num_bytes(keras.tree.flatten(self._made(tensors))),
         )
-
-    def _made_bytes(self, tensors):
-        """Bytes that the layers of a pass make."""
-        return num_bytes(keras.tree.flatten(self._made(tensors)))
 
     def _made(self, tensors):
         """List of the outputs of each call of a pass, lists."""
