@@ -7,11 +7,6 @@ class Cell:
     """A variable at the device under which it is made.
 
     Clients share it by its name.
-
-    Args:
-        name: its name.
-        dtype: its dtype.
-        shape: its shape.
     """
 
     def __init__(self, name, dtype, shape):

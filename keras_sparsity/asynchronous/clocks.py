@@ -21,11 +21,9 @@ class Clocks:
     1.
 
     Args:
-        device: the server's device.
-        size: the number of workers.
-        rank: this worker; a dedicated server takes no steps.
+        device, size, rank, name: as for `Batches`; a dedicated server takes no
+            steps.
         bound: the number of steps, None for any.
-        name: begins the names by which workers share the counts.
     """
 
     def __init__(self, device, size, rank, bound, name):

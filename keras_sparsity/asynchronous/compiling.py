@@ -15,12 +15,6 @@ _ADOPTION = "_keras_sparsity_asynchronous"
 def compile_served(stock, model, args, kwargs, strategy):
     """Compiles a model that workers train by pulls and pushes of their own.
 
-    Args:
-        stock: Keras's own `compile`.
-        model: the model.
-        args, kwargs: its arguments.
-        strategy: the `HybridStrategy`.
-
     Raises:
         ValueError: if the model is another strategy's, or has layers or an
             optimizer that servers do not support.

@@ -18,12 +18,6 @@ _DELAYED = "_keras_sparsity_delayed"
 def compile_delayed(stock, model, args, kwargs, strategy):
     """Compiles a model whose gradients are applied some steps later.
 
-    Args:
-        stock: Keras's own `compile`.
-        model: the model.
-        args, kwargs: its arguments.
-        strategy: the `HybridStrategy`, with a `max_staleness` of at least 1.
-
     Raises:
         ValueError: if the optimizer scales losses, or has
             `transform_gradients` beside `delay_compensation`.
@@ -60,11 +54,7 @@ def _check_transforms_nothing(optimizer):
 
 
 class DelayedRuns(Binding):
-    """`fit` that applies all gradients by the end of each epoch.
-
-    Args:
-        model: an adopted model.
-    """
+    """`fit` that applies all gradients by the end of each epoch."""
 
     def __init__(self, model):
         self._is_in_step = self._is_in_fit = False
@@ -117,7 +107,8 @@ class DelayedRuns(Binding):
     def _apply_all(self):
         if not self._delay.is_waiting():
             return
-        strategy, optimizer = self._strategy, self._model.optimizer
+        strategy = self._model.distribute_strategy
+        optimizer = self._model.optimizer
 
         def apply_next():
             strategy.run(optimizer.apply_next)
@@ -126,10 +117,6 @@ class DelayedRuns(Binding):
             apply_next = tf.function(apply_next, autograph=False)
         for _ in range(self._delay.num_steps):
             apply_next()
-
-    @property
-    def _strategy(self):
-        return self._model.distribute_strategy
 
     @contextlib.contextmanager
     def _set(self, name):

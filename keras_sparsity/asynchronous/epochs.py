@@ -23,9 +23,7 @@ class Epochs(keras.callbacks.Callback):
     batches of others: a faster worker takes more of them.
 
     Args:
-        strategy: the `HybridStrategy`.
         checkpoint: the `ShardedCheckpoint` of this `fit`, or None.
-        progress: the `Progress` of this `fit`.
         num_read: how many epochs others have read before this process joins.
     """
 

@@ -12,22 +12,13 @@ from keras_sparsity.training import resuming
 
 
 class Progress:
-    """What ranks learn while they train, apart from what servers have.
-
-    Args:
-        model: the model in training.
-        callbacks: list of the callbacks of its `fit`.
-    """
+    """What ranks learn while they train, apart from what servers have."""
 
     def __init__(self, model, callbacks):
         self._model, self._callbacks = model, callbacks
 
     def state(self, own_values):
-        """An object that pickles.
-
-        Args:
-            own_values: the variables that no rule updates.
-        """
+        """An object that pickles; `own_values` are updated by no rule."""
         history, rate = self._model.history, self._rate()
         return {
             "values": [keras.ops.convert_to_numpy(v) for v in own_values],
@@ -62,8 +53,6 @@ def begun(model, callbacks, arguments, number):
     from the end of its `ShardedCheckpoint`.
 
     Args:
-        model: the model to be trained.
-        callbacks: list of all of its callbacks.
         arguments: `fit`'s, by name; gets `initial_epoch`.
         number: which `fit` of this process it is.
 

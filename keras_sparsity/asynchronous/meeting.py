@@ -31,9 +31,6 @@ def lasting(collectives):
 
     From now on the loss of a worker does not end the others. A message is that
     of the ranks that are left. All ranks call it together.
-
-    Args:
-        collectives: `Collectives` of all ranks, with dedicated servers.
     """
     if collectives not in _lasting:
         servers = tf_servers.started(collectives)
@@ -68,7 +65,6 @@ def admitting(collectives, fit, epoch):
     """A function that lets processes join that wait for it, for `Servers`.
 
     Args:
-        collectives: `Collectives` of all ranks.
         fit: the number of the `fit` that runs.
         epoch: the epoch that begins; None for the first one, which none joins.
     """
@@ -215,10 +211,9 @@ class Letters:
         self._see = function_of(session, [], seen)
 
     def admit(self, fit, epoch):
-        """Lets ranks join; on the first owner, while all wait for its letter.
+        """Lets ranks join, and returns their numbers.
 
-        Returns:
-            Their numbers.
+        On the first owner, while all wait for its letter.
         """
         if epoch is None:
             self._tell(fit)
@@ -231,10 +226,9 @@ class Letters:
         return ranks
 
     def wait(self, fit):
-        """Waits until this process may join a `fit`.
+        """The epoch in which this process may join a `fit`, once it may.
 
-        Returns:
-            The epoch; None if the others run a later `fit`.
+        None if the others run a later one.
         """
         self._ask(fit)
         while True:

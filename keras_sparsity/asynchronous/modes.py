@@ -19,9 +19,7 @@ def checked(
 ):
     """Checks the arguments of `HybridStrategy` of these names.
 
-    Raises:
-        ValueError: if one of them is not valid, or the others leave it no
-            effect.
+    An error, if one is not valid, or the others leave it no effect.
     """
     checks.boolean("synchronous", synchronous)
     checks.one_of("delay", delay, DELAYS)
@@ -92,11 +90,7 @@ def _check_compensation(delay_compensation, synchronous):
 
 
 def check_supports(architecture, prefetch):
-    """Checks other arguments of an asynchronous `HybridStrategy`.
-
-    Raises:
-        ValueError: if one of them is not supported.
-    """
+    """Raises ValueError for other arguments that are not supported."""
     if architecture == "measured":
         raise ValueError(
             'With `architecture="measured"` variables move while gradients '
@@ -114,11 +108,7 @@ def check_supports(architecture, prefetch):
 
 
 def check_of_servers(strategy):
-    """Checks other arguments of a strategy whose workers pull and push.
-
-    Raises:
-        ValueError: if one of them would have no effect, or is not supported.
-    """
+    """Checks other arguments of a strategy whose workers pull and push."""
     if not is_by_servers(strategy):
         return
     if strategy.wire_dtype == "int8":
@@ -150,10 +140,6 @@ def collectives_of(strategy, collectives):
 
     With dedicated servers, workers that pull and push by themselves may be
     lost.
-
-    Args:
-        strategy: the `HybridStrategy`.
-        collectives: `Collectives` of all processes.
     """
     if is_by_servers(strategy) and collectives.num_servers:
         return lasting(collectives)
@@ -170,11 +156,7 @@ def is_by_servers(strategy):
 
 
 def compile_adopts(strategy):
-    """While entered, `Model.compile` adopts the model that it compiles.
-
-    Args:
-        strategy: the `HybridStrategy`.
-    """
+    """While entered, `Model.compile` adopts the model that it compiles."""
     compile_ = compile_adopted
     if is_by_servers(strategy):
         compile_ = compile_served

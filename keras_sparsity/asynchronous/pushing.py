@@ -24,12 +24,7 @@ class Pushing:
         self.staleness = collections.Counter()
 
     def begin(self, push, batch, version, *values):
-        """Begins a push when the one before has ended.
-
-        Args:
-            push: a function of `Store.pusher`.
-            batch, version, *values: its arguments.
-        """
+        """Begins a push, see `Store.pusher`, when the one before has ended."""
         self.wait()
         self._batch, self._version = batch, version
         call = push, batch, version, *values
@@ -56,8 +51,7 @@ class Pushing:
     def close(self, raises):
         """Ends the thread, after the push that is under way.
 
-        Args:
-            raises: whether the push's error is raised; not in place of another.
+        Its error is raised if asked for: not in place of another one.
         """
         self._thread.shutdown()
         if raises:

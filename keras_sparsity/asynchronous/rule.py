@@ -17,8 +17,6 @@ def check(optimizer, sparse_updates, of_rows):
     """Raises ValueError if a server cannot apply an optimizer's rule.
 
     Args:
-        optimizer: a Keras optimizer.
-        sparse_updates: the strategy's.
         of_rows: names of the layers of which rows are updated.
     """
     received = f"Received: a {type(optimizer).__name__}"

@@ -29,9 +29,6 @@ _numbers = itertools.count()
 class Runs(Binding):
     """Binds `fit` and its steps; rank 0 reports, and writes files.
 
-    Args:
-        model: an adopted model.
-
     Attributes:
         optimizer: that of the last `compile` inside of the scope.
     """
@@ -226,7 +223,6 @@ class _Recorded:
 
     Args:
         records: for each worker, its part of the sums.
-        collectives: `Collectives` of all ranks.
     """
 
     def __init__(self, records, collectives):

@@ -15,10 +15,7 @@ class ServerState:
     `Batches`.
 
     Args:
-        device: the server's device.
-        size: the number of workers.
-        rank: this worker.
-        name: begins the names by which workers share the state.
+        device, size, rank, name: as for `Batches`.
         update: function of a list of `(Piece, row numbers or None, gradient,
             ...)`, the count, the version of the pull and the learning rate
             that makes the operations of an update.

@@ -21,9 +21,6 @@ class Servers:
 
     They run until their process ends: TensorFlow cannot stop them.
 
-    Args:
-        collectives: `Collectives` of all ranks.
-
     Attributes:
         size, num_workers: the number of ranks, and of those that train.
         owners: the ranks whose servers hold variables: the dedicated servers,
@@ -78,7 +75,6 @@ class Servers:
         """Has a `Store` begin an epoch; by all ranks, while they wait.
 
         Args:
-            store: the `Store`.
             admit: function that lets lost ranks take part again, which are
                 alive, and returns them; called on the first owner.
         """
@@ -150,11 +146,7 @@ def share(collectives, servers):
 
 
 def own_host(machines):
-    """The name or address at which other ranks reach this process.
-
-    Args:
-        machines: the number of each rank's machine.
-    """
+    """The name or address at which other ranks reach this process."""
     if len(set(machines)) == 1:
         return "127.0.0.1"
     tasks = settings.cluster()

@@ -94,10 +94,9 @@ class Store:
         self.reset()
 
     def download(self):
-        """Takes all values; no worker pushes meanwhile.
+        """Takes all values, and returns the version: the number of updates.
 
-        Returns:
-            The version: the number of updates.
+        No worker pushes meanwhile.
         """
         for stored in self._stored:
             for variable in [stored.variable, *stored.slots]:
@@ -123,7 +122,7 @@ class Store:
     def leave_out(self, rank):
         """From now on, nothing that a worker pushes is applied.
 
-        Then its batch is handed out again. From any thread.
+        Its batch is handed out again. From any thread.
         """
         self._leave_out(rank)
 

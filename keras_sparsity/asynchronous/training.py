@@ -27,7 +27,6 @@ class Training:
     All ranks make it, and call `end_epoch` and `end`, together.
 
     Args:
-        model: a built model.
         number: which `Training` of this process it is.
 
     Attributes:
@@ -124,12 +123,7 @@ class Training:
     # All ranks together.
 
     def begin_epoch(self, epoch, progress):
-        """Begins an epoch, of which processes may take part that are new.
-
-        Args:
-            epoch: its number.
-            progress: this rank's `Progress`.
-        """
+        """Begins an epoch, of which processes may take part that are new."""
         joins = meeting.joining(self._collectives)
         if joins:
             joins.join()
@@ -167,9 +161,7 @@ class Training:
     def end_epoch(self):
         """Takes the weights after all updates, and means of own values.
 
-        Returns:
-            The version of the weights, and the records of all workers that took
-            a batch.
+        Returns their version, and the records of all workers that took a batch.
         """
         is_server = self._collectives.is_server
         if is_server:

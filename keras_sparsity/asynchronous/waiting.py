@@ -8,10 +8,6 @@ def noted(rank, wait):
 
     If nothing goes on at any rank for longer than the timeout, the watch ends
     all of them: a worker may be alive and stand still.
-
-    Args:
-        rank: this process's.
-        wait: the function, without arguments.
     """
     notes = journal.current()
     # Of this rank alone, as others need not call anything for it to end.

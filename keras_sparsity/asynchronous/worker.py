@@ -23,9 +23,7 @@ class Worker:
     """Trains a model on its own batches, with weights and rows at servers.
 
     Args:
-        model: a built model.
-        layers: list of its `Embedding`s whose rows travel.
-        store: `Store`.
+        layers: list of the model's `Embedding`s whose rows travel.
 
     Attributes:
         batch: the number of the batch in training.
@@ -86,13 +84,7 @@ class Worker:
         """A training step on rows at servers.
 
         Those of the ids that the batch tells come with the other weights.
-
-        Args:
-            step: function of a batch, that of the model.
-            batch: structure of tensors.
-
-        Returns:
-            The step's logs.
+        Returns the logs of `step`, the model's.
         """
 
         def reading(batch):

@@ -28,11 +28,9 @@ _MOST_ENTRIES = 16
 
 
 def of_call(method, arguments):
-    """Facts about a call: a dict from arguments to values.
+    """Facts about a call of a method: a dict from arguments to values.
 
-    Args:
-        method: Name of the method.
-        arguments: dict of its arguments; arrays count by shape and dtype.
+    Arrays count by shape and dtype.
 
     Example:
 

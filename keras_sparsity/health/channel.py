@@ -79,12 +79,7 @@ class Channel:
 
 
 def connect(rank, size, gather_objects, root=0):
-    """Connects every rank with one of them. A collective call.
-
-    Args:
-        rank, size: This process among all.
-        gather_objects: `Collectives.gather_objects`.
-        root: The rank with which all are connected.
+    """Connects every rank with the root. A collective call.
 
     Returns:
         This rank's `Channel` to the root, and on the root a dict of the
@@ -175,12 +170,7 @@ def _own_addresses():
 
 
 def call(hosts, port, secret, rank, root):
-    """The `Channel` of a rank to the root.
-
-    Args:
-        hosts, port: Where the root listens.
-        secret: Bytes.
-        rank, root: The ranks at both ends.
+    """The `Channel` of a rank to the root, which listens at some hosts.
 
     Raises:
         RuntimeError: If the root cannot be reached within a minute.
@@ -299,7 +289,6 @@ def _agreed(raw, secret, challenges, after):
 
     Args:
         raw: The socket; the caller closes it.
-        secret: The secret.
         challenges: `_AS_SERVER` or `_AS_CLIENT`.
         after: Function of the channel that ends the handshake.
 

@@ -36,7 +36,6 @@ class Coordinator:
     Args:
         channels: dict from rank to `Channel`.
         timeout_seconds: How long a rank may be silent, or let others wait.
-        root: The rank in whose process this runs.
     """
 
     def __init__(self, channels, timeout_seconds, root):

@@ -55,11 +55,7 @@ class Site:
     def enter(self, tensors):
         """Counts the begin of a call, once its inputs are computed.
 
-        Args:
-            tensors: The inputs of the collective.
-
-        Returns:
-            Control dependencies of the collective.
+        Returns the control dependencies of the collective.
         """
         if self.scope is None:
             self._entered += 1
@@ -164,13 +160,9 @@ class Journal:
 
     @tf.autograph.experimental.do_not_convert
     def run(self, site, tensors, collective):
-        """Runs `collective()` between `enter` and `leave` of the site.
+        """Runs `collective()`, of these inputs, between `enter` and `leave`.
 
-        Args:
-            site: The result of `site`.
-            tensors: The inputs of the collective.
-            collective: A function without arguments that returns the
-                outputs, in any structure of tensors.
+        It returns the outputs, in any structure of tensors.
         """
         with tf.control_dependencies(site.enter(tensors)):
             if site.meter is None:
@@ -226,13 +218,8 @@ class Journal:
     def counts(self, calls):
         """How often calls, of any shape, have begun and are over.
 
-        In all functions together, also those that are gone.
-
-        Args:
-            calls: `Call`s of this rank or another one.
-
-        Returns:
-            List of pairs, one for each call.
+        In all functions together, also those that are gone: a list of pairs.
+        The `Call`s are those of this rank or another one.
         """
         wanted = [call.without_shape() for call in calls]
         is_whole = False
@@ -259,11 +246,9 @@ class Journal:
 
     @contextlib.contextmanager
     def measured(self, name, inputs):
-        """Measures the operations traced inside as a call of that name.
+        """Measures the operations traced inside, from their inputs on.
 
-        Args:
-            name: The name in `totals`.
-            inputs: The tensors with which it begins.
+        In `totals` they are a call of that name.
         """
         scope = tf_graphs.outermost_function()
         if not self.measures or scope is None:

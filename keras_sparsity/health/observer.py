@@ -31,11 +31,7 @@ _NOT_THE_USERS = tuple(
 
 
 class Observer:
-    """Makes the `Report` of this rank.
-
-    Args:
-        journal: The `Journal` of its calls.
-    """
+    """Makes the `Report` of this rank."""
 
     def __init__(self, journal):
         self._journal = journal

@@ -39,8 +39,6 @@ def start(collectives, journal, abort, close, timeout_seconds):
     """Starts to watch this rank. A collective call, once per process.
 
     Args:
-        collectives: The `Collectives` of all ranks.
-        journal: The `Journal` of their calls.
         abort: `Engine.abort`, called from a thread.
         close: `Engine.close`, called at exit when all ranks have ended.
         timeout_seconds: How long a living rank may keep others waiting.
@@ -83,10 +81,8 @@ def join(rank, root, facts, journal):
     """Starts to watch a rank that was lost, in its new process.
 
     Args:
-        rank: Its number.
         root: The rank that decides.
         facts: Those of `open_door`.
-        journal: The `Journal` of its calls.
     """
     secret, seconds = bytes.fromhex(facts["secret"]), facts["timeout"]
     channel = channels.call(facts["hosts"], facts["port"], secret, rank, root)
@@ -112,7 +108,6 @@ def go_on_without(ranks, on_lost):
     A rank that is lost is told so, and ends. If all of them are, all ranks end.
 
     Args:
-        ranks: The ranks, the same on every rank.
         on_lost: Function of the number of a lost rank, called in a thread.
     """
     if _watch is not None:
