@@ -28,15 +28,9 @@ _SECTIONS = ("model", "optimizer", "metrics", "prediction")
 def plain(value, where, levels=_MOST_LEVELS - 4):
     """A value as JSON has it: numbers, strings, lists and dicts.
 
-    NumPy's and TensorFlow's numbers and arrays become Python's.
-
-    Args:
-        value: the value.
-        where: its place, for the message.
-        levels: how deep lists and dicts may be nested.
-
-    Raises:
-        ValueError: if it is something else.
+    NumPy's and TensorFlow's numbers and arrays become Python's; of other values
+    an error says `where` they stand. Lists and dicts may be nested so many
+    `levels` deep.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -69,12 +63,7 @@ def plain(value, where, levels=_MOST_LEVELS - 4):
 
 
 def write(path, index):
-    """Writes the index of a checkpoint, and has it on disk.
-
-    Args:
-        path: the checkpoint's folder.
-        index: dict of JSON's types.
-    """
+    """Writes the index of a checkpoint's folder, and has it on disk."""
     index = {"format": FORMAT, "format_version": FORMAT_VERSION, **index}
     index["checksum"] = _checksum(index)
     with open(os.path.join(path, INDEX), "w") as file:

@@ -79,9 +79,6 @@ def locked(directory):
     process ends, however it does, and a child that outlives it has no part in
     it.
 
-    Args:
-        directory: the folder.
-
     Raises:
         OSError: if another training holds it.
     """

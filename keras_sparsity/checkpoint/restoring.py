@@ -17,7 +17,6 @@ def restore(entry, number, record, file, num_processes, communicator):
         record: what the index says of it.
         file: function of a file's name that gives its `Source`.
         num_processes: the number of those that saved it.
-        communicator: the `Collectives` of all ranks.
     """
     if not entry.pieces:
         return  # other ranks have it

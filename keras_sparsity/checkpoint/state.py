@@ -147,15 +147,9 @@ def write(group, name, variable, num_rows=None):
 
 
 def spoiled(entries, rank, also_infinite):
-    """Name of one of the model's variables that is spoiled on this rank.
+    """Name of one of the model's variables that is spoiled here; or None.
 
-    Args:
-        entries: result of `entries`.
-        rank: this process's rank.
-        also_infinite: whether infinity counts, too, and not NaN alone.
-
-    Returns:
-        The name, or None.
+    By NaN, and, if `also_infinite`, by infinity.
     """
     for entry in entries:
         is_float = tf.as_dtype(entry.dtype).is_floating

@@ -147,8 +147,6 @@ def latest(directory, communicator, is_resumed=False):
     """Path and index of the latest checkpoint, found sound; None if none.
 
     Args:
-        directory: folder of checkpoints.
-        communicator: the `Collectives` of all ranks.
         is_resumed: whether a training is to go on from it.
 
     Raises:
@@ -200,7 +198,6 @@ def restore(model, path, contents, communicator, sections):
     Args:
         model: a model, with its optimizer built if that is to be restored.
         path, contents: result of `latest`.
-        communicator: the `Collectives` of all ranks.
         sections: those to restore, of `Entry.section`. `"prediction"` is
             left as it is where the model or the checkpoint has none: another
             schedule has saved it.
@@ -289,7 +286,6 @@ def _writers(entry, is_own, size):
     Args:
         entry: `Entry` that is no partitions.
         is_own: whether each rank that has it has its own value.
-        size: the number of ranks.
     """
     if entry.ranks is None:
         return tuple(range(size)) if is_own else ()

@@ -132,7 +132,6 @@ class Calls:
             op: The operation, for the journal.
             name: The numbered role.
             tensors: The caller's tensors, which travel in one message.
-            send: Function of a name.
             same_shapes: Whether all ranks' tensors have the same shapes.
         """
         shapes = [

@@ -4,12 +4,7 @@ import tensorflow as tf
 
 
 def pin_gpu(local_rank, local_size):
-    """Leaves this process the GPU of its local rank, if there are several.
-
-    Args:
-        local_rank: This process's number on its machine.
-        local_size: The number of processes on its machine.
-    """
+    """Leaves this process the GPU of its local rank, if there are several."""
     gpus = tf.config.list_physical_devices("GPU")
     if local_size == 1 or len(gpus) < 2:
         return

@@ -7,11 +7,7 @@ from keras_sparsity.collectives.wire import Wire
 
 
 class LocalEngine(Engine):
-    """The operations of a group of one process.
-
-    Args:
-        name: The engine of the run.
-    """
+    """The operations of a group of one process, in a run by some engine."""
 
     rank = 0
     size = 1

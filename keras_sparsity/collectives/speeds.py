@@ -35,7 +35,6 @@ def measure(communicator, num_bytes):
     """Times each path at two sizes. A collective call, between steps.
 
     Args:
-        communicator: `Collectives` of all ranks.
         num_bytes: Function of a path's name ("allreduce", "ps", "allgather")
             and a number of rows of 16 float32: the bytes that the busiest
             machine moves for them. By "ps" each process asks each owner for
@@ -64,7 +63,6 @@ def measure_messages(communicator, num_sharing):
     sum's time.
 
     Args:
-        communicator: `Collectives` of all ranks.
         num_sharing: the number of processes that share a processor.
 
     Returns:

@@ -201,11 +201,7 @@ def _facts_of_ranks(collectives, machine, timeout_seconds, servers, seed):
 def _joined(facts, engine):
     """The `Collectives` of a worker that joins others, until it has: alone.
 
-    Their engine has no place for it.
-
-    Args:
-        facts: those of `door`.
-        engine: the engine's name.
+    Their engine has no place for it. The facts are those of `door`.
     """
     notes = journal.current()
     errors.set_sources(notes)

@@ -39,7 +39,6 @@ def copied(replace, model):
     Args:
         replace: function of the copier and an object, as `Copier` takes it;
             it is also asked about tables and losses.
-        model: the model.
     """
     copier = Copier(replace, _is_table_or_loss)
     # First in the model's order, which is the same on every rank.

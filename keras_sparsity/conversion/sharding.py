@@ -64,8 +64,7 @@ def shard_embeddings(model):
 class _ToSharded:
     """Has a `Copier` replace each `keras.layers.Embedding`.
 
-    Args:
-        communicator: the processes, which all get rank 0's weights.
+    All processes get rank 0's weights.
     """
 
     def __init__(self, communicator):

@@ -68,12 +68,7 @@ def dense(layer):
 
 
 def tied_dense(layer, kernel):
-    """A layer as `dense`, with a kernel `(num_classes, dim)` of another layer.
-
-    Args:
-        layer: a built `SampledSoftmax` with a `table`.
-        kernel: the variable.
-    """
+    """A layer as `dense`, with a kernel `(num_classes, dim)` of another one."""
     made = keras.layers.EinsumDense(
         "...d,vd->...v",
         output_shape=layer.num_classes,

@@ -10,11 +10,7 @@ def split_batch(batch, rank, size):
     Args:
         batch: structure of tensors or arrays with a common batch axis. None
             and `tf.experimental.Optional` (Keras's None) stay as they are.
-        rank: which part, from 0 to `size` - 1; none from `size` on.
-        size: the number of parts.
-
-    Returns:
-        The same structure.
+        rank, size: which part, and the number of parts.
 
     Example:
 

@@ -33,11 +33,7 @@ _counts = []  # not empty while what `distribute` makes is `Counted`
 
 
 def distribute(dataset, collectives):
-    """A replica's part of a dataset of global batches.
-
-    Args:
-        dataset: `tf.data.Dataset` of global batches, or result of `shard`.
-        collectives: the processes that share each batch.
+    """A replica's part of a dataset of global batches, or of a `shard`.
 
     Returns:
         `tf.data.Dataset` of this rank's parts. A dedicated server's is not
@@ -72,12 +68,7 @@ def distribute(dataset, collectives):
 def repeat_on_all(dataset, collectives):
     """A dataset whose batches every process reads whole.
 
-    Args:
-        dataset: `tf.data.Dataset` of batches, the same on all ranks.
-        collectives: the processes.
-
-    Returns:
-        `tf.data.Dataset` of these batches, which `check_inputs` compares.
+    `check_inputs` compares them.
 
     Raises:
         ValueError: if the dataset is a part, or as `distribute`.
@@ -123,8 +114,7 @@ def split_batches(dataset, rank, size, fingerprints=None):
     Args:
         dataset: `tf.data.Dataset` of batches of any structure: tuples, dicts,
             dense, ragged and sparse tensors, None.
-        rank: which part, from 0 to `size` - 1.
-        size: the number of parts.
+        rank, size: which part, and the number of parts.
         fingerprints: `Fingerprints` that note every whole batch, or None.
 
     Returns:

@@ -101,12 +101,6 @@ def has_examples():
 def selected(tensors):
     """Tensors, or zeros in their place where this rank has no examples.
 
-    Args:
-        tensors: list of tensors.
-
-    Returns:
-        List of as many.
-
     Example:
 
     >>> nothing = Part(tf.constant([0, 3], tf.int64), collectives=None)
@@ -130,12 +124,7 @@ def either(of_examples, of_none):
 
 
 def run_if(condition, function):
-    """Runs a function without a result where a condition holds.
-
-    Args:
-        condition: a bool or a scalar bool tensor.
-        function: function without arguments.
-    """
+    """Runs a function where a condition, a bool or a scalar tensor, holds."""
 
     def run():
         function()
@@ -183,12 +172,7 @@ def combine_statistics(model, number, communicator):
 
     BatchNormalization moves its statistics towards those of the rank's own
     part. All ranks continue with their mean, weighted by the numbers of
-    examples.
-
-    Args:
-        model: the model, after a step.
-        number: int32 scalar, the number of examples of the rank's part.
-        communicator: `Collectives` of the ranks.
+    examples of their parts.
     """
     statistics = [
         statistic

@@ -13,10 +13,6 @@ def with_equal_steps(part, num_steps, collectives):
         part: `tf.data.Dataset` of this rank's batches.
         num_steps: how many steps all ranks shall have, or
             `tf.data.UNKNOWN_CARDINALITY`: until the last one ends.
-        collectives: the processes.
-
-    Returns:
-        `tf.data.Dataset`.
     """
     if num_steps == tf.data.INFINITE_CARDINALITY:
         return part.prefetch(tf.data.AUTOTUNE)
@@ -32,13 +28,7 @@ def with_equal_steps(part, num_steps, collectives):
 def ending_together(part, collectives):
     """Has all ranks end with the last worker, where no number is known.
 
-    Args:
-        part: `tf.data.Dataset` of this rank's batches; a dedicated server's
-            has no end.
-        collectives: the processes.
-
-    Returns:
-        `tf.data.Dataset`.
+    A dedicated server's part has no end.
     """
     if collectives.is_server:
         return _while_any_is_left(_marked(part, 0), collectives)

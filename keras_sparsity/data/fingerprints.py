@@ -61,11 +61,7 @@ def fingerprint(batch):
 
 
 class Fingerprints:
-    """Notes the batches of one dataset on this rank.
-
-    Args:
-        collectives: the processes that compare.
-    """
+    """Notes the batches of one dataset on this rank."""
 
     def __init__(self, collectives):
         self._collectives = collectives
@@ -118,9 +114,6 @@ class Fingerprints:
 
 def check_inputs(collectives):
     """Compares the input of the ranks so far; call on all ranks.
-
-    Args:
-        collectives: the processes to compare.
 
     Raises:
         ValueError: on every rank, if any two read different batches.

@@ -35,9 +35,6 @@ def with_following(dataset):
 
     The pipeline runs once only, one batch ahead of the batches taken.
 
-    Args:
-        dataset: `tf.data.Dataset` of this rank's batches.
-
     Returns:
         `tf.data.Dataset` of as many `Followed`; None where the dataset has
         elements that cannot be held back.

@@ -20,7 +20,6 @@ def agreed(facts, what, fix, collectives):
     Args:
         facts: what the workers compare; a server's are not looked at.
         what, fix: as for `Collectives.check_equal`.
-        collectives: all processes.
 
     Raises:
         ValueError: on every rank, if workers have different facts.
@@ -38,9 +37,7 @@ def agreed_number(dataset, fix, collectives, known=None):
     """The number of batches, once the ranks' datasets are seen to be alike.
 
     Args:
-        dataset: `tf.data.Dataset` of global batches.
         fix: as for `agreed`.
-        collectives: all processes.
         known: the number, if it is known from elsewhere.
     """
     number = int(dataset.cardinality())
@@ -68,7 +65,6 @@ def parts_of_server(dataset, number, collectives, are_counted=False):
     Args:
         dataset: `tf.data.Dataset` of batches of these shapes, not read.
         number: the workers' number of batches, or an unknown or infinite one.
-        collectives: all processes.
         are_counted: whether they are `Counted`, as of no examples.
 
     Returns:

@@ -85,13 +85,7 @@ def with_stand_ins(parts):
     """`Counted` parts of a rank that sees no whole batches.
 
     In place of none it gets the first example of its batch before, and before
-    its first one zeros.
-
-    Args:
-        parts: `tf.data.Dataset` of this rank's parts.
-
-    Returns:
-        `tf.data.Dataset` of as many; `parts` where they cannot be held back.
+    its first one zeros. Parts stay as they are where they cannot be held back.
     """
     spec = parts.element_spec
     if not can_be_held_back(spec):

@@ -62,14 +62,9 @@ def needs_whole_batch(loss):
 
 
 def local_terms(loss, y_true, y_pred, sample_weight):
-    """One rank's values of a loss, and their terms.
+    """One rank's values of a Keras loss, and their `Terms`.
 
-    Args:
-        loss: the `keras.losses.Loss`.
-        y_true, y_pred, sample_weight: as it takes them.
-
-    Returns:
-        The values, and their `Terms`; None for losses that are not reduced.
+    None in place of these for losses that are not reduced.
     """
     rows = _num_examples(y_pred)
     in_mask = keras_losses.keras_mask(y_pred)

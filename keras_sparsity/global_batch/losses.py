@@ -78,12 +78,6 @@ def of_global_batch(collectives):
 
     Keras's own value is that of the process's part, divided by the number of
     processes.
-
-    Args:
-        collectives: the processes that share each batch.
-
-    Returns:
-        A context manager.
     """
     if collectives.size == 1 or patches.LOSS_CALL.is_in_place:
         return contextlib.nullcontext()

@@ -93,12 +93,6 @@ def new_ones_are_global(collectives):
     For custom training loops. A step reads the rank's own result, as under
     TensorFlow's strategies. A result that is read between steps is that of
     all ranks, and every rank must read it.
-
-    Args:
-        collectives: the processes to combine.
-
-    Returns:
-        A context manager.
     """
     if collectives.size == 1:
         return contextlib.nullcontext()
@@ -149,9 +143,6 @@ def ignore_empty_parts(metric):
     loops, and from steps that pick some of their examples; the step of an
     adopted model replaces a part without examples, see `data.empty_parts`.
 
-    Args:
-        metric: a metric with `update_state(y_true, y_pred, ...)`.
-
     Example:
 
     >>> metric = keras.metrics.MeanMetricWrapper(lambda y, p: tf.reduce_mean(p))
@@ -185,15 +176,7 @@ def _has_rows(outputs):
 
 
 def combined(variables, collectives):
-    """The variables' values combined over the ranks, in one message.
-
-    Args:
-        variables: list of the variables of metrics.
-        collectives: the processes to combine.
-
-    Returns:
-        List of tensors.
-    """
+    """The variables' values combined over the ranks, in one message."""
     sums = collectives.all_reduce(
         _sent(variables, collectives), op="sum", name="metrics"
     )

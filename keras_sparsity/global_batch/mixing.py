@@ -31,12 +31,7 @@ _OF_METRICS = frozenset(["update_state", "compute_metrics"])
 
 
 class Mixing:
-    """What is known to mix the examples of one model.
-
-    Args:
-        model: an adopted model.
-        communicator: `Collectives` of all ranks.
-    """
+    """What is known to mix the examples of one adopted model."""
 
     def __init__(self, model, communicator):
         self._model, self._size = model, communicator.size
@@ -45,11 +40,7 @@ class Mixing:
 
     @contextlib.contextmanager
     def looked_for(self, batch):
-        """Looks through the operations that are traced while it is entered.
-
-        Args:
-            batch: structure of the tensors of a part of a batch.
-        """
+        """Looks through the operations that are traced while it is entered."""
         if not self._is_teller or tf.executing_eagerly():
             yield
             return

@@ -23,8 +23,7 @@ def is_wanted():
 def open_for(facts):
     """Writes what a worker must know that joins; the launcher then starts one.
 
-    Args:
-        facts: dict of what JSON can hold.
+    The facts are a dict of what JSON can hold.
     """
     path = os.environ[DOOR_VARIABLE]
     with contextlib.suppress(FileNotFoundError):

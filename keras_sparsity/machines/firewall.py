@@ -27,9 +27,6 @@ _SHARE_VARIABLE = "TF_GRPC_REUSE_PORT"
 def given_networks(variables=os.environ):
     """The networks in the environment; None for `any`.
 
-    Args:
-        variables: The environment.
-
     Raises:
         ValueError: If the variable names something else.
     """
@@ -59,7 +56,6 @@ def guarded_port(port, hosts, warn):
     until the process ends.
 
     Args:
-        port: The server's port.
         hosts: Names or addresses of the machines of the run.
         warn: Function of a message, called if the port stays open.
 

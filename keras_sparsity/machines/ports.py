@@ -14,16 +14,7 @@ def reserved(count):
     """Free ports, which no other caller finds free while this is entered.
 
     A process may listen there meanwhile, if it sets `SO_REUSEADDR`, as gRPC
-    does.
-
-    Args:
-        count: how many.
-
-    Yields:
-        List of numbers.
-
-    Raises:
-        ValueError: if this machine has fewer.
+    does. An error, if this machine has fewer.
     """
     candidates = list(range(_FIRST, _END))
     random.SystemRandom().shuffle(candidates)

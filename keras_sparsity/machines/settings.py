@@ -30,12 +30,7 @@ _SHORTEST_TIMEOUT_SECONDS = 5.0
 def checked_timeout(seconds=None, name="`timeout`"):
     """A timeout in seconds; by default the environment's, else 600.
 
-    Args:
-        seconds: The given timeout or None.
-        name: The argument's name, for the message.
-
-    Raises:
-        ValueError: If it is not a finite number of at least 5.
+    It must be a finite number of at least 5. The name is for the message.
     """
     if seconds is None:
         name, seconds = TIMEOUT_VARIABLE, os.environ.get(TIMEOUT_VARIABLE, 600)

@@ -56,10 +56,7 @@ class Topology:
 
 
 def topologies(machines):
-    """The `Topology` of each rank.
-
-    Args:
-        machines: List with the name of each rank's machine.
+    """The `Topology` of each rank, by the name of its machine.
 
     Example:
 
@@ -79,9 +76,6 @@ def topologies(machines):
 def groups(machines):
     """The ranks of each machine, and those of each local rank.
 
-    Args:
-        machines: List with the name of each rank's machine.
-
     Returns:
         dict of "machine" and "across": lists of lists of ranks.
     """
@@ -97,10 +91,7 @@ def groups(machines):
 
 
 def numbered(machines):
-    """Numbers of the machines, in order of appearance.
-
-    Args:
-        machines: List with the name of each rank's machine.
+    """Numbers of the ranks' machines, in order of appearance.
 
     Example:
 

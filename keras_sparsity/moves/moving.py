@@ -101,7 +101,6 @@ def move_for_now(model, targets):
     """As `move`, where the placement is still to be found.
 
     Args:
-        model: the model.
         targets: list of `(variable, target)`: the variable of a table, or
             another one whose gradient is of rows, and its target as in `move`.
             That of an ordinary `Embedding` may become a table's.
@@ -209,7 +208,6 @@ def _move(model, targets, is_asked_for=True):
     """Moves tables, in the model's order, that are elsewhere.
 
     Args:
-        model: the model.
         targets: dict from table to `(architecture, number of partitions)`.
         is_asked_for: whether the table is to stay there, also when the model
             is compiled again.
