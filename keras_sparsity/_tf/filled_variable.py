@@ -17,15 +17,7 @@ from tensorflow.python.ops.resource_variable_ops import (
 
 
 def filled(value, shape, dtype, trainable=False, name=None):
-    """A `tf.Variable` of one number.
-
-    Args:
-        value: the number.
-        shape: list of dimensions.
-        dtype: the dtype.
-        trainable: whether gradient tapes watch it.
-        name: its name.
-    """
+    """A `tf.Variable` of one number, the value."""
     with tf.init_scope():
         variable = UninitializedVariable(
             trainable=trainable,
@@ -41,11 +33,7 @@ def filled(value, shape, dtype, trainable=False, name=None):
 
 @contextlib.contextmanager
 def filling(value, shape):
-    """Context in which TensorFlow makes variables of one number.
-
-    Args:
-        value: the number.
-        shape: list of dimensions.
+    """Context in which TensorFlow makes variables of one number, the value.
 
     Yields:
         An initializer for variables that Keras makes, whose values nobody

@@ -17,13 +17,9 @@ LEARNT = {
 
 
 def learnt(callbacks):
-    """The state of some of Keras's callbacks.
+    """The state of callbacks: the name of each one's class, and a dict.
 
-    Args:
-        callbacks: list of them.
-
-    Returns:
-        List of the name of each one's class and its dict by attribute.
+    This has what Keras's callbacks have learnt, by attribute.
     """
     found = []
     for callback in callbacks:
@@ -51,11 +47,7 @@ def check_learnt(saved, path):
 
 
 def append_logs(callbacks):
-    """Has each `CSVLogger` keep the lines of earlier epochs.
-
-    Args:
-        callbacks: list of callbacks of a `fit` that goes on.
-    """
+    """Has each `CSVLogger` of a `fit` that goes on keep the lines so far."""
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger):
             callback.append = True
@@ -64,9 +56,7 @@ def append_logs(callbacks):
 def set_all_learnt(callbacks, saved):
     """Gives callbacks the state of others of their classes, in their order.
 
-    Args:
-        callbacks: list of them; rank 0 may have more than others.
-        saved: what `learnt` returned.
+    Rank 0 may have more of them than others.
     """
     saved = list(saved)
     for callback in callbacks:
@@ -82,10 +72,6 @@ def set_learnt(callback, learnt):
 
     `EarlyStopping._set_monitor_op`, at the end of the first epoch, forgets the
     best value in Keras 3.5.
-
-    Args:
-        callback: one of `LEARNT`.
-        learnt: dict by attribute; None: nothing learnt yet.
     """
     learnt = {n: v for n, v in learnt.items() if v is not None}
     vars(callback).update(learnt)

@@ -62,9 +62,6 @@ def flat_calls(functional):
     A functional or sequential model in it stands for its own calls. They are
     made once more, so that all start at the outer model's inputs.
 
-    Args:
-        functional: the `Functional`.
-
     Returns:
         `(calls, outputs)`: list of `Call`s in their order, and list of the
         tensors that they make in place of `functional.outputs`.
@@ -88,9 +85,6 @@ def named(names):
     """Context in which operations have other names.
 
     Those of a model must differ, and those of nested models may not.
-
-    Args:
-        names: dict from operations to their names.
     """
     before = {operation: operation.name for operation in names}
     _set_names(names)
@@ -110,8 +104,7 @@ def _without_nested(functional, tensors, prefix, names):
     """Makes a model's calls, and in place of nested models their calls.
 
     Args:
-        functional: the `Functional`.
-        tensors: list of those in place of its inputs.
+        tensors: list of those in place of the model's inputs.
         prefix: that of its calls' names.
         names: dict from the operations that are called to their names.
 
@@ -207,7 +200,6 @@ def next_run_calls(functional, begin):
     the models around it call besides. `_run_through_graph`.
 
     Args:
-        functional: the `Functional`.
         begin: function of the run's inputs, in their structure, called when
             it begins. It returns `call(number, operation, *args, **kwargs)`,
             where number is the call's place in `functional_calls`.

@@ -35,7 +35,6 @@ def change_input(iterator, change):
     `TFEpochIterator._distributed_dataset`.
 
     Args:
-        iterator: the iterator from which `fit` draws its batches.
         change: function from its dataset to another one, or None to keep it.
     """
     changed = change(iterator._distributed_dataset)
@@ -47,7 +46,6 @@ def on_next_epoch(epoch_iterator, enumerate_epoch):
     """Has Keras's epoch iterator enumerate its next epoch in another way.
 
     Args:
-        epoch_iterator: the iterator from which `fit` draws its batches.
         enumerate_epoch: generator function of the stock generator function,
             in whose place it stands once.
     """
@@ -83,10 +81,6 @@ def iterator_of(batch, epoch_iterator):
     """An iterator of one batch, of the type of an epoch iterator's.
 
     A function that was traced with one takes the other.
-
-    Args:
-        batch: a batch that was read from the epoch iterator's.
-        epoch_iterator: the iterator from which `fit` draws its batches.
     """
     spec = epoch_iterator._distributed_dataset.element_spec
     variant = tf.data.experimental.to_variant(

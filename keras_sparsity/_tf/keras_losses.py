@@ -101,11 +101,8 @@ def loss_metrics_of_share(model, share):
     """While entered, the losses of outputs are those of a share of a batch.
 
     For losses that are not divided by the number of replicas, by which Keras
-    multiplies them before it shows them (`losses_are_scaled`).
-
-    Args:
-        model: the model.
-        share: float32 scalar; None of a whole batch, which Keras weights.
+    multiplies them before it shows them (`losses_are_scaled`). The share is
+    None of a whole batch, which Keras weights.
     """
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
     factor = 1 / num_replicas if losses_are_scaled() else 1

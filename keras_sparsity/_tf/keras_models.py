@@ -83,13 +83,9 @@ def built_with(layer):
 
 
 def calls_with_more_arguments(layer, name):
-    """Whether a layer is called with a second input, in any graph.
+    """Whether a layer is called with a second input of a name, in any graph.
 
     `Operation._inbound_nodes`, `Node.arguments`.
-
-    Args:
-        layer: the layer.
-        name: the name of its second call argument.
     """
     return any(
         len(node.arguments.args) > 1

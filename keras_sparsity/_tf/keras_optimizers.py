@@ -141,7 +141,6 @@ def rebuild_optimizer(optimizer, variables, own_variables, attributes):
     `_variables` and `_tracker`, set as `build` sets them, without tracking.
 
     Args:
-        optimizer: the optimizer.
         variables: the variables that it is to update.
         own_variables: the variables that it consists of.
         attributes: dict of its other attributes.

@@ -14,9 +14,7 @@ class OwnVariable:
 
     Args:
         value: the first value.
-        dtype: the dtype.
-        shape: the shape, by default that of the value; unknown dimensions may
-            change.
+        shape: by default that of the value; unknown dimensions may change.
     """
 
     def __init__(self, value, dtype, shape=None):

@@ -96,23 +96,18 @@ MODEL_CALL = Patch(
     reason="A step of the user's own calls models by themselves.",
     spares_bases=True,  # calls of layers are many
 )
-TAPE_ENTER = Patch(
-    "tensorflow:GradientTape",
-    "__enter__",
-    during="the tracing of a step of the user's own",
-    reason="What a step asks for under its tape is to be recorded by it.",
-)
-TAPE_EXIT = Patch(
-    "tensorflow:GradientTape",
-    "__exit__",
-    during="the tracing of a step of the user's own",
-    reason="Behind its first tape a step may have another one.",
-)
-TAPE_RESET = Patch(
-    "tensorflow:GradientTape",
-    "reset",
-    during="the tracing of a step of the user's own",
-    reason="A tape that is reset forgets what it has recorded.",
+TAPE_ENTER, TAPE_EXIT, TAPE_RESET = (
+    Patch(
+        "tensorflow:GradientTape",
+        name,
+        during="the tracing of a step of the user's own",
+        reason=reason,
+    )
+    for name, reason in (
+        ("__enter__", "What a step asks for under its tape is recorded by it."),
+        ("__exit__", "Behind its first tape a step may have another one."),
+        ("reset", "A tape that is reset forgets what it has recorded."),
+    )
 )
 METRIC_INIT = Patch(
     "keras:Metric",
@@ -191,6 +186,18 @@ ALL = (
     *(named for named in vars().values() if isinstance(named, Patch)),
     *MODEL_METHODS.values(),
 )
+
+
+def models_compile_by(compile_):
+    """`compile_(stock, model, args, kwargs)` in place of `Model.compile`."""
+
+    def make(stock):
+        def compile(model, *args, **kwargs):
+            compile_(stock, model, args, kwargs)
+
+        return compile
+
+    return COMPILE.by(make)
 
 
 def assignments_are_told(tell):
@@ -281,13 +288,7 @@ def losses_are_not_scaled():
 
 
 def method_for(name, model, method):
-    """While entered, Keras's own method of that name is `method` for a model.
-
-    Args:
-        name: the method's name.
-        model: the model; others keep Keras's method.
-        method: function of the same arguments, without the model.
-    """
+    """In one model's place of Keras's method: one without the model."""
 
     def make(stock):
         def dispatch(self, *args, **kwargs):
@@ -352,11 +353,8 @@ def array_orders_change(seed):
 
     TensorFlow restarts a seeded operation in a dataset's function with every
     iteration, so `fit(x, y)` repeats one order as soon as a seed is set.
-    While entered, the datasets that Keras makes of arrays draw from `seed`
-    and a count of their iterations instead.
-
-    Args:
-        seed: an integer, the same on all ranks; None changes nothing.
+    While entered, the datasets that Keras makes of arrays draw from `seed` and
+    a count of their iterations instead; None changes nothing.
     """
     if seed is None:
         return contextlib.nullcontext()

@@ -1,5 +1,6 @@
 """The training that `synchronous`, `max_staleness` and `delay` name."""
 
+import functools
 import math
 
 from keras_sparsity._tf import checks, patches
@@ -162,11 +163,6 @@ def compile_adopts(strategy):
         compile_ = compile_served
     elif strategy.max_staleness:
         compile_ = compile_delayed
-
-    def make(stock):
-        def compile(model, *args, **kwargs):
-            compile_(stock, model, args, kwargs, strategy)
-
-        return compile
-
-    return patches.COMPILE.by(make)
+    return patches.models_compile_by(
+        functools.partial(compile_, strategy=strategy)
+    )

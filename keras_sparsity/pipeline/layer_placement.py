@@ -6,7 +6,7 @@ import functools
 
 import tensorflow as tf
 
-from keras_sparsity._tf import checks, deferred_weights
+from keras_sparsity._tf import checks, deferred_weights, patches
 from keras_sparsity.board import measured_plan
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.exchange.options import check_wire_dtype
@@ -201,7 +201,8 @@ class LayerPlacementStrategy(StagedStrategy):
             The strategy.
         """
         # TensorFlow's own scope of this strategy would not let that one run.
-        with self.compile_adopts(), deferred_weights.deferring():
+        adopting = patches.models_compile_by(self.adopt)
+        with adopting, deferred_weights.deferring():
             yield self
 
     def adopt(self, stock, model, args, kwargs):

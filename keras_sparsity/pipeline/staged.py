@@ -136,20 +136,9 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
         Yields:
             The strategy.
         """
-
-        with super().scope(), self.compile_adopts(), deferring():
+        adopting = patches.models_compile_by(self.adopt)
+        with super().scope(), adopting, deferring():
             yield self
-
-    def compile_adopts(self):
-        """While entered, `Model.compile` cuts the model that it compiles."""
-
-        def make(stock):
-            def compile(model, *args, **kwargs):
-                self.adopt(stock, model, args, kwargs)
-
-            return compile
-
-        return patches.COMPILE.by(make)
 
     def adopt(self, stock, model, args, kwargs):
         """Compiles a model and cuts it; see `adoption.adopt`."""
