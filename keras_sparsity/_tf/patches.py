@@ -288,7 +288,7 @@ def losses_are_not_scaled():
 
 
 def method_for(name, model, method):
-    """In one model's place of Keras's method: one without the model."""
+    """While entered, one model's calls of a Keras method are `method`'s."""
 
     def make(stock):
         def dispatch(self, *args, **kwargs):
