@@ -18,6 +18,7 @@ from keras_sparsity.data.batches import (
     without_rows,
 )
 
+
 class Counted(typing.NamedTuple):
     """The examples that a step computes on.
 
