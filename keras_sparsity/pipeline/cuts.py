@@ -46,9 +46,6 @@ def _ends_of_lists(cutter, stages):
             f"Received: stages={checks.spell(stages)}; missing: {missing}; "
             f"unknown: {unknown}; more than once: {repeated}."
         )
-    ends = []
-    for stage in stages[:-1]:
-        ends.append(max(stage, key=order.index))
     begin = 0
     for stage in stages:
         expected = order[begin : begin + len(stage)]
@@ -58,7 +55,7 @@ def _ends_of_lists(cutter, stages):
                 "Stages must stand in the model's order. Received: "
                 f"{checks.spell(stage)}; the model's order here: {expected}."
             )
-    return ends
+    return [max(stage, key=order.index) for stage in stages[:-1]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_sparsity.data.empty_parts import run_if
 from keras_sparsity.pipeline.unread import Unread
 from keras_sparsity.pipeline.waiting import Waiting
 
@@ -72,9 +73,9 @@ class MessagesAhead:
         arrived = upstream = sizes = []
         if not self._stage.is_first:
             arrived = [w.arrived.take_if(is_forward) for w in self._waiting]
-            _when(now.has(self._backward + 1), self._take_results)
+            run_if(now.has(self._backward + 1), self._take_results)
         if not self._stage.is_last:
-            _when(now.has(self._forward + 1), self._take_outputs)
+            run_if(now.has(self._forward + 1), self._take_outputs)
             upstream = [w.upstream.take_if(is_backward) for w in self._waiting]
             sizes = [w.take_sizes_if(is_asked) for w in self._waiting]
         row, outputs = self._forward_passes(batches, arrived, now)
@@ -115,7 +116,7 @@ class MessagesAhead:
             return both, []
         if now.has(delay) is True:
             return None, forward()
-        _when(now.has(delay), forward)
+        run_if(now.has(delay), forward)
         return None, []
 
     def _meet_neighbours(self, sizes, now):
@@ -125,11 +126,11 @@ class MessagesAhead:
         the first link at first.
         """
         if not self._stage.is_first:
-            _when(now.has(self._forward - 1), self._receive)
-            _when(now.has(self._backward + 1), self._send_back)
+            run_if(now.has(self._forward - 1), self._receive)
+            run_if(now.has(self._backward + 1), self._send_back)
         if not self._stage.is_last:
-            _when(now.has(self._forward + 1), self._send)
-            _when(
+            run_if(now.has(self._forward + 1), self._send)
+            run_if(
                 now.has(self._backward - 1),
                 lambda: self._receive_gradients(sizes),
             )
@@ -214,15 +215,3 @@ class _Now:
         if self._number is None:
             return None
         return self._number - 1 - (self.turn - delay)
-
-
-def _when(condition, function):
-    """Calls a function on a condition, a bool or a tensor."""
-
-    def called():
-        function()
-        return True
-
-    if isinstance(condition, bool):
-        return called() if condition else False
-    return tf.cond(condition, called, lambda: False)

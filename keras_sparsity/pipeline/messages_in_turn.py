@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_sparsity.data.empty_parts import run_if
 from keras_sparsity.pipeline.flushed import operations
 
 
@@ -106,9 +107,7 @@ class MessagesInTurn:
         if self._stage.is_first:
             return
         for waiting in self._passes.waiting:
-            tf.cond(
-                waiting.results.size > 0, waiting.send_result, lambda: False
-            )
+            run_if(waiting.results.size > 0, waiting.send_result)
 
     def _gradients_of_behind(self, is_full):
         """List of each micro-batch's message: the oldest mini-batch's.

@@ -138,7 +138,6 @@ class Waiting:
     def send_result(self):
         """Sends the gradients and logs of the turn before."""
         self.send_back(self.results.take())
-        return True
 
     def send_back(self, message):
         """Sends gradients and logs to the stage before."""
