@@ -2,6 +2,9 @@
 
 A network whose last layers have most of the parameters trains with less traffic
 if activations travel to these layers, and not their gradients to all workers.
+
+References:
+    RALP (Park et al.), the profiler.
 """
 
 import dataclasses
@@ -25,14 +28,6 @@ class LayerSize:
         kind: `"convolution"`, `"pooling"`, `"dense"` or `"other"`.
         num_parameters: the number of its trained weights' elements.
         num_outputs: the number of elements that it makes of one example.
-
-    Example:
-
-    >>> LayerSize("dense", 4096 * 1000 + 1000, 1000).num_parameters
-    4097000
-
-    References:
-        RALP (Park et al.), the profiler.
     """
 
     kind: str
@@ -58,9 +53,6 @@ def layer_sizes(cutter):
     >>> layers = [keras.Input((8,)), keras.layers.Dense(4)]
     >>> layer_sizes(Cutter(keras.Sequential(layers)))
     [LayerSize(kind='dense', num_parameters=36, num_outputs=4)]
-
-    References:
-        RALP (Park et al.), the profiler.
     """
     return [
         LayerSize(
@@ -131,9 +123,6 @@ def published_split(layers, num_examples, threshold=-0.5, places=None):
     ...           LayerSize("pooling", 0, 16), LayerSize("dense", 5000, 10)]
     >>> published_split(layers, num_examples=8)
     1
-
-    References:
-        RALP (Park et al.), the profiler.
     """
     if skewness(layers) >= threshold:
         return None
@@ -147,14 +136,10 @@ def published_split(layers, num_examples, threshold=-0.5, places=None):
         [place for place in behind if places is None or place in places],
         key=lambda place: (
             num_examples * layers[place].num_outputs
-            + _num_parameters(layers[: place + 1])
+            + sum(layer.num_parameters for layer in layers[: place + 1])
         ),
         default=None,
     )
-
-
-def _num_parameters(layers):
-    return sum(layer.num_parameters for layer in layers)
 
 
 def _kind(layer):
@@ -165,26 +150,20 @@ def _kind(layer):
 
 
 def _classes(*names):
-    return tuple(
-        getattr(keras.layers, f"{name}{rank}D")
-        for name in names
-        for rank in (1, 2, 3)
-        if hasattr(keras.layers, f"{name}{rank}D")
-    )
+    """Those of one, two and three dimensions; not all have three."""
+    every = [name.format(rank) for name in names for rank in (1, 2, 3)]
+    found = (getattr(keras.layers, name, None) for name in every)
+    return tuple(filter(None, found))
 
 
 _CLASSES = {
-    CONVOLUTION: _classes("Conv", "DepthwiseConv", "SeparableConv")
-    + (
-        keras.layers.Conv1DTranspose,
-        keras.layers.Conv2DTranspose,
-        keras.layers.Conv3DTranspose,
+    CONVOLUTION: _classes(
+        *("Conv{}D", "Conv{}DTranspose", "DepthwiseConv{}D"),
+        "SeparableConv{}D",
     ),
     POOLING: _classes(
-        "MaxPooling",
-        "AveragePooling",
-        "GlobalMaxPooling",
-        "GlobalAveragePooling",
+        *("MaxPooling{}D", "AveragePooling{}D"),
+        *("GlobalMaxPooling{}D", "GlobalAveragePooling{}D"),
     ),
     DENSE: (keras.layers.Dense,),
 }

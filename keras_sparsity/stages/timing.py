@@ -39,13 +39,6 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
     Returns:
         List of seconds, in the order of `cutter.calls`: for each call the
         median of 3 runs; of fewer if they take half a second.
-
-    Example:
-
-    >>> from keras_sparsity.stages.cutting import Cutter
-    >>> layers = [keras.Input((8,)), keras.layers.Dense(4)]
-    >>> len(call_seconds(Cutter(keras.Sequential(layers))))
-    1
     """
     everywhere = range(len(cutter.calls) - 1)
     # Each call as a stage of its own, also where no cut can be.
