@@ -24,11 +24,7 @@ _ADOPTION = "_keras_sparsity_pipeline"
 
 
 class Adoption:
-    """A model whose stages live on the ranks.
-
-    Args:
-        model: a compiled model.
-        strategy: its `StagedStrategy`.
+    """A compiled model whose stages live on the ranks.
 
     Attributes:
         parts: the `Part`s of all stages.
@@ -93,13 +89,7 @@ class Adoption:
 
 
 def adopt(stock, model, args, kwargs, strategy):
-    """Compiles a model and cuts it.
-
-    Args:
-        stock: Keras's own `compile`.
-        model: the model.
-        args, kwargs: its arguments.
-        strategy: the `StagedStrategy`.
+    """Compiles a model by Keras's `stock`, and cuts it.
 
     Raises:
         ValueError: if the model, its optimizer or `stages` is not one that

@@ -128,19 +128,9 @@ def _gathered(columns, width, peers, name):
 
 
 def to_divide(model, optimizer, num_examples, is_asked):
-    """The layers of a stage whose columns its ranks divide.
+    """The `Dense` layers of a stage whose columns its ranks divide: a list.
 
-    Args:
-        model: the `keras.Model` of the stage.
-        optimizer: that which updates them, or None.
-        num_examples: the number of examples of the whole batch.
-        is_asked: whether the user wants it.
-
-    Returns:
-        List of `keras.layers.Dense`; empty if it is not possible.
-
-    Raises:
-        ValueError: if it is not possible and `is_asked`.
+    Empty if it is not possible; then an error, if the user has asked for it.
     """
     calls = keras_functional.functional_calls(model)
     places = sorted(chosen_calls(column_sizes(calls), num_examples))

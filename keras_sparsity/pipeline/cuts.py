@@ -11,13 +11,8 @@ from keras_sparsity.stages.profile import gradient_sizes
 def places(cutter, strategy, profile):
     """The places of the cuts, the same on all ranks.
 
-    Args:
-        cutter: `Cutter`.
-        strategy: the strategy; its `stages` say where, if it has any.
-        profile: see `StagedStrategy.profile`.
-
-    Raises:
-        ValueError: if `stages` does not fit the model or the processes.
+    By `strategy.stages`; an error, if these do not fit the model or the
+    processes.
     """
     size, stages = strategy.num_stages, strategy.stages
     if stages is None:

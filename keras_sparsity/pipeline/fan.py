@@ -26,12 +26,7 @@ class Fan:
         self._links, self._num_pieces = links, num_pieces
 
     def shared(self, peers, parts_of_tails):
-        """A `SharedFan`, by which all tails have the whole batch.
-
-        Args:
-            peers: `Collectives` of the tails.
-            parts_of_tails: list of the range of each tail's parts.
-        """
+        """A `SharedFan` of these links."""
         return SharedFan(self._links, peers, parts_of_tails)
 
     def of(self, batch):
@@ -62,12 +57,7 @@ class Fan:
             loss = tf.zeros_like(loss)  # once
 
     def receive_activations(self, crossing, num_examples):
-        """The tensors of all ranks, with their masks, and the sum of losses.
-
-        Args:
-            crossing: `Crossing`.
-            num_examples: the number of the ranks' examples.
-        """
+        """The tensors of all ranks, with their masks, and the sum of losses."""
         parts, total = [], tf.zeros([])
         for link, _, number in self._bounds(num_examples):
             # A rank without examples sends those of a stand-in.
@@ -168,12 +158,7 @@ class SharedFan(Fan):
 
 
 def _bounds(num_examples, number, own):
-    """The first example of some of a batch's parts, and their number.
-
-    Args:
-        num_examples, number: as for `first_example`.
-        own: the range of these parts.
-    """
+    """The first example of a range of a batch's parts, and their number."""
     begin, end = (
         first_example(num_examples, number, place)
         for place in (own.start, own.stop)

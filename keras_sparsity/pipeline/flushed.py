@@ -12,13 +12,8 @@ class FlushedRun:
     """One run of a schedule by this rank, traced.
 
     Args:
-        model: the whole model.
-        stage: this rank's `Stage`.
-        objective: `Objective`.
-        schedule: `Schedule`.
         data: a batch, as `train_step` gets it.
         training: True, False, or None of a prediction, which has no loss.
-        together: `Together`.
 
     Attributes:
         batches: `MicroBatches`.

@@ -16,14 +16,6 @@ class InFlight:
     all with the same weights, and one update. Gradients leave a stage in the
     turn after, so that no message is under way between turns.
 
-    Args:
-        model: the whole model.
-        stage: this rank's `Stage`.
-        objective: `Objective`.
-        logs: `Logs`.
-        versions: `Versions` of the stage.
-        together: `Together`.
-
     References:
         SpecTrain (arXiv:1809.02839), 3; PipeDream (arXiv:1806.03377), 3.2.
     """
@@ -45,10 +37,7 @@ class InFlight:
         self._draining_turns = {}
 
     def train(self, data):
-        """A turn, traced.
-
-        Args:
-            data: a batch, as `train_step` gets it.
+        """A turn, traced, that begins with the batch of a `train_step`.
 
         Returns:
             float32 vector of the logs of the mini-batch that has come back to

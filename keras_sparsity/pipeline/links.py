@@ -52,32 +52,22 @@ class Link:
         """Sends the tensors that cross the cut, and their masks.
 
         Args:
-            crossing: `Crossing`.
-            tensors: list of the tensors.
+            crossing: `Crossing` of these tensors.
+            tensors: list.
             loss: float32 scalar, the share of the loss that the stages so far
                 have made.
         """
         crossing.broadcast(self._pair, tensors, None, 0, [loss], self.wire)
 
     def receive_activations(self, crossing, num_examples):
-        """The tensors, with their masks, and the loss.
-
-        Args:
-            crossing: `Crossing`.
-            num_examples: the number of the micro-batch's examples.
-        """
+        """The tensors, with their masks, and the loss of a micro-batch."""
         tensors, (loss,) = crossing.broadcast(
             self._pair, None, num_examples, 0, [tf.zeros([])], self.wire
         )
         return tensors, loss
 
     def send_gradients(self, tensors, numbers=()):
-        """Sends the gradients of received activations.
-
-        Args:
-            tensors: list of the gradients.
-            numbers: list of tensors that travel along, in their own dtype.
-        """
+        """Sends gradients of activations, and numbers in their own dtype."""
         encoded = [self.wire(each.dtype).encode(each) for each in tensors]
         if encoded or numbers:
             self._pair.broadcast(
@@ -263,7 +253,6 @@ def peers(collectives, num_ranks):
     """`Collectives` of the ranks of this rank's stage.
 
     Args:
-        collectives: `Collectives` of all ranks.
         num_ranks: tuple of the number of ranks of each stage.
     """
     ends = list(itertools.accumulate(num_ranks))

@@ -10,8 +10,6 @@ class Logs:
     """A model's loss and metrics, which the last stage computes.
 
     Args:
-        model: the whole model, compiled.
-        objective: `Objective`.
         stock_result: the model's own `get_metrics_result`.
         is_last: whether this rank's stage is the last one.
         peers: `Collectives` of the ranks of this stage.
@@ -26,9 +24,9 @@ class Logs:
         """float32 vector of the logs after a batch; 0 but at the last stage.
 
         Args:
-            loss: float32 scalar, the batch's loss.
-            batches: `MicroBatches`.
-            outputs: a function that gives the outputs for the whole batch.
+            loss: float32 scalar.
+            batches: `MicroBatches` of the batch.
+            outputs: a function that gives the outputs for all of it.
         """
         if not self._is_last:
             return tf.zeros([self.size])

@@ -11,12 +11,7 @@ def lasting_bytes(stage, optimizer, versions):
     """Bytes of a stage's weights, gradients, slots and copies of weights.
 
     Gradients and copies of rows that a batch looks up do not count: they are
-    no more than the `Embedding`'s outputs.
-
-    Args:
-        stage: the `Stage`.
-        optimizer: its optimizer, built, or None.
-        versions: `Versions`, for training without a flush; else None.
+    no more than the `Embedding`'s outputs. With a flush `versions` are None.
     """
     tables = num_bytes(stage.updates.by_rows)
     found = num_bytes(stage.part.model.weights)
@@ -30,13 +25,7 @@ def lasting_bytes(stage, optimizer, versions):
 
 
 def num_passes(strategy, schedule, versions):
-    """The number of a mini-batch's micro-batches that a rank computes.
-
-    Args:
-        strategy: the `StagedStrategy`.
-        schedule: the `Schedule`.
-        versions: `Versions`, for training without a flush; else None.
-    """
+    """The number of a mini-batch's micro-batches that a rank computes."""
     if versions is None:
         return schedule.num_batches // strategy.replicas
     return strategy.num_micro_batches
@@ -85,13 +74,6 @@ class Limit:
     Every rank works out the bytes of all stages, from the shapes of a batch
     alone: all raise the same error, before anything is sent.
 
-    Args:
-        model: an adopted model.
-        parts: the `Part`s of all stages.
-        stage: this rank's `Stage`.
-        schedule: the `Schedule`.
-        versions: `Versions`, for training without a flush; else None.
-
     Raises:
         ValueError: if a stage holds more without any pass.
     """
@@ -119,11 +101,7 @@ class Limit:
         self._check(self._lasting, "without the activations of a step")
 
     def checked(self, data):
-        """A tensor that a step waits for; its computation checks the batch.
-
-        Args:
-            data: a batch, as `train_step` gets it.
-        """
+        """A tensor that a step waits for; its computation checks the batch."""
         x, *_ = keras.utils.unpack_x_y_sample_weight(data)
         inputs = keras_functional.flat_inputs(self._functional, x)
         return tf.numpy_function(

@@ -15,10 +15,6 @@ class MessagesAhead:
     operation, which waits for all that uses the same resources.
 
     Args:
-        stage: this rank's `Stage`.
-        passes: its `TurnPasses`.
-        turns: `Turns`.
-        logs: `Logs`.
         turn: int32 `tf.Variable`, the number of earlier turns.
     """
 
@@ -32,10 +28,7 @@ class MessagesAhead:
         self._unread = Unread(stage, self._forward)
 
     def turn(self, batches):
-        """A turn that begins with a mini-batch, traced.
-
-        Args:
-            batches: its `MicroBatches`.
+        """A turn that begins with the `MicroBatches` of a mini-batch, traced.
 
         Returns:
             float32 vector of the newest logs that this stage knows.

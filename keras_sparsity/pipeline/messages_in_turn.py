@@ -10,14 +10,8 @@ class MessagesInTurn:
     """A stage's messages and passes in a turn, without `messages_ahead`.
 
     In turn t all stages run the forward passes of mini-batch t. Messages of a
-    micro-batch travel while the next one is computed.
-
-    Args:
-        stage: this rank's `Stage`.
-        passes: its `TurnPasses`.
-        turns: `Turns`.
-        logs: `Logs`.
-        turn: int32 `tf.Variable`, the number of earlier turns.
+    micro-batch travel while the next one is computed. The arguments and methods
+    are those of `MessagesAhead`.
     """
 
     def __init__(self, stage, passes, turns, logs, turn):
@@ -26,14 +20,6 @@ class MessagesInTurn:
         self._num_ahead = turns.num_ahead(stage.number)
 
     def turn(self, batches):
-        """A turn that begins with a mini-batch, traced.
-
-        Args:
-            batches: its `MicroBatches`.
-
-        Returns:
-            float32 vector of the newest logs that this stage knows.
-        """
         arrived = self._receive(batches)
         self._send_results()
         if self._stage.is_last:
@@ -44,7 +30,6 @@ class MessagesInTurn:
         return row
 
     def draining_turn(self):
-        """A turn without another mini-batch, traced."""
         self._send_results()
         if not self._stage.is_last:
             tf.cond(
@@ -62,7 +47,7 @@ class MessagesInTurn:
         return turn >= 0
 
     def clear(self):
-        """Forgets the mini-batches in flight."""
+        pass
 
     @property
     def _num_waiting(self):

@@ -11,7 +11,6 @@ class Objective:
     """A stage's share of a loss: terms of its layers; at the last, the loss.
 
     Args:
-        model: the whole model, compiled.
         is_last: whether the stage is the last one.
         num_ranks: the number of the stage's ranks.
     """

@@ -28,8 +28,6 @@ class Planner:
     """Measures a model's stages on a real mini-batch; no variable changes.
 
     Args:
-        model: an adopted model.
-        stage: this rank's `Stage`.
         schedule: the `Schedule` of a mini-batch's micro-batches.
         versions: `Versions`, for training without a flush; else None.
     """
@@ -43,14 +41,7 @@ class Planner:
         self._num_passes = num_passes(self._strategy, schedule, versions)
 
     def plan(self, batch):
-        """The plan; every rank calls it.
-
-        Args:
-            batch: a mini-batch, as `train_step` gets it.
-
-        Returns:
-            `PipelinePlan`, the same on all ranks.
-        """
+        """The `PipelinePlan`, the same on all ranks; every rank calls it."""
         tensors, num_examples = self._arriving(batch)
         of_ranks = self._strategy.collectives.gather_objects(
             self._cost(tensors), name="pipeline/plan"

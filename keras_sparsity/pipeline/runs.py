@@ -12,13 +12,7 @@ from keras_sparsity.training.resuming import Input, checkpoint_last, resuming
 
 
 class Runs(Binding):
-    """`fit`, `evaluate` and `predict` on all ranks; rank 0 reports.
-
-    Args:
-        model: an adopted model.
-        steps: its `Steps`.
-        weights: its `Weights`.
-    """
+    """`fit`, `evaluate` and `predict` on all ranks; rank 0 reports."""
 
     def __init__(self, model, steps, weights):
         self._steps, self._weights = steps, weights

@@ -13,13 +13,6 @@ class SavedState:
 
     In the order of one process; also an optimizer's slots, as those of all
     weights would stand.
-
-    Args:
-        model: an adopted model, with its optimizer built.
-        parts: the `Part`s of all stages.
-        steps: the model's `Steps`.
-        updates: the rank's `Updates`.
-        versions: `Versions`, for training without a flush; else None.
     """
 
     def __init__(self, model, parts, steps, updates, versions):

@@ -23,8 +23,6 @@ class Steps(Binding):
     Logs and predictions are the same on all ranks: those of the last stage.
 
     Args:
-        model: an adopted model.
-        stage: this rank's `Stage`.
         schedule: the `Schedule` of a batch's micro-batches.
         versions: `Versions`, for training without a flush; else None.
         limit: the `Limit` of the stages' memory, or None.

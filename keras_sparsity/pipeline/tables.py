@@ -19,9 +19,6 @@ class Placements(choice.Placements):
 
     All but those of spread tables are updated alone: their gradients are
     those of all of the stage's ranks already.
-
-    Args:
-        strategy: the `StagedStrategy`.
     """
 
     is_of_strategy = True
@@ -44,11 +41,6 @@ def spread(model, weights, strategy):
 
     All ranks call it. A table that was made outside of `strategy.scope()`, and
     is spread over all ranks, is whole on each of them meanwhile.
-
-    Args:
-        model: the model.
-        weights: those of the rank's stage.
-        strategy: the `StagedStrategy`.
     """
     placements = Placements(strategy)
     own = {id(variable) for variable in weights}
@@ -70,8 +62,6 @@ def check(optimizer, parts, strategy, is_new=True):
 
     Args:
         optimizer: that of a compiled model, or None.
-        parts: the `Part`s of all stages.
-        strategy: the `StagedStrategy`.
         is_new: whether the model was compiled with another one, or none,
             before.
     """

@@ -18,14 +18,6 @@ class TurnPasses:
     micro-batch a rank computes its own pieces; a stage's gradients are summed
     over its ranks.
 
-    Args:
-        model: the whole model.
-        stage: this rank's `Stage`.
-        objective: `Objective`.
-        logs: `Logs`.
-        versions: `Versions` of the stage.
-        together: `Together`.
-
     Attributes:
         places: list of this rank's pieces of each micro-batch, ranges.
         waiting: list of the `Waiting` of each micro-batch.

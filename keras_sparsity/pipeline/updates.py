@@ -18,9 +18,6 @@ class Updates:
     of the stage's ranks already. Of a spread table a rank updates its own.
 
     Args:
-        model: a compiled model.
-        part: the rank's `Part`.
-        strategy: the `StagedStrategy`.
         before: the `Updates` of an earlier `compile`, or None.
 
     Attributes:

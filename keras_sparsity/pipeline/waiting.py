@@ -10,10 +10,7 @@ class Waiting:
     """`Store`s of one micro-batch of each mini-batch in flight.
 
     Args:
-        stage: this rank's `Stage`.
-        functional: the model's `Functional`.
         states: list of the variables of random generators.
-        turns: `Turns`.
 
     Attributes:
         passes: of the tensors that a pass computes with.

@@ -19,12 +19,6 @@ class Weights(Binding):
 
     Values that all ranks assign (`set_weights`, `load_weights`) stay where a
     weight lives.
-
-    Args:
-        model: an adopted model.
-        parts: the `Part`s of all stages.
-        steps: the model's `Steps`.
-        updates: the rank's `Updates`.
     """
 
     def __init__(self, model, parts, steps, updates):
@@ -161,11 +155,7 @@ class Weights(Binding):
 
     @contextlib.contextmanager
     def _whole(self, is_reader):
-        """While entered, some ranks hold the whole state; every rank enters.
-
-        Args:
-            is_reader: whether this rank is one of them.
-        """
+        """While entered, readers hold the whole state; every rank enters."""
         model, optimizer = self._model, self._model.optimizer
         self._tell_samples()
         values = []
@@ -265,12 +255,7 @@ def _value_of(place):
 
 
 def _load_own_part(optimizer, updates):
-    """Lets a rank's optimizer load its slots from those of all weights.
-
-    Args:
-        optimizer: the rank's, of its stage's weights.
-        updates: the rank's `Updates`.
-    """
+    """Lets a rank's optimizer load its slots from those of all weights."""
     stock = type(optimizer).load_own_variables
 
     def load(store):

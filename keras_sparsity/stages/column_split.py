@@ -25,11 +25,7 @@ class ColumnSize:
     output_bytes: int
 
     def traveling_bytes(self, num_examples):
-        """Bytes of which each rank sends all but its own part.
-
-        Args:
-            num_examples: the number of examples of the whole batch.
-        """
+        """Bytes of a whole batch of which each rank sends all but its part."""
         return num_examples * (2 * self.input_bytes + self.output_bytes)
 
     def gains(self, num_examples):

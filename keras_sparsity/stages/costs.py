@@ -144,26 +144,16 @@ class StrategyCost:
 
 
 def does_fit(cost, cluster):
-    """Whether the memory of a process is enough for a `StrategyCost`.
-
-    Args:
-        cost: the `StrategyCost`.
-        cluster: `planning.Cluster`; without `memory_bytes`, all fit.
-    """
+    """Whether the memory of a process, if it is known, is enough."""
     limit = cluster.memory_bytes
     return limit is None or max(cost.memory_bytes) <= limit
 
 
 def fastest_that_fits(costs, cluster):
-    """Of ways that differ in one number, the one to choose.
+    """Of `StrategyCost`s, the fastest first, the one to choose.
 
-    Args:
-        costs: iterable of `StrategyCost`s, the fastest first.
-        cluster: `planning.Cluster`.
-
-    Returns:
-        The first that fits the memory of a process; if none does, that of the
-        least memory.
+    The first that fits the memory of a process; if none does, that of the
+    least memory.
     """
     too_large = []
     for cost in costs:

@@ -132,11 +132,7 @@ class Cutter:
     def new_variables(self, kind="trainable_variables"):
         """For each call, the variables of its layer that no earlier one has.
 
-        Args:
-            kind: the attribute of a layer that has them.
-
-        Returns:
-            List of lists.
+        A list of lists; `kind` is the attribute of a layer that has them.
         """
         seen, found = set(), []
         for call in self.calls:
@@ -193,14 +189,7 @@ class Cutter:
         return places
 
     def parts(self, places):
-        """The model, cut.
-
-        Args:
-            places: list of the cuts' places, in order.
-
-        Returns:
-            List of `Part`, one more than there are cuts.
-        """
+        """List of the `Part`s between cuts, by the cuts' places in order."""
         bounds = [-1, *places, len(self.calls) - 1]
         return [
             self._part(begin, end)

@@ -13,14 +13,7 @@ _BUCKET_BYTES = 8 * 2**20
 
 
 def data_parallel(facts, cluster, num_examples, engine):
-    """The step with the best architecture of each variable.
-
-    Args:
-        facts, cluster, num_examples, engine: as for `strategy_costs`.
-
-    Returns:
-        `StrategyCost`.
-    """
+    """The `StrategyCost` of the best architecture of each variable."""
     profile = facts.profile
     plan = planning.plan(list(facts.specs), cluster, engine=engine)
     part = max(1.0, num_examples / cluster.size)
@@ -61,7 +54,6 @@ def _of_rows(plan, cluster, shared, num_bytes, engine):
     """`(time of links, time of processors)` of the rows of all variables.
 
     Args:
-        plan, cluster, engine: as in `data_parallel`.
         shared: the number of processes that share a processor.
         num_bytes: bytes on the busiest link, in one direction.
     """
@@ -98,7 +90,6 @@ class _Sums:
     """Sums of dense gradients over all processes, bucket by bucket.
 
     Args:
-        facts, plan, cluster: as in `data_parallel`.
         shared: the number of processes that share a processor.
     """
 

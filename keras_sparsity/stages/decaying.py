@@ -20,7 +20,8 @@ class DecayingRows:
         factor: the factor of a step.
     """
 
-    # For `CurrentVariable`: reading all of it stores nothing.
+    # For `CurrentVariable`, of which this is the keeper: reading all of it
+    # stores nothing.
     is_replica, is_writing = True, False
 
     def __init__(self, variable, factor):
@@ -34,11 +35,9 @@ class DecayingRows:
         variable.keeper = self
 
     def rows_now(self, variable, ids, rows):
-        """See `CurrentVariable`."""
         return rows * self._powers(tf.gather(self._steps, ids), variable)
 
     def whole_now(self, variable, stored):
-        """See `CurrentVariable`."""
         return stored * self._powers(self._steps.read_value(), variable)
 
     def settle(self):

@@ -35,7 +35,6 @@ class Measurable:
     """A model that is measured when its times are first asked for.
 
     Args:
-        cutter: the model's `Cutter`.
         measure: function that gives its `Measured`; every rank calls it.
     """
 
@@ -51,19 +50,13 @@ def measured(cutter, num_examples, optimizer, cluster, communicator, **options):
     """Measures a model on rank 0, and the links; every rank calls it.
 
     Args:
-        cutter: the model's `Cutter`.
-        num_examples: the number of examples of a mini-batch.
-        optimizer: the model's Keras optimizer, or None.
+        cutter, num_examples, optimizer, **options: as for
+            `model_facts.measured`.
         cluster: the `planning.Cluster`. If it is the running one, facts of its
             links that it lacks are measured.
-        communicator: `Collectives` of all ranks.
-        **options: more arguments of `model_facts.measured`.
 
     Returns:
         `Measured`, the same on all ranks.
-
-    References:
-        PipeDream (arXiv:1806.03377), 3.1 (the profile).
     """
     if communicator.size > 1:
         cluster = _with_links(cluster, communicator)

@@ -53,10 +53,8 @@ class Predictor(abc.ABC):
     def by_rows(self, variables):
         """Those of some variables whose rows it can predict alone.
 
-        In steps that cost as much as the rows that their gradients have.
-
-        Args:
-            variables: list of those whose rows the optimizer updates alone.
+        In steps that cost as much as the rows that their gradients have. The
+        variables are those whose rows the optimizer updates alone.
         """
 
     def ahead(self, variable, num_updates, ids=None):

@@ -16,7 +16,6 @@ class RankGroup:
     """Ranks that train the same calls, each on its part of a batch.
 
     Args:
-        profile, cluster: as for `split_costs`.
         ranks: a range.
         num_examples: the number of examples of a batch.
     """

@@ -58,8 +58,7 @@ def simulate(
         `Timeline`.
 
     Raises:
-        ValueError: if the stages would wait for each other for ever. The
-            message has each waiting stage's task and the task it waits for.
+        ValueError: if the stages would wait for each other for ever.
 
     Example:
 

@@ -16,14 +16,10 @@ def computed_with_losses(part, calls):
     """A function that computes a part in training, with its softmaxes' losses.
 
     These are of zeros in place of labels and rows, so that no process waits
-    for others.
+    for others. It takes and returns a list of tensors.
 
     Args:
-        part: `Part`.
-        calls: the calls of the model.
-
-    Returns:
-        Function of a list of tensors that returns a list of them.
+        calls: the calls of the whole model.
     """
     layers = {
         id(tensor): call.operation

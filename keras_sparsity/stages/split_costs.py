@@ -137,11 +137,9 @@ def _of_split(place, sent, head, tail, fan, is_star):
     """The `SplitCost` of a place.
 
     Args:
-        place: the place of the head's last call.
         sent: bytes of the activations of one worker.
         head, tail: `RankGroup` and `TailGroup`.
         fan: as `_fan` returns it.
-        is_star: as for `split_costs`.
     """
     out, into = fan
     front = slice(place + 1)
@@ -240,14 +238,7 @@ def _fan_seconds(head, tails, num_bytes, num_messages):
 
 
 def of_data_parallelism(facts, cluster, num_examples, engine="native"):
-    """The cost of no split: see `data_parallel`.
-
-    Args:
-        facts, cluster, num_examples, engine: as for `strategy_costs`.
-
-    Returns:
-        `SplitCost` of the place None.
-    """
+    """The `SplitCost` of the place None: see `data_parallel`."""
     cost = data_parallel(facts, cluster, num_examples, engine)
     gradients = facts.profile.gradients
     part = num_examples / cluster.size

@@ -58,15 +58,12 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
 def whole_seconds(
     cutter, num_examples=_NUM_EXAMPLES, has_backward=True, measure=None
 ):
-    """Measures the forward and backward pass of the whole model.
+    """Measures the forward and backward pass of the whole model, in seconds.
 
     Args:
         cutter, num_examples, has_backward: as for `call_seconds`.
         measure: function of a function and its argument, whose result is
             returned; by default `median_seconds`.
-
-    Returns:
-        Seconds.
     """
     (whole,) = cutter.parts([])
     return _seconds(cutter, whole, num_examples, has_backward, measure)
@@ -94,7 +91,6 @@ def crossing_bytes(
     """The activations that cross each possible cut.
 
     Args:
-        cutter: `Cutter`.
         num_examples: as for `call_seconds`.
         wire_dtype: name of a narrower dtype in which floats travel.
         only_floats: whether tensors without gradients are left out.
@@ -237,14 +233,9 @@ def pass_seconds(compute, variables, tensors, has_backward=True, measure=None):
 
 
 def median_seconds(function, tensors):
-    """Measures a function, which is traced first.
+    """Measures a function of a list of tensors, which is traced first.
 
-    Args:
-        function: function of a list of tensors.
-        tensors: list.
-
-    Returns:
-        Seconds, the median of 3 runs; of fewer if they take half a second.
+    Seconds, the median of 3 runs; of fewer if they take half a second.
     """
     run = traced(function, tensors)
     times = []
@@ -265,7 +256,6 @@ def processor_seconds(run, tensors, seconds=_ENOUGH_SECONDS):
 
     Args:
         run: function of tensors, traced.
-        tensors: list.
         seconds: time after which no further run begins.
 
     Returns:
@@ -280,12 +270,7 @@ def processor_seconds(run, tensors, seconds=_ENOUGH_SECONDS):
 
 
 def traced(function, tensors):
-    """A `tf.function` of tensors that has run once.
-
-    Args:
-        function: function of a list of tensors.
-        tensors: list.
-    """
+    """A function of a list of tensors as a `tf.function` that has run once."""
     run = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
     run(*tensors)
     return run
