@@ -31,14 +31,11 @@ def compared(model, dataset, cluster, engine, specs, communicator):
     """The plan of all ways to train a model; every rank calls it.
 
     Args:
-        model: a compiled model.
         dataset: `tf.data.Dataset` of global batches.
         cluster: the `planning.Cluster` to plan for. If it is the running one,
             facts of its links that it lacks are measured.
-        engine: the engine's name.
         specs: list of the trained variables' `planning.VariableSpec`s, as they
             travel.
-        communicator: `Collectives` of all ranks.
 
     Returns:
         `StrategyPlan`, the same on all ranks; None if the model cannot be cut,

@@ -38,9 +38,6 @@ class AutoArchitecture(keras.callbacks.Callback):
     runs decide alike. Under `"measured"` they are those of this cluster, and
     longer steps after a move take it back.
 
-    Args:
-        strategy: the `HybridStrategy`.
-
     Attributes:
         is_ready: function that returns whether a decision may be made now,
             the same on all ranks.

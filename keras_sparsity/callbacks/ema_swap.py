@@ -9,11 +9,7 @@ def show_rule(callbacks, model):
     """Has each `SwapEMAWeights` find the optimizer that keeps the averages.
 
     It looks through one optimizer around another, Keras's loss scaling; around
-    that is a `HybridOptimizer`.
-
-    Args:
-        callbacks: list, as given to `fit`.
-        model: the model, whose optimizer may have been replaced meanwhile.
+    that is a `HybridOptimizer`, which may have been replaced meanwhile.
     """
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.SwapEMAWeights):

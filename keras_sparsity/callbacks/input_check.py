@@ -11,9 +11,6 @@ class InputCheck(keras.callbacks.Callback):
     Looks after the first batch, so that an unseeded shuffle is found at once,
     and at the end of each epoch; costs nothing in between. `fit`, `evaluate`
     and `predict` of a distributed model add it by themselves.
-
-    Args:
-        collectives: the processes to compare.
     """
 
     def __init__(self, collectives):

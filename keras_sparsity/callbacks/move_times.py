@@ -87,11 +87,7 @@ class Counted(Times):
 
 
 class Measured(Times):
-    """Those of this cluster and of this training.
-
-    Args:
-        communicator: `Collectives` of all ranks.
-    """
+    """Those of this cluster and of this training."""
 
     looks_back = True
 

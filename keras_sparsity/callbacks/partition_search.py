@@ -369,10 +369,6 @@ def arranged(callbacks, size):
 
     Its clock stops before other callbacks see a step's end, and starts after
     they have seen its beginning.
-
-    Args:
-        callbacks: list.
-        size: number of processes.
     """
     searches = [c for c in callbacks if isinstance(c, PartitionSearch)]
     if len(searches) > 1:

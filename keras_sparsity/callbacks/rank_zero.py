@@ -105,11 +105,7 @@ _open = []  # the `Lines` of each `fit` that runs, the innermost last
 
 
 def say(text):
-    """Prints a line, not into the middle of Keras's progress bar.
-
-    Args:
-        text: the line.
-    """
+    """Prints a line, not into the middle of Keras's progress bar."""
     if _open:
         _open[-1].add(text)
     else:

@@ -40,7 +40,6 @@ def load(path, conditions, groups):
     """The choices of a file, if they were found for the same.
 
     Args:
-        path: the file.
         conditions: as for `save`, those of now.
         groups: names of the groups that a choice is wanted for.
 

@@ -161,8 +161,6 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """Looks for a checkpoint to resume from.
 
         Args:
-            model: the model to be trained.
-            callbacks: list of all callbacks of this `fit`.
             arguments: `fit`'s, by name.
             communicator: the `Collectives` of the processes that take part, by
                 default the strategy's.
@@ -211,15 +209,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def join(self, model, callbacks, epoch, order_seed):
         """Saves what other processes save, from the end of an epoch on.
 
-        Called while these wait, and save nothing.
-
-        Args:
-            model, callbacks: as for `begin`.
-            epoch: the number of epochs at that end.
-            order_seed: that of this launch, see `order_seed`.
-
-        Returns:
-            The seed of the order of the others' arrays.
+        Called while these wait, and save nothing. Takes the `order_seed` of
+        this launch, and returns that of the order of the others' arrays.
         """
         self._collectives = model.distribute_strategy.collectives
         # The lock of a lost rank 0 went with it.
@@ -264,12 +255,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         return seed
 
     def use_input(self, epoch_iterator, first_is_enough=False):
-        """Takes the iterator from which `fit` will draw batches.
-
-        Args:
-            epoch_iterator: Keras's.
-            first_is_enough: see `replay`.
-        """
+        """Takes Keras's iterator of `fit`'s batches; see `replay`."""
         self._epoch_iterator = epoch_iterator
         self._first_is_enough = first_is_enough
 

@@ -96,8 +96,7 @@ class _Guard:
     """
 
     def __init__(self, lifeline, requesting):
-        self._lifeline = lifeline
-        self._requesting = requesting
+        self._lifeline, self._requesting = lifeline, requesting
 
     def run(self):
         try:

@@ -73,10 +73,8 @@ def _run_program(kind, target):
 def _warn_if_without_messages(num_sites):
     """Says so if no process of several has sent another one anything.
 
-    A program may send messages by other libraries, which are not seen.
-
-    Args:
-        num_sites: the number of calls of collectives before the program.
+    A program may send messages by other libraries, which are not seen; before
+    it there were `num_sites` calls of collectives.
     """
     known = collectives.current()
     has_sent = journal.current().num_sites > num_sites

@@ -20,7 +20,6 @@ def main(engine, num_ports, script):
     """Prints the facts of this host.
 
     Args:
-        engine: Name of the engine.
         num_ports: Number of free ports to find, as a string.
         script: A path that must exist, or empty.
 

@@ -28,11 +28,9 @@ class Again:
         self._starts[rank] = start, variables, most
 
     def __call__(self, lost, goes_on):
-        """The new process of a lost rank's, or None.
+        """The new process of a lost rank's `RankProcess`, or None.
 
-        Args:
-            lost: Its `RankProcess`.
-            goes_on: Whether the run goes on, for a new process to join.
+        None also if the run does not go on, for a new process to join.
         """
         rank, then, new = lost.rank, "", None
         start, variables, most = self._starts.get(rank, (None, None, 0))
@@ -48,13 +46,8 @@ class Again:
         if is_due:
             lost.end()  # it may be stopped, and has the port
             restarts = str(self._restart + self._numbers[rank])
-            new = start(
-                {
-                    **variables,
-                    RESTARTS_VARIABLE: restarts,
-                    JOINS_VARIABLE: "1",
-                }
-            )
+            joins = {RESTARTS_VARIABLE: restarts, JOINS_VARIABLE: "1"}
+            new = start({**variables, **joins})
         return new
 
 

@@ -42,8 +42,6 @@ def resolve_engine(engine, num_processes, native="engine='native'"):
     """The engine's name; by default native, or local for one process.
 
     Args:
-        engine: The given name, or None.
-        num_processes: The number of processes.
         native: How one asks for the native engine, for messages.
     """
     if engine is None:
@@ -146,7 +144,6 @@ def of_ranks(engine, places, shared, network=None):
     """Yields each rank's environment; serves a rendezvous while entered.
 
     Args:
-        engine: Name of the engine.
         places: List of `Place`, by rank.
         shared: The variables that all ranks share.
         network: `Network`; by default this machine.

@@ -71,9 +71,6 @@ class Place:
 def places(hosts):
     """Numbers the processes of `hosts`, host by host; servers come last.
 
-    Args:
-        hosts: List of `Host`.
-
     Returns:
         List of `Place`, by rank.
 

@@ -166,7 +166,6 @@ def _network(machines, of_ranks, given):
     """The `environment.Network` of checked hosts.
 
     Args:
-        machines: List of `Machine`.
         of_ranks: List of `Place`, by rank.
         given: The networks in the environment; None for any.
     """

@@ -191,16 +191,12 @@ class RankProcess:
 
 
 def start_here(rank, arguments, variables, **files):
-    """Starts a rank on this machine.
+    """The `RankProcess` of a rank that is started on this machine.
 
     Args:
-        rank: Its number.
         arguments: See `_child.main`.
         variables: Its whole environment.
         **files: Further arguments of `RankProcess`.
-
-    Returns:
-        `RankProcess`.
     """
     command = [sys.executable, *python_flags(), _boot.__file__, *arguments]
     return RankProcess(rank, command, variables, **files)

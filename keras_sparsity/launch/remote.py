@@ -145,18 +145,13 @@ class Remote:
         return json.dumps(call).encode() + b"\n"
 
     def check(self, hosts, engine, variables, script="", on_poll=None):
-        """Checks all hosts at once.
+        """Checks all hosts at once; returns a list of `Machine`.
 
         Args:
-            hosts: List of `Host`.
-            engine: Name of the engine.
             variables: The environment that all ranks share.
             script: A path that must exist on each host, or empty.
             on_poll: Called a few times per second; its exception ends the
                 check.
-
-        Returns:
-            List of `Machine`.
 
         Raises:
             HostError: If any host cannot take part, with each one's problem.

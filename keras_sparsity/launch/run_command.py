@@ -79,11 +79,7 @@ _OPTIONS = {
 
 
 def add_to(commands):
-    """Adds the command's parser, and returns it.
-
-    Args:
-        commands: `add_subparsers()` of the parser of `keras-sparsity`.
-    """
+    """Adds the command's parser to those of `keras-sparsity`; returns it."""
     run = commands.add_parser(
         "run",
         help="start a script in several processes",
@@ -146,12 +142,7 @@ def _add_options(run):
 
 
 def program(options):
-    """The `Program` of parsed options.
-
-    Raises:
-        ValueError: if an option is not valid.
-        OSError: if a file of hosts cannot be read.
-    """
+    """The `Program` of parsed options; an error, if one is not valid."""
     for name, value in vars(options).items():
         if value == [] and name not in ("env", "script") or [] in options.env:
             # Python 3.10 to 3.12 parse it as that.

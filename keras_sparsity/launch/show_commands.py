@@ -71,11 +71,7 @@ _MORE = (
 
 
 def add_to(commands):
-    """Adds the parsers of the commands.
-
-    Args:
-        commands: `add_subparsers()` of the command's parser.
-    """
+    """Adds the parsers of the commands to those of `keras-sparsity`."""
     plan, report = (
         commands.add_parser(
             name,
@@ -162,14 +158,12 @@ def _show_described(options):
 
     cluster = Cluster(
         options.machines,
-        1
-        if options.processes_per_machine is None
-        else options.processes_per_machine,
+        options.processes_per_machine or 1,  # a positive integer, if given
         megabits_per_second=options.rate,
         latency_seconds=scaled(options.latency, 1e-3),
         message_seconds=scaled(options.message, 1e-3),
         message_seconds_per_byte=scaled(options.message_byte, 1e-9),
-        relative_speed=1.0 if options.speed is None else options.speed,
+        relative_speed=options.speed or 1.0,
         memory_bytes=scaled(options.memory, 1e9),
     )
     described(
