@@ -108,11 +108,8 @@ class Letters:
 
     A new process of a lost rank is alone at first: it has its own letters. It
     waits to be admitted, which happens at the beginning of an epoch, and the
-    others wait for its next letter from then on.
-
-    Args:
-        servers: `Servers`, of which the first owner has the letters.
-        collectives: `Collectives` of all ranks.
+    others wait for its next letter from then on. The first owner of `Servers`
+    has the letters.
     """
 
     def __init__(self, servers, collectives):
@@ -278,7 +275,6 @@ class Meeting(Engine):
     """An engine of small eager messages by `Letters`.
 
     Args:
-        letters: `Letters` of all ranks.
         ranks: those that are members.
         name: the name of the engine of the run.
     """

@@ -67,7 +67,6 @@ def updated(optimizer, gradients, rate, iterations):
     """Operations that update variables and their slots.
 
     Args:
-        optimizer: a built Keras optimizer.
         gradients: list of `(Piece, ids or None, gradient)`.
         rate: the learning rate.
         iterations: the number of earlier updates.

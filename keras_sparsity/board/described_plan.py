@@ -15,7 +15,7 @@ from keras_sparsity.stages.strategy_costs import strategy_costs
 
 
 def described(path, cluster, num_examples=None, alpha=None):
-    """Compares the ways to train a saved model; no dataset is needed.
+    """The `StrategyPlan` of a saved model; no dataset is needed.
 
     Passes are measured here, of examples that are drawn by the model's inputs.
     Sizes of the inputs that the model does not know count as 16.
@@ -27,9 +27,6 @@ def described(path, cluster, num_examples=None, alpha=None):
             each process.
         alpha: of each `Embedding` the fraction of the rows that a process
             touches in a step; by default that without duplicate rows.
-
-    Returns:
-        `StrategyPlan`.
 
     Raises:
         ValueError: if there is no such model, or it cannot be cut.

@@ -25,14 +25,9 @@ def check_installed():
 
 
 def image(name, choice):
-    """Samples, fitted curve and choice, as a picture.
+    """A `PartitionChoice` with its samples and the fitted curve, as a picture.
 
-    Args:
-        name: the group of tables.
-        choice: its `ks.planning.PartitionChoice`.
-
-    Returns:
-        uint8 tensor `(1, height, width, 4)`.
+    A uint8 tensor `(1, height, width, 4)`.
     """
     # Not pyplot: it would take over the program's own figures.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -41,7 +41,6 @@ class StepSeconds:
     """The median time of a step, each of them as long as its slowest rank's.
 
     Args:
-        collectives: the ranks.
         num_steps: to measure at most.
         num_dropped: steps that are left out at first. The first execution
             always is: it traces.

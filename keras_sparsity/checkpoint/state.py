@@ -298,7 +298,7 @@ def read_rows(dataset, source, variable, target, num_rows):
             rows that leave the remainder `partition`.
         variable: the variable of another partition, or of the whole.
         target: `(partition, number of partitions)` of the variable.
-        num_rows: the number of rows of the whole table.
+        num_rows: those of the whole table.
     """
     common = common_rows(source, target, num_rows)
     dtype = keras.backend.standardize_dtype(variable.dtype)

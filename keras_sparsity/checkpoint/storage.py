@@ -28,7 +28,6 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
         directory: folder of checkpoints, the same for all ranks.
         position: dict of values that `index.plain` accepts; `epoch` and `step`
             name the checkpoint.
-        communicator: the `Collectives` of all ranks.
         keep: how many of the latest checkpoints to leave.
         is_doubtful: whether the loss was not finite, so that infinite
             weights, too, are no state to go on from.

@@ -359,15 +359,8 @@ class Collectives:
 def divided(collectives, groups, label):
     """The same operations among the processes of one of several groups.
 
-    All ranks call it, eagerly, with the same groups and label.
-
-    Args:
-        collectives: `Collectives` of all processes.
-        groups: Disjoint lists of ranks that cover all ranks.
-        label: The groups' name.
-
-    Returns:
-        `Collectives` of the group that has this rank.
+    That which has this rank. All ranks call it, eagerly, with the same label
+    and groups: disjoint lists of ranks that cover all ranks.
     """
     engine, journal = collectives._parts
     if len(groups) > 1:

@@ -21,7 +21,6 @@ class Calls:
     batch has another shape) still finds the same names.
 
     Args:
-        engine: The `Engine` of the group.
         label: The group's name.
         ranks: The group's members among all ranks, None for all.
         journal: `Journal` that notes the calls, None for no notes.

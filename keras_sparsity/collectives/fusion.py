@@ -11,9 +11,6 @@ def fused(tensors, wires, send):
         wires: The `Wire` of each.
         send: Function `(flat message, its tensors) -> flat message` of the
             same length, called once per dtype in order of appearance.
-
-    Returns:
-        List of the received tensors, in the shapes and dtypes of `tensors`.
     """
     messages = {}
     for index, wire in enumerate(wires):

@@ -77,9 +77,6 @@ class Split:
 class DatasetGraph:
     """The graph of a dataset: a chain of steps from a source to batches.
 
-    Args:
-        dataset: `tf.data.Dataset`.
-
     Raises:
         CannotSplit: if the pipeline is no such chain.
     """

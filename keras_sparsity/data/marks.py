@@ -63,7 +63,6 @@ def mark_as_part(dataset, original=None, agrees_in_step=False):
     Each rank's dataset must then have as many batches as the others'.
 
     Args:
-        dataset: `tf.data.Dataset` of this rank's parts.
         original: the global batches, if the parts have another order.
         agrees_in_step: whether the ranks send messages before each batch.
     """

@@ -33,14 +33,9 @@ def global_results(metrics, collectives, results=None):
 
     Args:
         metrics: a `keras.Model`, or a list of `keras.Metric`.
-        collectives: the processes to combine.
         results: function without arguments that computes the results, called
             while every variable reads as its global value. By default as
-            `Model.get_metrics_result`.
-
-    Returns:
-        dict from a metric's name to its result, as
-        `keras.Model.get_metrics_result` returns it.
+            `Model.get_metrics_result`: a dict by the metrics' names.
 
     Example:
 

@@ -23,7 +23,6 @@ def results_are_global(metrics, collectives, of_losses=list):
         metrics: function without arguments that lists the metrics whose
             results are likely to be read. Those of others are global too,
             each by a message of its own.
-        collectives: the processes to combine.
         of_losses: function without arguments that lists the metrics of losses.
             Their values are of the global batch on every rank, each counts
             one, and so ranks without examples update them as well.

@@ -103,7 +103,6 @@ def open_door(size, admit):
     """Lets processes of this machine connect from now on.
 
     Args:
-        size: The number of ranks.
         admit: Function of a rank and its `Channel`, called in a thread.
 
     Returns:

@@ -69,7 +69,6 @@ def set_sources(journal, inquire=None):
     """Sets the sources of explanations.
 
     Args:
-        journal: The `Journal` of this rank's calls.
         inquire: Function of an error that asks the other ranks. It returns
             soon, after `record_failure` or without a result.
     """

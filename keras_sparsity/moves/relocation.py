@@ -22,7 +22,6 @@ def relocate(communicator, pieces, old, new, name):
     `pieces`, the result and blocks of a few MiB.
 
     Args:
-        communicator: `Collectives`. All ranks call it together.
         pieces: variables, one for each partition of this rank by `old`: of a
             table, or of a kind of slot.
         old, new: `Layout` of the same rows, or None where every rank has the

@@ -35,7 +35,6 @@ def passing_bytes(schedule, number, turns, num_in_turn, read, received, made):
     """Bytes of the passes that a stage holds at once.
 
     Args:
-        schedule: the `Schedule`.
         number: the stage's number.
         turns: `Turns`, without a flush; else None.
         num_in_turn: the number of a mini-batch's micro-batches, then.
@@ -148,10 +147,8 @@ class Limit:
         """Bytes of the inputs of a pass, of what it receives, and makes.
 
         Args:
-            part: the stage's `Part`.
             values: dict from the ids of symbolic tensors to their shapes, as
                 `keras.KerasTensor`; those that the stage makes are added.
-            num_examples: those of the pass.
         """
 
         def arriving(symbolic):

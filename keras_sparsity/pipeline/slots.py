@@ -11,11 +11,6 @@ from keras_sparsity.checkpoint import state
 class Slots:
     """The variables of all ranks' optimizers; every rank makes it.
 
-    Args:
-        optimizer: the rank's, built.
-        updates: the rank's `Updates`.
-        collectives: `Collectives` of all ranks.
-
     Attributes:
         own: dict from the places of this rank's variables among all to
             `(table, pieces)`, see `update.state`.
@@ -42,10 +37,6 @@ def places_among_all(optimizer, updates):
     """The number of variables of an optimizer for all, and a rank's places.
 
     A place for each variable of the rank's optimizer.
-
-    Args:
-        optimizer: the rank's.
-        updates: its `Updates`.
     """
     stand_ins = _stand_ins(updates.all_built)
     found = []

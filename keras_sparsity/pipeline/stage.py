@@ -17,9 +17,7 @@ class Stage:
 
     Args:
         number: its number, from 0.
-        part: its `Part`.
         before, behind: `Link`s to the neighbours, None at an end.
-        updates: `Updates` of its weights.
         options: `Options` of the rows of tables.
 
     Attributes:

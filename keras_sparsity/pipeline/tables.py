@@ -98,10 +98,6 @@ def check_places(parts, strategy):
 
     That of a `SampledSoftmax` is in a tail on one rank, whole; all others are
     in the head.
-
-    Args:
-        parts: the `Part`s of all stages.
-        strategy: the `StagedStrategy`.
     """
     head, *others = parts
     for layer in _softmaxes(head.model) if others else []:

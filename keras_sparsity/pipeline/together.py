@@ -13,8 +13,6 @@ class Together:
     """Sums over a stage's ranks; with a flush, norms and finiteness over all.
 
     Args:
-        optimizer: the rank's optimizer.
-        collectives: `Collectives` of all ranks.
         peers: `Collectives` of the ranks of the same stage.
         are_spread: of each gradient, whether it is one of rows that this rank
             has alone, and of all ranks already.
@@ -122,12 +120,7 @@ class Together:
         return self._peers.all_gather(own, name="pipeline/outputs")
 
     def combine_statistics(self, model, num_examples):
-        """Gives a stage's ranks the mean of their moving statistics.
-
-        Args:
-            model: the `keras.Model` of the stage's part.
-            num_examples: int32 scalar, the number of this rank's examples.
-        """
+        """Gives a stage's ranks the mean of their moving statistics."""
         if self._peers.size > 1:
             empty_parts.combine_statistics(model, num_examples, self._peers)
 

@@ -12,7 +12,6 @@ class Unread:
     in which it computes it.
 
     Args:
-        stage: this rank's `Stage`.
         delay: the number of turns between reading and computing a mini-batch.
 
     Attributes:

@@ -81,13 +81,8 @@ class Versions(abc.ABC):
     """Chooses the weights of a stage's passes.
 
     Args:
-        stage: the `Stage`.
-        turns: `Turns`.
         by_rows: list of the variables of `Embedding`s, of which a pass reads
             the rows that it looks up; by default all that are updated so.
-
-    Attributes:
-        turns: `Turns`.
     """
 
     def __init__(self, stage, turns, by_rows=None):
@@ -110,11 +105,7 @@ class Versions(abc.ABC):
         return self._weights(tf.convert_to_tensor)
 
     def kept(self, weights):
-        """Of a forward pass's weights, those that its backward pass needs.
-
-        Args:
-            weights: `Weights`, after the pass.
-        """
+        """Of a forward pass's weights, those that its backward pass needs."""
         del weights
         return []
 
@@ -252,9 +243,7 @@ class Predicted(Versions):
     Of an `Embedding`, the rows that it looks up.
 
     Args:
-        stage: the `Stage`.
-        turns: `Turns`.
-        rule: the optimizer that updates its variables, built.
+        rule: the optimizer that updates the stage's variables, built.
         target: `"paper"`: when the mini-batch's round trip ends; or
             `"sequential"`: when the updates of all earlier mini-batches are
             made.

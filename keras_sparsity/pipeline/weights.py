@@ -232,13 +232,7 @@ class Weights(Binding):
 
 
 def _with_values(optimizer, variables, values):
-    """A copy of an optimizer for all of a model's weights.
-
-    Args:
-        optimizer: a rank's, of its stage's weights.
-        variables: those of all stages.
-        values: list of the values of the copy's variables.
-    """
+    """A copy of an optimizer for the variables of all stages, with values."""
     of_all = type(optimizer).from_config(optimizer.get_config())
     of_all.build(variables)
     for variable, value in zip(of_all.variables, values, strict=True):

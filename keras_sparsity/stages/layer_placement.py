@@ -36,16 +36,11 @@ class LayerSize:
 
 
 def layer_sizes(cutter):
-    """The `LayerSize` of each call of a model.
+    """The `LayerSize` of each call of a model: a list.
 
-    Args:
-        cutter: `Cutter`.
-
-    Returns:
-        List, in the order of `cutter.calls`. A layer that is called twice has
-        its parameters at the first call. Those of sharded tables, which travel
-        row by row wherever the model is divided, do not count. Sizes that the
-        model does not know count as 16.
+    A layer that is called twice has its parameters at the first call. Those of
+    sharded tables, which travel row by row wherever the model is divided, do
+    not count. Sizes that the model does not know count as 16.
 
     Example:
 

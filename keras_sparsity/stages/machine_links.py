@@ -19,7 +19,6 @@ def crossings(senders, receivers, cluster):
 
     Args:
         senders, receivers: lists of ranks: one message of each pair.
-        cluster: `planning.Cluster`.
 
     Example:
 
@@ -92,9 +91,6 @@ def link_seconds(cluster, num_bytes, num_messages=1):
 
 def processor_seconds(cluster, num_bytes, num_messages=1):
     """Time in which a processor sends or receives messages.
-
-    Args:
-        cluster, num_bytes, num_messages: as for `link_seconds`.
 
     Example:
 

@@ -34,7 +34,6 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
     calls are scaled so that together they take as long as the whole model.
 
     Args:
-        cutter: the model's `Cutter`.
         num_examples: the number of examples of a mini-batch.
         optimizer: the model's Keras optimizer, or None. Without one, and if
             its configuration does not make it anew, updates count no time and
@@ -101,7 +100,6 @@ def named_places(cutter, gradients=None):
     """The places where a head may end: with a name, and all tables it needs.
 
     Args:
-        cutter: `Cutter`.
         gradients: list of the calls' `GradientSize`s, if it is known.
 
     Example:
@@ -121,7 +119,6 @@ def variable_specs(cutter, alpha=None, num_examples=1):
     """The `planning.VariableSpec` of each trained variable.
 
     Args:
-        cutter: the model's `Cutter`.
         alpha: of tables; by default that of `num_examples`, and of a softmax's
             samples, without duplicates.
         num_examples: the number of examples of a worker.

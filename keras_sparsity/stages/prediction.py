@@ -35,7 +35,6 @@ class Predictor(abc.ABC):
         """A smoothed change, a tensor of the weights' shape.
 
         Args:
-            variable: a variable of the optimizer's.
             ids: int tensor `(n,)`: of these rows alone; None: of all.
         """
 
@@ -66,9 +65,6 @@ class Predictor(abc.ABC):
                 of `apply`, of which with `gradient_accumulation_steps` not
                 each updates.
             ids: as for `step`.
-
-        Returns:
-            Tensor of the shape of the variable or these rows, and its dtype.
         """
         value = _read(variable, ids)
         if isinstance(num_updates, int) and not num_updates:

@@ -162,19 +162,15 @@ class Profile:
 
 
 def gradient_sizes(cutter, wire_dtype=None):
-    """The `GradientSize` of each call of a model.
+    """The `GradientSize` of each call of a model: a list.
 
     The gradient of an ordinary `Embedding` without a regularizer is one of
-    rows, unless other calls use its table.
+    rows, unless other calls use its table. A layer that is called twice has its
+    weights at the first call.
 
     Args:
-        cutter: `Cutter`.
         wire_dtype: name of a narrower dtype in which rows of sharded tables
             travel.
-
-    Returns:
-        List, in the order of `cutter.calls`. A layer that is called twice has
-        its weights at the first call.
 
     Example:
 

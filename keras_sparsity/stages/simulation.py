@@ -43,7 +43,6 @@ def simulate(
     once, each at an equal part of its speed.
 
     Args:
-        schedule: `Schedule`.
         forward_seconds, backward_seconds: for each stage, the time of a pass;
             by default one unit.
         activation_seconds, gradient_seconds: for each link between

@@ -30,7 +30,6 @@ class StageLink:
 
     Args:
         senders, receivers: ranges of the ranks of a stage and of the next one.
-        cluster: `planning.Cluster`.
 
     Attributes:
         num_pieces: the number of pieces of a batch, see `pieces`.
