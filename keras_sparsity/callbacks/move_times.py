@@ -1,6 +1,5 @@
 """Times by which the search for placements compares them."""
 
-import abc
 import collections
 import time
 
@@ -26,46 +25,17 @@ _MOST_TIMES = 256
 
 
 def of(placements):
-    """The `Times` that the architecture of a strategy asks for."""
+    """The times that the architecture of a strategy asks for."""
     if placements.measures_times:
         return Measured(placements.communicator)
     return Counted()
 
 
-class Times(abc.ABC):
-    """Times of messages, of updates and of another trace.
+class Counted:
+    """Those of a reference network: no clock is read, so that runs repeat.
 
-    Attributes:
-        trace_seconds: of tracing the step anew.
-        looks_back: whether the times of steps tell if a move was worth it.
+    Methods and attributes as of `Measured`, without a look back.
     """
-
-    trace_seconds: float
-    looks_back: bool
-
-    @abc.abstractmethod
-    def speeds(self, num_bytes):
-        """dict from each path to its `Speed`, see `speeds.measure`."""
-
-    @abc.abstractmethod
-    def forget(self):
-        """Forgets the steps so far: the next one is traced."""
-
-    @abc.abstractmethod
-    def begin(self):
-        """Notes that steps begin."""
-
-    @abc.abstractmethod
-    def end(self, num_steps):
-        """Notes that some steps have ended."""
-
-    @abc.abstractmethod
-    def step_seconds(self):
-        """Seconds of a step since the last move, on the slowest rank."""
-
-
-class Counted(Times):
-    """Those of a reference network: no clock is read, so that runs repeat."""
 
     trace_seconds = _REFERENCE_TRACE_SECONDS
     looks_back = False
@@ -82,12 +52,14 @@ class Counted(Times):
     def end(self, num_steps):
         pass
 
-    def step_seconds(self):
-        return 0.0
 
+class Measured:
+    """Those of this cluster and of this training.
 
-class Measured(Times):
-    """Those of this cluster and of this training."""
+    Attributes:
+        trace_seconds: of tracing the step anew.
+        looks_back: whether the times of steps tell if a move was worth it.
+    """
 
     looks_back = True
 
@@ -98,24 +70,29 @@ class Measured(Times):
         self.trace_seconds = 0.0
 
     def speeds(self, num_bytes):
+        """dict from each path to its `Speed`, see `speeds.measure`."""
         if self._speeds is None:
             self._speeds = speeds.measure(self._communicator, num_bytes)
         return self._speeds
 
     def forget(self):
+        """Forgets the steps so far: the next one is traced."""
         # A long training has many steps between decisions: the last count.
         self._seconds = collections.deque(maxlen=_MOST_TIMES)
 
     def begin(self):
+        """Notes that steps begin."""
         self._start = time.perf_counter()
 
     def end(self, num_steps):
+        """Notes that some steps have ended."""
         seconds = time.perf_counter() - self._start
         if not self._seconds:  # with the tracing
             self.trace_seconds = max(self.trace_seconds, seconds)
         self._seconds.append(seconds / num_steps)
 
     def step_seconds(self):
+        """Seconds of a step since the last move, on the slowest rank."""
         # The lower quartile: other work on a machine only adds time.
         seconds = list(self._seconds)
         seconds = seconds[2:] or seconds  # without the tracing
