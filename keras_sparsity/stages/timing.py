@@ -91,7 +91,7 @@ def crossing_bytes(
     """The activations that cross each possible cut.
 
     Args:
-        num_examples: as for `call_seconds`.
+        num_examples: those that cross it together.
         wire_dtype: name of a narrower dtype in which floats travel.
         only_floats: whether tensors without gradients are left out.
 
