@@ -8,7 +8,7 @@ import contextlib
 import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from keras_sparsity._tf import keras_scopes, tf_graphs
+from keras_sparsity._tf import contexts, keras_scopes, tf_graphs
 
 _ASSIGNMENTS = (
     *("assign", "assign_add", "assign_sub", "_restore_from_tensors"),
@@ -25,7 +25,6 @@ _as_stored = []
 _readers = []
 
 
-@contextlib.contextmanager
 def read_as_stored(keepers):
     """While entered, functions are traced that read rows as they are stored.
 
@@ -36,14 +35,9 @@ def read_as_stored(keepers):
     """
     for keeper in keepers:
         keeper.settle()
-    _as_stored.append(True)
-    try:
-        yield
-    finally:
-        _as_stored.pop()
+    return contexts.on_top(_as_stored, True)
 
 
-@contextlib.contextmanager
 def read_by(readers):
     """While entered, functions are traced that read other values of variables.
 
@@ -53,11 +47,7 @@ def read_by(readers):
             the values in place of the variable's, which they may read; the
             gradients are the variable's.
     """
-    _readers.append(readers)
-    try:
-        yield
-    finally:
-        _readers.pop()
+    return contexts.on_top(_readers, readers)
 
 
 class CurrentVariable(ResourceVariable):

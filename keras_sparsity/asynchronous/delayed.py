@@ -1,11 +1,9 @@
 """Training with gradients of weights that are exactly some steps old."""
 
-import contextlib
-
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_scopes
+from keras_sparsity._tf import contexts, keras_scopes
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.training.binding import Binding, bound_arguments
 from keras_sparsity.training.compiling import compile_adopted
@@ -79,7 +77,7 @@ class DelayedRuns(Binding):
         _check_callbacks(arguments.get("callbacks"))
         self._check_optimizer()
         self._delay.clear()  # what a `fit` that failed has left
-        with self._set("_is_in_fit"):
+        with contexts.attribute(self, "_is_in_fit", True):
             return self._stock["fit"](*args, **kwargs)
 
     def train_on_batch(self, *args, **kwargs):
@@ -91,7 +89,7 @@ class DelayedRuns(Binding):
         )
 
     def train_step(self, *args, **kwargs):
-        with self._set("_is_in_step"):
+        with contexts.attribute(self, "_is_in_step", True):
             return self._stock["train_step"](*args, **kwargs)
 
     def get_metrics_result(self):
@@ -117,15 +115,6 @@ class DelayedRuns(Binding):
             apply_next = tf.function(apply_next, autograph=False)
         for _ in range(self._delay.num_steps):
             apply_next()
-
-    @contextlib.contextmanager
-    def _set(self, name):
-        before = getattr(self, name)
-        setattr(self, name, True)
-        try:
-            yield
-        finally:
-            setattr(self, name, before)
 
 
 def _check_callbacks(callbacks):

@@ -6,7 +6,12 @@ import keras
 import numpy as np
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import keras_input, keras_models, keras_scopes
+from keras_sparsity._tf import (
+    contexts,
+    keras_input,
+    keras_models,
+    keras_scopes,
+)
 from keras_sparsity.asynchronous import joiners, meeting
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
@@ -128,14 +133,10 @@ class Runs(Binding):
         )
 
     def train_step(self, data):
-        rank = self._collectives.rank
-        self._is_in_step = True
-        try:
-            with random_states.drawn_by_rank(rank):
-                step = self._stock["train_step"]
-                return self._training.worker.step(step, data)
-        finally:
-            self._is_in_step = False
+        in_step = contexts.attribute(self, "_is_in_step", True)
+        with in_step, random_states.drawn_by_rank(self._collectives.rank):
+            step = self._stock["train_step"]
+            return self._training.worker.step(step, data)
 
     def get_metrics_result(self):
         if (

@@ -7,10 +7,9 @@ fingerprint of every global batch as it passes, and the ranks compare them
 from time to time.
 """
 
-import contextlib
-
 import tensorflow as tf
 
+from keras_sparsity._tf import contexts
 from keras_sparsity.data.batches import mapped, split_batch
 from keras_sparsity.data.equal_steps import ending_together
 from keras_sparsity.data.fingerprints import Fingerprints, fingerprint
@@ -91,7 +90,6 @@ def check_is_alike(dataset, collectives):
     agreed_number(dataset, SAME_DATASET, collectives)
 
 
-@contextlib.contextmanager
 def for_steps(num_batches):
     """While entered, `distribute` gives `Counted` parts, as steps take them.
 
@@ -101,11 +99,7 @@ def for_steps(num_batches):
         num_batches: function without arguments: the number of an epoch's
             batches, where Keras knows it; else None.
     """
-    _counts.append(num_batches)
-    try:
-        yield
-    finally:
-        _counts.pop()
+    return contexts.on_top(_counts, num_batches)
 
 
 def split_batches(dataset, rank, size, fingerprints=None):

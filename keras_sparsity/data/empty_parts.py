@@ -8,12 +8,10 @@ gradients, losses, metrics and statistics. They are replaced, not multiplied:
 zero times NaN is NaN.
 """
 
-import contextlib
-
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import contexts, keras_models
 
 _parts = []  # of the steps being computed or traced, the inmost last
 
@@ -72,14 +70,9 @@ def of_rank(counts, collectives):
     return Part(counts, collectives)
 
 
-@contextlib.contextmanager
 def computing_on(part):
     """While entered, a step is computed, or traced, on a `Part`."""
-    _parts.append(part)
-    try:
-        yield part
-    finally:
-        _parts.pop()
+    return contexts.on_top(_parts, part)
 
 
 def current():

@@ -3,13 +3,12 @@
 They follow `keras.losses.Loss.__call__` up to the division.
 """
 
-import contextlib
 import typing
 
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_losses
+from keras_sparsity._tf import contexts, keras_losses
 from keras_sparsity.data import empty_parts
 from keras_sparsity.global_batch import loss_scale
 from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
@@ -70,7 +69,8 @@ def local_terms(loss, y_true, y_pred, sample_weight):
     in_mask = keras_losses.keras_mask(y_pred)
     is_weighted = type(loss).__call__ is not keras.losses.Loss.__call__
     if is_weighted:  # by itself
-        with _reduction(loss, "none"), loss_scale.of_own_part():
+        unreduced = contexts.attribute(loss, "reduction", "none")
+        with unreduced, loss_scale.of_own_part():
             values = loss(y_true, y_pred, sample_weight)
         mask = in_mask
     else:
@@ -213,13 +213,3 @@ def _weights(sample_weight, mask, dtype):
         return valid
     valid, sample_weight = keras_losses.match_ranks(valid, sample_weight)
     return valid * sample_weight
-
-
-@contextlib.contextmanager
-def _reduction(loss, reduction):
-    saved = loss.reduction
-    loss.reduction = reduction
-    try:
-        yield
-    finally:
-        loss.reduction = saved

@@ -6,7 +6,7 @@ import functools
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_scopes, patches
+from keras_sparsity._tf import contexts, keras_scopes, patches
 from keras_sparsity.data import empty_parts
 from keras_sparsity.global_batch.metrics import combined, values_of
 
@@ -70,13 +70,10 @@ class _GlobalState:
             or self._is_of_loss(metric)
         ):
             return stock(*args, **kwargs)
-        self._is_updating = True
-        try:
+        with contexts.attribute(self, "_is_updating", True):
             empty_parts.run_if(
                 empty_parts.has_examples(), lambda: stock(*args, **kwargs)
             )
-        finally:
-            self._is_updating = False
 
     def _is_of_loss(self, metric):
         if self._collectives.is_server:

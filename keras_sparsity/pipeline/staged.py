@@ -4,7 +4,7 @@ import abc
 import contextlib
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import checks, patches
+from keras_sparsity._tf import checks, contexts, patches
 from keras_sparsity._tf.deferred_weights import deferring
 from keras_sparsity.data import distribution
 from keras_sparsity.exchange.options import Options
@@ -71,7 +71,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
 
     def gradients_summed(self):
         """Context of an update; the optimizer sums no gradients of its own."""
-        return self.extended.gradients_summed()
+        return contexts.attribute(self.extended, "are_summed", True)
 
     @property
     @abc.abstractmethod
@@ -150,21 +150,13 @@ class _Extended(HybridExtended):
 
     def __init__(self, strategy, peers):
         super().__init__(strategy, peers)
-        self._are_summed = False
+        self.are_summed = False  # gradients, by the stages themselves
 
     def share_with(self, peers):
         self._collectives = peers
 
-    @contextlib.contextmanager
-    def gradients_summed(self):
-        self._are_summed = True
-        try:
-            yield
-        finally:
-            self._are_summed = False
-
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-        if self._are_summed:
+        if self.are_summed:
             return value
         return super()._replica_ctx_all_reduce(reduce_op, value, options)
 

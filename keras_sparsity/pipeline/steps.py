@@ -5,7 +5,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, keras_scopes
+from keras_sparsity._tf import contexts, keras_functional, keras_scopes
 from keras_sparsity.global_batch import loss_scale
 from keras_sparsity.pipeline.flushed import FlushedRun
 from keras_sparsity.pipeline.in_flight import InFlight
@@ -195,18 +195,15 @@ class Steps(Binding):
         waiting for a message.
         """
         arrived = tf.nest.flatten(data, expand_composites=True)
-        self._is_in_step = True
-        try:
-            with (
-                tf.control_dependencies(
-                    [each for each in arrived if each is not None]
-                ),
-                # Shares of a batch are summed by the schedule.
-                loss_scale.of_own_part(),
-            ):
-                yield
-        finally:
-            self._is_in_step = False
+        with (
+            contexts.attribute(self, "_is_in_step", True),
+            tf.control_dependencies(
+                [each for each in arrived if each is not None]
+            ),
+            # Shares of a batch are summed by the schedule.
+            loss_scale.of_own_part(),
+        ):
+            yield
 
     def _run(self, schedule, data, training):
         run = FlushedRun(

@@ -19,6 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import collectives
+from keras_sparsity._tf import contexts
 from keras_sparsity._tf.own_variable import OwnVariable
 from keras_sparsity.collectives.engine import repeated
 
@@ -296,14 +297,9 @@ def _due(counts):
     return tf.equal(states[:, 0], 0)
 
 
-@contextlib.contextmanager
 def left_out():
     """While entered, traced functions count nothing, for comparisons."""
-    _left_out.append(True)
-    try:
-        yield
-    finally:
-        _left_out.pop()
+    return contexts.on_top(_left_out, True)
 
 
 def _new(variable):
