@@ -9,15 +9,13 @@ reports its open calls to rank 0, or to the first dedicated server. There
 
 import atexit
 import logging
-import multiprocessing
 import os
-import signal
 import sys
 import threading
 import time
 
 from keras_sparsity.health import channel as channels
-from keras_sparsity.health import errors, verdict
+from keras_sparsity.health import ending, errors, verdict
 from keras_sparsity.health.coordinator import LEAVE_SECONDS, Coordinator
 from keras_sparsity.health.observer import Observer
 from keras_sparsity.health.report import Report, from_lists
@@ -200,13 +198,13 @@ class _Watch:
     def report_exception(self, error):
         if self._is_mine() and not self._is_over.is_set():
             self._has_raised = True
-            self._exit_code = _exit_code(error)
+            self._exit_code = ending.exit_code(error)
             self._channel.send(kind="raised", error=errors.spelled(error))
 
     def leave(self, error):
         if not (self._is_spare and self._is_mine()) or self._is_over.is_set():
             return
-        self._exit_code = _exit_code(error)
+        self._exit_code = ending.exit_code(error)
         self._all_leave.clear()
         self._channel.send(kind="leaving", error=errors.spelled(error))
         self._wait(2 * LEAVE_SECONDS, self._all_leave.is_set)
@@ -328,13 +326,7 @@ class _Watch:
                 print(f"\n{errors.failure()}", file=sys.stderr, flush=True)
 
     def _leave(self, exit_code=None):
-        """Ends the process at once, with its children."""
-        for child in multiprocessing.active_children():
-            child.terminate()
-        flush = threading.Thread(target=_flush, daemon=True)
-        flush.start()
-        flush.join(1)
-        os._exit(self._exit_code if exit_code is None else exit_code)
+        ending.end(self._exit_code if exit_code is None else exit_code)
 
     # The main thread.
 
@@ -398,20 +390,3 @@ class _Watch:
 
     def _is_mine(self):
         return os.getpid() == self._pid  # not a forked child
-
-
-def _flush():
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError, AttributeError):
-            pass  # closed, or None
-    logging.shutdown()
-
-
-def _exit_code(error):
-    if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-        return error.code or 0
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT  # as in a shell
-    return 1
