@@ -21,13 +21,23 @@ from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.machines import door
 
 NUM_BATCHES = 40
+# Of a table that two servers store in pieces. A batch's row is that of its
+# number times an odd step: the batches' rows are in both pieces.
+NUM_ROWS, ROW_STEP = 9000, 211
+BETAS = 0.99, 0.999
+RULES = {
+    "adagrad": lambda: keras.optimizers.Adagrad(
+        1.0, initial_accumulator_value=0.0
+    ),
+    "adam": lambda: keras.optimizers.Adam(0.01, *BETAS),
+}
 
 
 class Loss(keras.layers.Layer):
     """Its output is that of the batch's number, and its gradient marks it.
 
-    With a learning rate of -1, the weights are how often each batch's gradient
-    was applied.
+    It is 1 for the batch's element of two dense weights, and for its row of an
+    `Embedding`; see `applied`.
 
     Args:
         begin: function of a batch's number, called in its step.
@@ -39,6 +49,9 @@ class Loss(keras.layers.Layer):
         self._begin, self._size = begin, num_batches
         self.kernel = self.add_weight(shape=(num_batches,), initializer="zeros")
         self.other = self.add_weight(shape=(num_batches,), initializer="zeros")
+        self.rows = keras.layers.Embedding(
+            NUM_ROWS, 2, embeddings_initializer="zeros"
+        )
 
     def call(self, x, training=False):
         number = tf.cast(x[0, 0], tf.int32)
@@ -49,8 +62,54 @@ class Loss(keras.layers.Layer):
         kernel = tf.convert_to_tensor(self.kernel.value)
         other = tf.convert_to_tensor(self.other.value)
         product = tf.reduce_sum((kernel + other) * mark)
+        # Twice the same row.
+        product += tf.reduce_sum(self.rows(tf.fill([2], ROW_STEP * number))) / 2
         # Its value is the batch's number.
-        return 0 * x + x[0, 0] + product - tf.stop_gradient(product)
+        return 0 * x + x[0, 0] + (product - tf.stop_gradient(product))
+
+
+def applied(model):
+    """How often each batch's gradient was applied, to each variable.
+
+    The slots say it, and the weights, or other slots, must follow from it.
+
+    Args:
+        model: a model of a `Loss`, with an optimizer of `RULES`.
+
+    Returns:
+        An array, a row for each variable.
+    """
+    accumulators, *of_adam = (
+        [v.numpy() for v in model.optimizer.variables if v.path.endswith(kind)]
+        for kind in ("_accumulator", "_momentum", "_velocity")
+    )
+    if accumulators:
+        counts = _by_batch(accumulators)
+        steps = 1 / np.sqrt(np.arange(1, counts.max() + 1))
+        moved = np.concatenate([[0], -np.cumsum(steps)])
+        np.testing.assert_allclose(
+            _by_batch(model.get_weights()), moved[counts.astype(int)], 1e-4
+        )
+        return counts
+    slots = [_by_batch(values) for values in of_adam]
+    # Of a row, whose updates are its batch's alone.
+    counts = np.rint(np.log1p(-slots[0][2]) / np.log(BETAS[0]))
+    number = int(model.optimizer.iterations)
+    assert counts.sum() == number
+    for found, beta in zip(slots, BETAS, strict=True):
+        np.testing.assert_allclose(found[2], 1 - beta**counts, 1e-3, 1e-6)
+        # Each update decays all elements and moves one.
+        np.testing.assert_allclose(found[:2].sum(1), 1 - beta**number, 1e-3)
+    return counts[None]
+
+
+def _by_batch(values):
+    """The batches' elements and rows of the three variables, or of slots."""
+    *dense, table = values
+    rows = ROW_STEP * np.arange(len(dense[0]))
+    assert not np.delete(table, rows, 0).any()
+    np.testing.assert_array_equal(table[:, 0], table[:, 1])
+    return np.stack([*dense, table[rows, 0]])
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -66,16 +125,20 @@ def train(
     known=True,
     callbacks=(),
     before=lambda model, data: None,
+    rule="adagrad",
 ):
-    """`(kernel, other, history, steps of this rank)`.
+    """`(applied, history, steps of this rank, ranks that are left)`.
 
     Args:
         begin: function of the strategy, the number of this rank's step, and
             that of the batch.
         known: whether the number of batches is known.
         before: function of the model and the data, called before `fit`.
+        rule: key of `RULES`.
     """
-    strategy = ks.HybridStrategy(synchronous=False, max_staleness=bound)
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=bound, sparse_updates="lazy"
+    )
     steps = []
 
     def began(number):
@@ -86,7 +149,7 @@ def train(
     layer = Loss(began, num_batches)
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), layer])
-        model.compile(keras.optimizers.SGD(1.0), output)
+        model.compile(RULES[rule](), output)
     x = np.arange(num_batches, dtype="float32")[:, None]
     data = tf.data.Dataset.from_tensor_slices((x, x)).batch(1)
     if not known:
@@ -100,10 +163,9 @@ def train(
         callbacks=list(callbacks),
         verbose=0,
     )
-    kernel, other = (-w for w in model.get_weights())
     # A call of all ranks that are left.
     ranks = strategy.collectives.gather_objects(strategy.rank)
-    return kernel, other, history.history, steps, ranks
+    return applied(model), history.history, steps, ranks
 
 
 def end_by(kind):
@@ -334,7 +396,7 @@ class KillIn(keras.callbacks.Callback):
             threading.Timer(self._seconds, end_by, ["SIGKILL"]).start()
 
 
-def resumed(folder, rank, seconds, lost):
+def resumed(folder, rank, seconds, lost, rule):
     """Four epochs, of which a server's death interrupts the third one.
 
     Before that, a worker may be lost.
@@ -353,6 +415,17 @@ def resumed(folder, rank, seconds, lost):
             KillIn(rank, seconds),
             ks.callbacks.ShardedCheckpoint(folder),
         ],
+        rule=rule,
+    )
+
+
+def goes_on(folder, epochs, rule):
+    """Trains until so many epochs have ended, also by others."""
+    return train(
+        lambda *_: time.sleep(0.001),
+        epochs=epochs,
+        callbacks=[ks.callbacks.ShardedCheckpoint(folder)],
+        rule=rule,
     )
 
 
@@ -364,7 +437,7 @@ class UntilJoined(keras.callbacks.Callback):
             `joined` in its first step.
 
     Attributes:
-        begun: this worker's first epoch, and its updates and weights then.
+        begun: this worker's first epoch, its updates then, and `applied`.
     """
 
     def __init__(self, folder):
@@ -378,7 +451,7 @@ class UntilJoined(keras.callbacks.Callback):
         self._is_last = self._is_there("joined")
         if self.begun is None:
             updates = int(self.model.optimizer.iterations)
-            self.begun = epoch, updates, self.model.get_weights()
+            self.begun = epoch, updates, applied(self.model)
 
     def on_epoch_end(self, epoch, logs=None):
         while not self._is_there("ready"):
@@ -446,7 +519,7 @@ class Two:
             *[first] * self._saves,
         ]
         history = model.fit(data, epochs=3, callbacks=callbacks, verbose=0)
-        np.testing.assert_array_equal(model.get_weights(), -2)
+        np.testing.assert_array_equal(applied(model), 2)
         assert history.history["loss"] == [(NUM_BATCHES - 1) / 2] * 2
         assert history.epoch == [0, 1]
         weights = self.path("between.weights.h5")
@@ -460,7 +533,7 @@ class Two:
     def _check_restored(self, checkpoint, model):
         start = model.get_weights()
         checkpoint.restore(model)
-        np.testing.assert_array_equal(model.get_weights(), -2)
+        np.testing.assert_array_equal(applied(model), 2)
         model.set_weights(start)
 
 
@@ -528,9 +601,9 @@ def rejoined(folder, victim, kind):
     mark("ranks", f"{found[-1]}\n")
     if joins:
         # A checkpoint that it makes when it has joined has others' weights.
-        epoch, updates, weights = until.begun
+        epoch, updates, counts = until.begun
         assert updates == epoch * NUM_BATCHES > 0
-        np.testing.assert_array_equal(weights, -epoch)
+        np.testing.assert_array_equal(counts, epoch)
         # Of the last epoch, of which it was a part from the beginning.
         mark("staleness", str(max(strategies[0].staleness)))
     return found
@@ -539,6 +612,6 @@ def rejoined(folder, victim, kind):
 if __name__ == "__main__":
     name, *given = sys.argv[1:]
     found = globals()[name](*map(ast.literal_eval, given))
-    kernel, other, history, *_ = found
-    print("applied", {*kernel.tolist(), *other.tolist()}, flush=True)
+    counts, history, *_ = found
+    print("applied", {*counts.ravel().tolist()}, flush=True)
     print("losses", history["loss"], flush=True)

@@ -12,7 +12,7 @@ import pytest
 from keras_sparsity import launch
 from tests import asynchronous_losses as losses
 from tests import forked
-from tests.conftest import engines
+from tests.conftest import covering, engines
 
 
 def _run(function, num_processes, engine, *args, num_servers=1):
@@ -32,12 +32,11 @@ def _check(results, victims, num_epochs=2, num_batches=losses.NUM_BATCHES):
         if rank in victims:
             assert result is None
             continue
-        kernel, other, history, _, ranks = result
-        np.testing.assert_array_equal(kernel, num_epochs)
-        np.testing.assert_array_equal(other, num_epochs)
+        applied, history, _, ranks = result
+        np.testing.assert_array_equal(applied, num_epochs)
         mean = (num_batches - 1) / 2
         assert history["loss"] == [mean] * num_epochs
-        assert history == results[left[0]][2]
+        assert history == results[left[0]][1]
         assert ranks == left
 
 
@@ -46,7 +45,7 @@ def test_an_epoch_without_a_batch_keeps_the_order(cluster, tmp_path):
     results = cluster("native", 2).run(
         losses.without_a_batch, str(tmp_path / "ended")
     )
-    assert len(results[1][3]) < 2 * losses.NUM_BATCHES
+    assert len(results[1][2]) < 2 * losses.NUM_BATCHES
     _check(results, [], 3)
 
 
@@ -144,12 +143,12 @@ def test_the_launcher_says_it_in_one_line(launched, tmp_path):
 
 
 def _check_resumed(
-    launched, folder, engine, num_servers, victim, seconds, lost
+    launched, folder, engine, num_servers, victim, seconds, lost, rule
 ):
     options = ["--max-restarts", "1", "--engine", engine]
     code, output, said = launched(
         *(folder / "logs", num_servers, options, losses.resumed),
-        *(str(folder / "checkpoints"), victim, seconds, lost),
+        *(str(folder / "checkpoints"), victim, seconds, lost, rule),
     )
     assert code == 0, said
     assert f"rank {victim} of" in said[-1] and "restart 1 of 1" in said[-1]
@@ -162,7 +161,35 @@ def _check_resumed(
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_after_a_servers_death_training_resumes(launched, engine, tmp_path):
     # A worker that was lost before takes part again.
-    _check_resumed(launched, tmp_path, engine, 1, victim=2, seconds=0.1, lost=0)
+    _check_resumed(launched, tmp_path, engine, 1, 2, 0.1, lost=0, rule="adam")
+
+
+# Of workers and servers; without servers, all processes have a part of each.
+_SPLITS = [
+    ((2, 0), (2, 2)),
+    ((2, 1), (2, 2), (3, 0)),
+    ((3, 2), (2, 1), (1, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "splits", "rule"),
+    covering(
+        [
+            (engine, splits, rule)
+            for engine in ("native", "horovod")
+            for splits in _SPLITS
+            for rule in losses.RULES
+        ],
+        [("native", _SPLITS[0], "adagrad")],
+    ),
+)
+def test_resumed_with_another_split(cluster, engine, splits, rule, tmp_path):
+    # Two epochs with each; weights and slots are those of all epochs so far.
+    for ended, (num_workers, num_servers) in enumerate(splits, 1):
+        ranks = cluster(engine, num_workers, num_servers=num_servers)
+        results = ranks.run(losses.goes_on, str(tmp_path), 2 * ended, rule)
+        _check(results, [], 2 * ended)
 
 
 def _check_rejoined(launched, folder, engine, victim, kind):
@@ -239,8 +266,8 @@ def test_random_kills_of_servers(launched, engine, seed, tmp_path):
     chance = random.Random(seed)
     victim, lost = chance.choice([2, 3]), chance.choice([0, 1, None])
     seconds = chance.uniform(0, 0.4)
-    lost = -1 if lost is None else lost
-    _check_resumed(launched, tmp_path, engine, 2, victim, seconds, lost)
+    lost, rule = -1 if lost is None else lost, chance.choice([*losses.RULES])
+    _check_resumed(launched, tmp_path, engine, 2, victim, seconds, lost, rule)
 
 
 @pytest.mark.all_cells
