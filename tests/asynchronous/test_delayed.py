@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import keras_sparsity as ks
+from keras_sparsity import launch
 from tests import asynchronous_functions as functions
-from tests import delayed_loop
+from tests import delayed_loop, forked
 from tests.conftest import engines
 
 # A rule, s, the kind of a table, and its number of rows.
@@ -105,6 +106,25 @@ def test_all_rules_and_delays(
     for first, second in run(functions.train_several, [cell, cell]):
         _check(first, cell)
         _check_same(first, second)
+
+
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("num_servers", [0, 1])
+def test_two_launches_are_equal_to_the_bit(engine, num_servers):
+    launched = []
+    for _ in range(2):
+        with forked.ranks():
+            launched.append(
+                launch.run(
+                    *(functions.train_several, 2, engine, (_CELLS[2:],)),
+                    num_servers=num_servers,
+                    timeout=240,
+                )
+            )
+    for first, second in zip(*launched, strict=True):
+        for one, other in zip(first, second, strict=True):
+            _check_same(one, other)
 
 
 def _compiled(optimizer="sgd", **options):
