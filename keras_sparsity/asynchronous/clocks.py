@@ -37,8 +37,11 @@ class Clocks:
                 )
                 for r in range(size)
             ]
+            # Gets a token when all workers have taken their last step.
+            self._over = tf.queue.FIFOQueue(
+                2**30, [tf.int64], [[]], shared_name=f"{name}/over"
+            )
             self.reset = self._made_reset()
-            self.are_done = tf.reduce_all(self._clocks.read() >= _DONE)
         self._device = device
 
     def begin(self):
@@ -49,6 +52,14 @@ class Clocks:
                 token = self._tokens[self._rank].dequeue()
             with tf.control_dependencies([token]):
                 return tf.timestamp() - asked
+
+    def over(self):
+        """Waits until no worker takes a further step in this epoch."""
+        with tf.device(self._device):
+            token = self._over.dequeue()
+            # For the next one that waits.
+            with tf.control_dependencies([self._over.enqueue(token)]):
+                return tf.identity(token)
 
     def end(self):
         """Counts a step of this worker."""
@@ -68,30 +79,32 @@ class Clocks:
             now = tf.tensor_scatter_nd_update(
                 before, [[rank]], [move(before[rank])]
             )
-            slowest = tf.reduce_min(now)
+            slowest, earlier = tf.reduce_min(now), tf.reduce_min(before)
+            are_done = tf.equal(slowest, _DONE)
             # After the last worker's last step nobody waits any more.
             number = tf.where(
-                tf.equal(slowest, _DONE),
-                tf.zeros_like(slowest),
-                slowest - tf.reduce_min(before),
+                are_done, tf.zeros_like(slowest), slowest - earlier
             )
-            given = [
-                queue.enqueue_many([tf.zeros([number], tf.int64)])
-                for queue in self._tokens
-            ]
+            given = [_given(queue, number) for queue in self._tokens]
+            is_over = are_done & tf.not_equal(earlier, _DONE)
+            given.append(_given(self._over, tf.cast(is_over, tf.int64)))
             return after([*given, self._clocks.assign(now)], slowest)
 
         return locked(self._mutex, moved)
 
     def _made_reset(self):
         """All workers are at the beginning of an epoch; none runs a step."""
-        emptied = [queue.dequeue_many(queue.size()) for queue in self._tokens]
+        emptied = [
+            queue.dequeue_many(queue.size())
+            for queue in [*self._tokens, self._over]
+        ]
         with tf.control_dependencies(emptied):
-            given = [
-                queue.enqueue_many(
-                    [tf.zeros([(self._bound or 0) + 1], tf.int64)]
-                )
-                for queue in self._tokens
-            ]
+            number = (self._bound or 0) + 1
+            given = [_given(queue, number) for queue in self._tokens]
             begun = self._clocks.assign(tf.zeros([self._size], tf.int64))
         return tf.group(*given, begun)
+
+
+def _given(queue, number):
+    """Puts so many tokens into a queue."""
+    return queue.enqueue_many([tf.zeros([number], tf.int64)])

@@ -17,7 +17,7 @@ from keras_sparsity.health import journal, watch
 from keras_sparsity.machines import door
 from keras_sparsity.machines.topology import Topology
 
-# Between two looks at the others' letters.
+# Between two looks of a process that waits to join.
 _LOOK_SECONDS = 0.02
 _NONE = -1
 _REDUCE = {"sum": np.sum, "max": np.max, "min": np.min}
@@ -104,7 +104,8 @@ class Letters:
 
     A rank writes its letter, and waits until each other rank has written its
     own, or is lost. It needs two places for letters: a rank writes its second
-    next one when all have written the next, and so have read this one.
+    next one when all have written the next, and so have read this one. While it
+    waits it sleeps, until a letter, or a loss, rings its bell.
 
     A new process of a lost rank is alone at first: it has its own letters. It
     waits to be admitted, which happens at the beginning of an epoch, and the
@@ -139,6 +140,12 @@ class Letters:
             [Cell(f"meeting/{rank}/{i}", tf.string, []) for i in range(2)]
             for rank in range(self.size)
         ]
+        self._bells = [
+            tf.queue.FIFOQueue(
+                2**30, [tf.int64], [[]], shared_name=f"meeting/{rank}/bell"
+            )
+            for rank in range(self.size)
+        ]
 
     def _begun(self):
         letters = [cell.fill("") for cell in sum(self._letters, [])]
@@ -160,6 +167,8 @@ class Letters:
             self._mutex, lambda: [self._numbers.read(), self._lost.read()]
         )
         self._look = function_of(session, [], seen)
+        bell = self._bells[self.rank]
+        self._sleep = function_of(session, [], [bell.dequeue()])
         left = locked(self._mutex, lambda: self._left(rank))
         self.leave_out = function_of(session, [rank], [left])
 
@@ -169,14 +178,27 @@ class Letters:
             before = self._numbers.read()[self.rank]
             # The others may have gone on without it.
             kept = tf.where(is_lost, before, number)
-            written = self._letters[self.rank][place].assign(letter)
-            return after([written, self._numbers.set(self.rank, kept)], is_lost)
+            # Rung before this rank looks.
+            bell = self._bells[self.rank]
+            put = [
+                self._letters[self.rank][place].assign(letter),
+                self._numbers.set(self.rank, kept),
+                bell.dequeue_many(bell.size()),
+            ]
+            with tf.control_dependencies(put):
+                return after(self._rung(), is_lost)
 
         return locked(self._mutex, written)
 
     def _left(self, rank):
         told = [self._lost.set(rank, True), self._asks.set(rank, _NONE)]
-        return after(told, rank)
+        with tf.control_dependencies(told):
+            return after(self._rung(), rank)
+
+    def _rung(self):
+        """Has all ranks look again."""
+        one = tf.zeros([], tf.int64)
+        return [bell.enqueue(one) for bell in self._bells]
 
     def _make_joining(self, session):
         rank, fit, epoch, count = (
@@ -256,7 +278,7 @@ class Letters:
             is_there = numbers >= self._count
             if (is_there | lost).all():
                 break
-            time.sleep(_LOOK_SECONDS)
+            self._sleep()
         letters = self._take[place]()
         found = {
             rank: pickle.loads(letters[rank])

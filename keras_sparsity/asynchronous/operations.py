@@ -133,8 +133,8 @@ class Operations:
     def finish(self):
         return [], [self._clocks.finish(self._rank)]
 
-    def is_over(self):
-        return [], [self._clocks.are_done]
+    def over(self):
+        return [], [self._clocks.over()]
 
     def destroy(self):
         destroyed = []

@@ -151,9 +151,9 @@ class Store:
         """Others do not wait for this worker any more in this epoch."""
         self._call(self._operations.finish)()
 
-    def is_over(self):
-        """Whether all workers have finished, or are lost."""
-        return bool(self._call(self._operations.is_over)()[0])
+    def wait_until_over(self):
+        """Waits until all workers have finished, or are lost."""
+        self._call(self._operations.over)()
 
     def wait(self):
         """Waits for the bound."""

@@ -3,7 +3,6 @@
 import contextlib
 import pickle
 import threading
-import time
 
 import keras
 import numpy as np
@@ -16,9 +15,6 @@ from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.asynchronous.worker import Worker
 from keras_sparsity.global_batch import metrics as global_metrics
 from keras_sparsity.global_batch import random_states
-
-# Between two looks of a dedicated server at the workers' epoch.
-_LOOK_SECONDS = 0.1
 
 
 class Training:
@@ -165,8 +161,7 @@ class Training:
         """
         is_server = self._collectives.is_server
         if is_server:
-            while not self.store.is_over():
-                time.sleep(_LOOK_SECONDS)
+            self.store.wait_until_over()
         else:
             self.worker.pushing.wait()
             self.store.leave(self.record())
