@@ -1,5 +1,9 @@
 """Trainings under `synchronous=False` that ranks run."""
 
+import collections
+import contextlib
+import functools
+import io
 import os
 import pathlib
 import time
@@ -100,29 +104,50 @@ def train_dense(rule, is_served):
     return found, getattr(strategy, "staleness", None)
 
 
-class OwnElement(keras.layers.Layer):
-    """Its output's gradient is 1 for the element of this rank.
+class OwnRows(keras.layers.Layer):
+    """Its output's gradient is 1 for some rows of this rank.
 
     With a learning rate of -1, weights are the numbers of the ranks' updates.
+    They are of two variables, one dense, one an `Embedding`'s, of which servers
+    store each so-manieth row: a rank has a row at each server.
 
     Args:
-        rank, size: the element, of how many.
+        rank, size: the rank, of how many.
+        num_pieces: the number of servers.
         begin: function of the weights, called when a step has pulled them.
     """
 
-    def __init__(self, rank, size, begin):
+    def __init__(self, rank, size, num_pieces, begin):
         super().__init__()
         self._own = np.eye(size, dtype="float32")[rank]
-        self._begin = begin
-        self.kernel = self.add_weight(shape=(size,), initializer="zeros")
+        self._begin, self._shape = begin, (2, size, num_pieces)
+        self.number = size * num_pieces
+        # Large enough to be cut.
+        self.kernel = self.add_weight(
+            shape=(self.number, 2048), initializer="zeros"
+        )
+        self.rows = keras.layers.Embedding(
+            3000 * num_pieces, 2, embeddings_initializer="zeros"
+        )
 
-    def call(self, x, training=False):
+    def call(self, ids, training=False):
         kernel = tf.convert_to_tensor(self.kernel.value)
+        found = self._by_rank(tf.stack([kernel[:, 0], self.rows(ids)[0, :, 0]]))
         if training:
-            kernel = kernel + tf.numpy_function(
-                self._begin, [kernel], tf.float32
-            )
-        return 0 * x + tf.reduce_sum(kernel * self._own)
+            begun = tf.numpy_function(self._begin, [found], tf.float32)
+            found += tf.ensure_shape(begun, [])
+        return tf.reduce_sum(found * self._own, keepdims=True)
+
+    def _by_rank(self, values):
+        values = tf.transpose(tf.reshape(values, self._shape), [0, 2, 1])
+        return tf.reshape(values, [-1, self._shape[1]])
+
+    def weights_by_rank(self):
+        """As `begin` gets them: of all ranks, for each piece."""
+        kernel, rows = self.get_weights()
+        return self._by_rank(
+            tf.stack([kernel[:, 0], rows[: self.number, 0]])
+        ).numpy()
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -131,12 +156,12 @@ def first_output(y, outputs):
 
 
 def _count_updates(bound, begin, count, **options):
-    """Trains `OwnElement` on batches of one; the weights and `staleness`."""
+    """Trains `OwnRows` on batches of one; the weights and `staleness`."""
     strategy = ks.HybridStrategy(
         synchronous=False, max_staleness=bound, **options
     )
-    rank, size = strategy.rank, strategy.size
-    seen = []
+    rank, collectives = strategy.rank, strategy.collectives
+    size, seen = collectives.num_workers, []
 
     def pulled(weights):
         seen.append(-weights)
@@ -144,12 +169,19 @@ def _count_updates(bound, begin, count, **options):
         return np.float32(0)
 
     with strategy.scope():
-        layer = OwnElement(rank, size, pulled)
-        model = keras.Sequential([keras.Input((1,)), layer])
+        # A server takes no step.
+        of_rank = min(rank, size - 1), size, collectives.num_servers or size
+        layer = OwnRows(*of_rank, pulled)
+        inputs = keras.Input((layer.number,), dtype="int32")
+        model = keras.Sequential([inputs, layer])
         model.compile(keras.optimizers.SGD(1.0), first_output)
-    x = np.zeros((count, 1), "float32")
-    model.fit(x, x, 1, verbose=0)
-    return seen, -model.get_weights()[0], strategy.staleness
+    x = np.tile(np.arange(layer.number, dtype="int32"), (count, 1))
+    model.fit(x, np.zeros((count, 1), "float32"), 1, verbose=0)
+    # Both variables are cut, and each server has its part of each.
+    pulled = [t.pulled_bytes for t in strategy.epoch_figures.servers.values()]
+    least_bytes = layer.number // len(pulled) * 2048 * 4 * count
+    assert min(pulled) == max(pulled) > least_bytes, pulled
+    return seen, -layer.weights_by_rank(), strategy.staleness
 
 
 def watched_pulls(bound, count):
@@ -274,8 +306,41 @@ def label(y, outputs):
     return y
 
 
+class CountCalls(keras.callbacks.Callback):
+    """Counts the calls of its methods, and keeps the rates at ends of epochs.
+
+    Attributes:
+        calls: dict from the name of a method to a number.
+        rates: list of the learning rates.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.rates = collections.Counter(), []
+        for name in (
+            *("on_train_begin", "on_train_end"),
+            *("on_epoch_begin", "on_epoch_end"),
+            *("on_train_batch_begin", "on_train_batch_end"),
+        ):
+            setattr(self, name, functools.partial(self._count, name))
+
+    def _count(self, name, *args, **kwargs):
+        self.calls[name] += 1
+        if name == "on_epoch_end":
+            self.rates.append(float(self.model.optimizer.learning_rate))
+
+
+# Of the epochs of `linear`: by a schedule, then halved as a metric is constant.
+RATES = [1.0, 0.5, 0.25]
+
+
 def linear(bound, folder):
-    """A loss whose gradient does not depend on the weights."""
+    """A loss whose gradient does not depend on the weights.
+
+    Returns:
+        Weights, a table, the history, `CountCalls`'s counts and rates, and
+        what `fit` has printed.
+    """
     strategy = ks.HybridStrategy(synchronous=False, max_staleness=bound)
     inputs = keras.Input((4,), dtype="int32")
     embedding = keras.layers.Embedding(
@@ -288,11 +353,30 @@ def linear(bound, folder):
     with strategy.scope():
         model.compile(keras.optimizers.SGD(1.0), first_output, metrics=[label])
     read = _read_by_workers(strategy)
-    history = model.fit(read, epochs=EPOCHS, validation_data=read, verbose=0)
+    count, printed = CountCalls(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        history = model.fit(
+            read,
+            epochs=len(RATES),
+            validation_data=read,
+            callbacks=[
+                keras.callbacks.LearningRateScheduler(
+                    lambda epoch, rate: [*RATES[:2], rate][epoch]
+                ),
+                keras.callbacks.ReduceLROnPlateau(
+                    *("label", 0.5), patience=1, mode="min", min_lr=RATES[-1]
+                ),
+                count,
+            ],
+            verbose=2,
+        )
     model.save(f"{folder}/model.keras")
     (kernel,), (table,) = product.get_weights(), embedding.get_weights()
     results = model.evaluate(read, verbose=0), model.predict(read, verbose=0)
-    return kernel[:, 0], table, history.history, results
+    return (
+        *(kernel[:, 0], table, history.history, results),
+        *(dict(count.calls), count.rates, printed.getvalue()),
+    )
 
 
 def _read_by_workers(strategy):

@@ -1,5 +1,7 @@
 """Workers that pull and push by themselves, at servers."""
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import keras_sparsity as ks
 from keras_sparsity.board import reports
 from tests import asynchronous_functions as functions
 from tests import delayed_loop
-from tests.conftest import engines
+from tests.conftest import covering, engines
 
 
 def _served(model, optimizer, loss="mse", **options):
@@ -49,37 +51,51 @@ def _check_equal(found, expected):
             np.testing.assert_allclose(one, other, 1e-5, 1e-6)
 
 
-@pytest.mark.parametrize("engine", engines(usually="native"))
-def test_no_pull_is_older_than_the_bound(cluster, engine):
+@pytest.mark.parametrize(
+    ("engine", "num_servers"),
+    covering(
+        [(engine, n) for engine in ("native", "horovod") for n in (0, 2)],
+        [("native", 2)],
+    ),
+)
+def test_no_pull_is_older_than_the_bound(cluster, engine, num_servers):
     bound, count = 2, 150
-    ranks = cluster(engine, 3).run(functions.watched_pulls, bound, count)
-    _check_bound(ranks, bound, count)
+    ranks = cluster(engine, 3, num_servers=num_servers).run(
+        functions.watched_pulls, bound, count
+    )
+    _check_bound(ranks, 3, bound, count)
 
 
 @pytest.mark.all_cells
+@pytest.mark.parametrize("num_servers", [0, 2])
 @pytest.mark.parametrize("bound", [1, 2, 4])
-def test_no_pull_of_ten_thousand_is_older(cluster, bound):
-    ranks = cluster("native", 3).run(
+def test_no_pull_of_ten_thousand_is_older(cluster, bound, num_servers):
+    ranks = cluster("native", 3, num_servers=num_servers).run(
         functions.watched_pulls, bound, 10_000, timeout=600
     )
-    _check_bound(ranks, bound, 10_000)
+    _check_bound(ranks, 3, bound, 10_000)
 
 
-def _check_bound(ranks, bound, count):
-    numbers = [len(seen) for seen, *_ in ranks]
+def _check_bound(ranks, num_workers, bound, count):
+    """No pull has seen too few steps of any worker.
+
+    Not at any server, and neither of a dense variable nor of rows.
+    """
+    numbers = [len(seen) for seen, *_ in ranks[:num_workers]]
     # Each batch was one step of one worker, and each step was applied.
     assert sum(numbers) == count
     largest = 0
     # Of a pull and its push: each other worker is ahead or behind by the bound
     # at most, and one push of each, also of this one, may be under way.
-    most = (2 * bound + 1) * (len(ranks) - 1) + 1
+    most = (2 * bound + 1) * (num_workers - 1) + 1
     for rank, (seen, weights, staleness) in enumerate(ranks):
-        np.testing.assert_array_equal(weights, numbers)
+        assert (weights == numbers).all(), weights
         assert sum(staleness.values()) == count
         assert max(staleness) <= most, staleness
         for step, pulled in enumerate(seen):
             # Its own last push may be under way.
-            assert step - 1 <= pulled[rank] <= step
+            assert (step - 1 <= pulled[:, rank]).all()
+            assert (pulled[:, rank] <= step).all()
             # A worker that has ended its part has no more steps to show.
             oldest = np.minimum(step - bound, numbers)
             assert (pulled >= oldest).all(), (rank, step, pulled)
@@ -103,7 +119,7 @@ def test_an_old_gradients_rate_is_smaller(cluster, tmp_path):
     for _, weights, staleness in ranks:
         assert max(staleness) >= 19  # of 20, of which one is under way
         expected = sum(n / max(1, old) for old, n in staleness.items())
-        assert weights.sum() == pytest.approx(expected, rel=1e-5)
+        assert weights.sum(1) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("limit", ["clipnorm", "global_clipnorm", "clipvalue"])
@@ -136,26 +152,45 @@ def test_an_epoch_is_one_pass_of_all(cluster, engine, num_servers, tmp_path):
     )
     x, y = functions.data(5 * functions.BATCH)
     batches = [b for b, _ in delayed_loop.batches(x, x, functions.BATCH)]
-    moved = -functions.EPOCHS * sum(
-        b.astype("float64").mean(0) for b in batches
-    )
+    rates = functions.RATES
+    moved = -sum(rates) * sum(b.astype("float64").mean(0) for b in batches)
     counts = np.zeros(functions.WORDS)
     for batch in batches:
-        np.add.at(counts, batch.reshape(-1), functions.EPOCHS / len(batch))
+        np.add.at(counts, batch.reshape(-1), sum(rates) / len(batch))
     outputs = x @ moved - 2 * counts[x].sum(1)
-    for weights, table, epochs, (evaluated, predicted) in ranks:
+    for weights, table, epochs, (evaluated, predicted), *_ in ranks:
         np.testing.assert_allclose(weights, moved, 1e-5)
         np.testing.assert_allclose(table, -np.tile(counts, (2, 1)).T, 1e-5)
         assert epochs == ranks[0][2]
         # All batches of all workers, once.
-        assert epochs["label"] == pytest.approx([y[:, 0].mean()] * 2, rel=1e-5)
+        assert epochs["label"] == pytest.approx(
+            [y[:, 0].mean()] * len(rates), rel=1e-5
+        )
         for loss in (epochs["val_loss"][-1], evaluated[0]):
             assert loss == pytest.approx(outputs.mean(), rel=1e-4)
         np.testing.assert_allclose(predicted, outputs, 1e-4)
     loaded = keras.models.load_model(tmp_path / "model.keras")
-    assert int(loaded.optimizer.iterations) == 5 * functions.EPOCHS
+    assert int(loaded.optimizer.iterations) == 5 * len(rates)
     table = loaded.get_layer("rows").get_weights()[0]
     np.testing.assert_array_equal(table, ranks[0][1])
+    _check_calls([result[4:] for result in ranks], len(rates), rates)
+
+
+def _check_calls(ranks, num_epochs, rates):
+    """Callbacks were called once on each rank; rank 0 has printed."""
+    for calls, found, _ in ranks:
+        for name in ("on_epoch_begin", "on_epoch_end"):
+            assert calls[name] == num_epochs, calls
+        for name in ("on_train_begin", "on_train_end"):
+            assert calls[name] == 1, calls
+        # `ReduceLROnPlateau` comes before, and has reduced it already.
+        assert found == [rates[0], *[rates[2]] * (num_epochs - 1)]
+    for name in ("on_train_batch_begin", "on_train_batch_end"):
+        assert sum(calls.get(name, 0) for calls, *_ in ranks) == 5 * num_epochs
+    printed, *others = [printed for *_, printed in ranks]
+    epochs = re.findall(r"Epoch (\d)/3", printed)
+    assert epochs == ["1", "2", "3"] and printed.count(" label:") == num_epochs
+    assert others == [""] * len(others)
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
@@ -209,7 +244,10 @@ def test_an_epochs_figures_are_reported(
     events.Reload()
     tags = set(events.Tags()["tensors"])
     assert {"staleness/of pushes", "staleness/largest", "version"} <= tags
-    assert {f"server {rank}/pushed_bytes" for rank in figures.servers} <= tags
+    for name in ("pushed_bytes", "pulled_bytes", "num_updates"):
+        assert {f"server {rank}/{name}" for rank in figures.servers} <= tags
+    for name in ("waiting seconds", "steps"):
+        assert {f"{name}/rank {rank}" for rank in figures.num_steps} <= tags
 
 
 def test_the_end_of_an_epoch_is_that_of_all(cluster):
