@@ -143,7 +143,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None:
             if not optimizer.built:
-                optimizer.build(model.trainable_variables)
+                # Keras's own makes slots nowhere else.
+                with model.distribute_strategy.scope():
+                    optimizer.build(model.trainable_variables)
             sections.append("optimizer")
         storage.restore(model, *found, communicator, sections)
         return found[0]
