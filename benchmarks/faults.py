@@ -9,10 +9,11 @@ an undisturbed training, to the bit.
 
 With `--kill worker` or `--kill server` workers pull from dedicated servers and
 push to them: `HybridStrategy(synchronous=False)`. Each batch then marks its own
-weight, so that the final weights are how often each batch was applied, and its
-number is its loss, so that the last epoch's is how often each was counted. A
-worker is killed at any instant, and the others end the training. A server is
-killed as a rank is, and the processes restart.
+weights and its own row of an `Embedding`, under Adagrad, so that the final
+slots are how often each batch was applied, and its number is its loss, so that
+the last epoch's is how often each was counted. A worker is killed at any
+instant, and the others end the training. A server is killed as a rank is, but
+not before the first checkpoint is complete, and the processes resume from one.
 """
 
 import argparse
@@ -67,6 +68,9 @@ def main():
     num_equal = sum(each["is_equal"] for each in rounds)
     num_killed = sum(each["restarts"] > 0 for each in rounds)
     misses = []
+    num_resumed = sum(each["is_resumed"] for each in rounds)
+    if args.kill == "server" and num_resumed < args.rounds:
+        misses.append(f"only {num_resumed} of {args.rounds} rounds resumed")
     if num_equal < args.rounds:
         misses.append(f"{num_equal} of {args.rounds} rounds ended equal")
     if num_killed < args.rounds:
@@ -75,6 +79,7 @@ def main():
         {
             "rounds": args.rounds,
             "equal": num_equal,
+            "resumed_from_a_checkpoint": num_resumed,
             "kills_while_writing": sum(e["is_writing"] for e in rounds),
             "kills_before_any_checkpoint": sum(
                 not e["checkpoints"] for e in rounds
@@ -136,7 +141,10 @@ def train_asynchronously(args):
     layer = Marks(args.steps)
     with strategy.scope():
         model = keras.Sequential([keras.Input((1,)), layer])
-        model.compile(keras.optimizers.SGD(1.0), mean_output)
+        model.compile(
+            keras.optimizers.Adagrad(1.0, initial_accumulator_value=0.0),
+            mean_output,
+        )
     x = np.arange(args.steps, dtype="float32")[:, None]
     data = tf.data.Dataset.from_tensor_slices((x, x)).batch(1)
     callbacks = []
@@ -151,19 +159,38 @@ def train_asynchronously(args):
     ).history
     if not strategy.collectives.is_server:
         weights, loss = model.get_weights(), np.float64(history["loss"][-1])
-        np.testing.assert_array_equal(weights, -args.epochs)
+        # Behind the number of updates and the learning rate.
+        slots = [v.numpy() for v in model.optimizer.variables[2:]]
+        check_marks(slots, args.epochs)
+        # Of the update number n, the rule subtracts 1 / sqrt(n).
+        moved = -sum(n**-0.5 for n in range(1, args.epochs + 1))
+        check_marks(weights, moved)
         np.testing.assert_array_equal(loss, (args.steps - 1) / 2)
-        tell_digest(args, strategy.rank, [*weights, loss])
+        tell_digest(args, strategy.rank, [*weights, *slots, loss])
+
+
+def check_marks(values, expected):
+    """Checks weights, or slots, of `Marks`."""
+    *dense, rows = values
+    marked = rows[:: Marks.STEP]
+    for value in (*dense, marked):
+        np.testing.assert_allclose(value, expected, 1e-5)
+    np.testing.assert_equal(np.count_nonzero(rows), marked.size)
 
 
 class Marks(keras.layers.Layer):
-    """Its output is the batch's number; its gradient marks it in two weights.
+    """Its output is the batch's number; its gradient marks it.
 
-    On two servers, if there are two.
+    In two weights, and in rows of an `Embedding`; on two servers, if there are
+    two.
 
     Args:
         num_batches: of an epoch.
     """
+
+    # From one batch's row to the next one's: odd, as each server has every
+    # second row. The table is then large enough to be cut.
+    STEP = 101
 
     def __init__(self, num_batches):
         super().__init__()
@@ -172,11 +199,18 @@ class Marks(keras.layers.Layer):
             self.add_weight(shape=(num_batches,), initializer="zeros")
             for _ in range(2)
         ]
+        self.rows = keras.layers.Embedding(
+            self.STEP * num_batches, 2, embeddings_initializer="zeros"
+        )
 
     def call(self, x):
-        mark = tf.one_hot(tf.cast(x[0, 0], tf.int32), self._size)
+        number = tf.cast(x[0, 0], tf.int32)
+        mark = tf.one_hot(number, self._size)
         product = tf.add_n([tf.reduce_sum(m * mark) for m in self.marks])
-        return x + product - tf.stop_gradient(product)
+        # Twice the same row.
+        row = self.rows(tf.fill([2], self.STEP * number))
+        product += tf.reduce_sum(row) / 2
+        return x + (product - tf.stop_gradient(product))
 
 
 def mean_output(y, outputs):
@@ -220,7 +254,7 @@ def start(args, folder):
 
 
 def end(process, folder, num_ends):
-    """The weights' digest that so many ranks told, and the errors."""
+    """The weights' digest that so many ranks told, and all that was printed."""
     try:
         output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -229,8 +263,8 @@ def end(process, folder, num_ends):
     found = ended(folder)
     if process.returncode or len(found) < num_ends or len(set(found)) != 1:
         print(f"{output}{errors}{found}", file=sys.stderr)
-        return None, errors
-    return found[0], errors
+        return None, f"{output}{errors}"
+    return found[0], f"{output}{errors}"
 
 
 def ended(folder):
@@ -267,31 +301,38 @@ def disturbed(args, folder, chance):
         rank = args.num_processes + chance.randrange(args.servers)
         num_checkpoints = args.epochs
     checkpoints = os.path.join(folder, "checkpoints")
+    first, seconds = 1, 0.9 * args.seconds
+    if args.kill == "server":
+        # Then the rest is to be disturbed.
+        first, seconds = 2, seconds * (1 - 1 / args.epochs)
+        wait_for_complete(checkpoints)
     if args.kill != "worker" and chance.random() < 0.5:
-        number = chance.randrange(1, 1 + num_checkpoints)
+        number = chance.randrange(first, 1 + num_checkpoints) - (first - 1)
         when = f"while writing a checkpoint, after {number} looks"
         wait_for_writing(checkpoints, number)
         time.sleep(chance.uniform(0, 0.03))
     else:
-        seconds = chance.uniform(0, 0.9 * args.seconds)
+        seconds = chance.uniform(0, seconds)
         when = f"after {seconds:.1f} s"
         time.sleep(seconds)
     names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
     is_writing = any(name.endswith(".partial") for name in names)
+    num_complete = complete(checkpoints)
     is_late = bool(ended(folder))
     if not is_late:
         os.kill(pids[rank], signal.SIGKILL)
     num_ends = args.num_processes - (args.kill == "worker")
-    weights, errors = end(process, folder, num_ends if args.kill else 1)
+    weights, printed = end(process, folder, num_ends if args.kill else 1)
     if is_late:
         return None
     return {
         "rank": rank,
         "when": when,
         "is_writing": is_writing,
-        "checkpoints": sum(not name.startswith(".") for name in names),
+        "checkpoints": num_complete,
+        "is_resumed": "Resuming from" in printed,
         "restarts": len(
-            re.findall(r"restart \d+ of \d+|others go on\.", errors)
+            re.findall(r"restart \d+ of \d+|others go on\.", printed)
         ),
         "weights": weights,
     }
@@ -313,6 +354,19 @@ def wait_for_ranks(args, folder):
                 if text:
                     pids[rank] = int(text)
     return pids
+
+
+def complete(checkpoints):
+    """The number of checkpoints that are complete."""
+    names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
+    return sum(not name.startswith(".") for name in names)
+
+
+def wait_for_complete(checkpoints):
+    """Waits until a checkpoint is complete."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not complete(checkpoints) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def wait_for_writing(checkpoints, number):
