@@ -938,7 +938,7 @@ def counted(num_steps, messages_ahead=False):
     return missed, ahead
 
 
-def recorded(num_steps, messages_ahead=False):
+def recorded(num_steps, messages_ahead=False, num_stages=3, schedule="vanilla"):
     """The tasks of this rank's stage in a run, as `(kind, batch)`.
 
     The batch's number is an input of each stage. A forward pass that is
@@ -980,13 +980,12 @@ def recorded(num_steps, messages_ahead=False):
 
     x, numbers = keras.Input((6,)), keras.Input((1,))
     inputs = [x, numbers]
-    for i in range(3):
+    for i in range(num_stages):
         x = keras.layers.Dense(4, name=f"dense_{i}")(x)
         x = Noting(name=f"note_{i}")([x, numbers])
     model = keras.Model(inputs, x)
-    strategy = PipelineStrategy(
-        "vanilla", ["note_0", "note_1"], messages_ahead=messages_ahead
-    )
+    cuts = [f"note_{i}" for i in range(num_stages - 1)]
+    strategy = PipelineStrategy(schedule, cuts, messages_ahead=messages_ahead)
     with strategy.scope():
         model.compile(NotingSGD(0.01), "mse")
     size = 4

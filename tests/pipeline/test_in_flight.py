@@ -137,6 +137,19 @@ def _micro_batched(
     ]
 
 
+def tasks_of_runs(*usual):
+    """Cases of runs whose tasks are noted: stages, and a schedule of each."""
+    return [
+        pytest.param(
+            *(num_stages, schedule),
+            marks=[pytest.mark.all_cells]
+            * ((num_stages, schedule) not in usual),
+        )
+        for num_stages in (2, 3, 4)
+        for schedule in ("vanilla", "stash", "spectrain")
+    ]
+
+
 # Rules differ in what SpecTrain predicts.
 @pytest.mark.parametrize(
     ("engine", "rule", "schedule", "target"),
@@ -310,16 +323,19 @@ def test_fewer_mini_batches_than_stages(cluster):
             np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
 
 
-def test_a_run_has_the_tasks_of_the_schedule(cluster):
+@pytest.mark.parametrize(
+    ("num_stages", "schedule"),
+    tasks_of_runs((3, "vanilla"), (2, "stash")),
+)
+def test_a_run_has_the_tasks_of_the_schedule(cluster, num_stages, schedule):
     """While the pipeline fills, is full and empties."""
-    num_steps = 5
-    ranks = cluster("native", 3, has_groups=True).run(
-        pipeline_functions.recorded, num_steps
+    num_steps = num_stages + 2
+    ranks = cluster("native", num_stages, has_groups=True).run(
+        *(pipeline_functions.recorded, num_steps, False, num_stages, schedule)
     )
-    for tasks, planned in zip(
-        ranks, without_flush(3, num_steps).stages, strict=True
-    ):
-        assert tasks == [(task.kind.value, task.batch) for task in planned]
+    planned = without_flush(num_stages, num_steps)
+    for tasks, of_stage in zip(ranks, planned.stages, strict=True):
+        assert tasks == [(task.kind.value, task.batch) for task in of_stage]
 
 
 def test_missed_updates_and_distances_as_they_run(cluster):

@@ -274,13 +274,17 @@ def test_resumed_in_the_middle_of_an_epoch(cluster, tmp_path, engine, schedule):
         assert np.abs(stopped[0][0] - whole[0][0]).max() > 1e-4
 
 
-def test_a_run_has_the_tasks_of_the_schedule(cluster):
+@pytest.mark.parametrize(
+    ("num_stages", "schedule"), test_in_flight.tasks_of_runs((3, "spectrain"))
+)
+def test_a_run_has_the_tasks_of_the_schedule(cluster, num_stages, schedule):
     """While the pipeline fills, is full and empties."""
-    num_steps = 11
-    ranks = cluster("native", 3, has_groups=True).run(
-        pipeline_functions.recorded, num_steps, True
+    # Two more than are in flight.
+    num_steps = 4 * (num_stages - 1) + 3
+    ranks = cluster("native", num_stages, has_groups=True).run(
+        *(pipeline_functions.recorded, num_steps, True, num_stages, schedule)
     )
-    planned = without_flush(3, num_steps, messages_ahead=True)
+    planned = without_flush(num_stages, num_steps, messages_ahead=True)
     for tasks, of_stage in zip(ranks, planned.stages, strict=True):
         assert tasks == [(task.kind.value, task.batch) for task in of_stage]
 
