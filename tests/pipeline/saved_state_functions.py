@@ -1,6 +1,7 @@
 """Functions that the processes of tests of checkpoints in stages run."""
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -153,12 +154,12 @@ def gone_on(folder, num_examples, *arguments):
     TensorFlow's graph optimizer fuses operations of a larger stage in another
     way, which rounds in another way.
     """
-    with _without_graph_optimizer():
+    with without_graph_optimizer():
         return _gone_on(folder, num_examples, *arguments)
 
 
 @contextlib.contextmanager
-def _without_graph_optimizer():
+def without_graph_optimizer():
     set_options = tf.config.optimizer.set_experimental_options
     set_options({"disable_meta_optimizer": True})
     try:
@@ -176,16 +177,18 @@ def _gone_on(folder, num_examples, *arguments):
     return restored, fit(network, folder, num_examples, epochs=2, shuffle=False)
 
 
-def _die_once():
+def _fail_once(how):
     if os.environ["KERAS_SPARSITY_RESTARTS"] == "0":
         if ks.collectives.current().rank == 1:
+            if how == "raise":
+                raise ValueError("no such file: corpus.txt")
             os.kill(os.getpid(), signal.SIGKILL)
         # Only a failure of rank 1 ends it.
-        ks.collectives.current().barrier("test/killed")
+        ks.collectives.current().barrier("test/failed")
 
 
 if __name__ == "__main__":
-    folder, num_examples, number, kind, *arguments = sys.argv[1:]
+    folder, num_examples, number, how, kind, *arguments = sys.argv[1:]
     if kind == "pipeline":
         *arguments, last_layer = arguments
         arguments.append([last_layer])
@@ -193,7 +196,7 @@ if __name__ == "__main__":
         MODELS[kind](*arguments),
         f"{folder}/checkpoints",
         int(num_examples),
-        (int(number), _die_once),
+        (int(number), functools.partial(_fail_once, how)),
     )
     np.savez(
         f"{folder}/rank_{ks.collectives.current().rank}",

@@ -226,24 +226,38 @@ def test_a_killed_rank_is_restarted(
     resumed, schedule, rule, tmp_path, capfd, monkeypatch
 ):
     _, ranks = resumed("native", schedule, rule)
-    arguments = "pipeline", schedule, rule, *_STAGES[2]
-    _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch)
+    arguments = "kill", "pipeline", schedule, rule, *_STAGES[2]
+    said = _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch)
+    assert "rank 1 of 2 was killed by SIGKILL" in said
+
+
+@pytest.mark.all_cells
+def test_a_rank_that_raises_is_restarted(resumed, tmp_path, capfd, monkeypatch):
+    schedule, rule = "spectrain", "sgd"
+    _, ranks = resumed("native", schedule, rule)
+    arguments = "raise", "pipeline", schedule, rule, *_STAGES[2]
+    said = _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch)
+    assert "ValueError: no such file: corpus.txt" in said
 
 
 def test_a_killed_worker_is_restarted(divided, tmp_path, capfd, monkeypatch):
     """Of layer placement: a head on two workers."""
     _, ranks = divided
-    arguments = "divided", "drop"
-    _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch)
+    arguments = "kill", "divided", "drop"
+    said = _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch)
+    assert "rank 1 of 3 was killed by SIGKILL" in said
 
 
 def _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch):
-    """Restarted after a kill, a program ends as an undisturbed training.
+    """Restarted after a failure, a program ends as an undisturbed training.
 
     Args:
         ranks: what `train_and_resume` has given.
-        arguments: the program's, of its model.
+        arguments: the program's: how it fails, and of its model.
         tmp_path, capfd, monkeypatch: the fixtures.
+
+    Returns:
+        What it has said as errors.
     """
     monkeypatch.setenv(
         "PYTHONPATH",
@@ -260,7 +274,6 @@ def _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch):
         )
     said = capfd.readouterr()
     assert code == 0, said.err
-    assert f"rank 1 of {len(ranks)} was killed by SIGKILL" in said.err
     assert "going on in epoch 3 after 3 of its steps" in said.out
     for rank, (whole, *_) in enumerate(ranks):
         found = np.load(tmp_path / f"rank_{rank}.npz")
@@ -268,3 +281,4 @@ def _check_restarted(ranks, arguments, tmp_path, capfd, monkeypatch):
             np.testing.assert_array_equal(found[f"arr_{number}"], value)
         for path, value in whole[1].items():
             np.testing.assert_array_equal(found[path], value)
+    return said.err
