@@ -330,7 +330,8 @@ def _fit_with(begun):
 def fail_in_pipeline(how, rank, schedule, messages_ahead=False):
     """Trains stages until one rank fails, in the middle of an epoch.
 
-    Under a schedule, or with heads on all workers if it is None.
+    Under a schedule, as many stages as ranks; or with heads on all workers if
+    it is None.
     """
     import keras
 
@@ -350,8 +351,9 @@ def fail_in_pipeline(how, rank, schedule, messages_ahead=False):
     # busy machine a trace may take that long, too.
     timeout = 7 if how == "SIGSTOP" else None
     if schedule:
+        size = collectives.current().size
         strategy = ks.PipelineStrategy(
-            *(schedule, ["first"]),
+            *(schedule, ["first", "second"][: size - 1]),
             messages_ahead=messages_ahead,
             timeout=timeout,
         )
@@ -361,6 +363,7 @@ def fail_in_pipeline(how, rank, schedule, messages_ahead=False):
         [
             keras.Input((4,)),
             keras.layers.Dense(8, name="first"),
+            keras.layers.Dense(8, name="second"),
             keras.layers.Dense(1),
         ]
     )

@@ -39,7 +39,8 @@ class Case:
             traceback tells it.
         engines: Those it is run on: one where the engine has no part in it.
         is_rare: Whether only `make test-all` runs it.
-        num_servers: The number of dedicated servers beside two workers.
+        num_servers: The number of dedicated servers beside the workers.
+        num_workers: The number of workers.
     """
 
     name: str
@@ -50,10 +51,12 @@ class Case:
     engines: tuple = ("native", "horovod")
     is_rare: bool = False
     num_servers: int = 0
+    num_workers: int = 2
 
     def __str__(self):
         servers = [f"servers{self.num_servers}"] * bool(self.num_servers)
-        return "-".join([self.name, *map(str, self.args), *servers])
+        workers = [f"workers{self.num_workers}"] * (self.num_workers != 2)
+        return "-".join([self.name, *map(str, self.args), *servers, *workers])
 
 
 CASES = [
@@ -342,37 +345,44 @@ CASES = [
         is_rare=True,
     ),
 ]
-_GONE = (1, -9), r"the process of rank 1 is gone: it was killed"
-_SILENT = (1, None), r"rank 1 has not been heard of for \d+ s: it is stopped"
-_RAISED = (1, 1), r"rank 1 raised ValueError: no such file: corpus.txt"
-# Those of all schedules that stand above.
-_USUAL = {
+# Of rank 1: its code, and the others' message.
+_ENDS = {
+    "SIGKILL": (-9, "the process of rank 1 is gone: it was killed"),
+    "SIGSTOP": (None, r"rank 1 has not been heard of for \d+ s: it is stopped"),
+    "callback": (1, "rank 1 raised ValueError: no such file: corpus.txt"),
+}
+# Those of two stages that stand above.
+_ABOVE = {
     ("SIGKILL", ("vanilla",)),
     ("SIGSTOP", ("stash",)),
     ("callback", ("1f1b",)),
     ("SIGKILL", ("spectrain", True)),
+}
+# Of three stages, a middle one; and of Horovod.
+_USUAL = {
+    ("SIGKILL", ("1f1b",), 3, "native"),
+    ("callback", ("stash",), 2, "horovod"),
 }
 CASES += [
     Case(
         "fail_in_pipeline",
         (how, 1, *schedule),
         message=(message,),
-        codes=codes,
+        codes=(1, code, 1)[:num_workers],
         silent=(1,),
-        engines=("native",),
-        is_rare=True,
+        engines=(engine,),
+        is_rare=(how, schedule, num_workers, engine) not in _USUAL,
+        num_workers=num_workers,
     )
+    for engine, num_workers in [("native", 2), ("native", 3), ("horovod", 2)]
     for schedule in [
         *(("gpipe",), ("1f1b",), ("vanilla",), ("stash",), ("spectrain",)),
         ("spectrain", True),
-        (None,),  # layer placement
+        *[(None,)] * (num_workers == 2),  # layer placement
     ]
-    for how, (codes, message) in {
-        "SIGKILL": _GONE,
-        "SIGSTOP": _SILENT,
-        "callback": _RAISED,
-    }.items()
-    if (how, schedule) not in _USUAL
+    for how, (code, message) in _ENDS.items()
+    if (engine, num_workers) != ("native", 2) or (how, schedule) not in _ABOVE
+    if (engine, how, schedule) != ("horovod", "SIGKILL", (None,))  # above
 ]
 
 
@@ -399,7 +409,7 @@ def run(engine, case):
     """
     function = getattr(watch_functions, case.name)
     arguments = {"args": case.args, "num_servers": case.num_servers}
-    with Job(function, 2, engine, **arguments) as job:
+    with Job(function, case.num_workers, engine, **arguments) as job:
         waiting = {p.rank: p for p in job.processes.processes}
         ends = {}
         deadline = time.monotonic() + _START_SECONDS
