@@ -115,13 +115,17 @@ def dense(rounded_after=None):
 
 
 def branches():
-    """Two inputs and outputs, masks, an LSTM, statistics, skip connections."""
+    """Two inputs and outputs, masks, an LSTM, statistics, skip connections.
+
+    And a dropout of nothing.
+    """
     ids = keras.Input((None,), dtype="int32", name="ids")
     numbers = keras.Input((6,), name="numbers")
     rows = keras.layers.Embedding(20, 8, mask_zero=True, name="rows")(ids)
     states = keras.layers.LSTM(8, return_sequences=True, name="first")(rows)
     state = keras.layers.GlobalAveragePooling1D(name="second")(states)
     x = keras.layers.Dense(8, activation="relu", name="dense")(numbers)
+    x = keras.layers.Dropout(0.0, name="drop")(x)
     x = keras.layers.BatchNormalization(name="norm")(x)
     both = keras.layers.Add(name="both")([state, x])
     tokens = keras.layers.Dense(3, name="tokens")(states)
