@@ -131,8 +131,7 @@ def _trained(
         strategy = ks.PipelineStrategy(
             schedule,
             [list(calls)[-1] for calls in _STAGES[model][:-1]],
-            prediction=target,
-            decay=pipeline_oracle.GAMMA,
+            **pipeline_oracle.of_prediction(schedule, target),
             messages_ahead=messages_ahead,
         )
         x, y, weights = data(model, num_examples, is_weighted)
