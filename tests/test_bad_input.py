@@ -58,6 +58,7 @@ NOT_CALLED = {
             for name in (
                 "create",
                 "hold",
+                "place",
                 "layout_over_owners",
                 "read",
                 "settle",
