@@ -114,7 +114,7 @@ class HybridStrategy(ProcessStrategy):
             TensorFlow's own: the dedicated ones, or else one in each process;
             each holds some variables, or pieces of large ones, with their
             slots. With dedicated servers training goes on without a worker
-            that dies.
+            that dies or leaves.
             `sparse_updates="exact"` takes rules that leave untouched rows of an
             `Embedding` alone.
             `"fixed"`: exactly s steps old. All ranks train on their parts of

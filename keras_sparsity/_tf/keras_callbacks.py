@@ -73,6 +73,7 @@ def set_learnt(callback, learnt):
     `EarlyStopping._set_monitor_op`, at the end of the first epoch, forgets the
     best value in Keras 3.5.
     """
+    # None: nothing is learnt yet.
     learnt = {n: v for n, v in learnt.items() if v is not None}
     vars(callback).update(learnt)
     name = "_set_monitor_op"

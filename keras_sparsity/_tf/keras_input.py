@@ -17,9 +17,16 @@ def batch_shapes(iterator):
 
     `TFEpochIterator._distributed_dataset`.
     """
+
+    def shaped(spec):
+        # An element None of the user's dataset has a spec without a shape.
+        is_none = isinstance(spec, tf.OptionalSpec) or not hasattr(
+            spec, "shape"
+        )
+        return None if is_none else spec
+
     return tf.nest.map_structure(
-        lambda spec: None if isinstance(spec, tf.OptionalSpec) else spec,
-        iterator._distributed_dataset.element_spec,
+        shaped, iterator._distributed_dataset.element_spec
     )
 
 

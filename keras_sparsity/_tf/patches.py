@@ -288,7 +288,7 @@ def losses_are_not_scaled():
 
 
 def method_for(name, model, method):
-    """While entered, one model's calls of a Keras method are `method`'s."""
+    """While entered, a model's method of Keras is `method`, without the model."""
 
     def make(stock):
         def dispatch(self, *args, **kwargs):
@@ -353,8 +353,8 @@ def array_orders_change(seed):
 
     TensorFlow restarts a seeded operation in a dataset's function with every
     iteration, so `fit(x, y)` repeats one order as soon as a seed is set.
-    While entered, the datasets that Keras makes of arrays draw from `seed` and
-    a count of their iterations instead; None changes nothing.
+    While entered, the datasets that Keras makes of arrays draw from `seed`, the
+    same on all ranks, and a count of their iterations; None changes nothing.
     """
     if seed is None:
         return contextlib.nullcontext()

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous import servers as tf_servers
 from keras_sparsity.asynchronous.cells import Cell, after, locked
+from keras_sparsity.asynchronous.interruptible import Interruptible
 from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Engine
 from keras_sparsity.collectives.startup import single_process
@@ -168,7 +169,7 @@ class Letters:
         )
         self._look = function_of(session, [], seen)
         bell = self._bells[self.rank]
-        self._sleep = function_of(session, [], [bell.dequeue()])
+        self._sleep = Interruptible(function_of(session, [], [bell.dequeue()]))
         left = locked(self._mutex, lambda: self._left(rank))
         self.leave_out = function_of(session, [rank], [left])
 

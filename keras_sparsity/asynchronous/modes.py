@@ -20,7 +20,7 @@ def checked(
 ):
     """Checks the arguments of `HybridStrategy` of these names.
 
-    An error, if one is not valid, or the others leave it no effect.
+    Raises ValueError if one is not valid, or has no effect beside the others.
     """
     checks.boolean("synchronous", synchronous)
     checks.one_of("delay", delay, DELAYS)
@@ -31,8 +31,8 @@ def checked(
         or (checks.is_integer(max_staleness) and 0 <= max_staleness <= most),
         "max_staleness",
         max_staleness,
-        f"a number of steps from 0 to {most:,} with delay={delay!r}, or None "
-        "for any",
+        f"a number of steps from 0 to {most:,} with delay={delay!r}"
+        + ", or None for any" * (delay == "bounded"),
     )
     _check_compensation(delay_compensation, synchronous)
     if synchronous and (max_staleness is not None or delay != DELAYS[0]):

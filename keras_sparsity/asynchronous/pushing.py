@@ -51,7 +51,7 @@ class Pushing:
     def close(self, raises):
         """Ends the thread, after the push that is under way.
 
-        Its error is raised if asked for: not in place of another one.
+        With `raises` its error is raised: not where another one is under way.
         """
         self._thread.shutdown()
         if raises:

@@ -58,6 +58,18 @@ class Runs(Binding):
         arguments = bound_arguments(self._stock["fit"], args, kwargs)
         self._check_optimizer()
         self._check_same_call("fit", arguments)
+        try:
+            return self._fit(arguments)
+        except BaseException as error:
+            # Its program may catch it, and the others would wait for it.
+            watch.leave(error)
+            raise
+        finally:
+            # A function that was traced pushes to the servers of this `fit`.
+            self._model.train_function = None
+            self._training = self._epochs = None
+
+    def _fit(self, arguments):
         if arguments.get("steps_per_epoch"):
             raise ValueError(
                 "An epoch is one pass over the data by all workers. Received: "
@@ -69,36 +81,27 @@ class Runs(Binding):
         if self._collectives.rank != 0:
             arguments["verbose"] = 0
         self._number, of_fit = next(_numbers), (callbacks, arguments)
-        try:
-            with (
-                joiners.begun(self._model, *of_fit, self._number) as begun,
-                collectives.explained("model.fit"),
-            ):
-                checkpoint, num_read = begun
-                self._epochs = Epochs(
-                    self._model.distribute_strategy,
-                    checkpoint,
-                    joiners.Progress(self._model, callbacks),
-                    num_read,
-                )
-                arguments["callbacks"] = [self._epochs, *callbacks]
-                try:
-                    history = self._stock["fit"](**arguments)
-                    self._training.end()
-                except BaseException:
-                    if self._training is not None:
-                        self._training.give_up()
-                    raise
-                self._training.worker.release(raises=True)
-            return history
-        except BaseException as error:
-            # Its program may catch it, and the others would wait for it.
-            watch.leave(error)
-            raise
-        finally:
-            # A function that was traced pushes to the servers of this `fit`.
-            self._model.train_function = None
-            self._training = self._epochs = None
+        with (
+            joiners.begun(self._model, *of_fit, self._number) as begun,
+            collectives.explained("model.fit"),
+        ):
+            checkpoint, num_read = begun
+            self._epochs = Epochs(
+                self._model.distribute_strategy,
+                checkpoint,
+                joiners.Progress(self._model, callbacks),
+                num_read,
+            )
+            arguments["callbacks"] = [self._epochs, *callbacks]
+            try:
+                history = self._stock["fit"](**arguments)
+                self._training.end()
+            except BaseException:
+                if self._training is not None:
+                    self._training.give_up()
+                raise
+            self._training.worker.release(raises=True)
+        return history
 
     def _callbacks(self, arguments):
         callbacks = arguments.get("callbacks")

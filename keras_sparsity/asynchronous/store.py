@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous.batches import LOST
+from keras_sparsity.asynchronous.interruptible import Interruptible
 from keras_sparsity.asynchronous.meeting import raise_of_lost
 from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.stored import joined, placed
@@ -153,7 +154,7 @@ class Store:
 
     def wait_until_over(self):
         """Waits until all workers have finished, or are lost."""
-        self._call(self._operations.over)()
+        Interruptible(self._call(self._operations.over))()
 
     def wait(self):
         """Waits for the bound."""

@@ -359,7 +359,7 @@ class Collectives:
 def divided(collectives, groups, label):
     """The same operations among the processes of one of several groups.
 
-    That which has this rank. All ranks call it, eagerly, with the same label
+    Of that which has this rank. All ranks call it, eagerly, with the same label
     and groups: disjoint lists of ranks that cover all ranks.
     """
     engine, journal = collectives._parts

@@ -11,6 +11,9 @@ def fused(tensors, wires, send):
         wires: The `Wire` of each.
         send: Function `(flat message, its tensors) -> flat message` of the
             same length, called once per dtype in order of appearance.
+
+    Returns:
+        The received tensors, of the shapes and dtypes of `tensors`.
     """
     messages = {}
     for index, wire in enumerate(wires):

@@ -19,6 +19,8 @@ _ANSWER_SECONDS = 1.0
 _CAUSE_SECONDS = 2.0
 # Ranks that leave `fit` together, by one error of all, do so within this time.
 LEAVE_SECONDS = 3.0
+# Begins the message to a rank that is lost, which others do not get.
+GO_ON = "the others go on without this"
 
 
 class Coordinator:
@@ -184,7 +186,7 @@ class Coordinator:
         del self._reports[rank], self._heard[rank]
         self._channels[rank].send(
             kind="failure",
-            message=f"keras_sparsity: the others go on without this: {problem}",
+            message=f"keras_sparsity: {GO_ON}: {problem}",
         )
         del self._channels[rank]
         self._tell(kind="without", rank=rank, problem=problem)

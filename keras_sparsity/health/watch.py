@@ -16,7 +16,7 @@ import time
 
 from keras_sparsity.health import channel as channels
 from keras_sparsity.health import ending, errors, verdict
-from keras_sparsity.health.coordinator import LEAVE_SECONDS, Coordinator
+from keras_sparsity.health.coordinator import GO_ON, LEAVE_SECONDS, Coordinator
 from keras_sparsity.health.observer import Observer
 from keras_sparsity.health.report import Report, from_lists
 from keras_sparsity.machines import settings
@@ -208,10 +208,10 @@ class _Watch:
         self._all_leave.clear()
         self._channel.send(kind="leaving", error=errors.spelled(error))
         self._wait(2 * LEAVE_SECONDS, self._all_leave.is_set)
-        if errors.failure() is None:
-            self._exit_code = 1
-        else:
+        if GO_ON in (errors.failure() or ""):
             self._left_by = error
+        else:  # of all ranks
+            self._exit_code = 1
 
     # The thread.
 

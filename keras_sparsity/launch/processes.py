@@ -6,6 +6,8 @@ import time
 # Ranks notice a lost one by themselves (`health/watch.py`) and report the
 # collective they were waiting in; they get this long to do so.
 LAST_WORDS_SECONDS = 5.0
+# The watch ends a lost rank within ten seconds, whatever its program does.
+LOST_SECONDS = 12.0
 # From the first signal to SIGKILL: all ranks end within 10 s of Ctrl-C.
 GRACE_SECONDS = 7.0
 # Until an ssh client ends after its remote process.
@@ -98,7 +100,7 @@ class ProcessGroup:
                 since = self._listed_seconds.setdefault(process.rank, now)
                 # One that raises needs a moment to end, a stopped one does not
                 # end.
-                is_over = now > since + LAST_WORDS_SECONDS
+                is_over = now > since + LOST_SECONDS
                 if process.poll() is not None or is_over:
                     self._lost.append(process)
                     self._lose(process)

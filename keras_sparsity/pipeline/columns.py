@@ -130,7 +130,8 @@ def _gathered(columns, width, peers, name):
 def to_divide(model, optimizer, num_examples, is_asked):
     """The `Dense` layers of a stage whose columns its ranks divide: a list.
 
-    Empty if it is not possible; then an error, if the user has asked for it.
+    Of a whole batch of `num_examples`. Empty if it is not possible; then an
+    error, if the user has asked for it.
     """
     calls = keras_functional.functional_calls(model)
     places = sorted(chosen_calls(column_sizes(calls), num_examples))

@@ -57,7 +57,10 @@ class Fan:
             loss = tf.zeros_like(loss)  # once
 
     def receive_activations(self, crossing, num_examples):
-        """The tensors of all ranks, with their masks, and the sum of losses."""
+        """The tensors of all ranks, with their masks, and the sum of losses.
+
+        The ranks have `num_examples` together.
+        """
         parts, total = [], tf.zeros([])
         for link, _, number in self._bounds(num_examples):
             # A rank without examples sends those of a stand-in.

@@ -71,7 +71,8 @@ class Limit:
     """Refuses a step in which a stage would hold more bytes than it may.
 
     Every rank works out the bytes of all stages, from the shapes of a batch
-    alone: all raise the same error, before anything is sent.
+    alone: all raise the same error, before anything is sent. With a flush
+    `versions` are None.
 
     Raises:
         ValueError: if a stage holds more without any pass.

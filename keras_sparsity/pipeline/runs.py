@@ -1,9 +1,11 @@
 """Whole runs of a model whose stages live on the ranks."""
 
+import contextlib
+
 import keras
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import contexts, keras_models
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
@@ -33,6 +35,7 @@ class Runs(Binding):
     def fit(self, *args, **kwargs):
         arguments, callbacks = self._checked("fit", args, kwargs)
         with (
+            self._listed(arguments["callbacks"], callbacks),
             resuming(self._model, callbacks, arguments) as checkpoint,
             rank_zero.Lines() as lines,
         ):
@@ -55,13 +58,10 @@ class Runs(Binding):
         if name == "fit":
             self._check_batch_size(arguments.get("batch_size"))
         if isinstance(callbacks, keras.callbacks.CallbackList):
+            found = callbacks.callbacks
             if name == "fit":  # whose own passes on what it has been given
-                given = callbacks.callbacks
-                callbacks.callbacks = self._on_rank(given)
-                for callback in callbacks.callbacks:
-                    if not any(callback is each for each in given):
-                        callback.set_model(self._model)
-            return arguments, callbacks.callbacks
+                found = self._on_rank(found)
+            return arguments, found
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
         callbacks = self._on_rank(callbacks)
         callbacks = [
@@ -70,6 +70,19 @@ class Runs(Binding):
         ]
         arguments["callbacks"] = callbacks
         return arguments, callbacks
+
+    @contextlib.contextmanager
+    def _listed(self, callbacks, on_rank):
+        """While entered, a `CallbackList` has the callbacks of this rank."""
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            yield
+            return
+        given = callbacks.callbacks
+        for callback in on_rank:
+            if not any(callback is each for each in given):
+                callback.set_model(self._model)
+        with contexts.attribute(callbacks, "callbacks", on_rank):
+            yield
 
     def _check_batch_size(self, size):
         number = self._model.distribute_strategy.asked_micro_batches
@@ -87,8 +100,13 @@ class Runs(Binding):
         return rank_zero.on_rank(
             callbacks,
             self._collectives.rank,
-            whole=lambda model: self._weights.shown_on_rank_zero(),
+            whole=self._whole,
         )
+
+    def _whole(self, model):
+        if model is not self._model:  # of a later `fit`
+            return contextlib.nullcontext()
+        return self._weights.shown_on_rank_zero()
 
     def _run(self, name, arguments):
         if self._collectives.rank != 0:

@@ -12,7 +12,7 @@ class SavedState:
     """The state of a model whose stages live on the ranks.
 
     In the order of one process; also an optimizer's slots, as those of all
-    weights would stand.
+    weights would stand. With a flush `versions` are None.
     """
 
     def __init__(self, model, parts, steps, updates, versions):

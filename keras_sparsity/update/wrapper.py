@@ -37,7 +37,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         """Begins to forward: called at the end of a constructor."""
         # Attributes that the base class has made are the inner optimizer's.
         for attribute in set(self.__dict__) & set(self._rule.__dict__):
-            if attribute not in keras_optimizers.STATE:
+            if attribute not in (*keras_optimizers.STATE, *_HIDDEN):
                 del self.__dict__[attribute]
         self.__dict__["_is_wrapping"] = True
 

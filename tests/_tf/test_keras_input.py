@@ -60,6 +60,10 @@ def test_knows_ranks(knows):
         dataset = dataset.map(lambda i, j: (i, tf.ensure_shape(j, [])))
     iterator = _epoch_iterator(x=dataset)
     assert keras_input.knows_ranks(iterator) is knows
+    # Of an element None there is nothing to know.
+    iterator = _epoch_iterator(x=dataset.map(lambda i, j: ((i, j), None)))
+    assert keras_input.knows_ranks(iterator) is knows
+    assert keras_input.batch_shapes(iterator)[1] is None
 
 
 def _epoch(iterator):

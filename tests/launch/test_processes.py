@@ -58,6 +58,7 @@ def _is_alive(pid):
 @pytest.fixture
 def short_waits(monkeypatch):
     monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "LOST_SECONDS", 0.3)
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
 
 

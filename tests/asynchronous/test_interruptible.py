@@ -1,0 +1,51 @@
+"""Calls that wait in a thread."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from keras_sparsity.asynchronous.interruptible import Interruptible
+
+
+class _Interrupted(Exception):
+    pass
+
+
+def test_signal_handlers_run_meanwhile():
+    calls, done = [], threading.Event()
+
+    def call():
+        calls.append(1)
+        # As TensorFlow's, it ends for no signal.
+        done.wait()
+        return "found"
+
+    def handler(number, frame):
+        raise _Interrupted
+
+    waiting = Interruptible(call)
+    before = signal.signal(signal.SIGUSR1, handler)
+    send = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    send.start()
+    try:
+        with pytest.raises(_Interrupted):
+            waiting()
+    finally:
+        send.join()
+        signal.signal(signal.SIGUSR1, before)
+    done.set()
+    # That which was interrupted has gone on.
+    assert waiting() == "found" and len(calls) == 1
+    assert waiting() == "found" and len(calls) == 2
+
+
+def test_errors_are_raised():
+    def call():
+        raise ValueError("of the call")
+
+    waiting = Interruptible(call)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of the call"):
+            waiting()
