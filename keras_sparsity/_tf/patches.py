@@ -288,7 +288,7 @@ def losses_are_not_scaled():
 
 
 def method_for(name, model, method):
-    """While entered, a model's method of Keras is `method`, without the model."""
+    """While entered, a model's Keras method is `method`, without the model."""
 
     def make(stock):
         def dispatch(self, *args, **kwargs):
