@@ -831,6 +831,8 @@ def fitted_with_callbacks(log_dir):
     )
     for _ in range(2):
         network.fit(x, labels, BATCH_SIZE, callbacks=listed, verbose=0)
+        if network.distribute_strategy.rank == 0:
+            listed.callbacks[1].set_model(network)  # Keras has closed its files
     return history, evaluated, weights, kinds
 
 
