@@ -45,6 +45,15 @@ class Cell:
         )
 
 
+def tokens(name):
+    """A queue of int64 scalars, at the device under which it is made.
+
+    Clients share it by its name.
+    """
+    # More than any has at once.
+    return tf.queue.FIFOQueue(2**30, [tf.int64], [[]], shared_name=name)
+
+
 def after(operations, value):
     """A tensor that is there once operations have ended."""
     with tf.control_dependencies(operations):

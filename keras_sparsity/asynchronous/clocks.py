@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from keras_sparsity.asynchronous.cells import Cell, after, locked
+from keras_sparsity.asynchronous.cells import Cell, after, locked, tokens
 
 # The clock of a worker that takes no further step in this epoch.
 _DONE = 2**62
@@ -31,16 +31,9 @@ class Clocks:
         with tf.device(device):
             self._mutex = tf.raw_ops.MutexV2(shared_name=f"{name}/mutex")
             self._clocks = Cell(f"{name}/steps", tf.int64, [size])
-            self._tokens = [
-                tf.queue.FIFOQueue(
-                    2**30, [tf.int64], [[]], shared_name=f"{name}/tokens/{r}"
-                )
-                for r in range(size)
-            ]
+            self._tokens = [tokens(f"{name}/tokens/{r}") for r in range(size)]
             # Gets a token when all workers have taken their last step.
-            self._over = tf.queue.FIFOQueue(
-                2**30, [tf.int64], [[]], shared_name=f"{name}/over"
-            )
+            self._over = tokens(f"{name}/over")
             self.reset = self._made_reset()
         self._device = device
 

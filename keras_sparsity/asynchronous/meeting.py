@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous import servers as tf_servers
-from keras_sparsity.asynchronous.cells import Cell, after, locked
+from keras_sparsity.asynchronous.cells import Cell, after, locked, tokens
 from keras_sparsity.asynchronous.interruptible import Interruptible
 from keras_sparsity.collectives.base import Collectives
 from keras_sparsity.collectives.engine import Engine
@@ -142,10 +142,7 @@ class Letters:
             for rank in range(self.size)
         ]
         self._bells = [
-            tf.queue.FIFOQueue(
-                2**30, [tf.int64], [[]], shared_name=f"meeting/{rank}/bell"
-            )
-            for rank in range(self.size)
+            tokens(f"meeting/{rank}/bell") for rank in range(self.size)
         ]
 
     def _begun(self):

@@ -7,9 +7,10 @@ a name, and holders that are made one after the other get the same layer, until
 one of them asks for it a second time: that begins another copy.
 """
 
-import contextlib
 import itertools
 import weakref
+
+from keras_sparsity._tf import contexts
 
 # In the configuration of a layer that others hold.
 KEY = "shared_as"
@@ -26,14 +27,9 @@ def name_for(layer):
     return f"{layer.name}/{next(_numbers)}"
 
 
-@contextlib.contextmanager
 def made_for(holder):
     """While entered, layers are made for a holder, given by its name."""
-    _holders.append(holder)
-    try:
-        yield
-    finally:
-        _holders.pop()
+    return contexts.on_top(_holders, holder)
 
 
 def made(name, make):

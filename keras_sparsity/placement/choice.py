@@ -1,12 +1,11 @@
 """Chooses where each variable lives: nothing else tells placements apart."""
 
-import contextlib
 import dataclasses
 
 import tensorflow as tf
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import checks
+from keras_sparsity._tf import checks, contexts
 from keras_sparsity.exchange import options
 from keras_sparsity.exchange.layout import Layout
 from keras_sparsity.placement.alone import Alone
@@ -243,14 +242,9 @@ def of_model(model):
     return getattr(strategy, "placements", None) or entered()
 
 
-@contextlib.contextmanager
 def entering(placements):
     """While entered, `entered` gives these `Placements`."""
-    _given.append(placements)
-    try:
-        yield
-    finally:
-        _given.pop()
+    return contexts.on_top(_given, placements)
 
 
 def entered():

@@ -114,7 +114,7 @@ class OfMoments(Predictor):
     Args:
         rule: the optimizer, built.
         step: function of a function from a kind of slot to the slot's value,
-            of the rule, and of the variable. It gives the smoothed change.
+            and of the variable. It gives the smoothed change.
     """
 
     def __init__(self, rule, step):
@@ -126,7 +126,7 @@ class OfMoments(Predictor):
         def slot(kind):
             return _read(getattr(self._rule, kind)[index], ids)
 
-        return self._step(slot, self._rule, variable)
+        return self._step(slot, variable)
 
     def num_steps(self, num_updates):
         every = self._rule.gradient_accumulation_steps
@@ -252,13 +252,13 @@ def _rests(rule, variable):
 def _of_momentum(rule):
     if not rule.momentum:
         return None
-    return lambda slot, rule, variable: slot("momentums")
+    return lambda slot, variable: slot("momentums")
 
 
 def _of_rmsprop(rule):
     if not rule.momentum:
         return None
-    return lambda slot, rule, variable: -slot(keras_optimizers.MOMENTUMS)
+    return lambda slot, variable: -slot(keras_optimizers.MOMENTUMS)
 
 
 def _of_adam(rule):
@@ -266,7 +266,7 @@ def _of_adam(rule):
     if getattr(rule, "amsgrad", False):
         kind = keras_optimizers.LARGEST_VELOCITIES
 
-    def step(slot, rule, variable):
+    def step(slot, variable):
         moment = slot(keras_optimizers.MOMENTUMS)
         velocity = slot(kind)
         root = tf.sqrt(velocity / _share(rule, rule.beta_2, velocity.dtype))
@@ -278,8 +278,8 @@ def _of_adam(rule):
 def _of_lamb(rule):
     of_adam = _of_adam(rule)
 
-    def step(slot, rule, variable):
-        change = of_adam(slot, rule, variable)
+    def step(slot, variable):
+        change = of_adam(slot, variable)
         # As long as the weights are, times the rate, unless these are 0.
         length = tf.norm(tf.convert_to_tensor(variable))
         length *= _learning_rate(rule, change.dtype)
@@ -290,7 +290,7 @@ def _of_lamb(rule):
 
 
 def _of_adamax(rule):
-    return lambda slot, rule, variable: _scaled(
+    return lambda slot, variable: _scaled(
         rule,
         slot(keras_optimizers.ADAMAX_MOMENTS),
         slot(keras_optimizers.ADAMAX_NORMS),
@@ -298,7 +298,7 @@ def _of_adamax(rule):
 
 
 def _of_lion(rule):
-    def step(slot, rule, variable):
+    def step(slot, variable):
         moment = slot(keras_optimizers.MOMENTUMS)
         return -_learning_rate(rule, moment.dtype) * tf.sign(moment)
 

@@ -1,14 +1,13 @@
 """Rows that a call asks for, from an object that foresees them."""
 
-import contextlib
-
 import tensorflow as tf
+
+from keras_sparsity._tf import contexts
 
 # Objects that foresee rows, the inmost last.
 sources = []
 
 
-@contextlib.contextmanager
 def by(source):
     """While entered, tables ask an object for rows before they pull them.
 
@@ -16,11 +15,7 @@ def by(source):
         source: object with `rows(table, ids, columns, dtype)`, of the
             arguments of `ShardedTable.gather`: it returns the rows, or None.
     """
-    sources.append(source)
-    try:
-        yield
-    finally:
-        sources.pop()
+    return contexts.on_top(sources, source)
 
 
 def rows(table, ids, columns, dtype):

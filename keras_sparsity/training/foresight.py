@@ -18,7 +18,12 @@ import functools
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, keras_scopes, patches
+from keras_sparsity._tf import (
+    contexts,
+    keras_functional,
+    keras_scopes,
+    patches,
+)
 from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.global_batch import losses
 from keras_sparsity.layers.sampled_softmax_loss import SampledSoftmaxLoss
@@ -30,14 +35,9 @@ from keras_sparsity.training.binding import ADOPTION
 _steps = []
 
 
-@contextlib.contextmanager
 def in_step(model, labels):
     """While entered, a step trains a model on labels of any structure."""
-    _steps.append((model, labels))
-    try:
-        yield
-    finally:
-        _steps.pop()
+    return contexts.on_top(_steps, (model, labels))
 
 
 def is_of_loss(model, labels):
@@ -66,11 +66,8 @@ def calls_pull_together(communicator, options):
         def call(model, /, *args, **kwargs):
             if under_way or foreseen.sources or not _may_foresee(model):
                 return stock(model, *args, **kwargs)
-            under_way.append(model)
-            try:
+            with contexts.on_top(under_way, model):
                 return _called(stock, model, args, kwargs, options, tells)
-            finally:
-                under_way.pop()
 
         return call
 

@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_losses, patches
+from keras_sparsity._tf import contexts, keras_losses, patches
 from keras_sparsity.data import empty_parts
 from keras_sparsity.global_batch import loss_scale
 from keras_sparsity.tables.row_wise import is_of_owners
@@ -25,11 +25,8 @@ class StepLosses(Binding):
 
     def compute_step_loss(self, *args, **kwargs):
         """The loss that Keras's own steps compute."""
-        was_in_loss, self._is_in_keras_loss = self._is_in_keras_loss, True
-        try:
+        with contexts.attribute(self, "_is_in_keras_loss", True):
             return self._stock[keras_losses.STEP_LOSS](*args, **kwargs)
-        finally:
-            self._is_in_keras_loss = was_in_loss
 
     def compute_loss(self, *args, **kwargs):
         """The loss, divided by the number of replicas for Keras's own steps.

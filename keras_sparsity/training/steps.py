@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import (
+    contexts,
     keras_losses,
     keras_scopes,
     keras_variables,
@@ -125,11 +126,9 @@ class Steps(Binding):
     @contextlib.contextmanager
     def _noting_the_step(self):
         """While entered, the model is in a step; yields if in no other."""
-        was_in_step, self._is_in_step = self._is_in_step, True
-        try:
-            yield not was_in_step
-        finally:
-            self._is_in_step = was_in_step
+        is_outermost = not self._is_in_step
+        with contexts.attribute(self, "_is_in_step", True):
+            yield is_outermost
 
     def _logs_of(self, name, batch, part, is_outermost):
         step = self._stock[name]
