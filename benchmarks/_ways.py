@@ -72,7 +72,17 @@ def compare(args, limits, on_cluster, spelled, missed):
     _program.finish(figures, misses)
 
 
-def measured(program, args, name, way, machines, *options, engine="native"):
+def measured(
+    program,
+    args,
+    name,
+    way,
+    machines,
+    *options,
+    engine="native",
+    rates=None,
+    steps=None,
+):
     """A list of figures, one for each rate, of a training on a cluster.
 
     Args:
@@ -82,18 +92,19 @@ def measured(program, args, name, way, machines, *options, engine="native"):
         machines: their number.
         options: more arguments of the program.
         engine: see `cluster.measure`.
+        rates, steps: by default the command line's.
     """
     return cluster.measure(
         program,
         [
             *("--inside", name, "--way", way),
-            *("--steps", *map(str, args.steps)),
+            *("--steps", *map(str, steps or args.steps)),
             *("--steps-per-execution", str(args.steps_per_execution)),
             *options,
         ],
         engine,
         machines=machines,
-        rate=args.rates,
+        rate=rates or args.rates,
     )
 
 

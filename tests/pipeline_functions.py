@@ -885,21 +885,25 @@ def planned_branches():
     return plan, all(map(np.array_equal, before, model.get_weights()))
 
 
-def cut_by_slow_links():
-    """The layers of the stages of a model with one narrow place."""
+def cut_by_slow_links(speed):
+    """Of a model with one narrow place: its stages, and the links' speeds.
+
+    Args:
+        speed: by which it is cut, as of `Link.seconds_per_byte`.
+    """
     layers = [
         keras.layers.Dense(size, name=f"dense_{i}")
         for i, size in enumerate([64, 2, 512, 512, 512])
     ]
     model = keras.Sequential([keras.Input((64,)), *layers])
     strategy = PipelineStrategy("1f1b")
-    with mock.patch.object(Link, "seconds_per_byte", lambda link: 1.0):
+    with mock.patch.object(Link, "seconds_per_byte", lambda link: speed):
         with strategy.scope():
             model.compile("sgd", "mse")
     data = tf.data.Dataset.from_tensors((np.ones((8, 64)), np.ones((8, 512))))
     plan = ks.plan(model, data)
-    rates = [link.seconds_per_byte() for link in strategy.links if link]
-    return [stage.layers for stage in plan.stages], rates
+    speeds = [link.seconds_per_byte() for link in strategy.links if link]
+    return [stage.layers for stage in plan.stages], speeds
 
 
 def counted(num_steps, messages_ahead=False):

@@ -80,7 +80,7 @@ def measure_messages(communicator, num_sharing):
 
     others = communicator.size - 1
     sent = [2 * rows * _DIM * 4 * others / (others + 1) for rows in _ROWS]
-    idle = _idle_share()
+    idle = idle_share()
     whole, works = zip(
         *(_both_seconds(communicator, all_reduce, n, idle) for n in _ROWS),
         strict=True,
@@ -118,7 +118,7 @@ def _divided(whole, processor, num_sharing, others):
     return Speed(latency / (2 * others), per_byte), processor
 
 
-def _idle_share():
+def idle_share():
     """The share of a processor that this process takes while it waits.
 
     Horovod's thread looks for messages a thousand times a second.
@@ -174,7 +174,7 @@ def _both_seconds(communicator, run, num_rows, idle=0.0):
     The median over some rounds: of the slowest rank, and the mean of all.
 
     Args:
-        idle: as `_idle_share` returns it.
+        idle: as `idle_share` returns it.
     """
     rows = tf.Variable(tf.ones([num_rows, _DIM]))
     rounds = []

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import numpy as np
+
 from keras_sparsity._tf import checks
 from keras_sparsity.stages import timing
 from keras_sparsity.stages.cutting import shared
@@ -66,6 +68,9 @@ class Measured:
             weights travel once.
         again_seconds: list of the times of the calls' forward passes, which all
             stages but the last one compute again; None with a flush.
+        handling_seconds: dict from a cut's place to the processor time in which
+            a stage sends the tensors that cross it and receives their
+            gradients.
     """
 
     places: list
@@ -73,6 +78,7 @@ class Measured:
     crossing_seconds: dict
     sum_seconds: list
     again_seconds: list | None
+    handling_seconds: dict
 
     def shared(self, num_ranks, size, places=None):
         """The cuts with the smallest largest stage or message, and ranks.
@@ -93,34 +99,36 @@ class Measured:
             self.crossing_seconds,
             self.sum_seconds,
             self.again_seconds,
+            self.handling_seconds,
         )
 
 
 def measured(cutter, strategy):
     """`Measured`, the same on all ranks; every rank calls it."""
     communicator = strategy.collectives
-    of_links = [link.seconds_per_byte() for link in strategy.links if link]
+    speeds = [link.seconds_per_byte() for link in strategy.links if link]
     seconds = again_seconds = None
     if communicator.rank == 0:
         seconds = timing.call_seconds(cutter)
         if not strategy.is_flushed:
             again_seconds = timing.call_seconds(cutter, has_backward=False)
     found = communicator.gather_objects(
-        (seconds, again_seconds, max(of_links, default=0.0)),
-        name="pipeline/seconds",
+        (seconds, again_seconds, speeds), name="pipeline/seconds"
     )
     # Activations and gradients travel in opposite directions, at once.
-    slowest = max(each for *_, each in found)
+    slowest, handled = np.max(
+        [(0.0, 0.0), *(each for *_, of_rank in found for each in of_rank)],
+        axis=0,
+    )
     seconds, again_seconds, _ = found[0]
+    sizes = timing.crossing_bytes(cutter)
     return Measured(
         places=cutter.places,
         seconds=seconds,
-        crossing_seconds={
-            place: size * slowest
-            for place, size in timing.crossing_bytes(cutter).items()
-        },
+        crossing_seconds={p: size * slowest for p, size in sizes.items()},
         sum_seconds=[
             each.dense_bytes * slowest for each in gradient_sizes(cutter)
         ],
         again_seconds=again_seconds,
+        handling_seconds={p: 2 * size * handled for p, size in sizes.items()},
     )

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_losses
 from keras_sparsity.collectives.base import divided
+from keras_sparsity.collectives.speeds import idle_share
 from keras_sparsity.collectives.wire import Wire
 
 # Elements of a message that measures a link: 0.2 s at 50 Mbit/s.
@@ -104,24 +105,31 @@ class Link:
         """Measures the link; eagerly, on both ranks at once.
 
         Of float32 before they are cast for the link.
+
+        Returns:
+            `(seconds until a byte has arrived, processor seconds of this rank
+            for it)`.
         """
+        idle = idle_share()
         # The first messages make connections.
         times = [
-            (self._round_trip(0), self._round_trip(_PROBE)) for _ in range(3)
+            (self._round_trip(0, idle), self._round_trip(_PROBE, idle))
+            for _ in range(3)
         ]
         empty, full = np.median(times[1:], axis=0)
-        return max(0.0, full - empty) / (4 * _PROBE)
+        return tuple(np.maximum(0.0, full - empty) / (4 * _PROBE))
 
-    def _round_trip(self, num_floats):
-        """Seconds until a message's receiver has answered."""
-        begin = time.perf_counter()
+    def _round_trip(self, num_floats, idle):
+        """`(seconds, processor seconds)` until a receiver has answered."""
+        begin, worked = time.perf_counter(), time.process_time()
         for root, size in ((0, 1 + num_floats), (1, 1)):
             floats = self.wire(tf.float32).encode(tf.zeros([size]))
             (received,) = self._pair.broadcast(
                 [floats], root=root, name="pipeline/probe"
             )
             received.numpy()
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        return seconds, time.process_time() - worked - idle * seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -241,6 +241,7 @@ def shared(
     crossing_seconds=None,
     sum_seconds=None,
     again_seconds=None,
+    handling_seconds=None,
 ):
     """The cuts, and the ranks of each stage, with the smallest largest stage.
 
@@ -261,6 +262,9 @@ def shared(
         again_seconds: list of the times that the calls take besides in all
             stages but the last one, which compute them again for their backward
             passes; by default 0.
+        handling_seconds: dict from a place to the processor time in which a
+            stage sends the tensors that cross it and receives their gradients;
+            by default 0.
 
     Returns:
         `(list of N - 1 places, list of the numbers of ranks)`. Of equal ones,
@@ -302,7 +306,8 @@ def shared(
         sums = 2 * (number - 1) * (summed[end + 1] - summed[cut + 1])
         return (work + sums) / number
 
-    given = cost, crossing_seconds or {}, sorted(places), last, size
+    messages = crossing_seconds or {}, handling_seconds or {}
+    given = cost, *messages, sorted(places), last, size
     most = math.inf
     few, left = divmod(size, num_stages)
     even = [[few + (stage < left)] for stage in range(num_stages)]
@@ -315,14 +320,14 @@ def shared(
 
 
 def _fastest(
-    cost, crossing_seconds, places, last, size, num_ranks, most=math.inf
+    cost, crossing, handling, places, last, size, num_ranks, most=math.inf
 ):
     """`(seconds of the slowest stage or message, cuts, ranks)`, see `shared`.
 
     Args:
         cost: function of a cut, the next one and the number of ranks between
             them, to seconds that grow with the next cut.
-        crossing_seconds, size, num_ranks: as for `shared`.
+        crossing, handling, size, num_ranks: as for `shared`.
         places: sorted list of the possible cuts.
         last: the last call.
         most: seconds that the result does not exceed, if known.
@@ -334,7 +339,7 @@ def _fastest(
     for allowed, ends_here in zip(num_ranks, ends, strict=True):
         found = {}
         for (cut, used), (slowest, cuts, ranks) in best.items():
-            so_far = max(slowest, crossing_seconds.get(cut, 0))
+            so_far = max(slowest, crossing.get(cut, 0))
             if so_far > most:
                 continue
             behind = ends_here[bisect.bisect(ends_here, cut) :]
@@ -343,6 +348,8 @@ def _fastest(
                     seconds = cost(cut, end, number)
                     if seconds > most:
                         break
+                    of_both = handling.get(cut, 0) + handling.get(end, 0)
+                    seconds += of_both / number
                     key = end, used + number
                     option = (
                         max(so_far, seconds),

@@ -82,6 +82,10 @@ class PipelineCosts:
             place: each * part * cluster.seconds_per_byte
             for place, each in profile.crossing_bytes.items()
         }
+        handled = {
+            place: processor_seconds(cluster, 2 * each * part)
+            for place, each in profile.crossing_bytes.items()
+        }
         seconds = [
             each / cluster.relative_speed for each in profile.pass_seconds(part)
         ]
@@ -94,6 +98,7 @@ class PipelineCosts:
                 number,
                 travels,
                 again_seconds=[again_share * each for each in seconds],
+                handling_seconds=handled,
             )
             return places, (size // number,) * number
         # So long they take on a single rank.
@@ -109,6 +114,7 @@ class PipelineCosts:
                 for each in profile.gradients
             ],
             [again_share * each for each in seconds],
+            {place: each * size / number for place, each in handled.items()},
         )
         return places, tuple(num_ranks)
 

@@ -21,6 +21,7 @@ _NUM_EXAMPLES = 32
 _UNKNOWN_SIZE = 16
 # A long run is not repeated: its noise is small beside it.
 _NUM_RUNS, _ENOUGH_SECONDS = 3, 0.5
+_LEAST_SECONDS = 1e-6
 
 
 def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
@@ -29,7 +30,8 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
     Of examples that are drawn at random, and of weights in place of the
     model's own, which need not be in this process. Statistics and random states
     stay as they are. Of layers with the same configuration and the same shapes
-    of tensors, one is measured. With a `SampledSoftmax` that of its loss.
+    of tensors, one is measured. With a `SampledSoftmax` that of its loss. A
+    stage starts its calls together, so the start of a pass does not count.
 
     Args:
         cutter: `Cutter`.
@@ -44,11 +46,13 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
     # Each call as a stage of its own, also where no cut can be.
     parts = cutter.parts(list(everywhere))
     measured, found = {}, []
+    start = median_seconds(lambda tensors: tensors, [tf.zeros([1])])
     for call, part in zip(cutter.calls, parts, strict=True):
         alike = _alike(call)
         seconds = measured.get(alike)
         if seconds is None:
             seconds = _seconds(cutter, part, num_examples, has_backward)
+            seconds = max(_LEAST_SECONDS, seconds - start)
         if alike is not None:
             measured[alike] = seconds
         found.append(seconds)

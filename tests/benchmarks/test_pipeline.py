@@ -12,8 +12,8 @@ _AHEAD = "spectrain, messages ahead"
 def _way(over=(), planned=1000, sent=1000, at_50=0.0):
     return {
         "step_over_bound": dict(over),
-        "planned_bytes": planned,
-        "sent_bytes": sent,
+        "planned_bytes": {"200": planned},
+        "sent_bytes": {"200": sent},
         "samples_per_second": {"50": at_50} if at_50 else {},
     }
 
@@ -26,6 +26,8 @@ def _run(rate, words_per_second, largest_sent_bytes, computation_seconds=0.1):
         "largest_sent_bytes": largest_sent_bytes,
         "computation_seconds": computation_seconds,
         "stages": [["first"], ["second"]],
+        "planned_bytes": 2 * largest_sent_bytes,
+        "per_machine": 2 * [{"sent_payload_bytes_per_step": 10}],
     }
 
 
@@ -38,11 +40,24 @@ def test_a_step_over_the_larger_of_computation_and_transfer():
         # A rate below 1 Mbit/s keeps its digits.
         _run(0.5, 64 / 16.0, 1_000_000),
     ]
-    assert pipeline._over_bounds(runs) == {"50": 1.5, "200": 1.1, "0.5": 1.0}
+    over = pipeline._by_rate(runs)["step_over_bound"]
+    assert over == {"50": 1.5, "200": 1.1, "0.5": 1.0}
 
 
 def test_no_bound_without_stages():
-    assert pipeline._over_bounds([_run(50.0, 1.0, 0) | {"stages": []}]) == {}
+    runs = [_run(50.0, 1.0, 0) | {"stages": []}]
+    assert pipeline._by_rate(runs)["step_over_bound"] == {"50": 0}
+
+
+def test_the_median_round_counts():
+    rounds = [_run(50.0, 64 / seconds, 0) for seconds in (0.3, 0.1, 0.2)]
+    assert pipeline._by_rate([*rounds, _run(200.0, 64 / 0.4, 10)]) == {
+        "samples_per_second": {"50": 64 / 0.2, "200": 64 / 0.4},
+        "sent_bytes": {"50": 20, "200": 20},
+        "planned_bytes": {"50": 0, "200": 20},
+        "step_over_bound": {"50": 2.0, "200": 4.0},
+        "stages": {rate: [["first"], ["second"]] for rate in ("50", "200")},
+    }
 
 
 @pytest.mark.parametrize(
@@ -76,8 +91,8 @@ def test_bound(ways, num_machines, expected):
     [
         (1029, []),
         (971, []),
-        (1040, [r"stash: \+4.0% of the planned"]),
-        (960, ["stash: -4.0% of the planned"]),
+        (1040, [r"stash: \+4.0% of the planned bytes at 200"]),
+        (960, ["stash: -4.0% of the planned bytes at 200"]),
     ],
 )
 def test_bytes(sent, expected):

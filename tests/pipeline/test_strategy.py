@@ -74,14 +74,17 @@ def test_cuts_count_passes_that_are_computed_again(monkeypatch):
     ]
 
 
+@pytest.mark.parametrize("speed", [(1.0, 0.0), (0.0, 1.0)])
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
-def test_slow_links_are_crossed_where_the_model_is_narrow(cluster, engine):
-    for stages, rates in cluster(engine, 2).run(
-        pipeline_functions.cut_by_slow_links
+def test_slow_messages_cross_where_the_model_is_narrow(cluster, engine, speed):
+    """On a slow link, or by a slow processor."""
+    for stages, speeds in cluster(engine, 2).run(
+        pipeline_functions.cut_by_slow_links, speed
     ):
         assert stages[0] == ("dense_0", "dense_1")
-        # Loopback: below 100 ns, 10 MB/s.
-        assert all(0 <= rate < 1e-7 for rate in rates) and rates
+        # Loopback, and its processor time: below 100 ns, 10 MB/s.
+        ((seconds, handling),) = speeds
+        assert 0 <= seconds < 1e-7 and 0 <= handling < 1e-7
 
 
 def test_refusals(cluster):

@@ -287,13 +287,19 @@ def test_balanced_cuts_are_the_best_of_all():
         crossing = {place: draws.randint(0, 9) for place in places}
         again = [float(draws.randint(0, 5)) for _ in range(num_calls)]
 
-        def bottleneck(cuts, seconds=seconds, crossing=crossing, again=again):
+        handling = {place: draws.randint(0, 5) for place in places}
+        given = seconds, crossing, again, handling
+
+        def bottleneck(cuts, given=given):
+            seconds, crossing, again, handling = given
             bounds = [-1, *cuts, len(seconds) - 1]
             stages = [
                 sum(seconds[before + 1 : last + 1])
                 for before, last in itertools.pairwise(bounds)
             ]
             for place, (before, last) in enumerate(itertools.pairwise(bounds)):
+                stages[place] += handling.get(before, 0)
+                stages[place] += handling.get(last, 0)
                 if last < len(seconds) - 1:
                     stages[place] += sum(again[before + 1 : last + 1])
             return max([*stages, *(crossing[cut] for cut in cuts)])
@@ -302,6 +308,7 @@ def test_balanced_cuts_are_the_best_of_all():
         found, _ = shared(
             *(seconds, places, one_each, num_stages, crossing),
             again_seconds=again,
+            handling_seconds=handling,
         )
         assert len(found) == num_stages - 1
         assert bottleneck(found) == min(
