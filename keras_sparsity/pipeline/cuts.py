@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import keras
 import numpy as np
 
 from keras_sparsity._tf import checks
@@ -32,8 +33,16 @@ def places(cutter, strategy, profile):
 
 
 def _ends_of_lists(cutter, stages):
-    order = list(dict.fromkeys(call.name for call in cutter.calls))
     names = [name for stage in stages for name in stage]
+    # Operations may be left out: Keras makes some, for masks.
+    order = list(
+        dict.fromkeys(
+            call.name
+            for call in cutter.calls
+            if isinstance(call.operation, keras.layers.Layer)
+            or call.name in names
+        )
+    )
     if sorted(names) != sorted(order) or not all(stages):
         missing = [name for name in order if name not in names]
         unknown = [name for name in names if name not in order]

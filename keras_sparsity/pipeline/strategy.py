@@ -54,8 +54,9 @@ class PipelineStrategy(StagedStrategy):
             layers' times, which rank 0 measures, and those of the links. None:
             as many stages as processes, or as the model can be cut into. Or a
             list of the names of the layers after which the model is cut, or a
-            list of the layers' names for each stage; of a model within the
-            model `"encoder/dense"`.
+            list of the layers' names for each stage, which may leave out
+            operations such as those of masks; of a model within the model
+            `"encoder/dense"`.
         num_micro_batches: the number M of parts of a pipeline's part of a
             mini-batch, which are computed one after the other. Messages of one
             travel while the next is computed. None: 4 for `"1f1b"`, `"gpipe"`,

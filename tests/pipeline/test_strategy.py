@@ -1,5 +1,6 @@
 """`ks.PipelineStrategy` as users meet it."""
 
+import dataclasses
 import re
 
 import keras
@@ -72,6 +73,35 @@ def test_cuts_count_passes_that_are_computed_again(monkeypatch):
         ([3], [1, 1]),
         ([2], [1, 1]),
     ]
+
+
+def test_lists_may_leave_out_the_operations_of_masks():
+    layers = [
+        keras.layers.Embedding(10, 4, mask_zero=True, name="words"),
+        keras.layers.LSTM(4, name="state"),
+        keras.layers.Dense(2, name="classes"),
+    ]
+    cutter = Cutter(keras.Sequential([keras.Input((3,)), *layers]))
+    names = [call.name for call in cutter.calls]
+    (mask,) = set(names) - {"words", "state", "classes"}
+
+    def cut(*lists):
+        return cuts.places(cutter, _Lists(len(lists), list(lists)), None)
+
+    assert cut(["words"], ["state", "classes"]) == [names.index("words")]
+    assert cut(["words", mask, "state"], ["classes"]) == [names.index("state")]
+    with pytest.raises(
+        ValueError, match=r"missing: \['state'\]; unknown: \[\]"
+    ):
+        cut(["words"], ["classes"])
+
+
+@dataclasses.dataclass
+class _Lists:
+    """A strategy's part that says where a model is cut."""
+
+    num_stages: int
+    stages: list
 
 
 @pytest.mark.parametrize("speed", [(1.0, 0.0), (0.0, 1.0)])
