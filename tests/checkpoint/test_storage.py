@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 
 import h5py
 import keras
@@ -16,6 +17,7 @@ import pytest
 
 import keras_sparsity as ks
 from keras_sparsity.checkpoint import folder, index, lock, storage
+from keras_sparsity.checkpoint.state import Entry
 from tests import checkpoint_functions as functions
 
 LAST = "epoch-00001-step-0000000"
@@ -31,6 +33,31 @@ def saved():
 @pytest.fixture
 def checkpoints(saved, tmp_path):
     return shutil.copytree(saved[0], tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "differing", "writers"),
+    [
+        ((1, 2), set(), [1]),
+        ((1, 2), {0}, [1, 2]),
+        (None, set(), ["all"]),
+        (None, {0}, [0, 1, 2]),
+    ],
+)
+def test_equal_values_are_written_once(tmp_path, ranks, differing, writers):
+    """Those that some ranks have by the first of them, others' together."""
+    found = []
+    for rank in range(3):
+        is_here = ranks is None or rank in ranks
+        variables = [keras.Variable(7.0)] if is_here else []
+        entry = Entry("model", "it", (), "float32", variables, ranks=ranks)
+        communicator = types.SimpleNamespace(rank=rank, size=3)
+        storage._write_files(tmp_path, [entry], differing, communicator)
+        with h5py.File(tmp_path / folder.rank_file(rank)) as file:
+            found += [rank] * ("0" in file)
+    with h5py.File(tmp_path / folder.DENSE) as file:
+        found += ["all"] * ("0" in file)
+    assert found == writers
 
 
 def digest(data):
