@@ -275,25 +275,16 @@ def bfloat16(compile_):
     return model.get_weights(), history.history
 
 
-OPTIMIZERS = [
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adamax",
-    "AdamW",
-    "Ftrl",
-    "Lamb",
-    "Lion",
-    "Muon",
-    "Nadam",
-    "RMSprop",
-]
+# Of whole kernels, of a slot for all variables, of factors; one that decays.
+OPTIMIZERS = ["Adafactor", "AdamW", "Lamb", "Muon", "Nadam"]
+# Of each number for itself.
+MORE_OPTIMIZERS = ["Adadelta", "Adagrad", "Adamax", "Ftrl", "Lion", "RMSprop"]
 
 
-def optimizers(compile_):
-    """Weights, and the optimizers' slots for the whole model."""
+def optimizers(compile_, names=OPTIMIZERS):
+    """Weights of trainings by several rules."""
     found = []
-    for name in OPTIMIZERS:
+    for name in names:
         if not hasattr(keras.optimizers, name):
             continue  # of a later Keras
         model = dense()
@@ -301,6 +292,10 @@ def optimizers(compile_):
         history = model.fit(*_data(), 8, 2, shuffle=False, verbose=0)
         found += model.get_weights()
     return found, history.history
+
+
+def more_optimizers(compile_):
+    return optimizers(compile_, MORE_OPTIMIZERS)
 
 
 TRAININGS = {
@@ -314,6 +309,7 @@ TRAININGS = {
         single_batches,
         lengths,
         optimizers,
+        more_optimizers,
         one_batch_an_epoch,
         recurrent_states,
         bfloat16,

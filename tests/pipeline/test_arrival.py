@@ -5,20 +5,30 @@ That pass waits for the message. If it were asked for later, it would not come.
 
 import pytest
 
-from tests.conftest import engines
+from tests.conftest import covering
 from tests.pipeline import arrival_functions
 
+_CASES = [
+    ("1f1b", "gradients", False),
+    ("1f1b", "activations", False),
+    ("vanilla", "gradients", False),
+    ("vanilla", "gradients", True),
+    ("vanilla", "activations", True),
+]
 
-@pytest.mark.parametrize("engine", engines())
+
+# In turn on each engine.
 @pytest.mark.parametrize(
-    ("schedule", "which", "messages_ahead"),
-    [
-        ("1f1b", "gradients", False),
-        ("1f1b", "activations", False),
-        ("vanilla", "gradients", False),
-        ("vanilla", "gradients", True),
-        ("vanilla", "activations", True),
-    ],
+    ("engine", "schedule", "which", "messages_ahead"),
+    covering(
+        [
+            (engine, *case)
+            for engine in ("native", "horovod")
+            for case in _CASES
+        ],
+        [("native", *case) for case in _CASES[::2]]
+        + [("horovod", *case) for case in _CASES[1::2]],
+    ),
 )
 def test_during_the_pass_ahead(
     cluster, engine, schedule, which, messages_ahead

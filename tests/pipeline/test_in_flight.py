@@ -162,12 +162,8 @@ def tasks_of_runs(*usual):
             ),
             *(("horovod", "adam", *schedule) for schedule in _SCHEDULES),
         ],
-        [
-            ("native", "momentum", "vanilla", "paper"),
-            ("native", "adam", "stash", "paper"),
-            ("native", "sgd", "spectrain", "paper"),
-            ("horovod", "adam", "spectrain", "sequential"),
-        ],
+        # The others to the bit, of three stages, in `test_to_the_bit.py`.
+        [("horovod", "adam", "spectrain", "sequential")],
     ),
 )
 def test_four_stages(cluster, engine, rule, schedule, target):
@@ -190,10 +186,7 @@ def test_four_stages(cluster, engine, rule, schedule, target):
             for engine in ("native", "horovod")
             for schedule in _SCHEDULES
         ],
-        [
-            ("native", "spectrain", "sequential"),
-            ("horovod", "vanilla", "paper"),
-        ],
+        [],  # those of micro-batches, below
     ),
 )
 def test_two_stages(cluster, engine, schedule, target):
@@ -208,6 +201,7 @@ def test_two_stages(cluster, engine, schedule, target):
     _check(ranks, "momentum", 2, schedule, target)
 
 
+@pytest.mark.all_cells
 def test_three_stages(cluster):
     ranks = cluster("native", 3, has_groups=True).run(
         pipeline_functions.train_in_flight,
@@ -325,7 +319,7 @@ def test_fewer_mini_batches_than_stages(cluster):
 
 @pytest.mark.parametrize(
     ("num_stages", "schedule"),
-    tasks_of_runs((3, "vanilla"), (2, "stash")),
+    tasks_of_runs((2, "stash")),
 )
 def test_a_run_has_the_tasks_of_the_schedule(cluster, num_stages, schedule):
     """While the pipeline fills, is full and empties."""
@@ -338,6 +332,8 @@ def test_a_run_has_the_tasks_of_the_schedule(cluster, num_stages, schedule):
         assert tasks == [(task.kind.value, task.batch) for task in of_stage]
 
 
+# Those of messages ahead, in their module, are of the same counters.
+@pytest.mark.all_cells
 def test_missed_updates_and_distances_as_they_run(cluster):
     """Equations 5 and 6, once the pipeline is full; N - k are in flight."""
     size, num_steps = 4, 9

@@ -72,10 +72,7 @@ def _train(
             ]
             for way in _WAYS
         ],
-        [
-            ("native", "momentum", "vanilla", "paper"),
-            ("horovod", "momentum", "stash", "paper"),
-        ],
+        [],  # those of micro-batches, and in parts, below
     ),
 )
 def test_two_stages(cluster, engine, rule, schedule, target):
@@ -94,10 +91,8 @@ def test_two_stages(cluster, engine, rule, schedule, target):
             ]
             for way in _WAYS
         ],
-        [
-            ("native", "momentum", "spectrain", "paper"),
-            ("horovod", "adam", "spectrain", "sequential"),
-        ],
+        # Of native ones to the bit in `test_to_the_bit.py`.
+        [("horovod", "adam", "spectrain", "sequential")],
     ),
 )
 def test_three_stages(cluster, engine, rule, schedule, target):
@@ -183,16 +178,9 @@ def test_fewer_mini_batches_than_in_flight(cluster):
             np.testing.assert_allclose(value, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        *(
-            pytest.param(schedule, marks=pytest.mark.all_cells)
-            for schedule in ("vanilla", "stash")
-        ),
-        "spectrain",
-    ],
-)
+# Of models of several inputs, to the bit, in `test_to_the_bit.py`.
+@pytest.mark.all_cells
+@pytest.mark.parametrize("schedule", ["vanilla", "stash", "spectrain"])
 def test_one_mini_batch_an_epoch(cluster, schedule):
     """Masks, two inputs and outputs: nothing is out of date."""
     name = "one_batch_an_epoch"
@@ -256,7 +244,8 @@ def test_evaluation_and_other_layouts_in_between(cluster):
     ("engine", "schedule"),
     covering(
         itertools.product(("native", "horovod"), ("vanilla", "spectrain")),
-        [("native", "spectrain")],
+        # Nothing is in flight when all is saved: `test_saved_state.py`.
+        [],
     ),
 )
 def test_resumed_in_the_middle_of_an_epoch(cluster, tmp_path, engine, schedule):
@@ -320,6 +309,8 @@ def test_missed_updates_and_distances_as_they_run(cluster):
         assert sorted(ahead) == sorted(expected)
 
 
+# What messages ahead add: `test_memory.py`, `tests/stages`.
+@pytest.mark.all_cells
 def test_plan(cluster, tmp_path):
     """Sizes worked out by hand; 3 stages of 2, 3 and 3 layers."""
     ranks = cluster("native", 3, has_groups=True).run(

@@ -77,6 +77,8 @@ def test_without_a_flush(cluster, schedule, rule):
     )
 
 
+# With replicas of one stage alone, in `test_shared_stages.py`.
+@pytest.mark.all_cells
 def test_resumed_to_the_bit(cluster, tmp_path):
     ranks = cluster("native", 4, has_groups=True).run(
         replica_functions.resumed, str(tmp_path)

@@ -202,6 +202,8 @@ def test_workers_that_draw_differently(divided):
     assert not found[0].keys() & found[2].keys()
 
 
+# Whole kernels and slots are saved in `test_layer_placement.py`, too.
+@pytest.mark.all_cells
 def test_tails_that_divide_columns(cluster, tmp_path):
     """Files have whole kernels and slots."""
     arguments = "drop", 2, "columns"
@@ -240,6 +242,7 @@ def test_a_rank_that_raises_is_restarted(resumed, tmp_path, capfd, monkeypatch):
     assert "ValueError: no such file: corpus.txt" in said
 
 
+@pytest.mark.all_cells
 def test_a_killed_worker_is_restarted(divided, tmp_path, capfd, monkeypatch):
     """Of layer placement: a head on two workers."""
     _, ranks = divided

@@ -177,6 +177,8 @@ def test_statistics_are_the_mean_of_the_ranks(cluster):
     assert ranks[2] is None
 
 
+# The limit is the plan's, as in `test_memory.py`.
+@_MORE
 def test_limit_of_memory(cluster):
     for of_stages, errors in cluster("native", 3, has_groups=True).run(
         shared_functions.limited
@@ -186,7 +188,6 @@ def test_limit_of_memory(cluster):
         assert f"holds {max(of_stages):,} bytes in a step" in too_much
 
 
-@_MORE
 def test_saved_and_loaded(cluster, tmp_path):
     ranks = cluster("native", 3, has_groups=True).run(
         replica_functions.resumed, str(tmp_path), [1, 2]

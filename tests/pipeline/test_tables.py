@@ -167,7 +167,9 @@ def test_plan(cluster):
     assert of_star.busiest_bytes == max(split.star_bytes, of_worker)
 
 
-@pytest.mark.parametrize("engine", engines(usually="native"))
+# The tables raise it, as in `tests/layers`, and an error ends all ranks.
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
 def test_an_id_outside_of_a_table_ends_all_ranks(cluster, engine):
     with pytest.raises(ClusterError, match=r"ids must lie in \[0, 8209\)"):
         cluster(engine, 3, has_groups=True).run(functions.fit_outside)

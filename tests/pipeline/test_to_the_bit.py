@@ -75,19 +75,13 @@ def test_three_stages(one_thread, case):
 @pytest.mark.parametrize(
     "case",
     [
-        ("line32", "momentum", "spectrain", "paper", False, True),
-        *(
-            pytest.param(
-                ("line32", "momentum", *way, is_ahead, True),
-                marks=pytest.mark.all_cells,
-            )
-            for way in _WAYS
-            for is_ahead in (False, True)
-            if (*way, is_ahead) != ("spectrain", "paper", False)
-        ),
+        ("line32", "momentum", *way, is_ahead, True)
+        for way in _WAYS
+        for is_ahead in (False, True)
     ],
     ids=lambda case: "-".join(map(str, case)),
 )
+@pytest.mark.all_cells
 def test_32_bits(cluster, case):
     """On many threads."""
     _check(cluster("native", 3, has_groups=True), case, atol=1e-6)

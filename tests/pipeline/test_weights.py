@@ -44,7 +44,13 @@ def test_models_made_in_the_scope_are_whole_nowhere(cluster):
 
 
 # Of the first stage one, or all.
-@pytest.mark.parametrize("names", [["dense_0"], ["dense_0", "dense_1"]])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["dense_0"], marks=pytest.mark.all_cells),
+        ["dense_0", "dense_1"],
+    ],
+)
 def test_layers_are_frozen_between_trainings(cluster, tmp_path, names):
     """The same optimizer goes on, and keeps the slots of what is frozen.
 
