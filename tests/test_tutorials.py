@@ -159,6 +159,15 @@ def test_plans_and_draws_what_each_architecture_costs(run, tmp_path):
     assert list((tmp_path / "plan" / "logs" / "architecture").glob("events.*"))
 
 
+def test_one_process_has_no_partitions_to_search(run):
+    script = TUTORIALS / "03_partition_search.py"
+    output = run(script, "--steps", 16, num_processes=1)
+    assert "PartitionSearch: nothing to search" in output
+    assert "or: keras-sparsity report" in output
+
+
+# Searches are in `callbacks/test_partition_search.py`.
+@pytest.mark.all_cells
 def test_searches_partitions_and_keeps_the_choice(run, tmp_path):
     script = TUTORIALS / "03_partition_search.py"
     output = run(script, "--steps", 130)

@@ -55,12 +55,18 @@ def _check(found, cell, strength):
         )
 
 
+# `test_delayed.py` trains all of them without.
+@pytest.mark.parametrize(
+    "cells",
+    [_CELLS[:1], pytest.param(_CELLS, marks=pytest.mark.all_cells)],
+    ids=["one", "all"],
+)
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
-def test_a_fixed_delay_is_compensated(cluster, engine):
+def test_a_fixed_delay_is_compensated(cluster, engine, cells):
     for results in cluster(engine, 2).run(
-        functions.train_compensated, _CELLS, _STRENGTH
+        functions.train_compensated, cells, _STRENGTH
     ):
-        for (weights, *_), cell in zip(results, _CELLS, strict=True):
+        for (weights, *_), cell in zip(results, cells, strict=True):
             _check(weights, cell, _STRENGTH)
 
 

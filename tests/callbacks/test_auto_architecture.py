@@ -340,7 +340,9 @@ def by_counts(slow_rank):
     return model.get_weights(), told
 
 
-@pytest.mark.parametrize("engine", engines(usually="native"))
+# Those of `tests/test_repeatable.py` move, too.
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
 def test_two_runs_are_equal_to_the_bit(engine, cluster):
     processes = cluster(engine, 2)
     one = processes.run(by_counts, 0)

@@ -84,7 +84,9 @@ def test_swapped_in_one_process(are_rows_kept):
     check(train_sharded(are_rows_kept), train()[0])
 
 
-@pytest.mark.parametrize("engine", engines(usually="horovod"))
+# A cell of `tests/test_equality.py` swaps averages on two.
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
 def test_swapped_on_two(cluster, engine):
     expected, _ = train()
     for are_rows_kept in (False, True):

@@ -332,11 +332,12 @@ def assert_is_stock(model):
     ("engine", "models"),
     covering(
         [
-            (engine, tuple(MODELS)[part::2])
+            (engine, tuple(MODELS)[part::3])
             for engine in ("native", "horovod")
-            for part in (0, 1)
+            for part in (0, 1, 2)
         ],
-        [("horovod", tuple(MODELS)[::2])],
+        # Functional and subclassed ones, and a sequential one.
+        [("horovod", tuple(MODELS)[::3])],
     ),
     ids=lambda value: value if isinstance(value, str) else value[0].__name__,
 )

@@ -245,6 +245,8 @@ def test_several_processes_train_as_stock_keras(engine, cluster, stock):
             np.testing.assert_array_equal(one, other)
 
 
+# Messages through machines know of no layers: `tests/exchange`.
+@pytest.mark.all_cells
 def test_machines_of_two_processes_train_as_stock_keras(cluster, stock):
     for found in cluster("native", 4, machines=2).run(train, own):
         check(found, stock)
@@ -291,6 +293,8 @@ def kept(folder):
     return [model.get_weights() for model in models]
 
 
+# On other workers, too: `tests/pipeline/test_tables.py`.
+@pytest.mark.all_cells
 def test_kept_in_checkpoints(cluster, tmp_path):
     for trained, restored in cluster("native", 2).run(kept, str(tmp_path)):
         for one, other in zip(trained, restored, strict=True):

@@ -192,12 +192,12 @@ def test_training_in_one_process_is_that_of_a_dense_matrix(rule):
 
 CASES = [
     ("native", "functional", "adam", {}, {}),
-    ("native", "subclassed", "adagrad", {}, {"num_partitions": 3}),
     ("horovod", "functional", "clipped", {}, {"num_partitions": 1}),
     ("horovod", "collected", "accumulated", {}, {}),
 ]
 # Prefetched to the bit in `tests/exchange/test_ahead.py`, too.
 _MORE = [
+    ("native", "subclassed", "adagrad", {}, {"num_partitions": 3}),
     ("native", "functional", "momentum", {"architecture": "allgather"}, {}),
     ("native", "functional", "adagrad", {"prefetch": True}, {}),
     ("horovod", "subclassed", "adam", {}, {}),

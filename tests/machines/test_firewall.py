@@ -404,6 +404,8 @@ def test_one_machine_is_closed_to_others(fit, machines, tmp_path):
     assert "open to everyone" not in output
 
 
+# As each machine by itself, above, and hosts below.
+@pytest.mark.all_cells
 def test_several_machines_are_closed_to_others(fit, machines, tmp_path):
     addresses = [f"machine-{index}:{_PORT + index}" for index in range(2)]
 

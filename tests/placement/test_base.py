@@ -126,7 +126,14 @@ def train(by_way_of):
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
-@pytest.mark.parametrize("by_way_of", [None, "ps", "allreduce"])
+@pytest.mark.parametrize(
+    "by_way_of",
+    [
+        pytest.param(None, marks=pytest.mark.all_cells),
+        "ps",
+        pytest.param("allreduce", marks=pytest.mark.all_cells),
+    ],
+)
 def test_new_placements_train_as_stock_keras_does(engine, by_way_of, cluster):
     stock = network(keras.layers.Embedding)
     oracles.dense_reference(stock, keras.optimizers.Adagrad(0.1), loss="mse")

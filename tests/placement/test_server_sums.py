@@ -1,5 +1,7 @@
 """Sums of dense gradients at servers, against NumPy."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,7 +9,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.exchange.options import Options
 from keras_sparsity.placement import server_sums
-from tests.conftest import engines
+from tests.conftest import covering, engines
 from tests.exchange.test_pull import measured
 
 # More gradients than processes, some with fewer elements than processes.
@@ -68,8 +70,13 @@ def sum_by_machine(together, wire_dtype):
     return gradients, [total.numpy() for total in sums], num_bytes
 
 
-@pytest.mark.parametrize("engine", engines())
-@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("engine", "wire_dtype"),
+    covering(
+        itertools.product(("native", "horovod"), (None, "bfloat16")),
+        [("native", None), ("horovod", "bfloat16")],
+    ),
+)
 def test_a_dense_sum_crosses_the_network_once_for_each_machine(
     engine, wire_dtype, cluster
 ):

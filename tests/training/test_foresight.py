@@ -209,7 +209,17 @@ def trained_on_servers(kind):
         return trained(kind)
 
 
-@pytest.mark.parametrize("kind", TOWERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(
+            kind,
+            # `Twice` does the same, and more.
+            marks=[pytest.mark.all_cells] * (kind is StepOfTowers),
+        )
+        for kind in TOWERS
+    ],
+)
 def test_steps_of_towers_are_those_of_one_process(kind, cluster):
     weights, logs = trained(kind)
     for found, found_logs in cluster("native", 2).run(trained_on_servers, kind):

@@ -137,12 +137,12 @@ def with_endpoint():
     return keras.Model([x, y], Endpoint()([dense()(x), y]))
 
 
-def fitted(strategy, make, loss, count=21, **options):
+def fitted(strategy, make, loss, count=21, metrics=None):
     """What `fit` and `evaluate` log, and the weights."""
     x, y = (array[:count] for array in examples())
     model = make()
     with strategy.scope():
-        model.compile(keras.optimizers.SGD(0.1), loss, **options)
+        model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics)
     if loss is None:
         x, y = [x, y], None
     arguments = {"batch_size": 8, "verbose": 0}
@@ -155,45 +155,63 @@ def fitted(strategy, make, loss, count=21, **options):
     ]
 
 
-def trained(strategy):
+# Those of one more thing than others have.
+MORE = [
+    "run, plain, eager",
+    "run, sum",
+    "scope, global",
+    "several",
+    "own step of Keras's loss",
+    "own loss",
+]
+
+
+def trained(strategy, are_more):
     def own(kind):
         return dense(kind, kernel_regularizer="l2")
 
     mse = keras.losses.MeanSquaredError
     is_one = not isinstance(strategy, ks.HybridStrategy)
     globalize = (lambda loss: loss) if is_one else ks.losses.globalize
+    loops = {
+        "run, plain": (mse(), True),
+        "run, plain, eager": (mse(), True, True),
+        "run, global": (globalize(mse()), True),
+        "run, several": (Sum(), True),
+        "run, sum": (mse(reduction="sum"), True),
+        "scope, plain": (mse(), False),
+        "scope, global": (globalize(mse()), False),
+    }
+    fits = {
+        "several": (dense, Sum()),
+        "loss as metric": (dense, "mse", 16, [keras.losses.Huber()]),
+        "own step": (lambda: own(OwnStep), "mae"),
+        "own step of Keras's loss": (lambda: own(OwnStepOfKerasLoss), "mae"),
+        "own loss": (lambda: own(OwnLoss), "mse"),
+        "own loss and step": (lambda: own(OwnLossAndStep), "mse"),
+        "endpoint": (with_endpoint, None, 16),
+    }
     return {
-        "run, plain": loop(strategy, mse(), True),
-        "run, plain, eager": loop(strategy, mse(), True, True),
-        "run, global": loop(strategy, globalize(mse()), True),
-        "run, several": loop(strategy, Sum(), True),
-        "run, sum": loop(strategy, mse(reduction="sum"), True),
-        "scope, plain": loop(strategy, mse(), False),
-        "scope, global": loop(strategy, globalize(mse()), False),
-        "several": fitted(strategy, dense, Sum()),
-        "loss as metric": fitted(
-            strategy, dense, "mse", 16, metrics=[keras.losses.Huber()]
-        ),
-        "own step": fitted(strategy, lambda: own(OwnStep), "mae"),
-        "own step of Keras's loss": fitted(
-            strategy, lambda: own(OwnStepOfKerasLoss), "mae"
-        ),
-        "own loss": fitted(strategy, lambda: own(OwnLoss), "mse"),
-        "own loss and step": fitted(
-            strategy, lambda: own(OwnLossAndStep), "mse"
-        ),
-        "endpoint": fitted(strategy, with_endpoint, None, 16),
+        name: train(strategy, *arguments)
+        for train, kinds in ((loop, loops), (fitted, fits))
+        for name, arguments in kinds.items()
+        if (name in MORE) == are_more
     }
 
 
-def trained_distributed():
-    return trained(ks.HybridStrategy())
+def trained_distributed(are_more):
+    return trained(ks.HybridStrategy(), are_more)
 
 
+@pytest.mark.parametrize(
+    "are_more", [False, pytest.param(True, marks=pytest.mark.all_cells)]
+)
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_own_loops_and_steps_train_and_log_as_in_one_process(cluster, engine):
-    expected = trained(tf.distribute.get_strategy())
-    for found in cluster(engine, 2).run(trained_distributed):
+def test_own_loops_and_steps_train_and_log_as_in_one_process(
+    cluster, engine, are_more
+):
+    expected = trained(tf.distribute.get_strategy(), are_more)
+    for found in cluster(engine, 2).run(trained_distributed, are_more):
         wrong = {
             name: (found[name], values)
             for name, values in expected.items()

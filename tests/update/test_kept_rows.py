@@ -125,8 +125,16 @@ def assert_same(kept, stock, rtol=2e-5, atol=2e-6):
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
+# The clock is one for all rules; two kinds of sums are of its steps.
 @pytest.mark.parametrize(
-    "name", ["adam", "adamw", "nadam", "decayed lion", "ftrl"]
+    "name",
+    [
+        *("adamw", "decayed lion"),
+        *(
+            pytest.param(name, marks=pytest.mark.all_cells)
+            for name in ("adam", "nadam", "ftrl")
+        ),
+    ],
 )
 def test_clock_that_is_full_begins_anew(name, monkeypatch):
     monkeypatch.setattr(step_sums, "_FEWEST_STEPS", 1)
@@ -137,7 +145,14 @@ def test_clock_that_is_full_begins_anew(name, monkeypatch):
     assert_same(kept, stock)
 
 
-@pytest.mark.parametrize("num_rows", [1, 7, 20, ROWS - 1])
+@pytest.mark.parametrize(
+    "num_rows",
+    [
+        pytest.param(1, marks=pytest.mark.all_cells),
+        *(7, 20),  # the last block is smaller, and is not
+        pytest.param(ROWS - 1, marks=pytest.mark.all_cells),
+    ],
+)
 def test_rows_are_brought_up_to_date_in_blocks(num_rows, monkeypatch):
     monkeypatch.setattr(kept_rows, "_BLOCK_BYTES", 4 * DIM * num_rows)
     stock, kept = Stock(made("adamw")), Kept(made("adamw"))
@@ -762,14 +777,14 @@ PREFETCH = {"prefetch": True}
 # Engine, processes, rule, whether weights are read between steps, options.
 CASES = [
     ("native", 2, "adam", False, PREFETCH),
-    # Each rank traces the step again after each move.
-    ("native", 2, "accumulating", True, PREFETCH),
     ("horovod", 2, "averaged", True, {"architecture": "allreduce"}),
     ("local", 1, "adamax", True, {}),
-    ("local", 1, "adadelta", False, {}),
 ]
 # All rules train on ranks in `closed_form/test_rules.py`, too.
 MORE = [
+    # Each rank traces the step again after each move, as in a search below.
+    ("native", 2, "accumulating", True, PREFETCH),
+    ("local", 1, "adadelta", False, {}),
     ("native", 3, "accumulating", True, PREFETCH),
     ("native", 2, "averaged", True, PREFETCH),
     ("native", 2, "adamw", True, {"architecture": "allgather"}),
@@ -882,12 +897,10 @@ def flat(weights_and_state):
     return [*weights, *state]
 
 
-@pytest.mark.parametrize(
-    "name",
-    # "accumulating" goes on below, too.
-    [pytest.param("accumulating", marks=pytest.mark.all_cells), "averaged"],
-)
-@pytest.mark.parametrize("engine", engines(usually="native"))
+# "accumulating" goes on below, "averaged" of ordinary embeddings above.
+@pytest.mark.all_cells
+@pytest.mark.parametrize("name", ["accumulating", "averaged"])
+@pytest.mark.parametrize("engine", engines())
 def test_goes_on_from_a_checkpoint(cluster, engine, name, tmp_path):
     """To the bit; on another number of ranks, to the rounding of sums."""
     run, folder = kept_functions.save_and_go_on, tmp_path / "stopped"
