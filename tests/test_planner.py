@@ -53,10 +53,7 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
             ("horovod", "recommender", ["rows", "flat"], 2 * 4),
             ("horovod", "language model", ["narrow"], 2 * 2),
         ],
-        [
-            ("native", "recommender", ["rows", "flat"], 2 * 4),
-            ("native", "language model", ["narrow"], 2 * 2),
-        ],
+        [("native", "recommender", ["rows", "flat"], 2 * 4)],
     ),
 )
 def test_layer_placement_with_tables(cluster, engine, model, heads, sent):

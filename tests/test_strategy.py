@@ -99,7 +99,9 @@ def own_loops():
     }
 
 
-@pytest.mark.parametrize("engine", engines(usually="horovod"))
+# Own loops: `training/test_step_losses.py`, cells of `test_equality.py`.
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
 def test_own_loop_is_that_of_one_process(cluster, engine):
     losses, weights = own_loop(oracles.DenseGradients, keras.layers.Embedding)
     assert_same(own_loop(ks.HybridOptimizer)[1], weights)
@@ -139,11 +141,12 @@ METHODS = {
 }
 
 
-def train_by_every_method():
+def train_by(methods):
     results = {}
     rank = ks.collectives.current().rank
     x, y = examples(20)
-    for method, options in METHODS.items():
+    for method in methods:
+        options = METHODS[method]
         # Another seed on each rank: rank 0's values count.
         keras.utils.set_random_seed(11 + 100 * rank)
         model = compiled(**options)
@@ -165,8 +168,20 @@ def train_by_every_method():
     return results
 
 
+@pytest.mark.parametrize(
+    "methods",
+    [
+        # In the scope; by batches.
+        ("run_eagerly", "train_on_batch"),
+        # In cells of `test_equality.py`, too.
+        pytest.param(
+            ("fit", "steps_per_execution"), marks=pytest.mark.all_cells
+        ),
+    ],
+    ids=lambda methods: methods[0],
+)
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_every_method_of_keras_is_that_of_one_process(cluster, engine):
+def test_every_method_of_keras_is_that_of_one_process(cluster, engine, methods):
     def stock():
         keras.utils.set_random_seed(11)
         model = network(keras.layers.Embedding)
@@ -186,7 +201,7 @@ def test_every_method_of_keras_is_that_of_one_process(cluster, engine):
     x, y = examples(20)
     outputs = model.predict(x, verbose=0)
     evaluated = model.evaluate(x, y, batch_size=BATCH, verbose=0)
-    for results in cluster(engine, 2).run(train_by_every_method, timeout=220):
+    for results in cluster(engine, 2).run(train_by, methods, timeout=220):
         for method, result in results.items():
             history = by_batch if method == "train_on_batch" else by_fit
             for key, values in history.items():

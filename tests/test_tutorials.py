@@ -140,7 +140,12 @@ def test_pages_keep_the_output_of_the_command_that_the_tutorial_names(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["01_one_process_to_several.py", "custom_loop.py"]
+    "name",
+    [
+        "01_one_process_to_several.py",
+        # Loops: `training/test_step_losses.py`.
+        pytest.param("custom_loop.py", marks=pytest.mark.all_cells),
+    ],
 )
 def test_losses_are_the_same_with_one_process_and_with_two(run, name):
     script = TUTORIALS / name
@@ -186,6 +191,8 @@ def test_resumes_saves_and_exports(run):
     assert "all predict the same" in output
 
 
+# Schedules train in `tests/pipeline`.
+@pytest.mark.all_cells
 def test_trains_stages_by_three_schedules(run):
     script = TUTORIALS / "05_pipeline.py"
     output = run(script)
@@ -204,6 +211,8 @@ def test_trains_stages_by_three_schedules(run):
     assert "both predict the same" in output
 
 
+# Old weights: `tests/asynchronous`.
+@pytest.mark.all_cells
 def test_trains_with_old_weights(run):
     output = run(TUTORIALS / "08_asynchronous.py")
     page = (PAGES / "08_asynchronous.txt").read_text()
@@ -224,6 +233,8 @@ def test_trains_with_old_weights(run):
     assert sum(numbers["bounded"]) == 80
 
 
+# In `pipeline/test_layer_placement.py`, too; and by a plan, below.
+@pytest.mark.all_cells
 def test_places_layers_as_one_process_trains(run, monkeypatch):
     script = TUTORIALS / "06_layer_placement.py"
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

@@ -100,6 +100,8 @@ def test_a_worker_that_leaves_is_not_waited_for(kind):
     _check(results, [1])
 
 
+# What has stopped is found in `health/test_watch.py`, and left as the killed.
+@pytest.mark.all_cells
 def test_a_stopped_worker_is_left_behind():
     results = _run(losses.at_step, 2, "native", [1], "SIGSTOP", 3, False)
     _check(results, [1])
@@ -132,6 +134,8 @@ def launched(capfd):
     return launched
 
 
+# Of those that join again, too.
+@pytest.mark.all_cells
 def test_the_launcher_says_it_in_one_line(launched, tmp_path):
     call = losses.at_step, [1], "SIGKILL", 5
     code, output, said = launched(tmp_path, 1, [], *call)

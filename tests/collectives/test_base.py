@@ -25,7 +25,13 @@ SPLITS = np.array([[2, 3, 0, 1], [4, 0, 5, 2], [0, 0, 0, 0], [1, 6, 0, 70]])
 
 
 @pytest.fixture(
-    scope="module", params=CLUSTERS, ids=lambda p: f"{p[0]}-{p[1]}x{p[2]}"
+    scope="module",
+    # Two processes are a part of four on two machines.
+    params=[
+        pytest.param(each, marks=[pytest.mark.all_cells] * (each[1:] == (2, 1)))
+        for each in CLUSTERS
+    ],
+    ids=lambda p: f"{p[0]}-{p[1]}x{p[2]}",
 )
 def ranks(request, cluster):
     engine, num_processes, machines = request.param

@@ -334,14 +334,17 @@ def ssh(tmp_path):
     return str(path)
 
 
+# A rank that fails behind ssh is told in `test_remote.py`, too.
+@pytest.mark.parametrize(
+    "fails", [False, pytest.param(True, marks=pytest.mark.all_cells)]
+)
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_two_hosts_over_ssh(engine, run, ssh, script, tmp_path):
+def test_two_hosts_over_ssh(engine, run, ssh, script, tmp_path, fails):
     # Two names of this machine that are not taken for it.
     hostfile = tmp_path / "hosts"
     hostfile.write_text("127.0.0.2: 5,\n127.0.0.3: 6,7\n")
     logs = tmp_path / "logs"
-    # A rank fails behind ssh; one engine does.
-    restarts = 1 if engine == "native" else 0
+    restarts = int(fails)
     done = run(
         *("--hostfile", str(hostfile), "--ssh", ssh, "--engine", engine),
         *("--env", "MINE", "--env", "YOURS=a b'c", "--log-dir", str(logs)),

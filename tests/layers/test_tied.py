@@ -509,6 +509,8 @@ def train_narrow():
     return losses
 
 
+# Of tables by themselves: `tests/exchange`, `tests/test_equality.py`.
+@pytest.mark.all_cells
 def test_narrow_numbers_come_near(cluster):
     for exact, mixed, narrow in cluster("native", 2).run(train_narrow):
         assert mixed == pytest.approx(exact, rel=0.02) and mixed != exact

@@ -91,8 +91,7 @@ def test_two_stages(cluster, engine, rule, schedule, target):
             ]
             for way in _WAYS
         ],
-        # Of native ones to the bit in `test_to_the_bit.py`.
-        [("horovod", "adam", "spectrain", "sequential")],
+        [],  # to the bit in `test_to_the_bit.py`
     ),
 )
 def test_three_stages(cluster, engine, rule, schedule, target):
@@ -105,11 +104,11 @@ _PLAIN = [["dense_0", "dense_1"], ["dense_2", "dense_3", "out"]]
 @pytest.mark.parametrize(
     ("rule", "way", "replicas", "options"),
     [
-        ("adam", _WAYS[2], 1, (2, True)),
         ("momentum", _WAYS[3], [1, 2], (2,)),
         *(
             pytest.param(*case, marks=pytest.mark.all_cells)
             for case in [
+                ("adam", _WAYS[2], 1, (2, True)),
                 ("momentum", _WAYS[1], 1, (3,)),
                 ("adam", _WAYS[2], 2, ()),
                 ("adam", _WAYS[1], [2, 1], ()),
@@ -140,9 +139,9 @@ def test_rows_that_are_looked_up(cluster):
     )
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(1, marks=pytest.mark.all_cells), 2]
-)
+# Sizes travel as in `test_in_flight.py`, in the same messages.
+@pytest.mark.all_cells
+@pytest.mark.parametrize("number", [1, 2])
 def test_sizes_that_differ_between_mini_batches_in_flight(cluster, number):
     """Also of those that no stage behind the first has computed yet."""
     ranks = cluster("native", 3, has_groups=True).run(
@@ -151,6 +150,8 @@ def test_sizes_that_differ_between_mini_batches_in_flight(cluster, number):
     test_in_flight.check_lengths(ranks, "stash", messages_ahead=True)
 
 
+# Filled and emptied also in other epochs, and by parts of them below.
+@pytest.mark.all_cells
 def test_fewer_mini_batches_than_in_flight(cluster):
     """The pipeline is emptied before any mini-batch has come back."""
     num_examples = 13
@@ -278,6 +279,8 @@ def test_a_run_has_the_tasks_of_the_schedule(cluster, num_stages, schedule):
         assert tasks == [(task.kind.value, task.batch) for task in of_stage]
 
 
+# To the bit the oracle's: `test_to_the_bit.py`.
+@pytest.mark.all_cells
 def test_missed_updates_and_distances_as_they_run(cluster):
     """4 (N - 1 - k) are missed, and 2 k come until the round trip ends."""
     size, num_steps = 4, 14

@@ -45,12 +45,10 @@ def test_with_a_flush(cluster, engine, model, optimizer, cuts, schedule):
     test_steps.check(ranks, model, optimizer, _NUM_EXAMPLES, replicas=2)
 
 
+# Of one stage alone in `test_shared_stages.py`, by the same sums.
+@pytest.mark.all_cells
 @pytest.mark.parametrize(
-    ("schedule", "rule"),
-    [
-        pytest.param("stash", "momentum", marks=pytest.mark.all_cells),
-        ("spectrain", "adam"),
-    ],
+    ("schedule", "rule"), [("stash", "momentum"), ("spectrain", "adam")]
 )
 def test_without_a_flush(cluster, schedule, rule):
     """As the oracle does, which computes whole mini-batches."""
@@ -77,7 +75,7 @@ def test_without_a_flush(cluster, schedule, rule):
     )
 
 
-# With replicas of one stage alone, in `test_shared_stages.py`.
+# Ranks of a stage have the same weights: what `test_with_a_flush` reads.
 @pytest.mark.all_cells
 def test_resumed_to_the_bit(cluster, tmp_path):
     ranks = cluster("native", 4, has_groups=True).run(

@@ -188,6 +188,8 @@ def test_limit_of_memory(cluster):
         assert f"holds {max(of_stages):,} bytes in a step" in too_much
 
 
+# Ranks of a stage have the same weights: what `test_with_a_flush` reads.
+@_MORE
 def test_saved_and_loaded(cluster, tmp_path):
     ranks = cluster("native", 3, has_groups=True).run(
         replica_functions.resumed, str(tmp_path), [1, 2]

@@ -171,6 +171,8 @@ def test_callbacks_decide_alike(cluster, tmp_path):
         )
 
 
+# In the same ones, above; in others from a checkpoint: `test_saved_state.py`.
+@pytest.mark.all_cells
 @pytest.mark.parametrize("model", ["dense", "branches", "nested"])
 def test_a_loaded_model_goes_on_in_other_stages(cluster, model, tmp_path):
     """Saved by two processes, loaded by three, four and one.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.cluster import ClusterError
-from tests.conftest import engines
+from tests.conftest import covering, engines
 from tests.pipeline import table_functions as functions
 from tests.pipeline.test_layer_placement import check, distance
 
@@ -99,16 +99,14 @@ def test_saved_loaded_exported(cluster, engine, rule, tmp_path):
 
 @pytest.mark.parametrize(
     ("engine", "sizes"),
-    [
-        ("native", (3, 2)),
-        pytest.param("native", (4, 3), marks=pytest.mark.all_cells),
-        pytest.param("native", (2, 4), marks=pytest.mark.all_cells),
-        pytest.param(
-            "horovod",
-            (3, 2),
-            marks=[*engines("horovod")[0].marks, pytest.mark.all_cells],
-        ),
-    ],
+    # A table goes on beside a softmax in `test_softmax_in_tail.py`.
+    covering(
+        [
+            *(("native", sizes) for sizes in [(3, 2), (4, 3), (2, 4)]),
+            ("horovod", (3, 2)),
+        ],
+        [],
+    ),
 )
 def test_goes_on_with_other_workers(cluster, engine, sizes, tmp_path):
     for epochs, size in enumerate(sizes, start=1):

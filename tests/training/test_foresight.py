@@ -86,28 +86,36 @@ ONE = {
     "custom loop": (Tables, custom_loop, 1, stock, False),
 }
 MORE = [
-    ("fit", Tables, fitted, MANY, stock, False),
     ("fit", Ids, fitted, 5, stock, False),
-    ("fit", functional, fitted, 5, stock, keras.Model),
-    ("own step", OwnStep, fitted, 5, table, False),
     ("own step", functional, fitted, 5, stock),
-    ("fit", Towers, fitted, 5, stock, False),
     ("own step", StepOfTowers, fitted, 5, table, False),
     ("custom loop", Tables, custom_loop, MANY, stock, False),
 ]
+# Another step of those models, and other models of those steps.
+OTHERS = [
+    ("fit", Tables, fitted, MANY, stock, False),
+    ("fit", functional, fitted, 5, stock, keras.Model),
+    ("own step", OwnStep, fitted, 5, table, False),
+    ("fit", Towers, fitted, 5, stock, False),
+]
 
 
-def messages():
+def messages(cases):
     """Messages of one table, by how it is used, and of more."""
     one = {name: messages_of(*case) for name, case in ONE.items()}
-    return one, [messages_of(*case) for _, *case in MORE]
+    return one, [messages_of(*case) for _, *case in cases]
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [MORE, pytest.param(OTHERS, marks=pytest.mark.all_cells)],
+    ids=["more", "others"],
+)
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_many_tables_make_as_many_messages_as_one(engine, cluster):
-    for one, more in cluster(engine, 2).run(messages, timeout=200):
+def test_many_tables_make_as_many_messages_as_one(engine, cluster, cases):
+    for one, more in cluster(engine, 2).run(messages, cases, timeout=200):
         assert min(one.values()) > 3  # a pull and a push
-        assert more == [one[name] for name, *_ in MORE]
+        assert more == [one[name] for name, *_ in cases]
 
 
 class Twice(StepOfTowers):

@@ -914,18 +914,10 @@ def test_goes_on_from_a_checkpoint(cluster, engine, name, tmp_path):
     assert_close(whole, other)
 
 
-def rules_that_go_on():
-    """Each engine and rule; one in `make test`."""
-    for (engine,) in (engines("native"), engines("horovod")):
-        for name in ("nadam", "lion", "ftrl", "amsgrad"):
-            is_usual = (*engine.values, name) == ("native", "nadam")
-            marks = [pytest.mark.all_cells] * (not is_usual)
-            yield pytest.param(
-                *engine.values, name, marks=[*engine.marks, *marks]
-            )
-
-
-@pytest.mark.parametrize(("engine", "name"), list(rules_that_go_on()))
+# "accumulating" goes on below.
+@pytest.mark.all_cells
+@pytest.mark.parametrize("name", ["nadam", "lion", "ftrl", "amsgrad"])
+@pytest.mark.parametrize("engine", engines())
 def test_rule_goes_on_in_one_process(cluster, engine, name, tmp_path):
     """From a checkpoint of two."""
     run, folder = kept_functions.save_and_go_on, str(tmp_path / "stopped")
