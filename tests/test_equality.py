@@ -9,10 +9,10 @@ ignores what the cell is about.
 of `_ROTATION`, so that a cell added to `CELLS` has one by itself. It leaves out
 a few cells of which each field's value is trained in another. Some optimizers
 have no cell of their own but share one with a way to train or a kind of model.
-Every break is seen, by one kind of cell each, and Hypothesis draws further
-cells from the same fields, the same ones each time. `make test-all` trains
-every cell at every place, sees every break with each kind of cell that it is
-for, and draws many cells anew.
+Every break is seen, by one kind of cell each. `make test-all` trains every cell
+at every place, sees every break with each kind of cell that it is for, and
+Hypothesis draws further cells from the same fields: some the same each time,
+many anew.
 """
 
 import dataclasses
@@ -851,12 +851,12 @@ def cells(draw):
 
 
 def _draws():
-    """A few for `make test`, the same each time; many anew."""
+    """A few that are the same each time; many anew."""
     for engine in engines():
         for num_processes in (2, 3, 4):
             phases = [hypothesis.Phase.generate, hypothesis.Phase.shrink]
             options = {"max_examples": 40, "phases": phases}
-            marks = [pytest.mark.timeout(3600), pytest.mark.all_cells]
+            marks = [pytest.mark.timeout(3600)]
             yield pytest.param(
                 *engine.values,
                 num_processes,
@@ -865,11 +865,11 @@ def _draws():
                 id=f"{engine.values[0]}-{num_processes}-anew",
             )
     options = {
-        "max_examples": 2,
+        "max_examples": 3,
         "phases": [hypothesis.Phase.generate],
         "derandomize": True,
     }
-    for engine in engines(usually="native"):
+    for engine in engines():
         yield pytest.param(
             *engine.values,
             2,
@@ -879,6 +879,8 @@ def _draws():
         )
 
 
+# Each of their fields is a cell's.
+@pytest.mark.all_cells
 @pytest.mark.parametrize(("engine", "num_processes", "options"), list(_draws()))
 def test_drawn_cells(cluster, engine, num_processes, options):
     place = (engine, num_processes, 1)
