@@ -175,7 +175,7 @@ def logged(cluster, tmp_path_factory):
     return logged
 
 
-# Parameters that tell clusters of one engine apart.
+# Parameters that tell clusters of one engine apart, where no call names them.
 _SIZES = ("size", "num_processes", "num_workers", "machines", "replicas")
 
 
@@ -262,10 +262,13 @@ def _group(items):
             return order[engine], ""
         # One cluster runs at a time: those of a kind, one after the other.
         source = inspect.getsource(item.function)
-        kind = re.findall(r"cluster\(([^()]*)\)", source)
         params = params_of(item)
-        kind += [str(params[name]) for name in _SIZES if name in params]
-        return order[engine], " ".join(kind)
+        kinds = [
+            re.sub(r"\w+", lambda name: str(params.get(name[0], name[0])), kind)
+            for kind in re.findall(r"(?<!\w)cluster\(([^()]*)\)", source)
+        ]
+        sizes = [str(params[name]) for name in _SIZES if name in params]
+        return order[engine], " ".join(kinds) or ", ".join([engine, *sizes])
 
     items.sort(key=place_of)
     for item in items:

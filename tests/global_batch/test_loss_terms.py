@@ -148,7 +148,7 @@ def compare_with_stock(cases):
 
 
 @pytest.mark.parametrize(
-    ("engine", "num_processes"), engines_and_sizes("native")
+    ("engine", "num_processes"), engines_and_sizes("horovod")
 )
 def test_value_and_gradient_are_of_the_whole_batch(
     cluster, engine, num_processes
