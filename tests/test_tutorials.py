@@ -140,12 +140,7 @@ def test_pages_keep_the_output_of_the_command_that_the_tutorial_names(name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "01_one_process_to_several.py",
-        # Loops: `training/test_step_losses.py`.
-        pytest.param("custom_loop.py", marks=pytest.mark.all_cells),
-    ],
+    "name", ["01_one_process_to_several.py", "custom_loop.py"]
 )
 def test_losses_are_the_same_with_one_process_and_with_two(run, name):
     script = TUTORIALS / name
@@ -164,15 +159,6 @@ def test_plans_and_draws_what_each_architecture_costs(run, tmp_path):
     assert list((tmp_path / "plan" / "logs" / "architecture").glob("events.*"))
 
 
-def test_one_process_has_no_partitions_to_search(run):
-    script = TUTORIALS / "03_partition_search.py"
-    output = run(script, "--steps", 16, num_processes=1)
-    assert "PartitionSearch: nothing to search" in output
-    assert "or: keras-sparsity report" in output
-
-
-# Searches are in `callbacks/test_partition_search.py`.
-@pytest.mark.all_cells
 def test_searches_partitions_and_keeps_the_choice(run, tmp_path):
     script = TUTORIALS / "03_partition_search.py"
     output = run(script, "--steps", 130)
@@ -191,8 +177,6 @@ def test_resumes_saves_and_exports(run):
     assert "all predict the same" in output
 
 
-# Schedules train in `tests/pipeline`.
-@pytest.mark.all_cells
 def test_trains_stages_by_three_schedules(run):
     script = TUTORIALS / "05_pipeline.py"
     output = run(script)
@@ -211,8 +195,6 @@ def test_trains_stages_by_three_schedules(run):
     assert "both predict the same" in output
 
 
-# Old weights: `tests/asynchronous`.
-@pytest.mark.all_cells
 def test_trains_with_old_weights(run):
     output = run(TUTORIALS / "08_asynchronous.py")
     page = (PAGES / "08_asynchronous.txt").read_text()
@@ -233,8 +215,6 @@ def test_trains_with_old_weights(run):
     assert sum(numbers["bounded"]) == 80
 
 
-# In `pipeline/test_layer_placement.py`, too; and by a plan, below.
-@pytest.mark.all_cells
 def test_places_layers_as_one_process_trains(run, monkeypatch):
     script = TUTORIALS / "06_layer_placement.py"
     monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

@@ -92,16 +92,12 @@ def test_without_dedicated_servers_it_ends_all(engine, tmp_path):
     _check_error(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "kind", ["exit", pytest.param("SIGTERM", marks=pytest.mark.all_cells)]
-)
+@pytest.mark.parametrize("kind", ["exit", "SIGTERM"])
 def test_a_worker_that_leaves_is_not_waited_for(kind):
     results = _run(losses.behind_step, 2, "native", [1], kind, 5)
     _check(results, [1])
 
 
-# What has stopped is found in `health/test_watch.py`, and left as the killed.
-@pytest.mark.all_cells
 def test_a_stopped_worker_is_left_behind():
     results = _run(losses.at_step, 2, "native", [1], "SIGSTOP", 3, False)
     _check(results, [1])

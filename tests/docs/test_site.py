@@ -74,10 +74,9 @@ def layouts(site, page, artifacts):
                     continue
                 page.open(address)
                 seen[address] = layout = page.layout()
-                if "KERAS_SPARSITY_ARTIFACTS" in os.environ:  # which stay
-                    path = address.removeprefix(url)
-                    picture = f"{name}-{path.replace('/', '-')}.png"
-                    (artifacts / picture).write_bytes(page.screenshot()[0])
+                path = address.removeprefix(url)
+                picture = f"{name}-{path.replace('/', '-')}.png"
+                (artifacts / picture).write_bytes(page.screenshot()[0])
                 waiting += [
                     link.partition("#")[0]
                     for link in layout.links

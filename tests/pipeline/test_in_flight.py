@@ -332,8 +332,6 @@ def test_a_run_has_the_tasks_of_the_schedule(cluster, num_stages, schedule):
         assert tasks == [(task.kind.value, task.batch) for task in of_stage]
 
 
-# To the bit the oracle's: `test_to_the_bit.py`; as tasks above.
-@pytest.mark.all_cells
 def test_missed_updates_and_distances_as_they_run(cluster):
     """Equations 5 and 6, once the pipeline is full; N - k are in flight."""
     size, num_steps = 4, 9

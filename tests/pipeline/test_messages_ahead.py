@@ -150,8 +150,6 @@ def test_sizes_that_differ_between_mini_batches_in_flight(cluster, number):
     test_in_flight.check_lengths(ranks, "stash", messages_ahead=True)
 
 
-# Filled and emptied also in other epochs, and by parts of them below.
-@pytest.mark.all_cells
 def test_fewer_mini_batches_than_in_flight(cluster):
     """The pipeline is emptied before any mini-batch has come back."""
     num_examples = 13

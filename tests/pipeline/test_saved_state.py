@@ -214,13 +214,14 @@ def test_tails_that_divide_columns(cluster, tmp_path):
     _check_resumed(ranks)
 
 
-# Launchers start programs anew whatever they train: `tests/launch`.
-@pytest.mark.all_cells
 @pytest.mark.parametrize(
     ("schedule", "rule"),
     [
         ("spectrain", "sgd"),
-        *(each.values[1:] for each in _SCHEDULES[1:-1]),
+        *(
+            pytest.param(*each.values[1:], marks=pytest.mark.all_cells)
+            for each in _SCHEDULES[1:-1]
+        ),
     ],
 )
 def test_a_killed_rank_is_restarted(
