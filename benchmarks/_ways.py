@@ -113,7 +113,7 @@ def trained(args, window, strategy, model, batch, num_classes, warm_up):
 
     Args:
         args: the command line.
-        window: `_network.Window`, open.
+        window: `_network.Window`.
         strategy: the strategy.
         model: the model; it classifies.
         batch: the number of examples of a mini-batch.

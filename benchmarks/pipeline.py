@@ -237,16 +237,22 @@ def missed(name, ways, num_machines):
 
 def _words(found):
     return "; ".join(
-        _words_at(rate, *(values[rate] for values in found.values()))
+        _words_at(rate, {name: values[rate] for name, values in found.items()})
         for rate in found["samples_per_second"]
     )
 
 
-def _words_at(rate, speed, sent, planned, over, _stages):
-    words = f"{speed:,.1f} samples/s at {rate} Mbit/s, {sent:,} bytes"
-    if not planned:
+def _words_at(rate, found):
+    words = (
+        f"{found['samples_per_second']:,.1f} samples/s at {rate} Mbit/s, "
+        f"{found['sent_bytes']:,} bytes"
+    )
+    if not found["planned_bytes"]:
         return words
-    return f"{words} of planned {planned:,}, {over} times the bound"
+    return (
+        f"{words} of planned {found['planned_bytes']:,}, "
+        f"{found['step_over_bound']} times the bound"
+    )
 
 
 def inside(args):
@@ -325,7 +331,10 @@ def parse_arguments():
         "--rounds",
         type=int,
         default=1,
-        help="trainings at each rate; the median by the bound counts",
+        choices=range(1, 100, 2),
+        metavar="N",
+        help="trainings at each rate, an odd number; the median by the bound, "
+        "or by samples/s, counts",
     )
     parser.set_defaults(ways=_ways.without_horovod(WAYS, _HOROVOD))
     return parser.parse_args()

@@ -279,6 +279,9 @@ def shared(
     ([0], [1, 1])
     >>> shared([1.0, 9.0, 1.0], [0, 1], [[1, 2]] * 2, size=3)
     ([0], [1, 2])
+    >>> shared([1.0, 9.0, 1.0], [0, 1], [[1, 2]] * 2, size=3,
+    ...        handling_seconds={0: 6.0, 1: 0.0})
+    ([1], [2, 1])
 
     References:
         PipeDream (arXiv:1806.03377), 3.1 (its dynamic program). That hides
@@ -348,8 +351,8 @@ def _fastest(
                     seconds = cost(cut, end, number)
                     if seconds > most:
                         break
-                    of_both = handling.get(cut, 0) + handling.get(end, 0)
-                    seconds += of_both / number
+                    handled = handling.get(cut, 0) + handling.get(end, 0)
+                    seconds += handled / number
                     key = end, used + number
                     option = (
                         max(so_far, seconds),

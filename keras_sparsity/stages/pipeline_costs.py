@@ -83,7 +83,7 @@ class PipelineCosts:
             for place, each in profile.crossing_bytes.items()
         }
         handled = {
-            place: processor_seconds(cluster, 2 * each * part)
+            place: processor_seconds(cluster, 2 * each * part, 2)
             for place, each in profile.crossing_bytes.items()
         }
         seconds = [

@@ -57,6 +57,27 @@ def costs(cluster, num_examples=EXAMPLES, **changes):
     return found, named
 
 
+@pytest.mark.parametrize(
+    ("of_messages", "cut"),
+    [
+        # 6 s and 7 s; 9 s and 4 s.
+        ({}, "a"),
+        # 1 MB takes 1 s where it is sent, and where its gradients arrive.
+        ({"message_seconds_per_byte": 1e-6}, "a"),
+        ({"message_seconds_per_byte": 1.2e-6}, "b"),
+        # Both cuts have as many messages.
+        ({"message_seconds": 3.0}, "a"),
+    ],
+)
+def test_cuts_count_the_processor_time_of_messages(of_messages, cut):
+    _, named = costs(
+        Cluster(2, megabits_per_second=RATE, **of_messages),
+        seconds=(6.0, 3.0, 4.0),
+        crossing_bytes={0: 1_000_000 / EXAMPLES, 1: 10},
+    )
+    assert named["1f1b"].stages == named["gpipe"].stages == (cut,)
+
+
 def test_two_machines():
     found, named = costs(Cluster(2, megabits_per_second=RATE))
     assert [cost.schedule or cost.way for cost in found] == [
