@@ -34,6 +34,7 @@ class Runs(Binding):
 
     def fit(self, *args, **kwargs):
         arguments, callbacks = self._checked("fit", args, kwargs)
+        self._steps.check_trains()  # also where no step is traced again
         with (
             self._listed(arguments["callbacks"], callbacks),
             resuming(self._model, callbacks, arguments) as checkpoint,

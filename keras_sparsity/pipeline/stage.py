@@ -44,7 +44,7 @@ class Stage:
 
     @property
     def variables(self):
-        return self.part.model.trainable_variables
+        return self.updates.trained
 
     @property
     def are_spread(self):

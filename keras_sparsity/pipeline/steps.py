@@ -124,8 +124,13 @@ class Steps(Binding):
         """Raises ValueError if the model was compiled outside of the scope."""
         self._stage.updates.check_is_of(self._model)
 
+    def check_trains(self):
+        """Raises ValueError if other weights were trained in `compile`."""
+        self._stage.updates.check_trains(self._model)
+
     def train_step(self, data):
         self.check_compiled()
+        self.check_trains()
         first = [self._limit.checked(data)] if self._limit else []
         with self._in_step(data), tf.control_dependencies(first):
             if self._in_flight:

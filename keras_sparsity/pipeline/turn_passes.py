@@ -38,12 +38,23 @@ class TurnPasses:
         self._objective = objective
         self._logs, self._versions = logs, versions
         part = stage.part.model
+        trained = {id(variable) for variable in stage.variables}
+        self._untrained = [v for v in part.variables if id(v) not in trained]
         weights = {id(variable) for variable in part.weights}
         # Those of random generators: layers that are computed again draw the
         # same numbers again.
         self._states = [v for v in part.variables if id(v) not in weights]
         self._recurrent = _recurrent_states(part)
-        self._may_change = [*_untrained(part), *self._recurrent]
+        # A training pass reads no moving statistics, so they need not be kept.
+        unread = _statistics(part)
+        self._may_change = [
+            *(
+                v
+                for v in self._untrained
+                if id(v) in weights and id(v) not in unread
+            ),
+            *self._recurrent,
+        ]
         # Of these, those that passes change, known from the first one.
         self._changed = []
         self._functional = keras_functional.functional_of(model)
@@ -283,7 +294,7 @@ class TurnPasses:
         """Statistics, random states and losses by output, as they changed."""
         losses = keras_losses.loss_metrics(self._model)
         for variable in [
-            *self._stage.part.model.non_trainable_variables,
+            *self._untrained,
             *self._recurrent,
             *(v for metric in losses for v in metric.variables),
         ]:
@@ -292,19 +303,14 @@ class TurnPasses:
                 variable.assign(value)
 
 
-def _untrained(part):
-    """Weights that are not trained, but moving statistics.
-
-    A training pass reads none of these, so they need not be kept.
-    """
-    statistics = {
+def _statistics(part):
+    """The `id`s of moving statistics."""
+    return {
         id(variable)
         for layer in keras_models.all_layers(part)
         if type(layer) is keras.layers.BatchNormalization
         for variable in layer.non_trainable_variables
     }
-    weights = part.non_trainable_weights
-    return [variable for variable in weights if id(variable) not in statistics]
 
 
 def _recurrent_states(part):

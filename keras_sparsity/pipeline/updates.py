@@ -21,7 +21,8 @@ class Updates:
         before: the `Updates` of an earlier `compile`, or None.
 
     Attributes:
-        trained: list of the stage's variables that are trained.
+        trained: list of the stage's variables that are trained, from `compile`
+            on: gradients, slots and copies stand in their order.
         all_built, own_built: lists of the trained variables of the model and
             of the stage when the optimizer was built; fewer may be trained
             since.
@@ -31,8 +32,11 @@ class Updates:
 
     def __init__(self, model, part, strategy, before=None):
         self._optimizer = model.optimizer
-        self.trained = part.model.trainable_variables
-        self.all_built = list(model.trainable_variables)
+        self._all_trained = list(model.trainable_variables)
+        of_model = {id(variable) for variable in self._all_trained}
+        # The model's own `trainable` counts, too, which its parts do not know.
+        self.trained = [v for v in part.model.variables if id(v) in of_model]
+        self.all_built = list(self._all_trained)
         self.own_built = list(self.trained)
         self._of_rows = None
         own = {id(variable) for variable in self.trained}
@@ -90,6 +94,26 @@ class Updates:
         """Raises ValueError if a model was compiled outside of the scope."""
         if model.optimizer is not self._optimizer:
             raise_of_compiled_outside(model)
+
+    def check_trains(self, model):
+        """Raises ValueError if `trainable` has changed since `compile`."""
+        before, now = (
+            {id(v): v.path for v in variables}
+            for variables in (self._all_trained, model.trainable_variables)
+        )
+        if before.keys() == now.keys():
+            return
+        frozen, added = (
+            [path for key, path in some.items() if key not in others]
+            for some, others in ((before, now), (now, before))
+        )
+        raise ValueError(
+            "`compile` decides which weights each stage trains, and layers' "
+            "`trainable` has changed since. Received: newly frozen weights "
+            f"{frozen}, newly trained weights {added}; expected: `trainable` "
+            "as in `compile`. Compile again: `with strategy.scope(): "
+            "model.compile(...)`."
+        )
 
     def check_knows(self, variables):
         """Raises ValueError for variables that the optimizer has no slots of.

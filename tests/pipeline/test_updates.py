@@ -1,5 +1,8 @@
 """Embeddings in a stage are updated by rows, as in one process."""
 
+import functools
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -174,6 +177,69 @@ def test_compiled_again_with_a_new_loss_scaling(is_in_stages):
         network.get_weights(), stock.get_weights(), strict=True
     ):
         np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+
+
+_STRATEGIES = {
+    **{
+        name: functools.partial(ks.PipelineStrategy, name)
+        for name in ("1f1b", "gpipe", "vanilla", "stash", "spectrain")
+    },
+    "placement": ks.LayerPlacementStrategy,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1f1b",
+        "spectrain",
+        *(
+            pytest.param(name, marks=pytest.mark.all_cells)
+            for name in ("gpipe", "vanilla", "stash", "placement")
+        ),
+    ],
+)
+def test_trainable_that_changes_after_compile(name):
+    """An error until the model is compiled again, then as in stock Keras."""
+    network = pipeline_functions.made("dense")
+    first, *_, last = (
+        each for each in network.layers if each.trainable_variables
+    )
+    x, y = pipeline_functions.data("dense", 8)
+    options = {"batch_size": 8, "verbose": 0}
+    last.trainable = False
+    with _STRATEGIES[name]().scope():
+        network.compile(keras.optimizers.SGD(0.1), "mse")
+    before = network.get_weights()
+    first.trainable, last.trainable = False, True
+    for train in (
+        lambda: network.fit(x, y, **options),
+        lambda: network.train_on_batch(x, y),
+    ):
+        with pytest.raises(ValueError) as raised:
+            train()
+        assert re.search(
+            r"frozen weights \['dense_0/kernel', 'dense_0/bias'\], newly "
+            r"trained weights \['out/kernel', .*Compile again: `with",
+            str(raised.value),
+        )
+    for value, expected in zip(network.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(value, expected)
+    with network.distribute_strategy.scope():
+        network.compile(keras.optimizers.SGD(0.1), "mse")
+    network.fit(x, y, **options)
+    stock = pipeline_functions.made("dense")
+    stock.get_layer("dense_0").trainable = False
+    stock.compile(keras.optimizers.SGD(0.1), "mse")
+    stock.fit(x, y, **options)
+    for value, expected in zip(
+        network.get_weights(), stock.get_weights(), strict=True
+    ):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-6)
+    # The step of `fit` is not traced again.
+    first.trainable = True
+    with pytest.raises(ValueError, match="trained weights.*dense_0/kernel"):
+        network.fit(x, y, **options)
 
 
 def test_averages_of_rows_at_the_end_of_a_training():
