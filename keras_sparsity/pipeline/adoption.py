@@ -36,6 +36,7 @@ class Adoption:
         self._profile = strategy.profile(cutter, model.optimizer)
         places = cuts.places(cutter, strategy, self._profile)
         self.parts = cutter.parts(places)
+        _hold_unused(self.parts, model)
         tables.check_places(self.parts, strategy)
         tables.check(model.optimizer, self.parts, strategy)
         strategy.check_columns(self.parts, model.optimizer)
@@ -106,6 +107,17 @@ def adopt(stock, model, args, kwargs, strategy):
     else:
         adoption = Adoption(model, strategy)
         object.__setattr__(model, _ADOPTION, adoption)
+
+
+def _hold_unused(parts, model):
+    """Gives the first stage the model's variables that no call uses.
+
+    Such as those of a layer of a model within the model whose outputs are not
+    used: they have no gradients, and are saved as all others.
+    """
+    used = {id(v) for part in parts for v in part.model.variables}
+    # Keras finds the variables of an attribute, also in a list.
+    parts[0].model.unused = [v for v in model.variables if id(v) not in used]
 
 
 def _check_is_free(model, strategy):

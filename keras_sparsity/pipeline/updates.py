@@ -155,9 +155,12 @@ class Updates:
         Args:
             gradients: list, as `merged` returns it.
         """
-        if not self.trained:
+        is_whole = len(self.trained) == len(self._all_trained)
+        has_none = all(gradient is None for gradient in gradients)
+        if not self.trained or (has_none and not is_whole):
             if self._optimizer is not None:
-                # As one optimizer of all stages counts its steps.
+                # As one optimizer of all stages counts its steps, which
+                # Keras's does not without any gradient.
                 rule = optimizer_arguments.rule_of(self._optimizer)
                 keras_optimizers.iterations(rule).assign_add(1)
             return

@@ -1,9 +1,12 @@
 """Weights are on their stage's rank alone, and whole where they are saved."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 
+import keras_sparsity as ks
 from tests import pipeline_functions
 from tests.pipeline import weight_functions
 
@@ -44,6 +47,7 @@ def test_models_made_in_the_scope_are_whole_nowhere(cluster):
 
 
 # Of the first stage one, or all.
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(
     "names",
     [
@@ -54,7 +58,8 @@ def test_models_made_in_the_scope_are_whole_nowhere(cluster):
 def test_layers_are_frozen_between_trainings(cluster, tmp_path, names):
     """The same optimizer goes on, and keeps the slots of what is frozen.
 
-    Its rates depend on the number of steps, which a frozen stage counts, too.
+    Its rates depend on the number of steps, which a frozen stage counts, too,
+    also if it has weights that no call uses.
     """
     ranks = cluster("native", 2).run(
         weight_functions.freeze, names, str(tmp_path)
@@ -64,6 +69,49 @@ def test_layers_are_frozen_between_trainings(cluster, tmp_path, names):
         _check(found, weights)
         _check(saved, weights)
         _check(found_slots, slots)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("schedule", ["1f1b", "spectrain"])
+def test_weights_that_no_call_uses(schedule, tmp_path):
+    """Of a model within the model; one has gradients of its regularizer."""
+    networks = [_partly_used(), _partly_used()]
+    strategy = ks.PipelineStrategy(schedule, num_micro_batches=1)
+    for network, scope in zip(
+        networks, [strategy.scope, contextlib.nullcontext], strict=True
+    ):
+        with scope():
+            network.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+        x = np.ones((8, 3))
+        network.fit(x, x[:, :1], batch_size=4, epochs=2, verbose=0)
+    network, stock = networks
+    _check(network.get_weights(), stock.get_weights())
+    assert stock.get_layer("inner").get_layer("regularized").losses
+    network.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for own in (loaded, ks.export(network)):
+        _check(own.get_weights(), stock.get_weights())
+        _check(
+            [variable.numpy() for variable in own.optimizer.variables],
+            [variable.numpy() for variable in stock.optimizer.variables],
+        )
+
+
+def _partly_used():
+    keras.utils.set_random_seed(3)
+    x = keras.Input((3,))
+    hidden = keras.layers.Dense(4, name="hidden")(x)
+    outputs = [
+        keras.layers.Dense(4, name="used")(hidden),
+        keras.layers.Dense(4, name="plain")(hidden),
+        keras.layers.Dense(4, kernel_regularizer="l2", name="regularized")(
+            keras.layers.Dropout(0.5, name="drop")(hidden)
+        ),
+    ]
+    inner = keras.Model(x, outputs, name="inner")
+    inputs = keras.Input((3,))
+    used, *_ = inner(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1, name="out")(used))
 
 
 def test_saving_holds_one_variable_at_a_time(cluster, tmp_path):

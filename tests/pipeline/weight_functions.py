@@ -23,11 +23,13 @@ def _fit(network):
 def frozen(names, scope=contextlib.nullcontext):
     """A model of which some layers are frozen in the second of trainings.
 
+    No call uses its layer `unused`.
+
     Args:
         names: of these layers.
         scope: that of a strategy; by default of none.
     """
-    network = pipeline_functions.made("dense")
+    network = _with_unused()
     rule = keras.optimizers.Adam(0.01)
     with scope():
         network.compile(rule, "mse")
@@ -38,6 +40,13 @@ def frozen(names, scope=contextlib.nullcontext):
         with scope():
             network.compile(rule, "mse")
         _fit(network)
+    return network
+
+
+def _with_unused():
+    network = pipeline_functions.made("dense")
+    network.unused = keras.layers.Dense(3, name="unused")
+    network.unused.build((None, 2))
     return network
 
 
@@ -52,7 +61,7 @@ def freeze(names, folder):
     strategy = ks.PipelineStrategy("1f1b", ["dense_1"], 2)
     network = frozen(names, strategy.scope)
     network.save(f"{folder}/frozen.keras")
-    loaded = pipeline_functions.made("dense")
+    loaded = _with_unused()
     loaded.load_weights(f"{folder}/frozen.keras")
     return state_of(ks.export(network)), loaded.get_weights()
 
