@@ -197,7 +197,7 @@ class HybridOptimizer(OptimizerWrapper):
             return None
         # For example by `load_model`.
         values = [keras.ops.convert_to_numpy(v) for v in inner.variables]
-        self._wrap(type(inner).from_config(inner.get_config()))
+        self._wrap(keras_optimizers.unbuilt(inner))
         return values
 
     def _keep_rows(self, variables, are_zero=False):

@@ -1,6 +1,9 @@
 """Private state of Keras's optimizers. Checked on Keras 3.5 to 3.15."""
 
+import keras
 import tensorflow as tf
+
+from keras_sparsity._tf.keras_variables import is_variable
 
 # Attributes that an optimizer's own methods need, also in a wrapper.
 STATE = (
@@ -23,6 +26,54 @@ LINEARS = "_linears"
 GRADIENT_SUMS = "_accumulated_gradients"
 # Of any rule with `use_ema`.
 AVERAGES = "_model_variables_moving_average"
+
+# Arguments of any rule's constructor, but for the learning rate.
+_OPTIONS = (
+    *("name", "weight_decay", "clipnorm", "clipvalue", "global_clipnorm"),
+    *("use_ema", "ema_momentum", "ema_overwrite_frequency"),
+    *("loss_scale_factor", "gradient_accumulation_steps"),
+)
+
+
+def unbuilt(optimizer):
+    """An optimizer of the same rule, without state.
+
+    By its configuration; where that makes none, as without a `get_config` of a
+    learning rate's schedule, with the optimizer's own attributes.
+    """
+    known, inner = {}, optimizer
+    while inner is not None:  # classes of the user's, registered or not
+        classes = [type(v) for v in (inner, *vars(inner).values())]
+        known.update((c.__name__, c) for c in classes)
+        inner = getattr(inner, "inner_optimizer", None)
+    try:
+        with keras.saving.custom_object_scope(known):
+            return type(optimizer).from_config(optimizer.get_config())
+    except Exception:  # a user's class may raise any
+        return _with_attributes_of(optimizer)
+
+
+def _with_attributes_of(optimizer):
+    """As `unbuilt`, without a configuration; `_learning_rate`.
+
+    Variables of a user's constructor stay behind.
+    """
+    kind, stock = type(optimizer), keras.optimizers.Optimizer
+    options = {name: getattr(optimizer, name) for name in _OPTIONS}
+    rate = optimizer._learning_rate  # or a schedule, or a function
+    if is_variable(rate):
+        rate = float(rate.numpy())
+    made = object.__new__(kind)
+    stock.__init__(made, rate, **options)
+    for name, value in vars(optimizer).items():
+        is_state = any(map(is_variable, keras.tree.flatten(value)))
+        # Methods are bound to the optimizer.
+        is_method = callable(getattr(kind, name, None))
+        if name == "inner_optimizer":
+            setattr(made, name, unbuilt(value))
+        elif name not in vars(made) and not is_state and not is_method:
+            made.__dict__[name] = value
+    return made
 
 
 def built_variables(optimizer):

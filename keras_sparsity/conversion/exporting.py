@@ -16,7 +16,6 @@ from keras_sparsity.conversion.replacing import (
     copied,
     globals_of,
     in_place,
-    unbuilt,
 )
 from keras_sparsity.global_batch.losses import GlobalMean
 from keras_sparsity.layers.sampled_softmax import SampledSoftmax
@@ -29,6 +28,7 @@ from keras_sparsity.layers.sharded_embedding_collection import (
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables.sharded_table import ShardedTable
 from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.update import optimizer_arguments
 from keras_sparsity.update import rows as row_update
 
 # Set on a model whose weights are on several ranks: a function that returns a
@@ -133,7 +133,7 @@ class _ToStock:
         rule = optimizer
         if isinstance(optimizer, HybridOptimizer):
             rule = optimizer.inner_optimizer
-        made = unbuilt(rule)
+        made = keras_optimizers.unbuilt(rule)
         self._optimizers.append((optimizer, made))
         return made
 
@@ -142,7 +142,9 @@ class _ToStock:
         for optimizer, made in self._optimizers:
             if not optimizer.built:
                 continue
-            trained = keras_optimizers.built_variables(optimizer)
+            # That of Keras 3.5's loss scaling knows none.
+            rule = optimizer_arguments.rule_of(optimizer)
+            trained = keras_optimizers.built_variables(rule)
             made.build([copier.copy(v) for v in trained])
             state = _optimizer_state(optimizer, trained)
             for (table, value), variable in zip(

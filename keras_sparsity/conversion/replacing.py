@@ -85,17 +85,6 @@ def carried_over(layer, made, value_of):
     return pairs
 
 
-def unbuilt(optimizer):
-    """An optimizer of the same configuration, without state."""
-    known, inner = {}, optimizer
-    while inner is not None:  # classes of the user's, registered or not
-        classes = [type(v) for v in (inner, *vars(inner).values())]
-        known.update((c.__name__, c) for c in classes)
-        inner = getattr(inner, "inner_optimizer", None)
-    with keras.saving.custom_object_scope(known):
-        return type(optimizer).from_config(optimizer.get_config())
-
-
 def globals_of(copier, kind):
     """Names of globals that hold a layer which a copied function reads."""
     functions = list(copier.functions)

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import keras_models, tracking
+from keras_sparsity._tf import keras_models, keras_optimizers, tracking
 from keras_sparsity.conversion.replacing import (
     carried_over,
     check_is_built,
@@ -16,7 +16,6 @@ from keras_sparsity.conversion.replacing import (
     embedding_options,
     globals_of,
     in_place,
-    unbuilt,
 )
 from keras_sparsity.layers.sharded_embedding import ShardedEmbedding
 from keras_sparsity.tables.sharded_table import ShardedTable
@@ -77,7 +76,7 @@ class _ToSharded:
             self._is_any_sharded = True
             return in_place(copier, value, _sharded(value), self._of_rank_zero)
         if isinstance(value, keras.Optimizer):
-            return unbuilt(value)
+            return keras_optimizers.unbuilt(value)
         if isinstance(value, (ShardedTable, TableVariable)):
             return self._of_table(copier, value)
         if isinstance(value, ShardedEmbedding):

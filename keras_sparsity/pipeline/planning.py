@@ -7,7 +7,12 @@ import math
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, keras_variables, patches
+from keras_sparsity._tf import (
+    keras_functional,
+    keras_optimizers,
+    keras_variables,
+    patches,
+)
 from keras_sparsity.board.stage_plan import PipelinePlan, StageCost
 from keras_sparsity.layers import ordinary
 from keras_sparsity.pipeline.memory import (
@@ -191,7 +196,7 @@ class Planner:
             keras_variables.plain_like(v, tf.zeros(shape, v.dtype))
             for shape, v in zip(shapes, variables, strict=True)
         ]
-        alike = type(optimizer).from_config(optimizer.get_config())
+        alike = keras_optimizers.unbuilt(optimizer)
         alike.build(copies)
 
         def update(gradients):

@@ -4,7 +4,7 @@ import collections
 
 import numpy as np
 
-from keras_sparsity._tf import keras_variables
+from keras_sparsity._tf import keras_optimizers, keras_variables
 from keras_sparsity.checkpoint import state
 
 
@@ -41,7 +41,7 @@ def places_among_all(optimizer, updates):
     stand_ins = _stand_ins(updates.all_built)
     found = []
     for some in (updates.all_built, updates.own_built):
-        alike = type(optimizer).from_config(optimizer.get_config())
+        alike = keras_optimizers.unbuilt(optimizer)
         alike.build([stand_ins[id(v)] for v in some])
         found.append(_counted([v.path for v in alike.variables]))
     of_all, of_own = found

@@ -4,7 +4,7 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_scopes, keras_variables
+from keras_sparsity._tf import keras_optimizers, keras_scopes, keras_variables
 from keras_sparsity.conversion import exporting, saving
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.pipeline.slots import Slots, places_among_all
@@ -233,7 +233,7 @@ class Weights(Binding):
 
 def _with_values(optimizer, variables, values):
     """A copy of an optimizer for the variables of all stages, with values."""
-    of_all = type(optimizer).from_config(optimizer.get_config())
+    of_all = keras_optimizers.unbuilt(optimizer)
     of_all.build(variables)
     for variable, value in zip(of_all.variables, values, strict=True):
         variable.assign(value)

@@ -5,6 +5,7 @@ import collections
 import keras
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_optimizers
 from keras_sparsity.planning import VariableSpec
 from keras_sparsity.stages import timing
 from keras_sparsity.stages.column_split import column_sizes
@@ -35,9 +36,8 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
 
     Args:
         num_examples: the number of examples of a mini-batch.
-        optimizer: the model's Keras optimizer, or None. Without one, and if
-            its configuration does not make it anew, updates count no time and
-            no slots.
+        optimizer: the model's Keras optimizer, or None: updates count no time
+            and no slots.
         specs: list of the `planning.VariableSpec`s of the model's trained
             variables as they travel. By default dense, and of tables the rows
             that an example looks up.
@@ -216,7 +216,4 @@ def _made_anew(optimizer):
         return None
     # Loss scaling needs a step of all processes.
     rule = optimizer_arguments.rule_of(optimizer)
-    try:
-        return type(rule).from_config(rule.get_config())
-    except (TypeError, NotImplementedError):  # a user's, without a config
-        return None
+    return keras_optimizers.unbuilt(rule)

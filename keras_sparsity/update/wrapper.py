@@ -111,7 +111,7 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
         # None: a loss scaling that Keras put around has loaded all of them.
         # As many as before its first step: they are in its configuration.
         inner = self.inner_optimizer
-        before_built = type(inner).from_config(inner.get_config()).variables
+        before_built = keras_optimizers.unbuilt(inner).variables
         if values and len(values) != len(before_built):
             state.assign(self.places(), values)
 

@@ -5,6 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from tests import pipeline_functions
@@ -112,6 +113,62 @@ def _partly_used():
     inputs = keras.Input((3,))
     used, *_ = inner(inputs)
     return keras.Model(inputs, keras.layers.Dense(1, name="out")(used))
+
+
+class _Schedule(keras.optimizers.schedules.LearningRateSchedule):
+    """Without a `get_config`."""
+
+    def __call__(self, step):
+        return 0.1 / (1.0 + keras.ops.cast(step, "float32"))
+
+
+class _Rule(keras.optimizers.SGD):
+    """With a constructor of its own."""
+
+    def __init__(self, rate):
+        super().__init__(rate, momentum=0.9)
+
+
+_WITHOUT_CONFIG = {
+    "schedule": lambda: keras.optimizers.AdamW(_Schedule(), use_ema=True),
+    "function": lambda: keras.optimizers.Adam(lambda: 0.1),
+    "scaled class": lambda: keras.optimizers.LossScaleOptimizer(_Rule(0.1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The object being serialized includes")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "scaled class",
+        pytest.param("schedule", marks=pytest.mark.all_cells),
+        pytest.param("function", marks=pytest.mark.all_cells),
+    ],
+)
+def test_optimizers_that_no_configuration_makes_anew(name, tmp_path):
+    scopes = [ks.PipelineStrategy("1f1b").scope, contextlib.nullcontext]
+    x, y = pipeline_functions.data("dense", 8)
+    networks = []
+    for scope in scopes:
+        networks.append(pipeline_functions.made("dense"))
+        with scope():
+            networks[-1].compile(_WITHOUT_CONFIG[name](), "mse")
+        networks[-1].fit(x, y, epochs=2, verbose=0)
+        networks[-1].save_weights(tmp_path / "model.weights.h5")
+    network, stock = networks
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    (stage,) = ks.plan(network, dataset).stages
+    assert stage.update_seconds > 0
+    slots = [
+        [variable.numpy() for variable in each.optimizer.variables]
+        for each in (network, ks.export(network))
+    ]
+    assert len(slots[0]) == len(stock.optimizer.variables)
+    _check(slots[1], slots[0])
+    # Neither has changed a weight or slot.
+    for each in networks:
+        each.fit(x, y, verbose=0)
+    _check(network.get_weights(), stock.get_weights())
 
 
 def test_saving_holds_one_variable_at_a_time(cluster, tmp_path):
