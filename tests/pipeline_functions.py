@@ -599,6 +599,12 @@ def refusals():
     trained = layers()
     with strategy.scope():
         trained.compile("sgd", "mse")
+        # A second model may have shared layers on the same processes.
+        first, second = trained.layers
+        other = keras.layers.Dense(1, name="other")
+        same = keras.Sequential([keras.Input((4,)), first, other])
+        same.compile("sgd", "mse")
+    third = keras.layers.Dense(1, name="third")
     ids = [keras.Input((3,)), ks.layers.ShardedEmbedding(9, 2, name="first")]
     x = np.arange(32, dtype="float32").reshape(8, 4)
     dataset = tf.data.Dataset.from_tensors((x, x[:, :1]))
@@ -623,6 +629,11 @@ def refusals():
         ),
         "hybrid strategy": (of_hybrid, "sgd", strategy),
         "another one": (trained, "sgd", PipelineStrategy("gpipe")),
+        "shared layer": (
+            keras.Sequential([keras.Input((4,)), second, third], name="more"),
+            "sgd",
+            PipelineStrategy(stages=["second"]),
+        ),
         "unknown layer": (layers(), "sgd", PipelineStrategy(stages=["third"])),
         "three stages": (
             layers(),

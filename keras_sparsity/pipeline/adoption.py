@@ -21,6 +21,9 @@ from keras_sparsity.update import optimizer_arguments
 
 # Set on an adopted model; holds the objects that its methods belong to.
 _ADOPTION = "_keras_sparsity_pipeline"
+# Set on a weight: its `id`, as a copy has the attribute, too, the ranks that
+# have it, and the name of the model that was cut.
+_PLACE = "_keras_sparsity_place"
 
 
 class Adoption:
@@ -43,7 +46,11 @@ class Adoption:
         self._updates = None
         _check_scaling(model.optimizer, self.parts)
         strategy.divide_ranks(places, self._profile)
+        of_weights = _places(self.parts, strategy)
+        _check_shared(model, of_weights)
         self._bind(model, strategy)
+        for variable, ranks in of_weights:
+            setattr(variable, _PLACE, (id(variable), ranks, model.name))
 
     def _bind(self, model, strategy):
         number = strategy.stages_of_ranks[strategy.rank]
@@ -118,6 +125,35 @@ def _hold_unused(parts, model):
     used = {id(v) for part in parts for v in part.model.variables}
     # Keras finds the variables of an attribute, also in a list.
     parts[0].model.unused = [v for v in model.variables if id(v) not in used]
+
+
+def _places(parts, strategy):
+    """Pairs of each weight of a cut model and the ranks that have it."""
+    return [
+        (variable, strategy.ranks_of(stage))
+        for stage, part in enumerate(parts)
+        for variable in part.model.weights
+    ]
+
+
+def _check_shared(model, places):
+    """Raises ValueError, on all ranks, if another model has weights elsewhere.
+
+    On the ranks where this one would have them, their values are gone.
+    """
+    for variable, ranks in places:
+        key, known, name = getattr(variable, _PLACE, (None, None, None))
+        if key == id(variable) and known != ranks:
+            raise ValueError(
+                f"The model '{model.name}' shares weights with the model "
+                f"'{name}', which has them on other processes, and a weight is "
+                f"on those of one stage alone. Received: '{variable.path}' on "
+                f"ranks {list(known)}, and by the cuts of '{model.name}' on "
+                f"{list(ranks)}. Compile one of the two alone, and make the "
+                "other one of the layers of `ks.export(model)`, a whole copy; "
+                "or cut both so that the same processes have the shared layers "
+                "(`stages`)."
+            )
 
 
 def _check_is_free(model, strategy):

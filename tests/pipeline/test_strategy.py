@@ -25,6 +25,7 @@ _REFUSALS = {
     "several optimizers": r"a MultiOptimizer of \['SGD'\]. Give `compile` one",
     "hybrid strategy": "another strategy already.*a HybridStrategy",
     "another one": "another strategy already.*a PipelineStrategy",
+    "shared layer": r"'more' shares.*second/kernel' on ranks \[1\],.*on \[0\]",
     "unknown layer": "must be.*'first'.*'second'.*'third'",
     "three stages": "2 processes train 2 stages.*'first', 'second'",
     "lists": r"missing: \['second'\]; unknown: \['third'\]",
