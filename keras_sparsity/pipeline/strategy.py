@@ -104,7 +104,9 @@ class PipelineStrategy(StagedStrategy):
             fewer layers than stages, if a layer's weights are used on both
             sides of a cut, or if, without a flush, the optimizer needs a
             number of all stages (`global_clipnorm`, loss scaling), or if a
-            stage exceeds `memory_bytes`.
+            stage exceeds `memory_bytes`, or if another model in stages has
+            some of the weights on other processes. By training: if
+            `trainable` of a layer has changed since `compile`.
         tf.errors.InvalidArgumentError: in the first step, on every rank, if a
             stage exceeds `memory_bytes` by the layers' outputs.
 
