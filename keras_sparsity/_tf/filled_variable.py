@@ -27,7 +27,7 @@ def filled(value, shape, dtype, trainable=False, name=None):
         )
         variable.__class__ = ResourceVariable
         value = tf.cast(value, dtype)
-        _fill(variable.handle, value, tf.constant(shape))
+        _fill(variable.handle, value, tf.constant(shape, tf.int32))
     return variable
 
 

@@ -25,6 +25,11 @@ def test_it_is_a_variable_like_others(dtype):
     assert isinstance(make_current(variable), CurrentVariable)
 
 
+def test_it_may_be_a_scalar():
+    variable = filled(2.0, (), "float32")
+    assert variable.shape == () and float(variable) == 2.0
+
+
 @pytest.mark.parametrize("trainable", [True, False])
 def test_tapes_watch_it_if_it_is_trainable(trainable):
     variable = filled(1.0, (3,), "float32", trainable)
