@@ -249,7 +249,9 @@ def _check_scaling(optimizer, parts):
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return
     for number, part in enumerate(parts):
-        if not part.model.trainable_variables:
+        # Those that no call uses have no gradients.
+        unused = set(map(id, getattr(part.model, "unused", [])))
+        if not {id(v) for v in part.model.trainable_variables} - unused:
             raise ValueError(
                 "With loss scaling each stage needs weights to train. "
                 f"Received: stage {number} of the layers {list(part.names)}. "

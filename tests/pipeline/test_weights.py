@@ -98,6 +98,17 @@ def test_weights_that_no_call_uses(schedule, tmp_path):
         )
 
 
+def test_loss_scaling_needs_weights_that_a_call_uses():
+    network = _partly_used()
+    for name in ("hidden", "used"):
+        network.get_layer("inner").get_layer(name).trainable = False
+    network.get_layer("out").trainable = False
+    rule = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with ks.PipelineStrategy("1f1b").scope():
+        with pytest.raises(ValueError, match="each stage needs weights to tr"):
+            network.compile(rule, "mse")
+
+
 def _partly_used():
     keras.utils.set_random_seed(3)
     x = keras.Input((3,))
