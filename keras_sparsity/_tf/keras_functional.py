@@ -226,6 +226,25 @@ def next_run_calls(functional, begin):
         vars(functional).pop(name, None)
 
 
+def logits_function(call):
+    """The function by which a `Call` makes its output from logits, or None.
+
+    Of layers whose output carries them, see `keras_losses.keras_logits`.
+    """
+    layers, activations = keras.layers, keras.activations
+    layer, masks = call.operation, map(keras_losses.keras_mask, call.inputs)
+    if type(layer) is layers.Softmax:
+        # A mask counts in the layer's own way.
+        is_plain = isinstance(layer.axis, int) and set(masks) == {None}
+        softmax = functools.partial(activations.softmax, axis=layer.axis)
+        return softmax if is_plain else None
+    convolutions = layers.Conv1D, layers.Conv2D, layers.Conv3D
+    kinds = layers.Dense, layers.EinsumDense, layers.Activation, *convolutions
+    function = layer.activation if type(layer) in kinds else None
+    is_known = function in (activations.softmax, activations.sigmoid)
+    return function if is_known else None
+
+
 def is_stateless(call):
     """Whether a `Call` always gives the same output for the same tensors.
 

@@ -91,6 +91,10 @@ class Stage:
     def outputs(self, inputs, received, training):
         """As `compute`, without the losses."""
         part = self.part
+        received = [
+            self._with_logits(symbolic, value)
+            for symbolic, value in zip(part.received, received, strict=True)
+        ]
         given = [
             *(inputs[place] for place in part.inputs),
             *(received[place] for place in part.taken),
@@ -106,7 +110,34 @@ class Stage:
                 *zip(part.made, made, strict=True),
             ]
         }
-        return [values[id(symbolic)] for symbolic in part.sent]
+        outputs = [values[id(symbolic)] for symbolic in part.sent]
+        if self.is_last:
+            return outputs
+        return [
+            self._logits(symbolic, value)
+            for symbolic, value in zip(part.sent, outputs, strict=True)
+        ]
+
+    def _logits(self, symbolic, value):
+        """What travels in place of a tensor: its logits, if it has some."""
+        if id(symbolic) not in self.part.logits_functions:
+            return value
+        logits = tf.identity(keras_losses.keras_logits(value))
+        return _with_mask_of(value, logits)
+
+    def _with_logits(self, symbolic, value):
+        """The tensor in whose place a value has come."""
+        function = self.part.logits_functions.get(id(symbolic))
+        if function is None:
+            return value
+        return _with_mask_of(value, function(value))
+
+
+def _with_mask_of(value, other):
+    mask = keras_losses.keras_mask(value)
+    if mask is not None:
+        keras_losses.set_keras_mask(other, mask)
+    return other
 
 
 def merged(gradients):

@@ -94,19 +94,23 @@ class Together:
     def whole(self, parts, numbers, in_order=lambda rows: rows):
         """An output for the whole batch, without stand-ins.
 
-        With its mask, and as a loss takes it that knows the layer.
+        With its mask and logits, and as a loss takes it that knows the layer.
 
         Args:
-            parts: list of the outputs of this rank, which carry their masks.
+            parts: list of the outputs of this rank, which carry these.
             numbers: list of int32 scalars, the numbers of their examples.
             in_order: function of all ranks' rows, in rank order, that gives
                 them in the order of the batch.
         """
         whole = in_order(self._of_peers(parts, numbers))
-        masks = [keras_losses.keras_mask(part) for part in parts]
-        if masks[0] is not None:
-            masks = in_order(self._of_peers(masks, numbers))
-            keras_losses.set_keras_mask(whole, masks)
+        for carried, set_carried in [
+            (keras_losses.keras_mask, keras_losses.set_keras_mask),
+            (keras_losses.keras_logits, keras_losses.set_keras_logits),
+        ]:
+            of_parts = list(map(carried, parts))
+            if of_parts[0] is not None:
+                of_whole = in_order(self._of_peers(of_parts, numbers))
+                set_carried(whole, of_whole)
         sampled_softmax_loss.pass_on(parts[0], whole)
         return whole
 

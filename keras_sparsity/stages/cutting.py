@@ -34,6 +34,9 @@ class Part:
         made: the tensors that it computes for later stages and as outputs.
         model: `keras.Model` from a list of `arriving` to a list of `made`, with
             the layers, and so the weights, of the whole model.
+        logits_functions: dict from the ids of the model's outputs that a
+            softmax or sigmoid makes to that function. Between stages their
+            logits travel, which losses use.
     """
 
     names: tuple
@@ -44,6 +47,7 @@ class Part:
     arriving: tuple
     made: tuple
     model: keras.Model
+    logits_functions: dict
 
     def compute(self, tensors, training=None):
         """Makes the calls; masks that tensors carry count.
@@ -113,6 +117,18 @@ class Cutter:
         for tensor in self.outputs:
             last[id(tensor)] = len(self.calls)
         return last
+
+    @functools.cached_property
+    def _logits_functions(self):
+        """See `Part`."""
+        ids = set(map(id, self.outputs))
+        found = {
+            id(tensor): keras_functional.logits_function(call)
+            for call in self.calls
+            for tensor in call.outputs
+            if id(tensor) in ids
+        }
+        return {key: each for key, each in found.items() if each is not None}
 
     @functools.cached_property
     def held_together(self):
@@ -230,6 +246,7 @@ class Cutter:
             arriving=tuple(arriving),
             made=tuple(made),
             model=model,
+            logits_functions=self._logits_functions,
         )
 
 

@@ -267,6 +267,31 @@ def unknown_number_of_batches(schedule, is_known, messages_ahead=False):
     return found
 
 
+def early_outputs(compile_):
+    """An output of the first stage, so sure that its loss needs its logits."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(8, activation="tanh", name="hidden")(inputs)
+    classes = keras.layers.Dense(
+        3, "softmax", name="classes", kernel_initializer="random_normal"
+    )
+    classes = classes(keras.layers.Rescaling(400.0)(x))
+    x = keras.layers.Concatenate()([x, classes])
+    model = keras.Model(
+        inputs, [classes, keras.layers.Dense(2, name="last")(x)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    metric = keras.metrics.SparseCategoricalCrossentropy(name="crossentropy")
+    compile_(
+        model, keras.optimizers.SGD(1e-3), [loss, "mse"], metrics=[metric, []]
+    )
+    x, y = _data()
+    y = [np.arange(_SIZE) % 3, y]
+    history = model.fit(x, y, _SIZE, 3, validation_data=(x, y), verbose=0)
+    assert history.history["classes_crossentropy"][0] > 20
+    return model.get_weights(), history.history
+
+
 def bfloat16(compile_):
     model = dense(dtype="mixed_bfloat16")
     compile_(model, keras.optimizers.SGD(0.1), "mse")
@@ -312,6 +337,7 @@ TRAININGS = {
         more_optimizers,
         one_batch_an_epoch,
         recurrent_states,
+        early_outputs,
         bfloat16,
     ]
 }
@@ -319,6 +345,7 @@ _CUTS = {
     "lengths": ["norm"],
     "one_batch_an_epoch": ["norm"],
     "recurrent_states": ["states"],
+    "early_outputs": ["classes"],
     "spectral_normalization": [],
 }
 

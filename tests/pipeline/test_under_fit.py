@@ -41,6 +41,7 @@ def _check(ranks, name, rtol=1e-4, atol=1e-5):
             ]
         ),
         ("single_batches", "gpipe", 2),
+        pytest.param("early_outputs", "1f1b", 2, marks=pytest.mark.all_cells),
         # One, as its statistics are those of a micro-batch.
         ("lengths", "1f1b", 1),
         ("optimizers", "1f1b", 1),
@@ -77,6 +78,7 @@ def test_layers_on_one_worker(cluster, name):
     [
         ("one_batch_an_epoch", "stash"),
         ("recurrent_states", "stash"),
+        ("early_outputs", "spectrain"),
         *(
             pytest.param(*case, marks=pytest.mark.all_cells)
             for case in [
