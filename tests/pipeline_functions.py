@@ -42,6 +42,19 @@ class HalfDense(keras.layers.Dense):
         return self.activation(products + self.bias)
 
 
+@keras.saving.register_keras_serializable("tests")
+class Watch(keras.layers.Layer):
+    """Counts what it is called with."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.seen = keras.metrics.Mean(name="seen")
+
+    def call(self, inputs):
+        self.seen.update_state(inputs)
+        return inputs
+
+
 class Rounded(keras.layers.Layer):
     """Rounds activations and their gradients to 16 bits."""
 
@@ -194,8 +207,11 @@ def tables():
     )
 
 
-def line(dtype="float64", num_states=2):
-    """What has states: weights, also untrained ones, random generators."""
+def line(dtype="float64", num_states=2, is_watched=False):
+    """What has states: weights, also untrained ones, random generators.
+
+    And metrics, if it is watched.
+    """
     x = inputs = keras.Input((6,), dtype=dtype)
     options = {"dtype": dtype}
     for i in range(4):
@@ -206,6 +222,8 @@ def line(dtype="float64", num_states=2):
             name=f"dense_{i}",
             **options,
         )(x)
+        if i == 0 and is_watched:
+            x = Watch(name="watch", **options)(x)
         if i == 0 and num_states:
             kind = Following if dtype == "float64" else keras.layers.Dropout
             x = kind(0.25, seed=5, name="drop", **options)(x)
@@ -269,6 +287,7 @@ MODELS = {
     "plain line": lambda: line(num_states=0),
     "line": line,
     "line32": lambda: line("float32"),
+    "watched line": lambda: line("float32", is_watched=True),
     "rounded": lambda: dense(rounded_after=1),
 }
 _OF_TWO_INPUTS = ("branches", "masks", "tables")

@@ -1,35 +1,64 @@
 """The logs of a step, as one vector, and those that are shown late."""
 
+import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_losses
+from keras_sparsity._tf import keras_losses, keras_models
 from keras_sparsity.global_batch.metrics import global_results
 
 
 class Logs:
     """A model's loss and metrics, which the last stage computes.
 
+    But those that a layer holds, which the layer's stage counts.
+
     Args:
         stock_result: the model's own `get_metrics_result`.
-        is_last: whether this rank's stage is the last one.
+        stage: the `Stage` of this rank.
         peers: `Collectives` of the ranks of this stage.
+
+    Attributes:
+        are_spread: whether the logs of all stages are summed, where layers hold
+            metrics; else they are those of the last one.
     """
 
-    def __init__(self, model, objective, stock_result, is_last, peers):
+    def __init__(self, model, objective, stock_result, stage, peers):
         self._model, self._objective = model, objective
-        self._result, self._is_last = stock_result, is_last
+        self._result, self._is_last = stock_result, stage.is_last
         self._peers = peers
+        self._own = stage.part.model.metrics
+        own = set(map(id, self._own))
+        held = [
+            metric
+            for layer in keras_models.all_layers(model)
+            # Keras ignores those of a model within the model.
+            if not isinstance(layer, keras.Model)
+            for metric in layer.metrics
+        ]
+        self._elsewhere = [each for each in held if id(each) not in own]
+        self.are_spread = bool(held)
 
     def of_batch(self, loss, batches, outputs):
-        """float32 vector of the logs after a batch; 0 but at the last stage.
+        """float32 vector of the logs after a batch, see `result`.
 
         Args:
             loss: float32 scalar.
             batches: `MicroBatches` of the batch.
             outputs: a function that gives the outputs for all of it.
         """
-        if not self._is_last:
+        if not (self._is_last or self._own):
             return tf.zeros([self.size])
+        if self._is_last:
+            self._count(loss, batches, outputs)
+        return tf.concat(
+            [
+                tf.reshape(tf.cast(value, tf.float32), [-1])
+                for value in self.result().values()
+            ],
+            0,
+        )
+
+    def _count(self, loss, batches, outputs):
         keras_losses.loss_tracker(self._model).update_state(
             loss, sample_weight=batches.num_examples
         )
@@ -40,24 +69,26 @@ class Logs:
             self._objective.packed(outputs()),
             sample_weight=sample_weight,
         )
-        return tf.concat(
-            [
-                tf.reshape(tf.cast(value, tf.float32), [-1])
-                for value in self.result().values()
-            ],
-            0,
-        )
 
     def result(self):
-        """A dict of the values, at the last stage over all of its ranks.
+        """A dict of the values, over all ranks of the stage.
 
-        Each of them has computed the loss of its part, by output, and metrics
-        of the whole batch. All ranks of the stage call it.
+        Each of them has computed its part of the loss by output and of what
+        layers count, and other metrics of the whole batch. Those that another
+        stage counts are 0. All ranks of the stage call it.
         """
-        if not self._is_last:
-            return self._result()
-        losses = keras_losses.loss_metrics(self._model)
-        return global_results(losses, self._peers, self._result)
+        metrics = self._own
+        if self._is_last:
+            metrics = metrics + keras_losses.loss_metrics(self._model)
+        found = global_results(metrics, self._peers, self._result)
+        if self._is_last:
+            own = found.keys() - _names(self._elsewhere)
+        else:
+            own = _names(self._own)
+        return {
+            name: value if name in own else tf.zeros_like(value)
+            for name, value in found.items()
+        }
 
     @property
     def size(self):
@@ -83,6 +114,15 @@ class Logs:
             name: tf.convert_to_tensor(value).shape
             for name, value in self._result().items()
         }
+
+
+def _names(metrics):
+    """Set of the names of their results."""
+    names = set()
+    for metric in metrics:
+        result = metric.result()
+        names.update(result if isinstance(result, dict) else [metric.name])
+    return names
 
 
 class LateLogs:

@@ -26,7 +26,10 @@ class SavedState:
         self._ranks = {
             id(variable): ranks
             for part, ranks in zip(parts, of_stages, strict=True)
-            for variable in part.model.variables
+            for variable in [
+                *part.model.variables,
+                *part.model.metrics_variables,
+            ]
         }
         object.__setattr__(model, state.OF_STAGES, self.entries)
 
@@ -71,9 +74,17 @@ class SavedState:
         return Slots(self._optimizer, self._updates, self._collectives)
 
     def _of_metrics(self):
-        """Each rank of the last stage counts whole batches."""
+        """Each rank of the last stage counts whole batches.
+
+        Of what layers count, each rank of a stage has its part.
+        """
         return [
-            self._entry("metrics", variable, self._ranks_of_last)
+            self._entry(
+                "metrics",
+                variable,
+                self._ranks.get(id(variable), self._ranks_of_last),
+                is_replicated=id(variable) not in self._ranks,
+            )
             for variable in self._model.metrics_variables
         ]
 

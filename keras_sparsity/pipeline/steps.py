@@ -50,7 +50,7 @@ class Steps(Binding):
             model,
             self._objective,
             self._stock["get_metrics_result"],
-            stage.is_last,
+            stage,
             model.distribute_strategy.peers,
         )
         self._together = Together(
@@ -169,10 +169,9 @@ class Steps(Binding):
         if self._in_flight:
             self._drain()
         logs = self._logs.result()
-        values = self._collectives.broadcast(
+        values = self._of_all(
             [tf.convert_to_tensor(value) for value in logs.values()],
-            root=self._last,
-            name="pipeline/metrics",
+            "pipeline/metrics",
         )
         values = [value.numpy() for value in values]
         return {
@@ -225,9 +224,14 @@ class Steps(Binding):
 
     def _logs_of(self, run):
         """The logs after a whole batch, on all ranks."""
-        (row,) = self._collectives.broadcast(
-            [self._logs.of_batch(run.loss, run.batches, run.outputs)],
-            root=self._last,
-            name="pipeline/logs",
-        )
+        row = self._logs.of_batch(run.loss, run.batches, run.outputs)
+        (row,) = self._of_all([row], "pipeline/logs")
         return self._logs.packed(row)
+
+    def _of_all(self, logs, name):
+        """Tensors of each stage's logs as those of all, on all ranks."""
+        if not self._logs.are_spread:
+            return self._collectives.broadcast(logs, self._last, name=name)
+        if self._model.distribute_strategy.peers.rank:
+            logs = list(map(tf.zeros_like, logs))  # the first one's count
+        return self._collectives.all_reduce(logs, name=name)

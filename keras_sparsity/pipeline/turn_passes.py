@@ -291,11 +291,15 @@ class TurnPasses:
                 waiting.results.put([*of_received, row])
 
     def _assign_updates(self, scope):
-        """Statistics, random states and losses by output, as they changed."""
+        """Statistics, random states, and what metrics have counted.
+
+        Those of losses by output, and those that layers hold.
+        """
         losses = keras_losses.loss_metrics(self._model)
         for variable in [
             *self._untrained,
             *self._recurrent,
+            *self._stage.part.model.metrics_variables,
             *(v for metric in losses for v in metric.variables),
         ]:
             value = scope.get_current_value(variable)

@@ -268,13 +268,17 @@ def unknown_number_of_batches(schedule, is_known, messages_ahead=False):
 
 
 def early_outputs(compile_):
-    """An output of the first stage, so sure that its loss needs its logits."""
+    """An output of the first stage, so sure that its loss needs its logits.
+
+    The stage has a metric, too.
+    """
     keras.utils.set_random_seed(3)
     inputs = keras.Input((6,))
     x = keras.layers.Dense(8, activation="tanh", name="hidden")(inputs)
     classes = keras.layers.Dense(
         3, "softmax", name="classes", kernel_initializer="random_normal"
     )
+    x = pipeline_functions.Watch()(x)
     classes = classes(keras.layers.Rescaling(400.0)(x))
     x = keras.layers.Concatenate()([x, classes])
     model = keras.Model(

@@ -37,7 +37,7 @@ def interrupt():
 
 def pipeline(schedule, rule, stages, replicas=1, messages_ahead=False):
     """A compiled model with random states, statistics and metrics."""
-    network = pipeline_functions.made("line32")
+    network = pipeline_functions.made("watched line")
     strategy = ks.PipelineStrategy(
         schedule, stages, replicas=replicas, messages_ahead=messages_ahead
     )

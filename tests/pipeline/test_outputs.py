@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import keras_sparsity as ks
+from tests import pipeline_functions
 
 _SCHEDULES = ["1f1b", "spectrain"]
 
@@ -22,6 +23,22 @@ def _trained(model, compile_options, x, y, schedule=None):
     history = model.fit(x, y, validation_data=(x, y), **options).history
     evaluated = model.evaluate(x, y, return_dict=True, **options)
     return {**{key: value[0] for key, value in history.items()}, **evaluated}
+
+
+@pytest.mark.parametrize("schedule", _SCHEDULES)
+def test_metrics_that_a_layer_holds(schedule):
+    def trained(*schedule):
+        layers = [
+            keras.Input((1,)),
+            pipeline_functions.Watch(),
+            keras.layers.Dense(1),
+        ]
+        x = np.arange(8.0)[:, None]
+        options = {"optimizer": keras.optimizers.SGD(0.0), "loss": "mse"}
+        return _trained(keras.Sequential(layers), options, x, x, *schedule)
+
+    assert trained()["seen"] == pytest.approx(3.5)
+    assert trained(schedule)["seen"] == pytest.approx(3.5)
 
 
 @pytest.mark.parametrize("schedule", _SCHEDULES)
