@@ -80,8 +80,10 @@ COMPILE = Patch(
 LOSS_CALL = Patch(
     "keras:losses.Loss",
     "__call__",
-    during="`strategy.scope()` and `strategy.run`",
-    reason="A custom loop makes and calls Keras's losses by itself.",
+    during="`strategy.scope()` and `strategy.run`; steps of stages whose loss "
+    "is a sum, traced",
+    reason="A custom loop makes and calls Keras's losses by itself, and steps "
+    "hand out the sum of all losses alone.",
 )
 ADD_WEIGHT = Patch(
     "keras:Layer",

@@ -164,11 +164,25 @@ def _check_is_free(model, strategy):
 def _check(model, strategy):
     size = strategy.collectives.size
     jit.refuse(model, size, "XLA cannot compile the messages between stages")
+    _check_losses(model)
     if strategy.spreads_tables:
         tables.check_not_tied(model)
     else:
         _check_has_no_tables(model)
     _check_optimizer(model.optimizer, strategy)
+
+
+def _check_losses(model):
+    for loss in keras.tree.flatten(model.loss):
+        is_loss = isinstance(loss, keras.losses.Loss)
+        if is_loss and loss.reduction in (None, "none"):
+            raise ValueError(
+                "The losses of a mini-batch's parts are added up, so each is "
+                f"one number. Received: the loss '{loss.name}' with "
+                f"reduction={loss.reduction!r}. Keras takes the gradient of "
+                'the sum of its values: use `reduction="sum"` for the same '
+                "training, or the default for that of their mean."
+            )
 
 
 def _check_has_no_tables(model):

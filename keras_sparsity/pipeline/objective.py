@@ -1,9 +1,11 @@
 """The loss, as far as one stage makes it."""
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, keras_losses
+from keras_sparsity._tf import keras_functional, keras_losses, patches
 from keras_sparsity.tables import row_wise
 
 
@@ -73,6 +75,7 @@ class Objective:
         with (
             keras_losses.losses_replaced(self._model, [none]),
             keras_losses.loss_metrics_of_share(self._model, share),
+            self._sums_divided(share),
         ):
             loss = keras_losses.step_loss(
                 self._model,
@@ -83,6 +86,32 @@ class Objective:
                 training=training,
             )
         return tf.cast(loss, tf.float32)
+
+    def _sums_divided(self, share):
+        """While entered, losses that are sums are divided by a share.
+
+        By which all losses are multiplied, as if they were means.
+        """
+        sums = [
+            loss
+            for loss in keras.tree.flatten(self._model.loss)
+            if getattr(loss, "reduction", None) == "sum"
+        ]
+        if share is None or not sums:
+            return contextlib.nullcontext()
+
+        def make(stock):
+            def call(loss, *args, **kwargs):
+                value = stock(loss, *args, **kwargs)
+                if not any(loss is each for each in sums):
+                    return value  # of a loss within another
+                # 0 of a stand-in for missing examples.
+                divisor = tf.cast(share, value.dtype)
+                return tf.math.divide_no_nan(value, divisor)
+
+            return call
+
+        return patches.LOSS_CALL.by(make)
 
     def packed(self, outputs):
         """A flat list of outputs in the model's structure."""

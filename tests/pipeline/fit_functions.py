@@ -284,11 +284,12 @@ def early_outputs(compile_):
     model = keras.Model(
         inputs, [classes, keras.layers.Dense(2, name="last")(x)]
     )
-    loss = keras.losses.SparseCategoricalCrossentropy()
+    losses = [
+        keras.losses.SparseCategoricalCrossentropy(),
+        keras.losses.MeanSquaredError(reduction="sum"),
+    ]
     metric = keras.metrics.SparseCategoricalCrossentropy(name="crossentropy")
-    compile_(
-        model, keras.optimizers.SGD(1e-3), [loss, "mse"], metrics=[metric, []]
-    )
+    compile_(model, keras.optimizers.SGD(1e-3), losses, metrics=[metric, []])
     x, y = _data()
     y = [np.arange(_SIZE) % 3, y]
     history = model.fit(x, y, _SIZE, 3, validation_data=(x, y), verbose=0)

@@ -12,17 +12,16 @@ from tests import pipeline_functions
 _SCHEDULES = ["1f1b", "spectrain"]
 
 
-def _trained(model, compile_options, x, y, schedule=None):
-    """The history of an epoch, with its validation, and `evaluate`'s logs."""
+def _trained(model, compile_options, x, y, schedule=None, batch_size=8):
+    """The logs of an epoch, with those of its validation."""
     scope = contextlib.nullcontext
     if schedule is not None:
         scope = ks.PipelineStrategy(schedule).scope
     with scope():
         model.compile(**compile_options)
-    options = {"batch_size": len(x), "verbose": 0}
+    options = {"batch_size": batch_size, "shuffle": False, "verbose": 0}
     history = model.fit(x, y, validation_data=(x, y), **options).history
-    evaluated = model.evaluate(x, y, return_dict=True, **options)
-    return {**{key: value[0] for key, value in history.items()}, **evaluated}
+    return {key: value[0] for key, value in history.items()}
 
 
 @pytest.mark.parametrize("schedule", _SCHEDULES)
@@ -65,3 +64,37 @@ def test_losses_use_logits(schedule):
     stock = trained()
     assert stock["ce"] == pytest.approx(40.0)
     assert trained(schedule) == pytest.approx(stock)
+
+
+@pytest.mark.parametrize("schedule", _SCHEDULES)
+def test_sums(schedule):
+    """Of all examples, not means of the micro-batches' sums."""
+
+    def trained(*schedule):
+        inputs = keras.Input((1,))
+        layers = [
+            keras.layers.Dense(1, kernel_initializer="zeros", name=name)
+            for name in "ab"
+        ]
+        model = keras.Model(inputs, [layer(inputs) for layer in layers])
+        # The last batch has less examples than there are micro-batches.
+        x, y = np.ones((11, 1)), [np.ones((11, 1)), 2 * np.ones((11, 1))]
+        losses = [keras.losses.MeanSquaredError(reduction="sum"), "mse"]
+        options = {"optimizer": keras.optimizers.SGD(0.01), "loss": losses}
+        found = _trained(model, options, x, y, *schedule, batch_size=8)
+        return found, model.get_weights()
+
+    (logs, weights), (expected, others) = trained(schedule), trained()
+    assert expected["a_loss"] > 4
+    assert logs == pytest.approx(expected, rel=1e-5)
+    for value, other in zip(weights, others, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5)
+
+
+def test_values_that_are_not_reduced():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    loss = keras.losses.MeanSquaredError(reduction="none")
+    scope = ks.PipelineStrategy("1f1b").scope
+    with pytest.raises(ValueError, match="mean_squared_error.*reduction='none"):
+        with scope():
+            model.compile("sgd", loss)
