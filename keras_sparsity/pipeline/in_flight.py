@@ -23,6 +23,7 @@ class InFlight:
     def __init__(self, model, stage, objective, logs, versions, together):
         self._model, turns = model, versions.turns
         self._num_draining = turns.backward(0)
+        self._num_before_logs = turns.backward(stage.number)
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False)
         self._passes = TurnPasses(
@@ -41,19 +42,19 @@ class InFlight:
 
         Returns:
             float32 vector of the logs of the mini-batch that has come back to
-            the first stage, on all ranks alike.
+            the first stage, on all ranks alike. See `LateLogs`.
         """
         row = self._messages.turn(self._passes.batches(data))
+        is_known = self._turn >= self._num_before_logs
         self._turn.assign_add(1)
-        return self._late_logs.push(row)
+        return self._late_logs.push(row, is_known)
 
     def drain(self):
         """Runs the passes of all mini-batches; eagerly, as in a step.
 
-        Every rank calls it, after the same number of turns.
+        Every rank calls it, after the same number of turns, at least one, and
+        then `show_logs`.
         """
-        if not int(self._turn):
-            return
         layout = self._messages.choose_layout()
         if layout not in self._draining_turns:
             strategy = self._model.distribute_strategy
@@ -65,7 +66,11 @@ class InFlight:
             run = run.python_function
         for _ in range(self._num_draining):
             run()
-        self.clear()
+        self._clear_passes()
+
+    def show_logs(self, row):
+        """Gives later turns the logs of all mini-batches so far; eagerly."""
+        self._late_logs.show(row)
 
     @property
     def num_turns(self):
@@ -78,10 +83,17 @@ class InFlight:
         return turn if is_whole else -1
 
     def clear(self):
-        """Forgets the mini-batches in flight; eagerly."""
+        """Forgets the mini-batches in flight, and all logs; eagerly."""
+        self._clear_passes()
+        self.forget_logs()
+
+    def forget_logs(self):
+        """Later turns show no logs of earlier ones; eagerly."""
+        self._late_logs.clear()
+
+    def _clear_passes(self):
         self._passes.clear()
         self._messages.clear()
-        self._late_logs.clear()
         self._turn.assign(0)
 
     def _draining_turn(self):

@@ -46,10 +46,14 @@ class Logs:
             batches: `MicroBatches` of the batch.
             outputs: a function that gives the outputs for all of it.
         """
-        if not (self._is_last or self._own):
-            return tf.zeros([self.size])
         if self._is_last:
             self._count(loss, batches, outputs)
+        return self.row()
+
+    def row(self):
+        """float32 vector of the logs so far, see `result`."""
+        if not (self._is_last or self._own):
+            return tf.zeros([self.size])
         return tf.concat(
             [
                 tf.reshape(tf.cast(value, tf.float32), [-1])
@@ -130,7 +134,8 @@ class LateLogs:
 
     They travel from the last stage with gradients. All stages show those of
     the mini-batch that has come back to the first one: N - 1 steps ago, or
-    4 (N - 1) with `messages_ahead`.
+    4 (N - 1) with `messages_ahead`. Where none has come back since all have,
+    those that all stages knew then; 0 at first.
 
     Args:
         number: the steps between knowing and showing them.
@@ -139,15 +144,25 @@ class LateLogs:
     def __init__(self, number):
         self._number, self._rows = number, None
 
-    def push(self, row):
-        """Takes the newest vector; returns the one to show, 0 at first."""
+    def push(self, row, is_known):
+        """Takes the newest vector; returns the one to show.
+
+        Args:
+            row: the vector.
+            is_known: whether it is one, of a mini-batch that has come back.
+        """
         if self._rows is None:
             with tf.init_scope():
                 zeros = tf.zeros([self._number + 1, row.shape[0]])
                 self._rows = tf.Variable(zeros, trainable=False)
-        rows = tf.concat([self._rows[1:], row[None]], 0)
+        newest = tf.where(is_known, row, self._rows[-1])
+        rows = tf.concat([self._rows[1:], newest[None]], 0)
         self._rows.assign(rows)
         return rows[0]
+
+    def show(self, row):
+        """Takes the newest vector, which all stages know; eagerly."""
+        self._rows.assign(tf.broadcast_to(row, self._rows.shape))
 
     def clear(self):
         """Forgets all; eagerly."""

@@ -114,6 +114,8 @@ class Runs(Binding):
             arguments["verbose"] = 0
         with collectives.explained(f"model.{name}"):
             self._steps.end_passes()
+            if name == "fit":
+                self._steps.forget_logs()  # such as NaN, which would end it
             self._weights.part_random_states()
             found = self._stock[name](**arguments)
             if name == "fit":  # before anybody reads weights of a tail

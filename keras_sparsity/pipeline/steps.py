@@ -116,9 +116,21 @@ class Steps(Binding):
         else:
             self._in_flight.clear()
 
+    def forget_logs(self):
+        """The next steps show no logs of earlier ones; eagerly.
+
+        Without mini-batches in flight.
+        """
+        if self._in_flight:
+            self._in_flight.forget_logs()
+
     def _drain(self):
+        if not self._in_flight.num_turns:
+            return
         with self._in_step([]):
             self._in_flight.drain()
+        (row,) = self._of_all([self._logs.row()], "pipeline/newest_logs")
+        self._in_flight.show_logs(row)
 
     def check_compiled(self):
         """Raises ValueError if the model was compiled outside of the scope."""

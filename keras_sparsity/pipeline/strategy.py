@@ -43,8 +43,8 @@ class PipelineStrategy(StagedStrategy):
             of which N - k copies are held at stage k of N; of an `Embedding`
             the rows that were looked up.
             In these three, several mini-batches are in flight, and the logs
-            of a batch come N - 1 batches late (0 before); those of an epoch
-            are exact.
+            of a batch come N - 1 batches late (0 at first); those of an
+            epoch are exact.
             `"1f1b"`, `"gpipe"`: micro-batches of one mini-batch, and an update
             when all have come back: the result of one process. `"gpipe"` holds
             the activations of all micro-batches, `"1f1b"` at stage k those of

@@ -117,6 +117,9 @@ def _check_as(ranks, late, oracle):
         np.testing.assert_allclose(
             of_epoch[late:], running[: len(shares) - late], rtol=1e-5
         )
+        # Known when all mini-batches have come back.
+        first_of_next = seen[len(shares) :][:late]
+        np.testing.assert_allclose(first_of_next, means[0], rtol=1e-5)
         assert seen == ranks[0][2]
 
 
