@@ -207,11 +207,15 @@ def tables():
     )
 
 
-def line(dtype="float64", num_states=2, is_watched=False):
+def line(
+    dtype="float64", num_states=2, is_watched=False, is_following=None
+):
     """What has states: weights, also untrained ones, random generators.
 
     And metrics, if it is watched.
     """
+    if is_following is None:
+        is_following = dtype == "float64"
     x = inputs = keras.Input((6,), dtype=dtype)
     options = {"dtype": dtype}
     for i in range(4):
@@ -225,7 +229,7 @@ def line(dtype="float64", num_states=2, is_watched=False):
         if i == 0 and is_watched:
             x = Watch(name="watch", **options)(x)
         if i == 0 and num_states:
-            kind = Following if dtype == "float64" else keras.layers.Dropout
+            kind = Following if is_following else keras.layers.Dropout
             x = kind(0.25, seed=5, name="drop", **options)(x)
         if i == 1 and num_states:
             x = keras.layers.BatchNormalization(name="norm", **options)(x)
@@ -288,6 +292,7 @@ MODELS = {
     "line": line,
     "line32": lambda: line("float32"),
     "watched line": lambda: line("float32", is_watched=True),
+    "line32 following": lambda: line("float32", is_following=True),
     "rounded": lambda: dense(rounded_after=1),
 }
 _OF_TWO_INPUTS = ("branches", "masks", "tables")

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional
+from keras_sparsity.data.empty_parts import run_if
 from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import Pass, floats
 from keras_sparsity.stages.schedule import Kind
@@ -114,6 +115,9 @@ class FlushedRun:
     def _forward(self, batch, received, loss):
         inputs, *labels = self.batches.part(batch)
         stage, training = self._stage, bool(self._training)
+        is_empty, before = self.batches.is_empty(batch), []
+        if is_empty is not False:
+            before = [tf.convert_to_tensor(v.value) for v in stage.states]
         with tf.GradientTape() as tape:
             tape.watch(floats(received))
             outputs, losses = stage.compute(inputs, received, training)
@@ -121,6 +125,8 @@ class FlushedRun:
             to_derive = own
             if own is not None and self._training:
                 to_derive = self._together.scaled(own)
+        if before:
+            run_if(is_empty, lambda: _assign(stage.states, before))
         if own is not None:
             loss += own
         stage.send(outputs, loss)
@@ -150,6 +156,11 @@ class FlushedRun:
         self.gradients = added(self.gradients, gradients)
         made = [x for x in gradients if x is not None]
         self._previous = operations(made) or self._previous
+
+
+def _assign(variables, values):
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
 
 
 def operations(tensors):

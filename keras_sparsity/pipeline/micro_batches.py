@@ -12,7 +12,8 @@ class MicroBatches:
     """A batch, divided; parts differ in size by one example at most.
 
     A part without examples, of a batch smaller than the number of parts, has
-    one of its neighbour's as a stand-in, and counts for nothing. A `place` is
+    one of its neighbour's as a stand-in, and counts for nothing: its share is
+    0, and a stage keeps its `states` (`is_empty`). A `place` is
     the number of a part, or a range of such numbers: these parts as one.
 
     Args:
@@ -83,6 +84,12 @@ class MicroBatches:
     def size(self, place):
         """int32 scalar: the number of a part's examples, at least 1."""
         return tf.maximum(self.number(place), 1)
+
+    def is_empty(self, place):
+        """Whether a part has no examples: False or a scalar bool tensor."""
+        if self._number * self._num_pieces == 1:
+            return False
+        return tf.equal(self.number(place), 0)
 
     def share(self, place):
         """float32 scalar: a part's share of the batch."""

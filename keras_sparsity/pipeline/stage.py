@@ -1,11 +1,13 @@
 """The computation of one stage."""
 
 import dataclasses
+import functools
 from contextlib import nullcontext
 
+import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_losses
+from keras_sparsity._tf import keras_losses, keras_models
 from keras_sparsity.pipeline.links import Crossing
 from keras_sparsity.pipeline.tables import is_spread
 from keras_sparsity.placement import slices
@@ -53,6 +55,21 @@ class Stage:
             is_spread(variable)
             or (self.columns is not None and self.columns.has(variable))
             for variable in self.variables
+        ]
+
+    @functools.cached_property
+    def states(self):
+        """Variables that passes change: of statistics, of random generators.
+
+        And those of recurrent layers. A list without weights that a layer has
+        made to be trained, frozen or not.
+        """
+        model = self.part.model
+        trained = keras_models.weights_that_were_trainable(model)
+        ids = {id(variable) for variable in trained}
+        return [
+            *(v for v in model.non_trainable_variables if id(v) not in ids),
+            *recurrent_states(model),
         ]
 
     def receive(self, num_examples, batch):
@@ -138,6 +155,16 @@ def _with_mask_of(value, other):
     if mask is not None:
         keras_losses.set_keras_mask(other, mask)
     return other
+
+
+def recurrent_states(model):
+    """Those of `LSTM(stateful=True)` and the like; no layer's variables."""
+    return [
+        state
+        for layer in keras_models.all_layers(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+        for state in keras.tree.flatten(layer.states)
+    ]
 
 
 def merged(gradients):

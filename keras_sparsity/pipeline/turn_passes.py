@@ -6,7 +6,7 @@ import tensorflow as tf
 from keras_sparsity._tf import keras_functional, keras_losses, keras_models
 from keras_sparsity.pipeline.flushed import added, operations
 from keras_sparsity.pipeline.micro_batches import MicroBatches
-from keras_sparsity.pipeline.stage import Pass, floats
+from keras_sparsity.pipeline.stage import Pass, floats, recurrent_states
 from keras_sparsity.pipeline.store import Store
 from keras_sparsity.pipeline.waiting import Waiting
 
@@ -44,7 +44,7 @@ class TurnPasses:
         # Those of random generators: layers that are computed again draw the
         # same numbers again.
         self._states = [v for v in part.variables if id(v) not in weights]
-        self._recurrent = _recurrent_states(part)
+        self._recurrent = recurrent_states(part)
         # A training pass reads no moving statistics, so they need not be kept.
         unread = _statistics(part)
         self._may_change = [
@@ -167,7 +167,7 @@ class TurnPasses:
             if scope.get_current_value(variable) is not None
         ]
         before = [tf.convert_to_tensor(v.value) for v in self._changed]
-        self._assign_updates(scope)
+        self._assign_updates(scope, batches.is_empty(place))
         send(waiting, outputs, loss if own is None else loss + own)
         waiting.put_pass(inputs, received, states, share)
         waiting.put_sizes(batches.size(place), outputs)
@@ -190,9 +190,10 @@ class TurnPasses:
         ):
             with tf.control_dependencies(earlier):
                 inputs, received, states, share = waiting.take_pass()
-                states += others
-                found, _ = self._computed(
-                    inputs, None, received, share, weights, states
+                variables = [*self._states, *self._changed]
+                given = zip(variables, [*states, *others], strict=True)
+                found, *_ = self._computed(
+                    inputs, None, received, share, weights, given
                 )
             earlier = operations(found.outputs)
             self._arrived.put(message)
@@ -221,10 +222,11 @@ class TurnPasses:
         for place, (received, loss) in zip(self.places, arrived, strict=True):
             inputs, *labels = batches.part(place)
             with tf.control_dependencies(earlier):
-                found, own = self._computed(
+                found, own, scope = self._computed(
                     *(inputs, labels, received, batches.share(place)),
-                    *(weights, None),
+                    *(weights, ()),
                 )
+                self._assign_updates(scope, batches.is_empty(place))
                 gradients, of_received = found.gradients([])
             made = [each for each in gradients if each is not None]
             earlier = operations([*made, *of_received])
@@ -260,13 +262,9 @@ class TurnPasses:
             for each in zip(*parts, strict=True)
         ]
 
-    def _computed(self, inputs, labels, received, share, weights, states):
-        """A recorded `Pass` and its loss; with `states`, of one made again."""
+    def _computed(self, inputs, labels, received, share, weights, others):
+        """A recorded `Pass`, its loss, and the scope of `Weights.given`."""
         stage = self._stage
-        others = []
-        if states is not None:
-            variables = [*self._states, *self._changed]
-            others = zip(variables, states, strict=True)
         with tf.GradientTape() as tape:
             tape.watch([*weights.tensors, *floats(received)])
             with weights.given(others) as scope:
@@ -275,9 +273,8 @@ class TurnPasses:
             to_derive = own
             if own is not None:
                 to_derive = self._together.scaled(own)
-        if states is None:
-            self._assign_updates(scope)
-        return Pass(tape, weights.values, received, outputs, to_derive), own
+        made = Pass(tape, weights.values, received, outputs, to_derive)
+        return made, own, scope
 
     def _finish(self, gradients, results, row):
         """Updates the weights; keeps the messages to the stage before."""
@@ -290,10 +287,11 @@ class TurnPasses:
             for waiting, of_received in zip(self.waiting, results, strict=True):
                 waiting.results.put([*of_received, row])
 
-    def _assign_updates(self, scope):
+    def _assign_updates(self, scope, is_empty):
         """Statistics, random states, and what metrics have counted.
 
-        Those of losses by output, and those that layers hold.
+        Those of losses by output, and those that layers hold. Not by a
+        micro-batch without examples.
         """
         losses = keras_losses.loss_metrics(self._model)
         for variable in [
@@ -303,8 +301,11 @@ class TurnPasses:
             *(v for metric in losses for v in metric.variables),
         ]:
             value = scope.get_current_value(variable)
-            if value is not None:
-                variable.assign(value)
+            if value is None:
+                continue
+            if is_empty is not False:
+                value = tf.where(is_empty, variable.value, value)
+            variable.assign(value)
 
 
 def _statistics(part):
@@ -315,13 +316,3 @@ def _statistics(part):
         if type(layer) is keras.layers.BatchNormalization
         for variable in layer.non_trainable_variables
     }
-
-
-def _recurrent_states(part):
-    """Those of `LSTM(stateful=True)` and the like; no layer's variables."""
-    return [
-        state
-        for layer in keras_models.all_layers(part)
-        if isinstance(layer, keras.layers.RNN) and layer.stateful
-        for state in keras.tree.flatten(layer.states)
-    ]

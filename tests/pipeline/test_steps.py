@@ -1,5 +1,6 @@
 """N stages train as one process that accumulates the micro-batches does."""
 
+import contextlib
 import functools
 import itertools
 
@@ -7,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_sparsity import PipelineStrategy
 from tests import pipeline_functions
 from tests.conftest import covering, engines
 
@@ -88,11 +90,31 @@ _PRODUCT = list(
 def test_two_stages(cluster, engine, model, optimizer, schedule):
     cuts = _CUTS[model][0]
     # Of 17 examples the last mini-batch has one, for four micro-batches.
-    num_examples = 17 if model == "dense" else 22
+    num_examples = 17
     ranks = cluster(engine, 2).run(
         pipeline_functions.train, model, optimizer, cuts, schedule, num_examples
     )
     check(ranks, model, optimizer, num_examples)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "stash"])
+def test_micro_batches_without_examples_change_no_states(schedule):
+    """Of a batch of one example: statistics, random states, others."""
+    x, y = pipeline_functions.data("dense", 1)
+    found = []
+    for scope in (
+        contextlib.nullcontext,
+        PipelineStrategy(schedule, num_micro_batches=4).scope,
+    ):
+        model = pipeline_functions.made("line32 following")
+        with scope():
+            model.compile("sgd", "mse")
+        model.fit(x, y, epochs=2, verbose=0)
+        found.append([v.numpy() for v in model.non_trainable_variables])
+    # The mean and variance, a random state, and a layer's own.
+    assert len(found[0]) == 4
+    for value, expected in zip(*found[::-1], strict=True):
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
