@@ -7,7 +7,7 @@ from keras_sparsity.board import measured_plan
 from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.pipeline import cuts, tables
+from keras_sparsity.pipeline import cuts, tables, whole_batches
 from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.saved_state import SavedState
 from keras_sparsity.pipeline.stage import Stage
@@ -72,7 +72,11 @@ class Adoption:
             strategy.options,
         )
         strategy.divide_columns(stage, self.parts, self._profile, optimizer)
-        passes = strategy.passes(stage, optimizer)
+        why = whole_batches.why_whole(model)
+        passes = strategy.passes(stage, optimizer, is_whole=why is not None)
+        num_parts = strategy.num_parts(*passes)
+        asked = strategy.asked_micro_batches
+        whole_batches.check(model, why, num_parts, asked)
         limit = strategy.limit(model, self.parts, stage, passes)
         head_sums = strategy.head_sums(self.parts)
         steps = Steps(model, stage, *passes, limit, head_sums)

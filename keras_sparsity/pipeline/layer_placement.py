@@ -319,8 +319,8 @@ class LayerPlacementStrategy(StagedStrategy):
             [v.dtype for v in weights],
         )
 
-    def passes(self, stage, optimizer):
-        del optimizer
+    def passes(self, stage, optimizer, is_whole=False):
+        del optimizer, is_whole
         if self.size == 1:
             return Schedule(1, (_in_turn([0]),)), None
         own = self._parts_of_ranks[self.rank]

@@ -158,12 +158,20 @@ def _with_mask_of(value, other):
 
 
 def recurrent_states(model):
-    """Those of `LSTM(stateful=True)` and the like; no layer's variables."""
+    """Those of `recurrent_layers`; no layer's variables."""
     return [
         state
+        for layer in recurrent_layers(model)
+        for state in keras.tree.flatten(layer.states)
+    ]
+
+
+def recurrent_layers(model):
+    """A model's `LSTM(stateful=True)` and the like."""
+    return [
+        layer
         for layer in keras_models.all_layers(model)
         if isinstance(layer, keras.layers.RNN) and layer.stateful
-        for state in keras.tree.flatten(layer.states)
     ]
 
 

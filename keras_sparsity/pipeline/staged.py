@@ -122,8 +122,18 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
         """The `HeadSums` of the first stage's gradients, or None."""
 
     @abc.abstractmethod
-    def passes(self, stage, optimizer):
-        """`(Schedule of a mini-batch's parts, Versions or None)` of a stage."""
+    def passes(self, stage, optimizer, is_whole=False):
+        """`(Schedule of a mini-batch's parts, Versions or None)` of a stage.
+
+        Args:
+            is_whole: whether the model computes with whole mini-batches only:
+                evaluation then divides them no more than training does.
+        """
+
+    def num_parts(self, schedule, versions):
+        """The number of parts into which passes divide a mini-batch."""
+        del versions
+        return schedule.num_batches * schedule.num_pieces
 
     @contextlib.contextmanager
     def scope(self):

@@ -61,7 +61,9 @@ class PipelineStrategy(StagedStrategy):
             mini-batch, which are computed one after the other. Messages of one
             travel while the next is computed. None: 4 for `"1f1b"`, `"gpipe"`,
             `evaluate` and `predict`, and 1 for training by the others; more of
-            them can be faster where messages take as long as computation.
+            them can be faster where messages take as long as computation. A
+            model with an input of a fixed batch size, or with a stateful
+            layer, needs 1, which `evaluate` and `predict` then use, too.
         prediction: for `"spectrain"`, the weights that are predicted.
             `"paper"`: those when the mini-batch's round trip ends.
             `"sequential"`: those after the updates of all earlier
@@ -103,10 +105,11 @@ class PipelineStrategy(StagedStrategy):
             By `compile`: if the model is a subclass, has sharded layers or
             fewer layers than stages, if a layer's weights are used on both
             sides of a cut, or if, without a flush, the optimizer needs a
-            number of all stages (`global_clipnorm`, loss scaling), or if a
-            stage exceeds `memory_bytes`, or if another model in stages has
-            some of the weights on other processes. By training: if
-            `trainable` of a layer has changed since `compile`.
+            number of all stages (`global_clipnorm`, loss scaling), if a stage
+            exceeds `memory_bytes`, if mini-batches are divided that an input of
+            a fixed batch size or a stateful layer takes whole, or if another
+            model in stages has some of the weights on other processes. By
+            training: if `trainable` of a layer has changed since `compile`.
         tf.errors.InvalidArgumentError: in the first step, on every rank, if a
             stage exceeds `memory_bytes` by the layers' outputs.
 
@@ -269,10 +272,16 @@ class PipelineStrategy(StagedStrategy):
     def plan_function(self, model, stage, passes, profile):
         return Planner(model, stage, *passes).plan
 
-    def passes(self, stage, optimizer):
+    def num_parts(self, schedule, versions):
+        if versions is None:
+            return super().num_parts(schedule, versions)
+        return self.num_micro_batches * self.pieces[0]
+
+    def passes(self, stage, optimizer, is_whole=False):
         name = self.schedule
         make = FLUSHED.get(name, schedules.one_forward_one_backward)
-        schedule = make(self.num_stages, self._num_of_flushed)
+        number = self.num_micro_batches if is_whole else self._num_of_flushed
+        schedule = make(self.num_stages, number)
         # An error, if stages would wait for each other for ever.
         simulate(schedule)
         if self.replicas > 1:

@@ -230,7 +230,7 @@ def one_batch_an_epoch(compile_):
 
 
 def recurrent_states(compile_):
-    """Those that an epoch leaves, to the next one."""
+    """Those that an epoch leaves, to the next one, and to a validation."""
     keras.utils.set_random_seed(3)
     states = keras.layers.LSTM(4, stateful=True, name="states")
     model = keras.Sequential(
@@ -238,8 +238,10 @@ def recurrent_states(compile_):
     )
     compile_(model, keras.optimizers.SGD(0.5), "mse")
     x, y = (array[:8] for array in _data())
-    history = model.fit(x.reshape(8, 2, 3), y, 8, epochs=3, verbose=0)
-    return model.get_weights(), history.history
+    x = x.reshape(8, 2, 3)
+    history = model.fit(x, y, 8, epochs=3, validation_data=(x, y), verbose=0)
+    predicted = model.predict(x, 8, verbose=0)
+    return [*model.get_weights(), predicted], history.history
 
 
 def unknown_number_of_batches(schedule, is_known, messages_ahead=False):

@@ -89,6 +89,12 @@ def refused():
                     lambda: model.compile("sgd", "mse")
                 )
             )
+    inputs = keras.Input(batch_shape=(8, 4), name="fixed")
+    whole = keras.Model(inputs, _two_layers()(inputs))
+    with ks.PipelineStrategy("stash", replicas=[1, 2]).scope():
+        found.append(
+            pipeline_functions.message_of(lambda: whole.compile("sgd", "mse"))
+        )
     return found
 
 

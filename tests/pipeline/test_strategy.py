@@ -118,6 +118,37 @@ def test_slow_messages_cross_where_the_model_is_narrow(cluster, engine, speed):
         assert 0 <= seconds < 1e-7 and 0 <= handling < 1e-7
 
 
+@pytest.mark.parametrize(
+    ("layer", "options", "expected"),
+    [
+        (
+            keras.layers.LSTM(4, stateful=True, name="states"),
+            {"schedule": "1f1b"},
+            r"'numbers' has batches of 8.*into 4 parts.*_batches=1\)`",
+        ),
+        (
+            keras.layers.Flatten(),
+            {"num_micro_batches": 2},
+            r"into 2 parts \(num_micro_batches=2",
+        ),
+    ],
+)
+def test_mini_batches_that_a_model_takes_whole(layer, options, expected):
+    inputs = keras.Input(batch_shape=(8, 2, 3), name="numbers")
+    model = keras.Model(inputs, layer(inputs))
+    with ks.PipelineStrategy(**options).scope():
+        with pytest.raises(ValueError, match=expected):
+            model.compile("sgd", "mse")
+    # As the error says, and where nothing is trained in parts.
+    for schedule in ("1f1b", "stash"):
+        other = keras.models.clone_model(model)
+        number = 1 if schedule == "1f1b" else None
+        strategy = ks.PipelineStrategy(schedule, num_micro_batches=number)
+        with strategy.scope():
+            other.compile("sgd", "mse")
+        assert other.predict(np.zeros((8, 2, 3)), 8, verbose=0).shape[0] == 8
+
+
 def test_refusals(cluster):
     for found in cluster("native", 2).run(pipeline_functions.refusals):
         expected = set(_REFUSALS)

@@ -90,7 +90,7 @@ def test_layers_on_one_worker(cluster, name):
     ],
 )
 def test_schedules_without_a_flush(cluster, name, schedule):
-    ranks = cluster("native", 2).run(fit_functions.run, name, schedule)
+    ranks = cluster("native", 2).run(fit_functions.run, name, schedule, None)
     _check(ranks, name)
 
 
