@@ -14,14 +14,21 @@ from keras_sparsity.training.resuming import Input, checkpoint_last, resuming
 
 
 class Runs(Binding):
-    """`fit`, `evaluate` and `predict` on all ranks; rank 0 reports."""
+    """`fit`, `evaluate` and `predict` on all ranks; rank 0 reports.
+
+    And `test_on_batch` and `predict_on_batch`. `train_on_batch` is Keras's: a
+    step of a training that goes on.
+    """
 
     def __init__(self, model, steps, weights):
         self._steps, self._weights = steps, weights
         self._input = Input()
         super().__init__(
             model,
-            ["fit", "evaluate", "predict"],
+            [
+                *("fit", "evaluate", "predict"),
+                *("test_on_batch", "predict_on_batch"),
+            ],
             {keras_models.SYMBOLIC_BUILD: "build"},
         )
 
@@ -50,6 +57,18 @@ class Runs(Binding):
 
     def predict(self, *args, **kwargs):
         return self._run("predict", self._checked("predict", args, kwargs)[0])
+
+    def test_on_batch(self, *args, **kwargs):
+        return self._on_batch("test_on_batch", args, kwargs)
+
+    def predict_on_batch(self, *args, **kwargs):
+        return self._on_batch("predict_on_batch", args, kwargs)
+
+    def _on_batch(self, name, args, kwargs):
+        with collectives.explained(f"model.{name}"):
+            # The stages have the updates of the same mini-batches then.
+            self._steps.end_passes()
+            return self._stock[name](*args, **kwargs)
 
     def _checked(self, name, args, kwargs):
         """The arguments of a call, and the list of its callbacks."""

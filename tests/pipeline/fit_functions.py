@@ -46,9 +46,10 @@ def parts():
 
 
 def in_parts():
-    """Weights and predictions after `parts`, the first ones with weights.
+    """Predictions and, after the second of `parts`, loss and weights.
 
-    And the message of one without weights while those are in flight.
+    The first ones have weights. And the message of one without weights while
+    those are in flight.
     """
     keras.config.set_floatx("float64")
     try:
@@ -67,12 +68,11 @@ def in_parts():
             model.train_on_batch(*second[0])
         except tf.errors.InvalidArgumentError as error:
             message = str(error)
-        model.evaluate(*second[0], verbose=0)
+        predicted = model.predict_on_batch(first[0][0])
         for x, y in second:
             model.train_on_batch(x, y)
-        model.evaluate(*second[0], verbose=0)
-        predicted = model.predict(first[0][0], verbose=0)
-        return [*model.get_weights(), predicted], message
+        loss = model.test_on_batch(*first[0])
+        return [predicted, *model.get_weights()], loss, message
     finally:
         keras.config.set_floatx("float32")
 

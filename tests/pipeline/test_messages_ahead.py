@@ -229,13 +229,17 @@ def test_evaluation_and_other_layouts_in_between(cluster):
         pipeline_oracle.Stage([network.get_layer(n) for n in names], "momentum")
         for names in _TWO
     ]
+    x, y = fit_functions.parts()[0][0]
+    predicted = []
     for batches in fit_functions.parts():
         pipeline_oracle.train(stages, batches, "vanilla", "paper", True)
-    x, _ = fit_functions.parts()[0][0]
-    expected = [*network.get_weights(), network(x, training=False).numpy()]
-    for found, message in ranks:
+        predicted.append(network(x, training=False).numpy())
+    expected = [predicted[0], *network.get_weights()]
+    expected_loss = np.square(predicted[1] - y).mean() + sum(network.losses)
+    for found, loss, message in ranks:
         for value, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(value, other, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
         assert "mini-batches in flight have the same structure" in message
 
 
