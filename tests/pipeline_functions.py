@@ -207,9 +207,7 @@ def tables():
     )
 
 
-def line(
-    dtype="float64", num_states=2, is_watched=False, is_following=None
-):
+def line(dtype="float64", num_states=2, is_watched=False, is_following=None):
     """What has states: weights, also untrained ones, random generators.
 
     And metrics, if it is watched.

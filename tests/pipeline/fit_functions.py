@@ -299,6 +299,31 @@ def early_outputs(compile_):
     return model.get_weights(), history.history
 
 
+def small_batches(schedules):
+    """Weights and losses by schedules: of 2 examples in 4 micro-batches.
+
+    Of a dataset that does not say how many examples its batches have.
+    """
+    found = []
+    for schedule in schedules:
+        model = pipeline_functions.made("branches")
+        number = pipeline_functions.NUM_MICRO_BATCHES
+        with PipelineStrategy(schedule, ["norm"], number).scope():
+            model.compile(
+                **pipeline_functions.compile_options("branches", "momentum")
+            )
+        # A batch an epoch: without a flush nothing is out of date.
+        x, y = pipeline_functions.data("branches", 2)
+        dataset = tf.data.Dataset.from_tensor_slices((tuple(x), tuple(y)))
+        dataset = dataset.batch(2).filter(lambda x, y: True)
+        with warnings.catch_warnings():
+            # Keras's own, at the end of such a dataset.
+            warnings.filterwarnings("ignore", ".*ran out of data")
+            history = model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+        found.append((model.get_weights(), history.history["loss"]))
+    return found
+
+
 def bfloat16(compile_):
     model = dense(dtype="mixed_bfloat16")
     compile_(model, keras.optimizers.SGD(0.1), "mse")

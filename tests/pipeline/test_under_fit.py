@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from tests import pipeline_functions
 from tests.conftest import covering
 from tests.pipeline import fit_functions
 
@@ -132,6 +133,20 @@ def test_a_dataset_of_unknown_length(cluster, engine, schedule):
         for value, expected in zip(weights, others, strict=True):
             # They are traced apart, and sums are taken in another order.
             np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
+
+
+def test_fewer_examples_than_micro_batches(cluster):
+    """A dataset's batches may be smaller than `num_micro_batches`."""
+    weights, losses, _ = pipeline_functions.trained("branches", "momentum", 2)
+    for of_rank in cluster("native", 2).run(
+        fit_functions.small_batches, ["1f1b", "stash"]
+    ):
+        for found, of_epochs in of_rank:
+            np.testing.assert_allclose(of_epochs, losses, rtol=1e-4)
+            for value, expected in zip(found, weights.values(), strict=True):
+                np.testing.assert_allclose(
+                    value, expected, rtol=1e-4, atol=1e-5
+                )
 
 
 @pytest.mark.parametrize(
