@@ -492,7 +492,8 @@ def _adopted(
 def save(folder):
     """Trains and saves; messages of reads of another stage's weights.
 
-    By a program, and by a layer of the last stage, if the rank has it.
+    By a program, by a part of an exported copy, and by a layer of the last
+    stage, if the rank has it.
     """
     network = _adopted("dense", "adam", ["dense_1"])
     x, y = data("dense", 22)
@@ -512,8 +513,12 @@ def save(folder):
         lambda: tied.predict_step((tf.ones((4, 6), tf.float64),)),
         autograph=False,
     )
+    middle = plain.get_layer("dense_2").output
+    part = keras.Model(plain.inputs, middle)
     messages = [
         message_of(elsewhere.numpy),
+        # What the first one names.
+        message_of(lambda: part.predict(x, verbose=0)),
         # It is traced alone, as the other rank would wait for this one.
         message_of(step.get_concrete_function),
     ]

@@ -62,7 +62,9 @@ class Weights(Binding):
             if keras_scopes.in_symbolic_scope():
                 return tf.zeros(shape, dtype)
             fix = (
-                "`model.get_weights()` gives all weights; call it on every "
+                "`model.get_weights()` gives all weights, and "
+                "`ks.export(model)` a copy that has them, to compute with "
+                "parts of the model, such as an encoder; call either on every "
                 "rank."
             )
             if self._steps.is_in_step:

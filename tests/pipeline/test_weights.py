@@ -30,9 +30,11 @@ def test_saved_models_are_whole(cluster, tmp_path):
             for value, saved in zip(values, again.get_weights(), strict=True):
                 np.testing.assert_array_equal(value, saved)
         name = "out" if rank == 0 else "dense_0"
-        by_program, by_layer = messages
+        by_program, by_part, by_layer = messages
         assert f"'{name}/kernel' are on rank {1 - rank}" in by_program
         assert "`model.get_weights()` gives all" in by_program
+        assert "`ks.export(model)` a copy" in by_program
+        assert by_part is None
         if rank == 0:
             assert by_layer is None
         else:
