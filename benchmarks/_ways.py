@@ -81,7 +81,6 @@ def measured(
     *options,
     engine="native",
     rates=None,
-    steps=None,
 ):
     """A list of figures, one for each rate, of a training on a cluster.
 
@@ -92,19 +91,22 @@ def measured(
         machines: their number.
         options: more arguments of the program.
         engine: see `cluster.measure`.
-        rates, steps: by default the command line's.
+        rates: some of the command line's; by default all.
     """
+    rates, steps = rates or args.rates, args.steps
+    if len(steps) > 1:  # of each rate
+        steps = [steps[args.rates.index(rate)] for rate in rates]
     return cluster.measure(
         program,
         [
             *("--inside", name, "--way", way),
-            *("--steps", *map(str, steps or args.steps)),
+            *("--steps", *map(str, steps)),
             *("--steps-per-execution", str(args.steps_per_execution)),
             *options,
         ],
         engine,
         machines=machines,
-        rate=rates or args.rates,
+        rate=rates,
     )
 
 

@@ -148,20 +148,18 @@ def on_cluster(args, name, way):
     options = []
     if args.micro_batches is not None:
         options = ["--micro-batches", str(args.micro_batches)]
-    steps = args.steps * (len(args.rates) if len(args.steps) == 1 else 1)
-    runs = [(args.rates, steps)]
+    runs = [args.rates]
     # A pipeline's cuts depend on the links, which compiling measures.
     if way not in _OTHERS:
-        runs = [([r], [n]) for r, n in zip(args.rates, steps, strict=True)]
+        runs = [[rate] for rate in args.rates]
     found = [
         each
         for _ in range(args.rounds)
-        for rates, steps in runs
+        for rates in runs
         for each in _ways.measured(
             *(__file__, args, name, way, machines, *options),
             engine=engine,
             rates=rates,
-            steps=steps,
         )
     ]
     return _by_rate(found)
@@ -285,12 +283,16 @@ def inside(args):
     )
     stages, computation = (), 0
     if is_pipeline:
-        # Other work on the machine disturbs one; each measures anew.
-        plans = [ks.plan(model, batches) for _ in range(_NUM_PLANS)]
-        stages = plans[0].stages
-        computation = float(np.median([plan.step_seconds for plan in plans]))
+        plan = ks.plan(model, batches)
+        stages = plan.stages
         if not strategy.is_flushed and strategy.num_micro_batches > 1:
-            computation = _seconds_of_whole(schedule, model, plans[0], batches)
+            computation = _seconds_of_whole(schedule, model, plan, batches)
+        else:
+            # Other work on the machine disturbs one; each measures anew.
+            plans = [plan]
+            plans += [ks.plan(model, batches) for _ in range(_NUM_PLANS - 1)]
+            seconds = [each.step_seconds for each in plans]
+            computation = float(np.median(seconds))
     sent = [stage.sent_bytes + stage.returned_bytes for stage in stages]
     window.report(
         batch,
