@@ -319,7 +319,7 @@ class LayerPlacementStrategy(StagedStrategy):
             [v.dtype for v in weights],
         )
 
-    def passes(self, stage, optimizer, is_whole=False):
+    def passes(self, stage, optimizer, is_whole):
         del optimizer, is_whole
         if self.size == 1:
             return Schedule(1, (_in_turn([0]),)), None

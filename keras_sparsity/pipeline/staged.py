@@ -122,7 +122,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
         """The `HeadSums` of the first stage's gradients, or None."""
 
     @abc.abstractmethod
-    def passes(self, stage, optimizer, is_whole=False):
+    def passes(self, stage, optimizer, is_whole):
         """`(Schedule of a mini-batch's parts, Versions or None)` of a stage.
 
         Args:

@@ -277,7 +277,7 @@ class PipelineStrategy(StagedStrategy):
             return super().num_parts(schedule, versions)
         return self.num_micro_batches * self.pieces[0]
 
-    def passes(self, stage, optimizer, is_whole=False):
+    def passes(self, stage, optimizer, is_whole):
         name = self.schedule
         make = FLUSHED.get(name, schedules.one_forward_one_backward)
         number = self.num_micro_batches if is_whole else self._num_of_flushed
