@@ -21,6 +21,7 @@ from multiprocessing import reduction
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from keras_sparsity.launch import _boot, _child, environment
 
@@ -63,15 +64,14 @@ class _Popen:
             target=_run, args=(arguments, env, *files, _Sent(lifeline))
         )
         self._process.daemon = True
-        with (
-            _LOCK,
-            mock.patch.dict(os.environ, _of_the_server()),
+        # Not `mock.patch.dict`, which empties the dictionary for a moment: an
+        # import in another thread would then load a second copy of a module.
+        with _LOCK, pytest.MonkeyPatch.context() as patch:
+            for name, value in _of_the_server().items():
+                patch.setenv(name, value)
             # Else the fork would import the program's main module, which may
             # use TensorFlow before the engine is up.
-            mock.patch.dict(
-                sys.modules, {"__main__": types.ModuleType("__main__")}
-            ),
-        ):
+            patch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
             self._process.start()
         # Whoever ends it ends its group, so that must be there.
         with contextlib.suppress(ProcessLookupError):  # It has ended already.

@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from tests import launch_functions
+from tests import forked, launch_functions
 from tests.cluster import Cluster, ClusterError
 from tests.conftest import engines
 
@@ -37,6 +37,23 @@ def test_a_rank_does_not_import_the_main_module(tmp_path, monkeypatch):
     finally:
         workers.stop()
     assert not seen.exists()
+
+
+def test_modules_that_are_imported_while_a_rank_starts_stay(monkeypatch):
+    """Else another thread's imports would load them a second time."""
+    name, start = "imported_meanwhile", forked._CONTEXT.Process.start
+
+    def import_and_start(process):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        start(process)
+
+    monkeypatch.setattr(forked._CONTEXT.Process, "start", import_and_start)
+    workers = Cluster(1, "local")
+    try:
+        workers.run(launch_functions.describe)
+    finally:
+        workers.stop()
+    assert name in sys.modules
 
 
 def test_an_exception_on_every_rank_leaves_the_processes(cluster):
