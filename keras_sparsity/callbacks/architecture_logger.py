@@ -18,11 +18,11 @@ from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.callbacks.partition_search import PartitionSearch
 from keras_sparsity.health import journal
 from keras_sparsity.health.meter import Totals
-from keras_sparsity.placement import gathered, mirrored, server_sums
-from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.placement import server_sums
+from keras_sparsity.placement.gathered import AllGather
+from keras_sparsity.placement.mirrored import AllReduce
 
 _MOST_ROWS = 100_000
-_ROWS, _DENSE = gathered.ROLE, mirrored.ROLE
 _UPDATE = "optimizer/update"
 
 
@@ -189,9 +189,7 @@ class ArchitectureLogger(keras.callbacks.Callback):
                 "seconds/step": seconds / self._steps_since,
                 **_figures(totals),
             }
-            self._plan = plan = _with_measured(
-                plan, self.model.trainable_variables, totals
-            )
+            self._plan = plan = _with_measured(plan, self.model, totals)
             with self._writing():
                 for name, value in figures.items():
                     tf.summary.scalar(name, value)
@@ -316,32 +314,32 @@ def path_of(role):
                 return path
     if role.startswith("machine/"):
         return "machine"
-    if role.startswith(_ROWS):
+    if role.startswith(AllGather.role):
         return "allgather"
     if role.startswith(server_sums.ROLE):
         return "pull" if role.endswith("pull") else "push"
-    if role.startswith(_DENSE):
+    if role.startswith(AllReduce.role):
         return "allreduce"
     return "update" if role == _UPDATE else "other"
 
 
-def _with_measured(plan, model_variables, of_ranks):
+def _with_measured(plan, model, of_ranks):
     """The plan, with the bytes that were counted for each variable."""
     counted = collections.Counter()
     for totals in of_ranks:
         for role, (_, _, sent, received) in totals.items():
             counted[role] += (sent + received) / len(of_ranks)
-    starts = [
-        _start_of_roles(planned, variable)
-        for planned, variable in zip(
-            plan.variables, model_variables, strict=True
-        )
-    ]
-    sizes = [
-        v.sparsity.spec().num_bytes()
-        * (1.0 if v.architecture == "allreduce" else v.sparsity.alpha or 1.0)
-        for v in plan.variables
-    ]
+    placements = model.distribute_strategy.placements
+    starts, sizes = [], []
+    for planned, variable in zip(
+        plan.variables, model.trainable_variables, strict=True
+    ):
+        facts = planned.sparsity
+        is_of_rows = facts.alpha is not None
+        reducer = placements.of(variable).reducers[is_of_rows]
+        share = 1.0 if reducer.makes_dense else facts.alpha or 1.0
+        starts.append(reducer.role_of(variable))
+        sizes.append(facts.spec().num_bytes() * share)
     together = collections.Counter()
     for start, size in zip(starts, sizes, strict=True):
         together[start] += size
@@ -354,14 +352,3 @@ def _with_measured(plan, model_variables, of_ranks):
         num_bytes *= size / together[start]
         measured.append(dataclasses.replace(planned, measured_bytes=num_bytes))
     return dataclasses.replace(plan, variables=tuple(measured))
-
-
-def _start_of_roles(planned, variable):
-    """The prefix of the roles of a variable's calls."""
-    if planned.architecture == "allreduce":
-        return _DENSE
-    if planned.architecture == "allgather":
-        return _ROWS
-    if isinstance(variable, TableVariable):
-        return f"{variable.table.messages}/"
-    return server_sums.ROLE

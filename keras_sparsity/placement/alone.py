@@ -2,12 +2,15 @@
 
 from keras_sparsity.data import empty_parts
 from keras_sparsity.placement.base import Placement, Reducer
+from keras_sparsity.placement.gathered import AllGather
+from keras_sparsity.placement.mirrored import AllReduce
 
 
 class Own(Reducer):
     """Takes this process's own dense gradients."""
 
     path = "allreduce"  # of no bytes
+    role = AllReduce.role
 
     @classmethod
     def reduce(cls, updates, communicator, options):
@@ -18,6 +21,7 @@ class OwnRows(Reducer):
     """Takes this process's own gradients of rows."""
 
     path = "allgather"  # of no bytes
+    role = AllGather.role
 
     @classmethod
     def reduce(cls, updates, communicator, options):

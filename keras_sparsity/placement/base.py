@@ -49,10 +49,14 @@ class Reducer(abc.ABC):
     It has no instances: all that it needs are its arguments.
 
     Attributes:
-        path: name of its messages, in plans and in logs.
+        path: name of its way, in plans and in logs.
+        role: beginning of the names of its messages.
+        makes_dense: whether it sends gradients of rows as dense ones.
     """
 
     path: str
+    role: str
+    makes_dense = False
 
     @classmethod
     @abc.abstractmethod
@@ -96,6 +100,11 @@ class Reducer(abc.ABC):
             num_slots: number of the optimizer's slots of the variable.
         """
         return min(whole, own * size) * (1 + num_slots)
+
+    @classmethod
+    def role_of(cls, variable):
+        """Beginning of the names of the messages with a variable's rows."""
+        return cls.role
 
     @classmethod
     def shares_message(cls, variable):

@@ -11,8 +11,6 @@ from keras_sparsity.placement import slices
 from keras_sparsity.placement.base import Placement, Reducer
 from keras_sparsity.placement.mirrored import AllReduce
 
-# The beginning of its messages' names.
-ROLE = "optimizer/rows/"
 # Indices and gradients of any dtype travel in one message, as words.
 _WORD = tf.uint16
 
@@ -25,6 +23,7 @@ class AllGather(Reducer):
     """
 
     path = "allgather"
+    role = "optimizer/rows/"
 
     @classmethod
     def reduce(cls, updates, communicator, options):
@@ -68,7 +67,7 @@ def _wire(update, options, rank):
     return options.gradient_wire(
         values.dtype,
         values.shape[1:].num_elements(),
-        f"{ROLE}{update.variable.path}",
+        f"{AllGather.role}{update.variable.path}",
         rank,
     )
 
@@ -88,7 +87,7 @@ def _gathered(parts, communicator):
     size = communicator.size
     counts = communicator.all_gather(
         tf.stack([tf.shape(part)[0] for part in parts[::2]])[tf.newaxis],
-        name=f"{ROLE}counts",
+        name=f"{AllGather.role}counts",
         counts=np.ones(size, np.int32),
     )
     counts = tf.ensure_shape(counts, [size, len(parts) // 2])
@@ -97,7 +96,7 @@ def _gathered(parts, communicator):
     lengths = tf.reshape(counts[..., tf.newaxis] * widths, [size, -1])
     arrived = communicator.all_gather(
         tf.concat([_words(part) for part in parts], axis=0),
-        name=f"{ROLE}values",
+        name=f"{AllGather.role}values",
         counts=tf.reduce_sum(lengths, axis=1),
     )
     pieces = tf.split(arrived, tf.reshape(lengths, [-1]), num=size * len(parts))

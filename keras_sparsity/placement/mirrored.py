@@ -6,9 +6,6 @@ from keras_sparsity.data import empty_parts
 from keras_sparsity.placement import server_sums, slices
 from keras_sparsity.placement.base import Placement, Reducer
 
-# The beginning of its messages' names.
-ROLE = "optimizer/dense"
-
 
 class AllReduce(Reducer):
     """Sums dense gradients in few messages.
@@ -17,6 +14,8 @@ class AllReduce(Reducer):
     """
 
     path = "allreduce"
+    role = "optimizer/dense"
+    makes_dense = True
 
     @classmethod
     def reduce(cls, updates, communicator, options):
@@ -53,7 +52,8 @@ def _sums(tensors, communicator, options):
     with tf.name_scope("all_reduce"):
         for number, bucket in options.buckets(tensors).items():
             of_rank = empty_parts.selected([tensors[i] for i in bucket])
-            name, wire = f"{ROLE}/{number}", options.wire(of_rank[0].dtype)
+            name = f"{AllReduce.role}/{number}"
+            wire = options.wire(of_rank[0].dtype)
             if wire.dtype == wire.source:
                 of_all = communicator.all_reduce(of_rank, name=name)
             else:

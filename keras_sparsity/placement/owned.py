@@ -26,6 +26,10 @@ class Owners(Reducer):
         return own * (1 + num_slots)
 
     @classmethod
+    def role_of(cls, variable):
+        return f"{variable.table.messages}/"
+
+    @classmethod
     def shares_message(cls, variable):
         table = getattr(variable, "table", None)
         return table is not None and table.shares_messages

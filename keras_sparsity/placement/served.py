@@ -14,6 +14,7 @@ class Servers(Reducer):
     """Sums dense gradients in one message, in even parts at all servers."""
 
     path = "ps"
+    role = server_sums.ROLE
 
     @classmethod
     def reduce(cls, updates, communicator, options):
@@ -31,6 +32,7 @@ class NaiveServers(Reducer):
     """Sums each dense gradient in messages of its own, at one server."""
 
     path = "ps"
+    role = server_sums.ROLE
 
     @classmethod
     def reduce(cls, updates, communicator, options):

@@ -35,6 +35,7 @@ class OnLastRank(Placement):
 
 class Shouts(Reducer):
     path = "shouts"
+    role = "shouts/"
 
     @classmethod
     def reduce(cls, updates, communicator, options):
