@@ -302,6 +302,8 @@ def peak_memory(directory, num_rows, dim):
     model.fit(x, np.ones((8, 4 * dim)), batch_size=8, verbose=0)
     position = {"epoch": 0, "step": 1}
     communicator = strategy.collectives
+    # Not the pages of libraries that are read for the first time.
+    storage.save(model, directory, position, communicator, keep=1)
     with Peak() as saving:
         storage.save(model, directory, position, communicator, keep=1)
     path, index = storage.latest(directory, communicator)
