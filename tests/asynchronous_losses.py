@@ -18,6 +18,7 @@ import keras_sparsity as ks
 from keras_sparsity.asynchronous import joiners
 from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.checkpoint import folder as checkpoint_folder
 from keras_sparsity.machines import door
 
 NUM_BATCHES = 40
@@ -374,6 +375,27 @@ def without_a_batch(path):
     is_late = ks.collectives.current().rank == 1
     callbacks = [Wait(path)] if is_late else []
     return train(begin, epochs=3, bound=None, callbacks=callbacks)
+
+
+def while_saving(path, victim, where):
+    """A rank is killed while it writes the last of two checkpoints.
+
+    Args:
+        where: the function of `checkpoint/folder.py` in which that is; the
+            rank calls it once for each checkpoint.
+    """
+    stock, calls = getattr(checkpoint_folder, where), itertools.count(1)
+
+    def killed(*args):
+        if next(calls) == 2:
+            end_by("SIGKILL")
+        return stock(*args)
+
+    if ks.collectives.current().rank == victim:
+        setattr(checkpoint_folder, where, killed)
+    return train(
+        lambda *_: None, callbacks=[ks.callbacks.ShardedCheckpoint(path)]
+    )
 
 
 class KillIn(keras.callbacks.Callback):

@@ -1,5 +1,6 @@
 """Epochs that all workers pass through together, batch by batch."""
 
+import functools
 import time
 
 import keras
@@ -90,7 +91,9 @@ class Epochs(keras.callbacks.Callback):
 
     def _tell_checkpoint(self):
         if self._checkpoint is not None:
-            self._checkpoint.use_collectives(left(self._collectives))
+            self._checkpoint.use_collectives(
+                functools.partial(left, self._collectives)
+            )
 
     def _taken(self, stock):
         """The steps of an epoch that this worker takes."""

@@ -1,6 +1,7 @@
 """Saves the whole training state while a model trains, and resumes from it."""
 
 import contextlib
+import functools
 import logging
 import os
 import random
@@ -109,6 +110,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self.keep = keep
         self.resume = resume
         self._collectives = None
+        self._left = lambda: self._collectives
         self._found = None  # a `FoundCheckpoint`, until all is restored
         self._lock = contextlib.ExitStack()
 
@@ -261,9 +263,14 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._epoch_iterator = epoch_iterator
         self._first_is_enough = first_is_enough
 
-    def use_collectives(self, collectives):
-        """Takes the processes that save from now on: some may be lost."""
-        self._collectives = collectives
+    def use_collectives(self, left):
+        """Takes the processes that save from now on, of which some may be lost.
+
+        Args:
+            left: function that returns the `Collectives` of those that are
+                left; every rank calls it.
+        """
+        self._left, self._collectives = left, left()
 
     # Called by Keras.
 
@@ -347,14 +354,17 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "callbacks": keras_callbacks.learnt(self._others),
         }
         loss = (self._logs or {}).get("loss")
-        spoiled = storage.save(
-            self.model,
-            self.directory,
-            position,
-            self._collectives,
-            self.keep,
+        save = functools.partial(
+            *(storage.save, self.model, self.directory, position),
+            keep=self.keep,
             is_doubtful=not state.is_finite(loss),
         )
+        while True:
+            try:
+                spoiled = save(communicator=self._collectives)
+                break
+            except storage.RanksLost:
+                self._collectives = self._left()
         self._save_times.restart()
         if spoiled is None:
             self._latest = epoch, step

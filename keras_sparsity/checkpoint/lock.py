@@ -40,25 +40,25 @@ def held(directory, communicator):
 
 def check_is_shared(directory, communicator):
     """Raises, on every rank, if one cannot write, or sees another folder."""
-    probe = os.path.join(directory, f".probe-{communicator.rank}")
+    name = f".probe-{communicator.rank}"
+    probe = os.path.join(directory, name)
 
     def write():
         os.makedirs(directory, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
             os.remove(probe)
         with open(probe, "x"):  # not the target of a link
-            pass
+            return name
 
     def find():
-        probes = {f".probe-{rank}" for rank in range(communicator.size)}
-        if not probes <= set(os.listdir(directory)):
+        if not set(probes) <= set(os.listdir(directory)):
             raise OSError(
                 "what other ranks write there is not seen here; use a "
                 "folder that all machines share"
             )
 
     try:
-        _together(directory, communicator, write)
+        probes = _together(directory, communicator, write)
         # Which ends when all ranks have looked.
         _together(directory, communicator, find)
     finally:
@@ -68,7 +68,7 @@ def check_is_shared(directory, communicator):
 
 def _together(directory, communicator, attempt):
     what = f"use the directory {directory} for checkpoints"
-    storage.on_all_ranks(communicator, what, attempt)
+    return storage.on_all_ranks(communicator, what, attempt)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,10 @@ from keras_sparsity.checkpoint import folder, index, restoring, state
 from keras_sparsity.global_batch import random_states
 
 
+class RanksLost(Exception):
+    """Some ranks were lost meanwhile: those that are left can save anew."""
+
+
 def save(model, directory, position, communicator, keep, is_doubtful=False):
     """Writes a checkpoint; every rank calls it.
 
@@ -41,46 +45,60 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
             checkpoints stay.
         ValueError: on every rank, if `position` has a value that JSON cannot
             hold.
+        RanksLost: on every rank that is left, if nothing was written because
+            others were lost.
     """
     name = folder.name_of(position["epoch"], position["step"])
     path = folder.partial(directory, name)
     together = functools.partial(
         on_all_ranks, communicator, f"write the checkpoint {name}"
     )
-    is_first = communicator.rank == 0
-    entries = state.entries(model)
+    rank, entries = communicator.rank, state.entries(model)
 
-    def begin():
-        spoiled = state.spoiled(entries, communicator.rank, is_doubtful)
-        if not is_first:
-            return spoiled, None
-        plain = {key: index.plain(v, key) for key, v in position.items()}
-        if not spoiled:
-            folder.begin(directory, name)
-        return spoiled, plain
+    def all_results(attempt):
+        results = together(attempt)
+        if len(results) < communicator.size:
+            raise RanksLost
+        return results
 
     try:
-        begun = together(begin)
+        begun = all_results(
+            lambda: _begun(directory, position, entries, rank, is_doubtful)
+        )
         spoiled = next((weight for weight, _ in begun if weight), None)
         if spoiled:
             shutil.rmtree(path, ignore_errors=True)
             return spoiled
         differing = _differing(entries, communicator)
-        sealed = together(
+        sealed = all_results(
             lambda: _write_files(path, entries, differing, communicator)
         )
 
         def commit():
-            if is_first:
+            if rank == 0:
                 facts = begun[0][1], sealed, entries, differing, communicator
                 index.write(path, _contents(*facts))
                 folder.commit(directory, name, keep)
+            return rank == 0
 
-        together(commit)
+        if not any(together(commit)):
+            raise RanksLost
     except BaseException:
-        if is_first:
+        if rank == 0:
             shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def _begun(directory, position, entries, rank, is_doubtful):
+    """A spoiled weight or None, and of the first rank the plain position."""
+    spoiled = state.spoiled(entries, rank, is_doubtful)
+    if rank != 0:
+        return spoiled, None
+    plain = {key: index.plain(v, key) for key, v in position.items()}
+    if not spoiled:
+        name = folder.name_of(position["epoch"], position["step"])
+        folder.begin(directory, name)
+    return spoiled, plain
 
 
 def _contents(position, sealed, entries, differing, communicator):
@@ -103,7 +121,8 @@ def on_all_ranks(communicator, what, attempt):
     """Does something that may fail on some ranks; then it fails on all.
 
     Returns:
-        List of the results of `attempt()`, by rank.
+        List of the results of `attempt()`, by rank, without those of ranks
+        that were lost meanwhile.
 
     Raises:
         OSError: if it raised one on any rank.
@@ -116,13 +135,11 @@ def on_all_ranks(communicator, what, attempt):
     except Exception as raised:
         mine, told = raised, _told(raised)
     outcomes = communicator.gather_objects(
-        (result, told), name="checkpoint/outcomes"
+        (communicator.rank, result, told), name="checkpoint/outcomes"
     )
-    failures = [
-        (rank, *told) for rank, (_, told) in enumerate(outcomes) if told
-    ]
+    failures = [(rank, *told) for rank, _, told in outcomes if told]
     if not failures:
-        return [result for result, _ in outcomes]
+        return [result for _, result, _ in outcomes]
     if mine is not None and not isinstance(mine, OSError):
         raise mine
     listed = "; ".join(f"rank {rank}: {text}" for rank, _, text, _ in failures)
@@ -151,19 +168,18 @@ def latest(directory, communicator, is_resumed=False):
     Raises:
         ValueError: on every rank, if a file of it is damaged. Says which
             checkpoint is the previous one.
+        RuntimeError: on every rank that is left, if rank 0 was lost meanwhile.
     """
-    names, contents, problem = [], None, None
+    found = None
     if communicator.rank == 0:
-        names = folder.complete(directory)
-        try:
-            if names:
-                last = os.path.join(directory, names[-1])
-                contents = index.read(last, is_resumed)
-        except ValueError as error:
-            problem = str(error)
-    names, contents, problem = communicator.gather_objects(
-        (names, contents, problem), name="checkpoint/latest"
-    )[0]
+        found = _looked_up(directory, is_resumed)
+    found = communicator.gather_objects(found, name="checkpoint/latest")[0]
+    if found is None:
+        raise RuntimeError(
+            f"The rank that looked for a checkpoint in {directory} was lost "
+            "meanwhile. Start the training again."
+        )
+    names, contents, problem = found
     if not names:
         return None
     path = os.path.join(directory, names[-1])
@@ -186,6 +202,18 @@ def latest(directory, communicator, is_resumed=False):
             f"it out of its folder to {where}."
         )
     return path, contents
+
+
+def _looked_up(directory, is_resumed):
+    """Names of the checkpoints; the last one's index, or what is wrong."""
+    names = folder.complete(directory)
+    try:
+        if not names:
+            return names, None, None
+        last = os.path.join(directory, names[-1])
+        return names, index.read(last, is_resumed), None
+    except ValueError as error:
+        return names, None, str(error)
 
 
 def restore(model, path, contents, communicator, sections):
@@ -248,10 +276,10 @@ def read_host_states(path, contents, communicator):
         with state.Source(os.path.join(path, name)) as file:
             text = file.text("host_random_states")
         random_states.parsed(text)
-        return text
+        return communicator.rank, text
 
     what = f"read the checkpoint {path}"
-    return on_all_ranks(communicator, what, read)[communicator.rank]
+    return dict(on_all_ranks(communicator, what, read))[communicator.rank]
 
 
 def _write_files(path, entries, differing, communicator):

@@ -9,7 +9,9 @@ import sys
 import numpy as np
 import pytest
 
+import keras_sparsity as ks
 from keras_sparsity import launch
+from keras_sparsity.checkpoint import storage
 from tests import asynchronous_losses as losses
 from tests import forked
 from tests.conftest import covering, engines
@@ -96,6 +98,28 @@ def test_without_dedicated_servers_it_ends_all(engine, tmp_path):
 def test_a_worker_that_leaves_is_not_waited_for(kind):
     results = _run(losses.behind_step, 2, "native", [1], kind, 5)
     _check(results, [1])
+
+
+@pytest.mark.parametrize(
+    ("engine", "victim", "where"),
+    covering(
+        [
+            (engine, *lost)
+            for engine in ("native", "horovod")
+            # Rank 0 writes the index and gives the checkpoint its name.
+            for lost in ((1, "seal"), (0, "begin"), (0, "commit"))
+        ],
+        [("native", 1, "seal"), ("native", 0, "commit")],
+    ),
+)
+def test_a_rank_is_lost_while_a_checkpoint_is_written(
+    engine, victim, where, tmp_path
+):
+    results = _run(losses.while_saving, 2, engine, str(tmp_path), victim, where)
+    _check(results, [victim])
+    _, index = storage.latest(tmp_path, ks.collectives.current(), True)
+    assert index["position"]["epoch"] == 2
+    assert index["num_processes"] == 2
 
 
 def test_a_stopped_worker_is_left_behind():
