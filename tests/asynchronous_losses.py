@@ -9,13 +9,14 @@ import signal
 import sys
 import threading
 import time
+from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.asynchronous import joiners
+from keras_sparsity.asynchronous import joiners, store
 from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.checkpoint import folder as checkpoint_folder
@@ -167,6 +168,16 @@ def train(
     # A call of all ranks that are left.
     ranks = strategy.collectives.gather_objects(strategy.rank)
     return applied(model), history.history, steps, ranks
+
+
+def in_blocks():
+    """Variables go to servers and back in small blocks of rows."""
+    with mock.patch.object(store, "_BLOCK_BYTES", 10_000):
+        return train(
+            lambda *_: None,
+            # The next one gives the servers what this one has trained.
+            before=lambda model, data: model.fit(data, verbose=0),
+        )
 
 
 def end_by(kind):

@@ -97,6 +97,30 @@ class Operations:
                 values.append(cell.read())
         return [], values
 
+    def fill(self, name):
+        filled = []
+        for device, cell in self._cells(name):
+            with tf.device(device):
+                filled.append(cell.fill(0))
+        return [], [], *filled
+
+    def assign_block(self, name, number):
+        """Of the piece of a number: the first row, and rows from there on."""
+        device, cell = self._cells(name)[number]
+        with tf.device(device):
+            first = tf.compat.v1.placeholder(tf.int64, [])
+            shape = None, *cell.shape[1:]
+            rows = tf.compat.v1.placeholder(cell.dtype, shape)
+            ids = first + tf.range(tf.shape(rows, tf.int64)[0])
+            return [first, rows], [], cell.assign_rows(ids, rows)
+
+    def read_block(self, name, number):
+        """Of the piece of a number: the first row, and that behind the last."""
+        device, cell = self._cells(name)[number]
+        with tf.device(device):
+            ends = [tf.compat.v1.placeholder(tf.int64, []) for _ in range(2)]
+            return ends, [cell.read(tf.range(*ends))]
+
     def count(self):
         value = tf.compat.v1.placeholder(tf.int64, [])
         servers = self.servers.values()

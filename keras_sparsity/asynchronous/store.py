@@ -14,6 +14,9 @@ from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.stored import joined, placed
 from keras_sparsity.board.epoch_figures import ServerTraffic
 
+# A message of TensorFlow's servers has at most 2 GiB.
+_BLOCK_BYTES = 256 * 2**20
+
 
 class Store:
     """The variables of a model in training.
@@ -83,11 +86,22 @@ class Store:
         """Gives the servers all values of this process; by one worker."""
         for stored in self._stored:
             for variable in [stored.variable, *stored.slots]:
-                value = keras.ops.convert_to_numpy(variable)
-                assign = self._call(self._operations.assign, id(variable))
-                assign(*(value[piece.rows] for piece in stored.pieces))
+                self._upload(stored, variable)
         iterations = int(self._optimizer.iterations)
         self._call(self._operations.count)(np.int64(iterations))
+
+    def _upload(self, stored, variable):
+        value = keras.ops.convert_to_numpy(variable)
+        parts = [value[piece.rows] for piece in stored.pieces]
+        operations, name = self._operations, id(variable)
+        if max(part.nbytes for part in parts) <= _BLOCK_BYTES:
+            self._call(operations.assign, name)(*parts)
+            return
+        self._call(operations.fill, name)()
+        for number, part in enumerate(parts):
+            assign = self._call(operations.assign_block, name, number)
+            for first, end in _blocks(part):
+                assign(first, part[first:end])
 
     def create(self):
         """Begins the facts about workers; by one process, before all others."""
@@ -101,12 +115,24 @@ class Store:
         """
         for stored in self._stored:
             for variable in [stored.variable, *stored.slots]:
-                read = self._call(self._operations.read, id(variable))
-                rows = [piece.rows for piece in stored.pieces]
-                variable.assign(joined(rows, read(), tuple(variable.shape)))
+                variable.assign(self._downloaded(stored, variable))
         (version,) = self._call(self._operations.version)()
         self._optimizer.iterations.assign(version)
         return int(version)
+
+    def _downloaded(self, stored, variable):
+        shape, rows = tuple(variable.shape), [p.rows for p in stored.pieces]
+        operations, name = self._operations, id(variable)
+        dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+        whole = np.empty(shape, dtype)
+        parts = [whole[of_piece] for of_piece in rows]
+        if max(part.nbytes for part in parts) <= _BLOCK_BYTES:
+            return joined(rows, self._call(operations.read, name)(), shape)
+        for number, part in enumerate(parts):
+            read = self._call(operations.read_block, name, number)
+            for first, end in _blocks(part):
+                (part[first:end],) = read(first, end)
+        return whole
 
     def destroy(self):
         """Frees the servers' memory; by one worker, when all are done."""
@@ -284,6 +310,13 @@ class Store:
                     self._session, feeds, fetches, targets
                 )
         return self._calls[key]
+
+
+def _blocks(part):
+    """The first row of each block of an array, and that behind its last."""
+    number = max(1, _BLOCK_BYTES // part[:1].nbytes)
+    for first in range(0, len(part), number):
+        yield first, min(first + number, len(part))
 
 
 def _sent(cuts):
