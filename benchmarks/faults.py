@@ -13,7 +13,8 @@ weights and its own row of an `Embedding`, under Adagrad, so that the final
 slots are how often each batch was applied, and its number is its loss, so that
 the last epoch's is how often each was counted. A worker is killed at any
 instant, and the others end the training. A server is killed as a rank is, but
-not before the first checkpoint is complete, and the processes resume from one.
+not before the first checkpoint is complete, and the processes resume from one: the
+first server, as others come back alone and lose updates.
 """
 
 import argparse
@@ -298,7 +299,7 @@ def disturbed(args, folder, chance):
     rank = chance.randrange(args.num_processes)
     num_checkpoints = args.steps * args.epochs // 4
     if args.kill == "server":
-        rank = args.num_processes + chance.randrange(args.servers)
+        rank = args.num_processes
         num_checkpoints = args.epochs
     checkpoints = os.path.join(folder, "checkpoints")
     first, seconds = 1, 0.9 * args.seconds

@@ -6,6 +6,8 @@ from keras_sparsity.asynchronous.cells import Cell, after, locked, tokens
 
 # The clock of a worker that takes no further step in this epoch.
 _DONE = 2**62
+# More than all servers' processes that wait for the end of an epoch.
+_MANY = 1000
 
 
 class Clocks:
@@ -32,7 +34,7 @@ class Clocks:
             self._mutex = tf.raw_ops.MutexV2(shared_name=f"{name}/mutex")
             self._clocks = Cell(f"{name}/steps", tf.int64, [size])
             self._tokens = [tokens(f"{name}/tokens/{r}") for r in range(size)]
-            # Gets a token when all workers have taken their last step.
+            # Gets tokens when all workers have taken their last step.
             self._over = tokens(f"{name}/over")
             self.reset = self._made_reset()
         self._device = device
@@ -49,16 +51,34 @@ class Clocks:
     def over(self):
         """Waits until no worker takes a further step in this epoch."""
         with tf.device(self._device):
-            token = self._over.dequeue()
-            # For the next one that waits.
-            with tf.control_dependencies([self._over.enqueue(token)]):
-                return tf.identity(token)
+            return self._over.dequeue()
 
-    def end(self):
-        """Counts a step of this worker."""
+    def restore(self):
+        """Makes `(feeds, fetches)` of giving a token that was taken in vain.
+
+        It may have been taken, or not. Feeds: how many steps this worker has
+        begun with one.
+        """
+        with tf.device(self._device):
+            begun = tf.compat.v1.placeholder(tf.int64, [])
+            queue = self._tokens[self._rank]
+
+            def restored():
+                slowest = tf.reduce_min(self._clocks.read())
+                left = tf.cast(queue.size(), tf.int64)
+                number = slowest + 1 + self._bound - begun - left
+                # All are done if this worker is taken for lost.
+                is_any = (number > 0) & tf.not_equal(slowest, _DONE)
+                number = tf.where(is_any, number, tf.zeros_like(number))
+                return after([_given(queue, number)], number)
+
+            return [begun], [locked(self._mutex, restored)]
+
+    def end(self, number):
+        """Counts the steps of this worker, now so many."""
         with tf.device(self._device):
             return self._moved(
-                self._rank, lambda clock: tf.minimum(clock + 1, _DONE)
+                self._rank, lambda clock: tf.maximum(clock, number)
             )
 
     def finish(self, rank):
@@ -80,7 +100,7 @@ class Clocks:
             )
             given = [_given(queue, number) for queue in self._tokens]
             is_over = are_done & tf.not_equal(earlier, _DONE)
-            given.append(_given(self._over, tf.cast(is_over, tf.int64)))
+            given.append(_given(self._over, tf.where(is_over, _MANY, 0)))
             return after([*given, self._clocks.assign(now)], slowest)
 
         return locked(self._mutex, moved)

@@ -65,9 +65,11 @@ class Epochs(keras.callbacks.Callback):
         self._training = training
 
     def on_epoch_begin(self, epoch, logs=None):
-        self._has_begun = True
-        self._training.begin_epoch(epoch, self._progress)
-        self._tell_checkpoint()
+        self._has_begun, self._epoch = True, epoch
+        # A server that comes back does so behind this, which others have done.
+        if not self._training.comes_back():
+            self._training.begin_epoch(epoch, self._progress)
+            self._tell_checkpoint()
         if self._num_read:
             replay(self._iterator, self._num_read, 0, lambda: None, True)
             self._num_read = 0
@@ -98,6 +100,8 @@ class Epochs(keras.callbacks.Callback):
     def _taken(self, stock):
         """The steps of an epoch that this worker takes."""
         if self._collectives.is_server:
+            saved = self._checkpoint
+            self._training.serve_steps(saved and saved.has(self._epoch))
             return
         reader = _Reader(stock(), self._iterator)
         while (number := self._next(reader)) is not None:

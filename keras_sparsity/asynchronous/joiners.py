@@ -50,7 +50,9 @@ def begun(model, callbacks, arguments, number):
     """Context of a `fit`, as `resuming.resuming`; waits for others' epoch.
 
     A `fit` that the others have ended is resumed by a joining process alone,
-    from the end of its `ShardedCheckpoint`.
+    from the end of its `ShardedCheckpoint`. So is one that they run, by a
+    server, which takes its place in their epoch with the state at its
+    beginning.
 
     Args:
         arguments: `fit`'s, by name; gets `initial_epoch`.
@@ -62,13 +64,18 @@ def begun(model, callbacks, arguments, number):
     """
     collectives = model.distribute_strategy.collectives
     letters = meeting.joining(collectives)
-    epoch = letters and letters.wait(number)
+    is_server = collectives.is_server
+    comes_back = letters and is_server and letters.runs(number)
+    epoch = None if is_server else letters and letters.wait(number)
     if epoch is None:
         trains = letters is None
         told = arguments, meeting.left(collectives), trains
         with resuming.resuming(model, callbacks, *told) as checkpoint:
             is_over = _first(arguments) >= arguments.get("epochs", 1)
-            if not trains and not is_over:
+            if not trains and is_server:
+                has_it = checkpoint and checkpoint.has(_first(arguments))
+                _check_has_state(has_it if comes_back else is_over, number)
+            elif not trains and not is_over:
                 _stay_out(number)
             yield checkpoint, 0
         return
@@ -87,6 +94,16 @@ def begun(model, callbacks, arguments, number):
 
 def _first(arguments):
     return arguments.get("initial_epoch", 0)
+
+
+def _check_has_state(has_state, number):
+    if not has_state:
+        raise RuntimeError(
+            "A server that was started anew takes the state of each `fit` "
+            "from its ShardedCheckpoint. Received: no checkpoint of `fit` "
+            f"number {number + 1} of the script that has it. Give each one, "
+            "with a folder of its own, the same each time the script is run."
+        )
 
 
 def _stay_out(number):

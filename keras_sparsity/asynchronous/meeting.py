@@ -37,7 +37,7 @@ def lasting(collectives):
         servers = tf_servers.started(collectives)
         letters = Letters(servers, collectives)
         servers.add(letters)
-        watch.go_on_without(range(collectives.num_workers), servers.lose)
+        watch.go_on_without(range(collectives.num_workers), servers.change)
         collectives.barrier("servers/lasting")
         if servers.is_first and door.is_wanted():
             door.open_for(
@@ -110,13 +110,14 @@ class Letters:
 
     A new process of a lost rank is alone at first: it has its own letters. It
     waits to be admitted, which happens at the beginning of an epoch, and the
-    others wait for its next letter from then on. The first owner of `Servers`
-    has the letters.
+    others wait for its next letter from then on. That of a server takes the
+    earlier one's place within an epoch. The first owner of `Servers` has the
+    letters.
     """
 
     def __init__(self, servers, collectives):
         self.rank, self.size = collectives.rank, collectives.size
-        self._count = 0
+        self._count, self._first = 0, servers.owners[0]
         self.is_alone = door.facts() is not None
         graph = tf.Graph()
         session = servers.session(graph)
@@ -261,6 +262,23 @@ class Letters:
         """Takes part from now on."""
         self._count, self.is_alone = int(self._joins_at), False
         watch.joined()
+
+    def runs(self, fit):
+        """Whether the others run a `fit`."""
+        return self._see()[-1] == fit
+
+    def take_place(self):
+        """Takes part from now on, as a server; while the first one waits.
+
+        That has not put the letter at the end of the epoch; the server that was
+        lost may have.
+        """
+        _, numbers, _ = self._see()
+        self._joins_at = numbers[self._first]
+        self.join()
+
+    def leave_out_at(self, number, ranks):
+        """Only the first server has letters."""
 
     def gather(self, name, value):
         """dict from a rank to its value, of all that are not lost."""

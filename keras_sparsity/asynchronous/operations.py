@@ -73,18 +73,19 @@ class Operations:
     def _device(self, piece):
         return self.servers[piece.server].device
 
-    def _cells(self, name):
+    def _cells(self, name, number=None):
         """The devices and cells of a variable or slot, piece by piece."""
         return [
             (self._device(piece), piece.cells[name])
             for stored in self._stored
             for piece in stored.pieces
-            if name in piece.cells
+            if name in piece.cells and number in (None, piece.server)
         ]
 
-    def assign(self, name):
+    def assign(self, name, number=None):
+        """Of the pieces at all servers, or at one."""
         feeds, assigned = [], []
-        for device, cell in self._cells(name):
+        for device, cell in self._cells(name, number):
             with tf.device(device):
                 feeds.append(tf.compat.v1.placeholder(cell.dtype, cell.shape))
                 assigned.append(cell.assign(feeds[-1]))
@@ -97,16 +98,16 @@ class Operations:
                 values.append(cell.read())
         return [], values
 
-    def fill(self, name):
+    def fill(self, name, number=None):
         filled = []
-        for device, cell in self._cells(name):
+        for device, cell in self._cells(name, number):
             with tf.device(device):
                 filled.append(cell.fill(0))
         return [], [], *filled
 
-    def assign_block(self, name, number):
-        """Of the piece of a number: the first row, and rows from there on."""
-        device, cell = self._cells(name)[number]
+    def assign_block(self, name, index, number=None):
+        """Of one of the pieces: the first row, and rows from there on."""
+        device, cell = self._cells(name, number)[index]
         with tf.device(device):
             first = tf.compat.v1.placeholder(tf.int64, [])
             shape = None, *cell.shape[1:]
@@ -114,9 +115,9 @@ class Operations:
             ids = first + tf.range(tf.shape(rows, tf.int64)[0])
             return [first, rows], [], cell.assign_rows(ids, rows)
 
-    def read_block(self, name, number):
-        """Of the piece of a number: the first row, and that behind the last."""
-        device, cell = self._cells(name)[number]
+    def read_block(self, name, index):
+        """Of one of the pieces: the first row, and that behind the last."""
+        device, cell = self._cells(name)[index]
         with tf.device(device):
             ends = [tf.compat.v1.placeholder(tf.int64, []) for _ in range(2)]
             return ends, [cell.read(tf.range(*ends))]
@@ -134,14 +135,20 @@ class Operations:
         begun = [self._clocks.reset, self._batches.reset]
         return [], [], *begun, *(s.reset for s in self.servers.values())
 
-    def leave_out(self):
+    def take_place(self, number):
+        first = self.servers[self._first]
+        return [], [], *self.servers[number].take_place(first)
+
+    def leave_out(self, number):
+        """At one server."""
         rank = tf.compat.v1.placeholder(tf.int64, [])
-        told = [server.leave_out(rank) for server in self.servers.values()]
-        with tf.control_dependencies(told):
-            return [rank], [
-                self._batches.leave_out(rank),
-                self._clocks.finish(rank),
-            ]
+        return [rank], [self.servers[number].leave_out(rank)]
+
+    def hand_out(self):
+        """Nobody waits any more for a lost worker, and its batches."""
+        rank = tf.compat.v1.placeholder(tf.int64, [])
+        returned, finished = self._batches.leave_out, self._clocks.finish
+        return [rank], [returned(rank), finished(rank)]
 
     def welcome(self):
         rank = tf.compat.v1.placeholder(tf.int64, [])
@@ -171,6 +178,9 @@ class Operations:
 
     def wait(self):
         return [], [self._clocks.begin()]
+
+    def restore_token(self):
+        return self._clocks.restore()
 
     def pull(self, waits, *names):
         waited = [self._clocks.begin()] if waits else []
@@ -223,11 +233,12 @@ class Operations:
         for number, server in self.servers.items():
             of_server, count = server.push(gradients[number])
             facts, counts = [*facts, *of_server], [*counts, count]
-        ended = []
+        steps, ended = [], []
         if self._is_bounded:
+            steps = [tf.compat.v1.placeholder(tf.int64, [])]
             with tf.control_dependencies(counts):
-                ended = [self._clocks.end()]
-        return [*facts, *feeds], counts, *ended
+                ended = [self._clocks.end(*steps)]
+        return [*steps, *facts, *feeds], counts, *ended
 
     def _pushed(self, piece, is_of_rows):
         """Placeholders: row numbers, the gradient, the weights or rows read.

@@ -171,6 +171,12 @@ class Runs(Binding):
         """The results of the first worker; a server has no input."""
         if not self._collectives.num_servers:
             return self._stock[name](*args, **kwargs)
+        if self._collectives.is_server and meeting.joining(self._collectives):
+            raise RuntimeError(
+                f"A server that was started anew has no results of `{name}` "
+                f"before `fit`. Received: `{name}` before it. Call it after "
+                "the last `fit`."
+            )
         rank, gather = self._collectives.rank, self._collectives.gather_objects
         results, found = None, []
         if not self._collectives.is_server:

@@ -8,12 +8,17 @@ import contextlib
 import logging
 import os
 import threading
+import time
 
 import tensorflow as tf
 
+from keras_sparsity.asynchronous.sessions import Outages
+from keras_sparsity.health import errors, watch
 from keras_sparsity.machines import addresses, door, firewall, ports, settings
 
 _JOB = "keras_sparsity"
+# Between two looks for a lost server's new process.
+_LOOK_SECONDS = 0.02
 
 
 class Servers:
@@ -27,6 +32,7 @@ class Servers:
             or all ranks.
         is_first: whether this process has the first of them.
         addresses: the host and port of each.
+        outages: `Outages`.
     """
 
     def __init__(self, collectives):
@@ -42,6 +48,10 @@ class Servers:
         used = sorted({collectives.rank, *self.owners})
         self._filters = [f"/job:{_JOB}/task:{number}" for number in used]
         self.is_first = collectives.rank == first
+        # All but the first, which has the facts by which ranks meet.
+        can_return = door.is_wanted() and collectives.num_servers
+        self._returning = self.owners[1:] if can_return else []
+        self.outages = Outages(bool(self._returning))
         self._shared, self._lost = [], []
         self._lock = threading.Lock()
         collectives.barrier("servers/started")
@@ -59,10 +69,13 @@ class Servers:
             config=tf.compat.v1.ConfigProto(device_filters=self._filters),
         )
 
-    # Lost workers. The first owner's process tells the servers.
+    # Lost ranks. The first owner's process tells the servers of workers.
 
     def add(self, shared):
-        """Has `shared.leave_out(rank)` called for each rank that is lost."""
+        """Has `shared.leave_out(rank)` called for each worker that is lost.
+
+        And `shared.leave_out_at(server, ranks)` of a server that has come back.
+        """
         with self._lock:
             self._shared.append(shared)
             self._leave_out(self._lost, shared)
@@ -86,12 +99,38 @@ class Servers:
                 store.reset()
             self._leave_out(self._lost, store)
 
-    def lose(self, rank):
-        """From now on a rank changes nothing at the servers."""
+    def change(self, rank, is_lost):
+        """A rank is lost, or is a server that was lost and has come back."""
+        if rank < self.num_workers:
+            self._lose(rank)
+        elif is_lost:
+            self.outages.begin(rank)
+        else:
+            self.outages.end(rank)
+            with self._lock:
+                for shared in self._shared if self.is_first else []:
+                    # Those that were lost while this server began.
+                    shared.leave_out_at(rank, self._lost)
+
+    def _lose(self, rank):
+        """From now on a worker changes nothing at the servers."""
         with self._lock:
             self._lost.append(rank)
             for shared in self._shared:
                 self._leave_out([rank], shared)
+
+    def begin_returns(self):
+        """From now on, all wait for the new process of a lost server."""
+        if self.is_first and self._returning:
+            watch.returning().allow(self._returning)
+
+    def end_returns(self):
+        """Waits for all servers. From now on, the loss of one ends all."""
+        if self.is_first and self._returning:
+            while not watch.returning().end():
+                if errors.failure() is not None:
+                    raise errors.CollectiveError(errors.failure())
+                time.sleep(_LOOK_SECONDS)
 
     def _leave_out(self, ranks, shared):
         if self.is_first:

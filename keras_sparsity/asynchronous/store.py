@@ -1,16 +1,17 @@
 """A model's variables at the servers, as a worker uses them."""
 
+import contextlib
 import threading
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous.batches import LOST
 from keras_sparsity.asynchronous.interruptible import Interruptible
 from keras_sparsity.asynchronous.meeting import raise_of_lost
 from keras_sparsity.asynchronous.operations import Operations
+from keras_sparsity.asynchronous.sessions import LastingSession
 from keras_sparsity.asynchronous.stored import joined, placed
 from keras_sparsity.board.epoch_figures import ServerTraffic
 
@@ -24,6 +25,9 @@ class Store:
     Each server holds variables, or pieces of them, with their slots, and counts
     the pushes that it has applied. A push, and a read of its variables, holds
     the server's mutex: what is read is the version that is named by the count.
+
+    Calls are made again when a lost server has come back: by what they do, or
+    by numbers that they tell, the second time changes nothing.
 
     Args:
         servers: `Servers`.
@@ -58,7 +62,7 @@ class Store:
         self._of = {id(each.variable): each for each in self._stored}
         self._whole = [each for each in self._stored if not each.is_of_rows]
         self._graph = tf.Graph()
-        self._session = servers.session(self._graph)
+        self._session = LastingSession(servers, self._graph)
         self._calls = {}
         self._counting = threading.Lock()  # Rows may come beside a pull.
         with self._graph.as_default():
@@ -67,11 +71,21 @@ class Store:
                 *(is_staleness_aware, compensation, name, wire),
             )
         self.begin_figures()
-        # Called from another thread, when no other operation is made.
-        self._leave_out = self._call(self._operations.leave_out)
+        # Called from other threads, when no other operation is made.
+        self._leave_out = {
+            number: self._call(self._operations.leave_out, number)
+            for number in self._operations.servers
+        }
+        self._hand_out = self._call(self._operations.hand_out)
+        if self._is_bounded and rank < servers.num_workers:
+            self._give_token = self._call(self._operations.restore_token)
 
     def begin_figures(self):
-        """Counts from zero: `waiting_seconds`, and `traffic` by server."""
+        """Counts from zero: `waiting_seconds`, and `traffic` by server.
+
+        And the steps of the epoch that this worker has begun, and ended.
+        """
+        self._num_begun = self._num_ended = 0
         self.waiting_seconds = 0.0
         self.traffic = {
             number: ServerTraffic() for number in self._operations.servers
@@ -85,23 +99,32 @@ class Store:
     def upload(self):
         """Gives the servers all values of this process; by one worker."""
         for stored in self._stored:
-            for variable in [stored.variable, *stored.slots]:
-                self._upload(stored, variable)
+            self._assign(stored, stored.pieces)
         iterations = int(self._optimizer.iterations)
         self._call(self._operations.count)(np.int64(iterations))
 
-    def _upload(self, stored, variable):
-        value = keras.ops.convert_to_numpy(variable)
-        parts = [value[piece.rows] for piece in stored.pieces]
-        operations, name = self._operations, id(variable)
-        if max(part.nbytes for part in parts) <= _BLOCK_BYTES:
-            self._call(operations.assign, name)(*parts)
-            return
-        self._call(operations.fill, name)()
-        for number, part in enumerate(parts):
-            assign = self._call(operations.assign_block, name, number)
-            for first, end in _blocks(part):
-                assign(first, part[first:end])
+    def take_place(self, number):
+        """Gives a server's new process its values of this process."""
+        if number in self._operations.servers:
+            for stored in self._stored:
+                pieces = [p for p in stored.pieces if p.server == number]
+                self._assign(stored, pieces, number)
+            self._call(self._operations.take_place, number)()
+
+    def _assign(self, stored, pieces, *server):
+        operations = self._operations
+        for variable in [stored.variable, *stored.slots] if pieces else []:
+            value, name = keras.ops.convert_to_numpy(variable), id(variable)
+            parts = [value[piece.rows] for piece in pieces]
+            if max(part.nbytes for part in parts) <= _BLOCK_BYTES:
+                self._call(operations.assign, name, *server)(*parts)
+                continue
+            self._call(operations.fill, name, *server)()
+            for index, part in enumerate(parts):
+                told = operations.assign_block, name, index, *server
+                assign = self._call(*told)
+                for first, end in _blocks(part):
+                    assign(first, part[first:end])
 
     def create(self):
         """Begins the facts about workers; by one process, before all others."""
@@ -151,7 +174,15 @@ class Store:
 
         Its batch is handed out again. From any thread.
         """
-        self._leave_out(rank)
+        for number in self._leave_out:
+            self.leave_out_at(number, [rank])
+        self._hand_out(rank, waits=False)
+
+    def leave_out_at(self, number, ranks):
+        """At one server; if it is lost, its new process is told later."""
+        with contextlib.suppress(tf.errors.OpError):
+            for rank in ranks:
+                self._leave_out[number](rank, waits=False)
 
     def welcome(self, rank):
         """A lost worker's new process may push again; while all wait."""
@@ -186,7 +217,14 @@ class Store:
         """Waits for the bound."""
         if self._is_bounded:
             (waited,) = self._call(self._operations.wait)()
-            self.waiting_seconds += float(waited)
+            self._begin_step(waited)
+
+    def _begin_step(self, waited):
+        self.waiting_seconds += float(waited)
+        self._num_begun += 1
+
+    def _restore_token(self):
+        self._give_token(self._num_begun)
 
     def pull(self, is_bounded=True, lookups=()):
         """Waits for the bound, then reads `dense` and rows, all at once.
@@ -204,9 +242,10 @@ class Store:
         cuts = self._cuts(lookups)
         waits = is_bounded and self._is_bounded
         pull = self._call(self._operations.pull, waits, *names)
-        version, *parts = pull(*_sent(cuts))
+        again = {"again": self._restore_token} if waits else {}
+        version, *parts = pull(*_sent(cuts), **again)
         if waits:
-            self.waiting_seconds += float(parts.pop())
+            self._begin_step(parts.pop())
         parts = iter(parts)
         return [
             version,
@@ -274,12 +313,14 @@ class Store:
                 ids = next(values) if stored.is_of_rows else None
                 given = [next(values) for _ in range(1 + self._sends_read)]
                 sent += self._sent_pieces(stored, ids, given)
+            steps = [self._num_ended + 1] * self._is_bounded
             facts = [batch, version, rate] * len(self.traffic)
-            before = push(*facts, *sent)
+            before = push(*steps, *facts, *sent)
             if LOST in before:
                 # It may not have been told yet, nor `Batches`, which would
                 # take the batch for one that has ended.
                 raise_of_lost(self._rank)
+            self._num_ended += 1
             for traffic in self.traffic.values():
                 traffic.num_updates += 1
             return before[0]
@@ -306,8 +347,8 @@ class Store:
         if key not in self._calls:
             with self._graph.as_default():
                 feeds, fetches, *targets = make(*arguments)
-                self._calls[key] = function_of(
-                    self._session, feeds, fetches, targets
+                self._calls[key] = self._session.function_of(
+                    feeds, fetches, targets
                 )
         return self._calls[key]
 

@@ -138,6 +138,25 @@ class Training:
         self._tell_new(joins is not None, progress)
         self.worker.begin_epoch()
 
+    def comes_back(self):
+        """Whether this process is to take the place of a lost server."""
+        is_new = meeting.joining(self._collectives) is not None
+        return is_new and self._collectives.is_server
+
+    def serve_steps(self, is_saved):
+        """The steps of an epoch begin, or go on; on a server.
+
+        Args:
+            is_saved: whether the epoch began with a checkpoint.
+        """
+        if self.comes_back():
+            self.store.take_place(self._collectives.rank)
+            meeting.joining(self._collectives).take_place()
+            self._is_begun = True
+        elif is_saved:
+            # All other calls at the beginning of the epoch have ended.
+            self._servers.begin_returns()
+
     def _tell_new(self, is_new, progress):
         """All begin together; gives new processes what they do not know."""
         rank, gather = self._collectives.rank, self._collectives.gather_objects
@@ -162,6 +181,7 @@ class Training:
         is_server = self._collectives.is_server
         if is_server:
             self.store.wait_until_over()
+            self._servers.end_returns()
         else:
             self.worker.pushing.wait()
             self.store.leave(self.record())

@@ -159,6 +159,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """The number of epochs of this `fit` that were saved."""
         return self._latest[0] - self._first if self._latest else 0
 
+    def has(self, epoch):
+        """Whether the latest one is of the beginning of an epoch."""
+        return self._latest == (epoch, 0)
+
     def begin(
         self, model, callbacks, arguments, communicator=None, trains=True
     ):

@@ -199,7 +199,7 @@ def _facts_of_ranks(collectives, machine, timeout_seconds, servers, seed):
 
 
 def _joined(facts, engine):
-    """The `Collectives` of a worker that joins others, until it has: alone.
+    """The `Collectives` of a process that joins others, until it has: alone.
 
     Their engine has no place for it. The facts are those of `door`.
     """

@@ -9,6 +9,7 @@ from multiprocessing import connection
 
 from keras_sparsity.health import verdict
 from keras_sparsity.health.report import Report, to_lists
+from keras_sparsity.health.returning import Returning
 
 _TICK_SECONDS = 0.25
 # Time for the ranks' answers to `ask`. They take milliseconds, unless a rank
@@ -19,6 +20,9 @@ _ANSWER_SECONDS = 1.0
 _CAUSE_SECONDS = 2.0
 # Ranks that leave `fit` together, by one error of all, do so within this time.
 LEAVE_SECONDS = 3.0
+# Within so long, or the timeout if it is longer, a new process must take a lost
+# rank's place: TensorFlow's import takes up to a minute on a loaded machine.
+_RETURN_SECONDS = 120.0
 # Begins the message to a rank that is lost, which others do not get.
 GO_ON = "the others go on without this"
 
@@ -32,12 +36,16 @@ class Coordinator:
     `spare` (ranks without which the others go on), `joined` (of a lost rank's
     new process: it takes part). Messages to all ranks: `ask` (report now, also
     how often some calls have ended), `timeout` (a new one), `failure`,
-    `farewell`, `alive`, `without` (a rank that is lost). To those that leave:
-    `all_leave` (none of them is lost).
+    `farewell`, `alive`, `without` (a rank that is lost), `back` (an awaited
+    rank takes part again). To those that leave: `all_leave` (none of them is
+    lost).
 
     Args:
         channels: dict from rank to `Channel`.
         timeout_seconds: How long a rank may be silent, or let others wait.
+
+    Attributes:
+        returning: `Returning`.
     """
 
     def __init__(self, channels, timeout_seconds, root):
@@ -55,6 +63,7 @@ class Coordinator:
         self._spare, self._lost = set(), set()
         self._leaving = {}  # from a rank to its problem, and since when
         self._lost_at = -math.inf
+        self.returning = Returning()
         self._admitted = queue.SimpleQueue()
         self._new = set()  # of lost ranks' new processes, that have not joined
         self._thread = threading.Thread(
@@ -99,7 +108,8 @@ class Coordinator:
                 channel.close()
                 continue
             self._lost.remove(rank)
-            self._spare.add(rank)
+            if not self.returning.awaits(rank):
+                self._spare.add(rank)
             self._new.add(rank)
             self._channels[rank], self._reports[rank] = channel, Report()
             self._received[rank] = self._heard[rank] = time.monotonic()
@@ -140,6 +150,9 @@ class Coordinator:
 
     def _hear_joined(self, rank):
         self._new.discard(rank)
+        if self.returning.take(rank):
+            self._lost_at = time.monotonic()  # Others have waited until now.
+            self._tell(kind="back", rank=rank)
 
     def _hear_spare(self, rank, ranks):
         self._spare.update(set(ranks) - self._lost)
@@ -170,7 +183,7 @@ class Coordinator:
             f"the process of rank {rank} is gone: it was killed, crashed, or "
             "left by os._exit."
         )
-        if not self._goes_on_without(rank, problem):
+        if not self._outlasts(rank, problem):
             self._reports[rank].status = "gone"
             self._suspect(problem)
 
@@ -179,8 +192,30 @@ class Coordinator:
         if rank not in self._spare or not self._spare - self._new - {rank}:
             return False
         self._spare.remove(rank)
-        self._new.discard(rank)
         self._leaving.pop(rank, None)
+        self._lose(rank, problem)
+        self._tell(kind="without", rank=rank, problem=problem)
+        self._end_if_all_have()
+        return True
+
+    def _outlasts(self, rank, problem):
+        """Whether the death of a rank does not end the others.
+
+        They go on without it, or wait for its new process.
+        """
+        if self._goes_on_without(rank, problem):
+            return True
+        if self.returning.awaits(rank):  # A new process has died.
+            self._lose(rank, problem)
+            return True
+        if not self.returning.lose(rank):
+            return False
+        self._lose(rank, problem)
+        self._tell(kind="without", rank=rank, problem=problem)
+        return True
+
+    def _lose(self, rank, problem):
+        self._new.discard(rank)
         self._lost.add(rank)
         self._lost_at = time.monotonic()
         del self._reports[rank], self._heard[rank]
@@ -189,9 +224,6 @@ class Coordinator:
             message=f"keras_sparsity: {GO_ON}: {problem}",
         )
         del self._channels[rank]
-        self._tell(kind="without", rank=rank, problem=problem)
-        self._end_if_all_have()
-        return True
 
     def _suspect(self, problem, is_cause=True):
         """Declares the problem later, when all ranks have reported."""
@@ -228,11 +260,19 @@ class Coordinator:
                 f"{silent:.0f} s: it is stopped or its machine cannot be "
                 "reached."
             )
-            if not self._goes_on_without(rank, problem):
+            if not self._outlasts(rank, problem):
                 self._reports[rank].note = f"silent for {silent:.0f} s"
                 self._suspect(problem)
             return
-        self._judge_calls(now)
+        waited = self.returning.waited()
+        if waited is None:
+            self._judge_calls(now)
+        elif waited[1] > max(_RETURN_SECONDS, self._timeout_seconds):
+            self._is_cause = True
+            self._declare(
+                f"rank {waited[0]} is lost, and no new process has taken its "
+                f"place within {waited[1]:.0f} s."
+            )
 
     def _judge_leaving(self, now):
         """Ranks that leave are lost, unless no others go on."""

@@ -100,16 +100,22 @@ def set_timeout(seconds):
         _watch.set_timeout(seconds)
 
 
-def go_on_without(ranks, on_lost):
+def go_on_without(ranks, on_change):
     """From now on, the loss of one of some ranks does not end the others.
 
     A rank that is lost is told so, and ends. If all of them are, all ranks end.
 
     Args:
-        on_lost: Function of the number of a lost rank, called in a thread.
+        on_change: Function of a rank that is lost, or that was awaited and is
+            back, and of whether it is lost; called in a thread.
     """
     if _watch is not None:
-        _watch.go_on_without(ranks, on_lost)
+        _watch.go_on_without(ranks, on_change)
+
+
+def returning():
+    """On the rank that decides: its `Returning`."""
+    return _coordinator.returning
 
 
 def report_exception(error):
@@ -147,7 +153,7 @@ class _Watch:
     ):
         self._is_new = is_new  # and does not take part yet
         self._rank, self._root = rank, root
-        self._on_lost, self._lost = (lambda rank: None), []
+        self._on_change, self._lost = (lambda rank, is_lost: None), []
         self._is_spare, self._all_leave = False, threading.Event()
         self._left_by = None  # the error by which this rank has left
         self._channel = channel
@@ -191,8 +197,8 @@ class _Watch:
         self._is_new = False
         self._channel.send(kind="joined")
 
-    def go_on_without(self, ranks, on_lost):
-        self._on_lost, self._is_spare = on_lost, self._rank in ranks
+    def go_on_without(self, ranks, on_change):
+        self._on_change, self._is_spare = on_change, self._rank in ranks
         self._channel.send(kind="spare", ranks=list(ranks))
 
     def report_exception(self, error):
@@ -254,6 +260,8 @@ class _Watch:
                     told = 0.0  # Rank 0 may expect a sign of life at once.
                 if message["kind"] == "without":
                     self._go_on(message["rank"], message["problem"])
+                if message["kind"] == "back":
+                    self._on_change(message["rank"], False)
                 if message["kind"] == "all_leave":
                     self._all_leave.set()
                 asked = message["kind"] == "ask"
@@ -304,7 +312,7 @@ class _Watch:
                 file.write(f"{rank}\n")
         else:
             logging.getLogger(__name__).warning("%s The others go on.", problem)
-        self._on_lost(rank)
+        self._on_change(rank, True)
 
     def _end(self, failure):
         errors.record_failure(failure)

@@ -17,15 +17,28 @@ class Again:
         door: Path of the file by which a new process joins the others
             (`machines/door.py`).
         restart: The number of earlier attempts of all ranks.
+
+    Attributes:
+        is_used_up: Whether a rank is lost for good that the others wait for.
     """
 
     def __init__(self, door, restart):
         self._door, self._restart, self._starts = door, restart, {}
         self._numbers = collections.Counter()
+        self._needed = set()
+        self.is_used_up = False
 
-    def add(self, rank, start, variables, most):
-        """Has a rank started anew, up to `most` times."""
+    def add(self, rank, start, variables, most, is_needed=False):
+        """Has a rank started anew, up to `most` times.
+
+        Without one that is needed, a server, the others do not go on.
+        """
         self._starts[rank] = start, variables, most
+        if is_needed:
+            self._needed.add(rank)
+
+    def needs(self, rank):
+        return rank in self._needed
 
     def __call__(self, lost, goes_on):
         """The new process of a lost rank's `RankProcess`, or None.
@@ -41,8 +54,13 @@ class Again:
         if is_due:
             self._numbers[rank] += 1
             then = f", and it starts anew: {self._numbers[rank]} of {most}"
+        elif self.needs(rank) and self._numbers[rank] == most:
+            self.is_used_up = True
         output = f" (its output: {lost.log_path})" if lost.log_path else ""
-        say(f"rank {rank} {lost.describe_end()}{output}; others go on{then}.")
+        goes = f"others go on{then}"
+        if self.needs(rank) and not is_due:
+            goes = "it does not start anew, and others wait for it"
+        say(f"rank {rank} {lost.describe_end()}{output}; {goes}.")
         if is_due:
             lost.end()  # it may be stopped, and has the port
             restarts = str(self._restart + self._numbers[rank])

@@ -24,11 +24,19 @@ class ProcessGroup:
         on_lost: Function of such a rank's process, once, and of whether the
             others still run and go on, that returns a new process of the rank,
             or None.
+        needs: Function of a rank: whether it fails if it is lost and has no
+            new process.
     """
 
-    def __init__(self, lost_path=None, on_lost=lambda process, goes_on: None):
+    def __init__(
+        self,
+        lost_path=None,
+        on_lost=lambda process, goes_on: None,
+        needs=lambda rank: False,
+    ):
         self.processes = []
         self._lost_path, self._on_lost = lost_path, on_lost
+        self._needs, self._missed = needs, []  # lost ones without new processes
         self._lost, self._listed_seconds = [], {}
         self._again, self._alone_since = [], None  # lost ranks' new processes
         self._deadline = None
@@ -55,7 +63,7 @@ class ProcessGroup:
             for p in self.processes
             if p.poll() not in (None, 0)
             and not p.we_ended_it
-            and p not in self._lost
+            and not self._is_spared(p)
         ]
         # The loss of a rank raises an exception on the others, code 1. So a
         # signal (out of memory) or another code is the cause, whatever the
@@ -71,7 +79,13 @@ class ProcessGroup:
 
     def succeeded(self):
         """Whether each rank ended well, or the others went on without it."""
-        return all(p.returncode == 0 or p in self._lost for p in self.processes)
+        return all(
+            p.returncode == 0 or self._is_spared(p) for p in self.processes
+        )
+
+    def _is_spared(self, process):
+        """Whether the others go on without it, or with its new process."""
+        return process in self._lost and process not in self._missed
 
     def causes(self):
         """The ranks whose end has ended a run that failed, the first one first.
@@ -136,6 +150,8 @@ class ProcessGroup:
             self.processes[self.processes.index(process)] = again
             self._lost.append(again)
             self._again.append(again)
+        elif self._needs(process.rank):
+            self._missed.append(process)
 
     def _listed(self):
         try:

@@ -44,7 +44,8 @@ class Program:
             kept if a rank fails.
         timeout_seconds: Seconds until all ranks are ended, None for no limit.
         max_restarts: Largest number of restarts of all ranks after a failure,
-            and of each worker without which the others go on.
+            and of each worker without which the others go on, and of each
+            server that they wait for.
         ssh: See `Remote`.
         python: See `Remote`.
     """
@@ -92,6 +93,7 @@ class Program:
                     return 0
                 logs.keep()
                 is_last = logs.restart == self.max_restarts
+                is_last |= watched.is_used_up
                 if is_last or not watched.failed_by_itself:
                     break
                 say(
@@ -122,14 +124,17 @@ class Program:
                 self.engine, of_ranks, shared, network
             ) as environments,
             ProcessGroup(
-                logs.lost, again := Again(logs.door, logs.restart)
+                logs.lost,
+                again := Again(logs.door, logs.restart),
+                again.needs,
             ) as processes,
         ):
             for place, variables in zip(of_ranks, environments, strict=True):
                 start = functools.partial(self._start, remote, place, logs)
                 if self.max_restarts and remote is None:
                     variables = {**variables, DOOR_VARIABLE: logs.door}
-                    again.add(place.rank, start, variables, self.max_restarts)
+                    of_rank = start, variables, self.max_restarts
+                    again.add(place.rank, *of_rank, place.is_server)
                 processes.append(start(variables))
             watched = _Watched(
                 processes, signals, deadline, self.timeout_seconds
@@ -137,6 +142,7 @@ class Program:
             watched.wait()
             watched.shown = logs.take_shown_error()
             logs.end_lost(processes.lost())
+            watched.is_used_up = again.is_used_up
         return watched
 
     def _start(self, remote, place, logs, variables):
@@ -237,6 +243,7 @@ class _Watched:
 
     def __init__(self, processes, signals, deadline, timeout_seconds):
         self.shown = []  # lines of rank 0's shown error
+        self.is_used_up = False  # whether a server's restarts are
         self._processes = processes
         self._signals = signals
         self._deadline = deadline

@@ -63,7 +63,8 @@ _OPTIONS = {
         "which must resume by itself (from a checkpoint), gets the same "
         "arguments and random seed, and the number of restarts in "
         f"${RESTARTS_VARIABLE}; a worker without which asynchronous training "
-        "goes on is restarted alone, up to K times, and joins the others",
+        "goes on, and a server but the first one, which goes back to the last "
+        "checkpoint, is restarted alone, up to K times, and joins the others",
     ),
     "--python": (
         str,

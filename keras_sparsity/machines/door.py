@@ -1,4 +1,4 @@
-"""A file by which a worker that was started anew joins a run of others.
+"""A file by which a process that was started anew joins a run of others.
 
 Its folder is the launcher's, and only its user reads it: it has the secret of
 the connections of `health/channel.py`.
@@ -9,19 +9,19 @@ import functools
 import json
 import os
 
-# Path of the file, in an attempt of which workers may be started anew.
+# Path of the file, in an attempt of which ranks may be started anew.
 DOOR_VARIABLE = "KERAS_SPARSITY_DOOR"
-# Set in the process of a worker that was started anew.
+# Set in the process of a rank that was started anew.
 JOINS_VARIABLE = "KERAS_SPARSITY_JOINS"
 
 
 def is_wanted():
-    """Whether the launcher starts lost workers anew."""
+    """Whether the launcher starts lost ranks anew."""
     return bool(os.environ.get(DOOR_VARIABLE))
 
 
 def open_for(facts):
-    """Writes what a worker must know that joins; the launcher then starts one.
+    """Writes what a process must know that joins; the launcher then starts one.
 
     The facts are a dict of what JSON can hold.
     """

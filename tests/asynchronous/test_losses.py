@@ -4,7 +4,6 @@ import ast
 import os
 import random
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -125,33 +124,6 @@ def test_a_rank_is_lost_while_a_checkpoint_is_written(
 def test_a_stopped_worker_is_left_behind():
     results = _run(losses.at_step, 2, "native", [1], "SIGSTOP", 3, False)
     _check(results, [1])
-
-
-@pytest.fixture
-def launched(capfd):
-    """`launched(folder, num_servers, options, function, *args)` runs one.
-
-    Returns:
-        `(exit code, standard output, lines of the launcher)`.
-    """
-
-    def launched(folder, num_servers, options, function, *args):
-        with forked.ranks():
-            code = launch.main(
-                [
-                    *["run", "-n", "2", "--servers", str(num_servers)],
-                    *["--log-dir", os.path.relpath(folder), *options],
-                    *["-m", "tests.asynchronous_losses", function.__name__],
-                    *map(repr, args),
-                ]
-            )
-        output, errors = capfd.readouterr()
-        if code:
-            print(errors, file=sys.stderr)  # which pytest shows, if unexpected
-        said = [s for s in errors.splitlines() if "keras-sparsity: " in s]
-        return code, output, said
-
-    return launched
 
 
 # Of those that join again, too.
@@ -288,9 +260,10 @@ def test_without_a_checkpoint_it_joins_no_later_fit(launched, tmp_path):
 @pytest.mark.all_cells
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize("seed", range(10))
-def test_random_kills_of_servers(launched, engine, seed, tmp_path):
-    chance = random.Random(seed)
-    victim, lost = chance.choice([2, 3]), chance.choice([0, 1, None])
+def test_random_kills_of_the_first_server(launched, engine, seed, tmp_path):
+    # Of the first one, without which no other may come back.
+    chance, victim = random.Random(seed), 2
+    lost = chance.choice([0, 1, None])
     seconds = chance.uniform(0, 0.4)
     lost, rule = -1 if lost is None else lost, chance.choice([*losses.RULES])
     _check_resumed(launched, tmp_path, engine, 2, victim, seconds, lost, rule)

@@ -197,7 +197,7 @@ def test_the_others_go_on_without_spare_ranks(ranks):
 def test_a_rank_that_leaves_alone_is_lost(ranks, num_leave):
     *workers, server = ranks(3)
     server.send(kind="spare", ranks=[0, 1])
-    _wait_until_heard(server, 500.0, server)
+    wait_until_heard(server, 500.0, server)
     for end in workers[:num_leave]:
         end.send(kind="leaving", error="SystemExit, by sys.exit(0)")
     if num_leave == 1:
@@ -219,7 +219,7 @@ def test_a_rank_that_leaves_alone_is_lost(ranks, num_leave):
 def test_after_a_loss_the_others_wait_anew(ranks, is_lost):
     first, second, server = ranks(3)
     server.send(kind="spare", ranks=[0, 1])
-    _wait_until_heard(server, 500.0, server)
+    wait_until_heard(server, 500.0, server)
     if is_lost:
         first.close()
         wait_for(server, "without")
@@ -245,7 +245,7 @@ def test_after_a_loss_the_others_wait_anew(ranks, is_lost):
 def test_all_that_are_left_end_together(ranks):
     first, second, server = ranks(3)
     server.send(kind="spare", ranks=[0, 1])
-    _wait_until_heard(server, 500.0, server)
+    wait_until_heard(server, 500.0, server)
     for end in (second, server):
         end.send(kind="report", **Report("ended").to_json())
     first.close()
@@ -253,7 +253,7 @@ def test_all_that_are_left_end_together(ranks):
         wait_for(end, "farewell")
 
 
-def _wait_until_heard(end, seconds, other):
+def wait_until_heard(end, seconds, other):
     """What an end has sent was heard; others' answers show it."""
     end.send(kind="timeout", seconds=seconds)
     while wait_for(other, "timeout")["seconds"] != seconds:
@@ -269,13 +269,13 @@ def joined():
     coordinator = Coordinator(dict(enumerate(far)), 600.0, root=0)
     coordinator.start()
     ends[0].send(kind="spare", ranks=[1, 2])
-    _wait_until_heard(ends[0], 500.0, ends[0])
+    wait_until_heard(ends[0], 500.0, ends[0])
     ends[2].close()
     assert wait_for(ends[0], "without")["rank"] == 2
     coordinator.admit(2, far_new)
     # Its `go_on_without` names all workers, too.
     new.send(kind="spare", ranks=[1, 2])
-    _wait_until_heard(new, 400.0, ends[0])
+    wait_until_heard(new, 400.0, ends[0])
     yield ends[0], ends[1], new
     for end in (ends[0], ends[1], new):
         end.close()
@@ -324,7 +324,7 @@ def test_one_that_has_not_joined_does_not_go_on_alone(joined):
 def test_one_that_has_joined_goes_on_alone(joined):
     server, worker, new = joined
     new.send(kind="joined")
-    _wait_until_heard(new, 300.0, server)
+    wait_until_heard(new, 300.0, server)
     worker.close()
     for end in (server, new):
         assert wait_for(end, "without")["rank"] == 1

@@ -175,6 +175,26 @@ def test_lost_ranks_start_anew_while_others_go_on(tmp_path, monkeypatch):
     assert told[3:] == [(3, False)]
 
 
+@pytest.mark.parametrize("is_needed", [False, True])
+def test_a_needed_rank_without_a_new_process_fails(
+    is_needed, tmp_path, short_waits
+):
+    path, told = tmp_path / "lost", []
+    path.write_text("1\n")
+
+    def on_lost(process, goes_on):
+        told.append(process.rank)
+
+    is_of = {1: is_needed}.get
+    with ProcessGroup(str(path), on_lost, is_of) as group:
+        programs = [_SLEEP if is_needed else "", "import sys; sys.exit(3)"]
+        _start(group, programs, tmp_path)
+        group.wait()
+        assert told == [1]
+        assert group.succeeded() is not is_needed
+        assert [p.rank for p in group.failed()] == [1] * is_needed
+
+
 def test_a_rank_that_is_lost_too_late_is_the_cause(tmp_path, short_waits):
     path = tmp_path / "lost"
 

@@ -1,0 +1,106 @@
+"""The death of a server: it alone goes back to its last checkpoint."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from tests import asynchronous_returns as returns
+from tests.asynchronous_losses import NUM_BATCHES
+from tests.conftest import engines
+
+# Of two workers and two servers.
+_FIRST, _SECOND = 2, 3
+_EPOCHS = 3
+
+
+def _launch(launched, folder, engine, *args, restarts=1):
+    options = ["--max-restarts", str(restarts), "--engine", engine]
+    call = returns.killed, str(folder), *args
+    return launched(folder / "logs", 2, options, *call)
+
+
+def _check_losses(output):
+    """Each batch was counted once in each epoch."""
+    mean = (NUM_BATCHES - 1) / 2
+    assert f"losses {[mean] * _EPOCHS}" in output
+
+
+def _processes(folder):
+    """The numbers of processes that each rank had."""
+    pids = returns.Pids(str(folder))
+    return [len(pids.of(rank)) for rank in range(_SECOND + 1)]
+
+
+def _counts(folder, name):
+    """How often batches were applied at the server that died, and others."""
+    return map(np.array, json.loads((folder / name).read_text()))
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_server_comes_back_alone(launched, engine, tmp_path):
+    args = _SECOND, 1, [5]
+    code, output, said = _launch(launched, tmp_path, engine, *args)
+    assert code == 0, said
+    assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
+    assert said[0].startswith("keras-sparsity: rank 3 was killed by SIGKILL")
+    _check_losses(output)
+    assert _processes(tmp_path) == [1, 1, 1, 2]
+    # Of the checkpoint, while the first server's are later ones.
+    own, others = _counts(tmp_path, "restored")
+    np.testing.assert_array_equal(own, 1)
+    assert set(others) == {1, 2}
+    own, others = _counts(tmp_path, "ended")
+    np.testing.assert_array_equal(others, _EPOCHS)
+    # Nothing is lost but that server's updates since the checkpoint.
+    assert set(own) == {_EPOCHS - 1, _EPOCHS}
+    log = (tmp_path / "logs" / "rank-3.log").read_text()
+    assert "epoch-00001-step-0000000: going on in epoch 2" in log
+    # With 2 workers, a bound of 3 steps, and each one's push under way.
+    for rank in (0, 1):
+        assert int((tmp_path / f"{rank}.staleness").read_text()) <= 8
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_a_server_comes_back_again(launched, engine, tmp_path):
+    args = _SECOND, 2, [3, 6, 9]
+    code, output, said = _launch(launched, tmp_path, engine, *args, restarts=3)
+    assert code == 0, said
+    assert [line[-7:] for line in said] == ["1 of 3.", "2 of 3.", "3 of 3."]
+    _check_losses(output)
+    assert _processes(tmp_path) == [1, 1, 1, 4]
+    own, others = _counts(tmp_path, "ended")
+    np.testing.assert_array_equal(others, _EPOCHS)
+    assert set(own) == {_EPOCHS - 1, _EPOCHS}
+
+
+@pytest.mark.parametrize(
+    ("victim", "epoch"),
+    [
+        pytest.param(_SECOND, 0, id="before the first checkpoint"),
+        pytest.param(_FIRST, 1, id="the first server"),
+    ],
+)
+def test_otherwise_all_start_anew(launched, victim, epoch, tmp_path):
+    args = victim, epoch, [5]
+    code, output, said = _launch(launched, tmp_path, "native", *args)
+    assert code == 0, said
+    assert len(said) == 1
+    expected = rf"rank {victim} of 4 was killed by SIGKILL.*restart 1 of 1\."
+    assert re.search(expected, said[0])
+    _check_losses(output)
+    assert _processes(tmp_path) == [2, 2, 2, 2]
+    for counts in _counts(tmp_path, "ended"):
+        np.testing.assert_array_equal(counts, _EPOCHS)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_server_without_restarts_left_ends_all(launched, engine, tmp_path):
+    args = _SECOND, 1, [5, 8]
+    code, _, said = _launch(launched, tmp_path, engine, *args)
+    assert code == 137
+    assert said[0].endswith("it starts anew: 1 of 1.")
+    assert "it does not start anew" in said[1]
+    assert "rank 3 of 4 was killed by SIGKILL" in said[2]
+    assert _processes(tmp_path) == [1, 1, 1, 2]

@@ -1,0 +1,124 @@
+"""Trainings in which a server is killed, and comes back alone."""
+
+import ast
+import json
+import os
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+
+import keras_sparsity as ks
+from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.asynchronous.stored import placed
+from tests.asynchronous_losses import ROW_STEP, applied, train
+
+
+class Pids:
+    """The processes of each rank.
+
+    Args:
+        folder: where each process writes its own.
+    """
+
+    def __init__(self, folder):
+        self._folder = folder
+
+    def _path(self, rank):
+        return os.path.join(self._folder, f"{rank}.pids")
+
+    def note(self, rank):
+        with open(self._path(rank), "a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def of(self, rank):
+        with open(self._path(rank)) as file:
+            return [int(line) for line in file]
+
+
+class Killing(keras.callbacks.Callback):
+    """Kills a rank in some steps of this worker's, in one epoch.
+
+    Not in later attempts of all ranks.
+    """
+
+    def __init__(self, pids, rank, epoch, steps):
+        super().__init__()
+        self._pids, self._rank = pids, rank
+        self._epoch, self._steps = epoch, steps
+        self._now = self._count = None
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._now, self._count = epoch, 0
+
+    def step(self):
+        self._count += 1
+        is_first = os.environ["KERAS_SPARSITY_RESTARTS"] == "0"
+        if is_first and self._now == self._epoch and self._count in self._steps:
+            os.kill(self._pids.of(self._rank)[-1], signal.SIGKILL)
+
+
+def counts(model, owners, server):
+    """`applied`: how often each batch was, at a server, and at the others."""
+    (layer,) = model.layers
+    of_rows = [layer.rows.embeddings]
+    told = model.optimizer, model.trainable_variables, of_rows, owners
+    of_server = []
+    for stored in placed(*told):
+        servers = np.array([piece.server for piece in stored.pieces])
+        batches = np.arange(layer.kernel.shape[0])
+        rows = ROW_STEP * batches if stored.is_of_rows else batches
+        of_server.append(servers[rows % len(servers)] == server)
+    of_server, found = np.stack(of_server), applied(model)
+    return found[of_server].tolist(), found[~of_server].tolist()
+
+
+def killed(folder, victim, epoch, steps):
+    """Three epochs; in some steps of one, rank 0 kills a server.
+
+    Files: `<rank>.pids`, of the processes; `restored`, with `counts` when the
+    server has come back, and `ended`; `<rank>.staleness`, the greatest.
+    """
+    collectives = ks.collectives.current()
+    rank, size = collectives.rank, collectives.size
+    owners = list(range(size - 2, size))
+    (pids := Pids(folder)).note(rank)
+    killing = Killing(pids, victim, epoch, steps)
+    found, stock = {}, Store.take_place
+
+    def begin(strategy, count, number):
+        found["strategy"] = strategy
+        time.sleep(0.01)
+        if rank == 0:
+            killing.step()
+
+    def write(name, value):
+        with open(os.path.join(folder, name), "w") as file:
+            json.dump(value, file)
+
+    def take_place(store, number):
+        stock(store, number)
+        store.download()
+        write("restored", counts(found["model"], owners, victim))
+
+    Store.take_place = take_place
+    checkpoints = os.path.join(folder, "checkpoints")
+    results = train(
+        begin,
+        epochs=3,
+        callbacks=[killing, ks.callbacks.ShardedCheckpoint(checkpoints)],
+        before=lambda model, data: found.update(model=model),
+    )
+    if rank == 0:
+        write("ended", counts(found["model"], owners, victim))
+    if "strategy" in found:
+        write(f"{rank}.staleness", max(found["strategy"].staleness))
+    return results
+
+
+if __name__ == "__main__":
+    name, *given = sys.argv[1:]
+    _, history, *_ = globals()[name](*map(ast.literal_eval, given))
+    print("losses", history["loss"], flush=True)
