@@ -12,9 +12,9 @@ push to them: `HybridStrategy(synchronous=False)`. Each batch then marks its own
 weights and its own row of an `Embedding`, under Adagrad, so that the final
 slots are how often each batch was applied, and its number is its loss, so that
 the last epoch's is how often each was counted. A worker is killed at any
-instant, and the others end the training. A server is killed as a rank is, but
-not before the first checkpoint is complete, and the processes resume from one: the
-first server, as others come back alone and lose updates.
+instant, and the others end the training. The first server is killed as a rank
+is, but not before the first checkpoint is complete, and the processes resume
+from one. (Others come back alone, and lose updates.)
 """
 
 import argparse

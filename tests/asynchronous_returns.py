@@ -13,7 +13,7 @@ import numpy as np
 import keras_sparsity as ks
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.asynchronous.stored import placed
-from tests.asynchronous_losses import ROW_STEP, applied, train
+from tests.asynchronous_losses import ROW_STEP, KillIn, applied, train
 
 
 class Pids:
@@ -38,16 +38,21 @@ class Pids:
             return [int(line) for line in file]
 
 
+def is_first_attempt():
+    return os.environ["KERAS_SPARSITY_RESTARTS"] == "0"
+
+
 class Killing(keras.callbacks.Callback):
-    """Kills a rank in some steps of this worker's, in one epoch.
+    """Sends ranks a signal in some steps of this worker's, in one epoch.
 
     Not in later attempts of all ranks.
     """
 
-    def __init__(self, pids, rank, epoch, steps):
+    def __init__(self, pids, ranks, epoch, steps, kind):
         super().__init__()
-        self._pids, self._rank = pids, rank
+        self._pids, self._ranks = pids, ranks
         self._epoch, self._steps = epoch, steps
+        self._signal = getattr(signal, kind)
         self._now = self._count = None
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -55,9 +60,9 @@ class Killing(keras.callbacks.Callback):
 
     def step(self):
         self._count += 1
-        is_first = os.environ["KERAS_SPARSITY_RESTARTS"] == "0"
-        if is_first and self._now == self._epoch and self._count in self._steps:
-            os.kill(self._pids.of(self._rank)[-1], signal.SIGKILL)
+        is_due = self._now == self._epoch and self._count in self._steps
+        for rank in self._ranks if is_due and is_first_attempt() else []:
+            os.kill(self._pids.of(rank)[-1], self._signal)
 
 
 def counts(model, owners, server):
@@ -75,24 +80,45 @@ def counts(model, owners, server):
     return found[of_server].tolist(), found[~of_server].tolist()
 
 
-def killed(folder, victim, epoch, steps):
-    """Three epochs; in some steps of one, rank 0 kills a server.
+def killed(folder, victims, epoch, steps, kind="SIGKILL"):
+    """Three epochs; in some steps of one, rank 0 kills others; see `_train`."""
+    killing = Killing(Pids(folder), victims, epoch, steps, kind)
+
+    def begin(strategy, count, number):
+        time.sleep(0.01)
+        if strategy.rank == 0:
+            killing.step()
+
+    return _train(folder, max(victims), begin, killing)
+
+
+def at_any_time(folder, victim, seconds):
+    """A rank is killed so long after the beginning of the second epoch."""
+
+    def begin(strategy, count, number):
+        time.sleep(0.01)
+
+    return _train(folder, victim, begin, KillIn(victim, seconds, 1))
+
+
+def _train(folder, victim, begin, callback):
+    """Three epochs.
 
     Files: `<rank>.pids`, of the processes; `restored`, with `counts` when the
     server has come back, and `ended`; `<rank>.staleness`, the greatest.
+
+    Args:
+        victim: the server that is killed.
     """
     collectives = ks.collectives.current()
     rank, size = collectives.rank, collectives.size
     owners = list(range(size - 2, size))
-    (pids := Pids(folder)).note(rank)
-    killing = Killing(pids, victim, epoch, steps)
+    Pids(folder).note(rank)
     found, stock = {}, Store.take_place
 
-    def begin(strategy, count, number):
+    def begun(strategy, *step):
         found["strategy"] = strategy
-        time.sleep(0.01)
-        if rank == 0:
-            killing.step()
+        begin(strategy, *step)
 
     def write(name, value):
         with open(os.path.join(folder, name), "w") as file:
@@ -106,9 +132,9 @@ def killed(folder, victim, epoch, steps):
     Store.take_place = take_place
     checkpoints = os.path.join(folder, "checkpoints")
     results = train(
-        begin,
+        begun,
         epochs=3,
-        callbacks=[killing, ks.callbacks.ShardedCheckpoint(checkpoints)],
+        callbacks=[callback, ks.callbacks.ShardedCheckpoint(checkpoints)],
         before=lambda model, data: found.update(model=model),
     )
     if rank == 0:

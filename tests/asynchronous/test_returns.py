@@ -1,6 +1,7 @@
 """The death of a server: it alone goes back to its last checkpoint."""
 
 import json
+import random
 import re
 
 import numpy as np
@@ -15,9 +16,9 @@ _FIRST, _SECOND = 2, 3
 _EPOCHS = 3
 
 
-def _launch(launched, folder, engine, *args, restarts=1):
-    options = ["--max-restarts", str(restarts), "--engine", engine]
-    call = returns.killed, str(folder), *args
+def _launch(launched, folder, engine, function, *args, options=()):
+    options = ["--max-restarts", "1", "--engine", engine, *options]
+    call = function, str(folder), *args
     return launched(folder / "logs", 2, options, *call)
 
 
@@ -40,8 +41,8 @@ def _counts(folder, name):
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_server_comes_back_alone(launched, engine, tmp_path):
-    args = _SECOND, 1, [5]
-    code, output, said = _launch(launched, tmp_path, engine, *args)
+    call = returns.killed, [_SECOND], 1, [5]
+    code, output, said = _launch(launched, tmp_path, engine, *call)
     assert code == 0, said
     assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
     assert said[0].startswith("keras-sparsity: rank 3 was killed by SIGKILL")
@@ -64,8 +65,11 @@ def test_a_server_comes_back_alone(launched, engine, tmp_path):
 
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
 def test_a_server_comes_back_again(launched, engine, tmp_path):
-    args = _SECOND, 2, [3, 6, 9]
-    code, output, said = _launch(launched, tmp_path, engine, *args, restarts=3)
+    call = returns.killed, [_SECOND], 2, [3, 6, 9]
+    options = ["--max-restarts", "3"]
+    code, output, said = _launch(
+        launched, tmp_path, engine, *call, options=options
+    )
     assert code == 0, said
     assert [line[-7:] for line in said] == ["1 of 3.", "2 of 3.", "3 of 3."]
     _check_losses(output)
@@ -83,8 +87,8 @@ def test_a_server_comes_back_again(launched, engine, tmp_path):
     ],
 )
 def test_otherwise_all_start_anew(launched, victim, epoch, tmp_path):
-    args = victim, epoch, [5]
-    code, output, said = _launch(launched, tmp_path, "native", *args)
+    call = returns.killed, [victim], epoch, [5]
+    code, output, said = _launch(launched, tmp_path, "native", *call)
     assert code == 0, said
     assert len(said) == 1
     expected = rf"rank {victim} of 4 was killed by SIGKILL.*restart 1 of 1\."
@@ -97,10 +101,61 @@ def test_otherwise_all_start_anew(launched, victim, epoch, tmp_path):
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_server_without_restarts_left_ends_all(launched, engine, tmp_path):
-    args = _SECOND, 1, [5, 8]
-    code, _, said = _launch(launched, tmp_path, engine, *args)
+    call = returns.killed, [_SECOND], 1, [5, 8]
+    code, _, said = _launch(launched, tmp_path, engine, *call)
     assert code == 137
     assert said[0].endswith("it starts anew: 1 of 1.")
     assert "it does not start anew" in said[1]
     assert "rank 3 of 4 was killed by SIGKILL" in said[2]
     assert _processes(tmp_path) == [1, 1, 1, 2]
+
+
+def _check_ended(folder):
+    """Batches were applied at the second server again, or once less."""
+    own, others = _counts(folder, "ended")
+    np.testing.assert_array_equal(others, _EPOCHS)
+    assert set(own) <= {_EPOCHS - 1, _EPOCHS}
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_worker_and_a_server_die_together(launched, engine, tmp_path):
+    call = returns.killed, [1, _SECOND], 1, [5]
+    code, output, said = _launch(launched, tmp_path, engine, *call)
+    assert code == 0, said
+    assert len(said) == 2
+    assert all(line.endswith("it starts anew: 1 of 1.") for line in said)
+    _check_losses(output)
+    assert _processes(tmp_path) == [1, 2, 1, 2]
+    _check_ended(tmp_path)
+
+
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
+def test_a_stopped_server_comes_back(launched, engine, tmp_path):
+    call = returns.killed, [_SECOND], 1, [5], "SIGSTOP"
+    options = ["--rank-timeout", "8"]
+    code, output, said = _launch(
+        launched, tmp_path, engine, *call, options=options
+    )
+    assert code == 0, said
+    assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
+    _check_losses(output)
+    assert _processes(tmp_path) == [1, 1, 1, 2]
+    _check_ended(tmp_path)
+
+
+@pytest.mark.all_cells
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("seed", range(10))
+def test_random_kills_of_the_second_server(launched, engine, seed, tmp_path):
+    # Within an epoch it comes back; elsewhere all start anew.
+    call = returns.at_any_time, _SECOND, random.Random(seed).uniform(0, 0.8)
+    code, output, said = _launch(launched, tmp_path, engine, *call)
+    assert code == 0, said
+    _check_losses(output)
+    if _processes(tmp_path) == [1, 1, 1, 2]:
+        assert len(said) == 1
+    else:
+        assert _processes(tmp_path) == [2, 2, 2, 2]
+        assert "restart 1 of 1" in said[-1] and "Resuming from" in output
+    _check_ended(tmp_path)
