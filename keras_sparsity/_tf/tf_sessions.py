@@ -1,6 +1,7 @@
 """Calls of a session. Checked on TensorFlow 2.16 to 2.21."""
 
 import numpy as np
+import tensorflow as tf
 
 
 def function_of(session, feeds, fetches, targets=()):
@@ -27,3 +28,16 @@ def function_of(session, feeds, fetches, targets=()):
         return session._do_run(None, operations, fetches, fed, None, None)
 
     return run
+
+
+def as_function(result):
+    """The result of `tf.cond`, whose branches run as functions.
+
+    `Operation._set_attr`: TensorFlow puts the operations of branches among the
+    others, unless told otherwise. It begins none of these any more when a call
+    is cancelled, but ends a function that it has begun.
+    """
+    condition = result.op.inputs[0].op
+    lowers = tf.compat.v1.AttrValue(b=False)
+    condition._set_attr("_lower_using_switch_merge", lowers)
+    return result

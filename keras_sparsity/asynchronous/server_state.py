@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_sparsity._tf.tf_sessions import as_function
 from keras_sparsity.asynchronous.batches import LOST
 from keras_sparsity.asynchronous.cells import Cell, after, locked
 
@@ -107,8 +108,13 @@ class ServerState:
                 noted = self._last.set(self._rank, last)
             return after([noted], count)
 
-        # If this worker is lost meanwhile, TensorFlow begins no function any
-        # more, and ends those that it has begun: all of it, or nothing.
-        return tf.cond(
-            is_due, apply, lambda: tf.where(is_lost, LOST, self._count.read())
+        # If this worker, or another server, is lost meanwhile, TensorFlow
+        # begins no function any more, and ends those that it has begun: all of
+        # it, or nothing.
+        return as_function(
+            tf.cond(
+                is_due,
+                apply,
+                lambda: tf.where(is_lost, LOST, self._count.read()),
+            )
         )

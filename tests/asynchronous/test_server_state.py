@@ -1,0 +1,81 @@
+"""Updates at one server."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_sparsity._tf.tf_sessions import function_of
+from keras_sparsity.asynchronous.batches import LOST
+from keras_sparsity.asynchronous.cells import Cell
+from keras_sparsity.asynchronous.server_state import ServerState
+
+
+class _Server:
+    """A server with one weight, to which pushes of two workers add.
+
+    Attributes:
+        feeds, count: of a push of worker 0.
+    """
+
+    def __init__(self, session, name, count):
+        with tf.device("/cpu:0"):
+            weight = Cell(f"{name}/weight", tf.float32, [])
+
+        def update(gradients, *facts):
+            return [weight.assign(weight.read() + gradients[0])]
+
+        self.state = ServerState("/cpu:0", 2, 0, name, update)
+        gradient = tf.compat.v1.placeholder(tf.float32, [])
+        feeds, self.count = self.state.push([gradient])
+        self.feeds = [*feeds, gradient]
+        begun = [weight.fill(1.0), self.state.create, self.state.reset]
+        session.run([*begun, self.state.set_count(np.int64(count))])
+        self._push = function_of(session, self.feeds, [self.count])
+        self._weight = function_of(session, [], [weight.read()])
+        rank = tf.compat.v1.placeholder(tf.int64, [])
+        left_out = [self.state.leave_out(rank)]
+        self.leave_out = function_of(session, [rank], left_out)
+
+    def push(self, batch):
+        """The count before, and the weight then."""
+        (before,) = self._push(batch, 0, 1.0, 0.5)
+        return int(before), float(self._weight()[0])
+
+
+@pytest.fixture
+def session():
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        yield session
+
+
+def test_a_batch_is_applied_once(session):
+    server = _Server(session, "once", 7)
+    assert server.push(3) == (7, 1.5)
+    assert server.push(3) == (8, 1.5)
+    assert server.push(4) == (8, 2.0)
+
+
+def test_an_update_that_has_begun_is_not_cut_short(session):
+    server = _Server(session, "whole", 0)
+    tracing = tf.compat.v1.RunOptions(output_partition_graphs=True)
+    told = tf.compat.v1.RunMetadata()
+    fed = dict(zip(server.feeds, (3, 0, 1.0, 0.5), strict=True))
+    session.run(server.count, fed, tracing, told)
+    (graph,) = told.partition_graphs
+    kinds = {node.op for node in graph.node}
+    # Within the function of a branch, not among the others.
+    assert kinds & {"If", "StatelessIf"} and "AssignVariableOp" not in kinds
+
+
+def test_a_new_process_knows_counts_and_losses_but_no_push(session):
+    first, second = (_Server(session, name, 5) for name in ("first", "second"))
+    for server in (first, second):
+        server.push(3)
+    first.push(4)
+    assert second.push(3) == (6, 1.5)
+    session.run(second.state.take_place(first.state))
+    assert second.push(3) == (7, 2.0)
+    first.leave_out(0)
+    assert second.push(4) == (8, 2.5)
+    session.run(second.state.take_place(first.state))
+    assert second.push(5) == (LOST, 2.5)
