@@ -3,7 +3,7 @@
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import contexts, keras_scopes
+from keras_sparsity._tf import contexts, keras_models
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.training.binding import Binding, bound_arguments
 from keras_sparsity.training.compiling import compile_adopted
@@ -55,9 +55,11 @@ class DelayedRuns(Binding):
     """`fit` that applies all gradients by the end of each epoch."""
 
     def __init__(self, model):
-        self._is_in_step = self._is_in_fit = False
+        self._is_in_fit = self._is_in_evaluate = False
         super().__init__(
-            model, ["fit", "train_on_batch", "train_step", "get_metrics_result"]
+            model,
+            ["fit", "evaluate", "train_on_batch"],
+            {keras_models.RESULTS_OR_LOGS: "results_or_logs"},
         )
 
     @property
@@ -88,19 +90,18 @@ class DelayedRuns(Binding):
             "`max_staleness=0`."
         )
 
-    def train_step(self, *args, **kwargs):
-        with contexts.attribute(self, "_is_in_step", True):
-            return self._stock["train_step"](*args, **kwargs)
+    def evaluate(self, *args, **kwargs):
+        with contexts.attribute(self, "_is_in_evaluate", True):
+            return self._stock["evaluate"](*args, **kwargs)
 
-    def get_metrics_result(self):
-        # Between the last step of an epoch and its validation.
-        if (
-            self._is_in_fit
-            and not self._is_in_step
-            and not keras_scopes.in_symbolic_scope()
-        ):
+    def results_or_logs(self, logs):
+        """`fit` calls this behind an epoch's last step, before validation.
+
+        `evaluate` calls it, too: a callback's, within an epoch.
+        """
+        if self._is_in_fit and not self._is_in_evaluate:
             self._apply_all()
-        return self._stock["get_metrics_result"]()
+        return self._stock[keras_models.RESULTS_OR_LOGS](logs)
 
     def _apply_all(self):
         if not self._delay.is_waiting():

@@ -26,6 +26,9 @@ class Epochs(keras.callbacks.Callback):
     Args:
         checkpoint: the `ShardedCheckpoint` of this `fit`, or None.
         num_read: how many epochs others have read before this process joins.
+
+    Attributes:
+        is_running: whether an epoch has begun and not ended.
     """
 
     def __init__(self, strategy, checkpoint, progress, num_read):
@@ -35,7 +38,7 @@ class Epochs(keras.callbacks.Callback):
         self._strategy = strategy
         self._collectives = strategy.collectives
         self._iterator = self._training = None
-        self._is_running = self._has_begun = False
+        self.is_running = self._has_begun = False
 
     def use(self, iterator):
         """Takes Keras's epoch iterator of the training data."""
@@ -74,7 +77,7 @@ class Epochs(keras.callbacks.Callback):
             replay(self._iterator, self._num_read, 0, lambda: None, True)
             self._num_read = 0
         keras_input.on_next_epoch(self._iterator, self._taken)
-        self._is_running = True
+        self.is_running = True
 
     def on_train_end(self, logs=None):
         if not self._has_begun and self._checkpoint is not None:
@@ -149,15 +152,13 @@ class Epochs(keras.callbacks.Callback):
             training.worker.batch = number
         return number, held
 
-    def ends(self):
+    def end(self):
         """Ends an epoch whose steps have ended, on all ranks.
 
         Returns:
-            The workers' records of it; None if it is not such an epoch.
+            The records of the workers that took a batch of it.
         """
-        if not self._is_running:
-            return None
-        self._is_running = False
+        self.is_running = False
         version, records = self._training.end_epoch()
         figures = EpochFigures.of_records(version, records)
         self._strategy.epoch_figures = figures

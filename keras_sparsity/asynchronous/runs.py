@@ -3,15 +3,9 @@
 import itertools
 
 import keras
-import numpy as np
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import (
-    contexts,
-    keras_input,
-    keras_models,
-    keras_scopes,
-)
+from keras_sparsity._tf import contexts, keras_input, keras_models
 from keras_sparsity.asynchronous import joiners, meeting
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
@@ -42,12 +36,12 @@ class Runs(Binding):
 
     def __init__(self, model):
         self._training = self._epochs = None  # while `fit` runs
-        self._is_in_step = False
-        self._results = None  # of the last epoch
+        self._results = None  # of all workers, while an epoch ends
         names = ["fit", "train_on_batch", "train_step", "get_metrics_result"]
+        names += ["evaluate", "predict", "test_on_batch", "predict_on_batch"]
         super().__init__(
             model,
-            [*names, "evaluate", "predict", "save", "save_weights"],
+            [*names, "save", "save_weights"],
             {
                 keras_models.SYMBOLIC_BUILD: "build",
                 keras_models.RESULTS_OR_LOGS: "results_or_logs",
@@ -136,30 +130,33 @@ class Runs(Binding):
         )
 
     def train_step(self, data):
-        in_step = contexts.attribute(self, "_is_in_step", True)
-        with in_step, random_states.drawn_by_rank(self._collectives.rank):
+        with random_states.drawn_by_rank(self._collectives.rank):
             step = self._stock["train_step"]
             return self._training.worker.step(step, data)
 
     def get_metrics_result(self):
-        if (
-            self._is_in_step
-            or keras_scopes.in_symbolic_scope()
-            or self._epochs is None
-            or (records := self._epochs.ends()) is None
-        ):
-            return self._stock["get_metrics_result"]()
-        self._results = metrics.global_results(
-            self._model,
-            _Recorded([each["metrics"] for each in records], self._collectives),
-            self._stock["get_metrics_result"],
-        )
-        return self._results
+        if self._results is not None:
+            return self._results
+        return self._stock["get_metrics_result"]()
 
     def results_or_logs(self, logs):
-        found = self._stock[keras_models.RESULTS_OR_LOGS](logs)
-        # In a `fit` without a step here, as on a server.
-        return found or self._results or found
+        """Ends an epoch: `fit` calls this behind the epoch's last step."""
+        stock, records = self._stock[keras_models.RESULTS_OR_LOGS], []
+        if self._is_in_epoch():  # not in the validation behind it
+            records = self._epochs.end()
+        if not records:
+            return stock(logs)
+        results = metrics.results_of_parts(
+            self._model.metrics,
+            [each["metrics"] for each in records],
+            self._stock["get_metrics_result"],
+        )
+        with contexts.attribute(self, "_results", results):
+            # Without a step here, as on a server, there are no logs.
+            return stock(logs) or results
+
+    def _is_in_epoch(self):
+        return self._epochs is not None and self._epochs.is_running
 
     def evaluate(self, *args, **kwargs):
         return self._on_workers("evaluate", args, kwargs)
@@ -167,8 +164,28 @@ class Runs(Binding):
     def predict(self, *args, **kwargs):
         return self._on_workers("predict", args, kwargs)
 
+    def test_on_batch(self, *args, **kwargs):
+        self._check_has_weights("test_on_batch")
+        return self._stock["test_on_batch"](*args, **kwargs)
+
+    def predict_on_batch(self, *args, **kwargs):
+        self._check_has_weights("predict_on_batch")
+        return self._stock["predict_on_batch"](*args, **kwargs)
+
+    def _check_has_weights(self, name):
+        """Raises ValueError within an epoch, when servers have the weights."""
+        if self._is_in_epoch():
+            raise ValueError(
+                "Within an epoch a worker has neither the other workers' last "
+                "updates nor all rows, and ranks take their own steps. "
+                f'Received: `model.{name}` within an epoch under `delay='
+                '"bounded"`. Call it in `on_epoch_end`, on every rank, or give '
+                "`fit` `validation_data`."
+            )
+
     def _on_workers(self, name, args, kwargs):
         """The results of the first worker; a server has no input."""
+        self._check_has_weights(name)
         if not self._collectives.num_servers:
             return self._stock[name](*args, **kwargs)
         if self._collectives.is_server and meeting.joining(self._collectives):
@@ -226,24 +243,6 @@ class Runs(Binding):
         """The model's optimizer is Keras's own, compiled in the scope."""
         if self._model.optimizer is not self.optimizer:
             raise_of_compiled_outside(self._model)
-
-
-class _Recorded:
-    """In place of `Collectives` of metrics: sums of the workers' records.
-
-    Args:
-        records: for each worker, its part of the sums.
-    """
-
-    def __init__(self, records, collectives):
-        self._records = records
-        self.rank, self.size = collectives.rank, collectives.size
-        self.is_server = collectives.is_server
-        self.num_workers = collectives.num_workers
-
-    def all_reduce(self, tensors, op, name):
-        parts = zip(*self._records, strict=True)
-        return [np.sum(of_each, 0) for of_each in parts] or tensors
 
 
 def _check_callback(callback):

@@ -101,7 +101,7 @@ class Training:
         """
         pushing, batch = self.worker.pushing, self.worker.batch
         has_ended = pushing.has_ended(batch)
-        metrics = global_metrics.sent(self._model.metrics, self._collectives)
+        metrics = global_metrics.sent(self._model.metrics)
         seen = batch, [value.numpy() for value in metrics]
         batch, values = seen if has_ended else self._seen
         self._seen = seen

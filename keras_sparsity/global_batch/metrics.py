@@ -181,27 +181,51 @@ def combined(variables, collectives):
     ]
 
 
-def sent(metrics, collectives):
-    """This process's part of the sums of `combined`, of all metrics."""
-    return _sent(_variables(metrics), collectives)
+def sent(metrics):
+    """The values here of all metrics' variables, for `results_of_parts`."""
+    return _wide(_variables(metrics))
+
+
+def results_of_parts(metrics, parts, results):
+    """Results of metrics over parts of the data, of which each was `sent`.
+
+    As `global_results`: the first part's value counts where rank 0's does.
+
+    Args:
+        metrics: list of `keras.Metric`.
+        parts: for each part, the values of `sent` as arrays.
+        results: function without arguments that computes the results.
+    """
+    variables, given = _variables(metrics), []
+    for variable, *values in zip(variables, *parts, strict=True):
+        is_summed = aggregation(variable) in _SUMMED
+        total = sum(values) if is_summed else values[0]
+        given.append((variable, _restored(variable, total, len(parts))))
+    with keras.StatelessScope(given):
+        return values_of(results())
 
 
 def _sent(variables, collectives):
-    values = [tf.convert_to_tensor(variable.value) for variable in variables]
-    # One dtype, so that they travel together: float64 holds float32 and all
-    # counts below 2**53 exactly.
-    dtypes = {value.dtype for value in values}
-    wide = dtypes.pop() if dtypes <= {tf.float32} else tf.float64
-
     def counts(variable):
         # A server has seen stand-ins alone.
         is_summed = aggregation(variable) in _SUMMED
         return is_summed and not collectives.is_server or collectives.rank == 0
 
     return [
-        tf.cast(value, wide) if counts(variable) else tf.zeros_like(value, wide)
-        for variable, value in zip(variables, values, strict=True)
+        value if counts(variable) else tf.zeros_like(value)
+        for variable, value in zip(variables, _wide(variables), strict=True)
     ]
+
+
+def _wide(variables):
+    """The variables' values in one dtype, so that they travel together.
+
+    float64 holds float32 and all counts below 2**53 exactly.
+    """
+    values = [tf.convert_to_tensor(variable.value) for variable in variables]
+    dtypes = {value.dtype for value in values}
+    wide = dtypes.pop() if dtypes <= {tf.float32} else tf.float64
+    return [tf.cast(value, wide) for value in values]
 
 
 def _restored(variable, total, size):

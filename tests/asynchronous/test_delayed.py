@@ -183,3 +183,26 @@ def test_what_would_lose_gradients_is_refused():
         checkpoint = ks.callbacks.ShardedCheckpoint("unused", **{name: 1})
         with pytest.raises(ValueError, match=f"{name}=1"):
             model.fit(x, x[:, :1], callbacks=[checkpoint], verbose=0)
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_evaluation_within_an_epoch_applies_nothing(is_traced):
+    x = np.arange(6, dtype="float32").reshape(3, 2) / 5
+    found = []
+    for evaluates in (False, True):
+        keras.utils.set_random_seed(0)
+        model = _compiled(keras.optimizers.SGD(0.5))
+        if is_traced:
+            model.evaluate(x, x[:, :1], verbose=0)
+
+        def evaluate(batch, logs, model=model, evaluates=evaluates):
+            if evaluates:
+                model.evaluate(x, x[:, :1], verbose=0)
+                model.get_metrics_result()
+
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=evaluate)
+        options = {"shuffle": False, "verbose": 0, "epochs": 2}
+        model.fit(x, x[:, :1], 1, callbacks=[callback], **options)
+        found.append(model.get_weights())
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
