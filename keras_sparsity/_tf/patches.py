@@ -172,6 +172,11 @@ EPOCH_ITERATOR = Patch(
     during="`fit`, `evaluate` and `predict`",
     reason="`fit` makes the iterator and its dataset in one function.",
 )
+# Of a model; the methods of single batches, too.
+RUNS = (
+    *("fit", "evaluate", "predict"),
+    *("train_on_batch", "test_on_batch", "predict_on_batch"),
+)
 MODEL_METHODS = {
     name: Patch(
         "keras:Model",
@@ -179,10 +184,7 @@ MODEL_METHODS = {
         during="a method of this name of the user's class, for its model alone",
         reason="That method calls `super()`'s.",
     )
-    for name in (
-        *("fit", "evaluate", "predict", "compute_loss"),
-        *("train_on_batch", "test_on_batch", "predict_on_batch"),
-    )
+    for name in (*RUNS, "compute_loss")
 }
 ALL = (
     *(named for named in vars().values() if isinstance(named, Patch)),

@@ -79,6 +79,9 @@ class Epochs(keras.callbacks.Callback):
         keras_input.on_next_epoch(self._iterator, self._taken)
         self.is_running = True
 
+    def on_train_batch_end(self, batch, logs=None):
+        self._training.logs = logs
+
     def on_train_end(self, logs=None):
         if not self._has_begun and self._checkpoint is not None:
             self._pass(self._checkpoint.num_ended)

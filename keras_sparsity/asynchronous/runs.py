@@ -1,8 +1,10 @@
 """`fit` of a model whose variables are at servers."""
 
+import collections
 import itertools
 
 import keras
+import numpy as np
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import contexts, keras_input, keras_models
@@ -12,11 +14,12 @@ from keras_sparsity.asynchronous.training import Training
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
+from keras_sparsity.callbacks.stopping import Stopping
 from keras_sparsity.global_batch import metrics, random_states
 from keras_sparsity.health import watch
 from keras_sparsity.training import resuming
 from keras_sparsity.training.binding import (
-    Binding,
+    RunBinding,
     bound_arguments,
     raise_of_compiled_outside,
 )
@@ -25,7 +28,7 @@ from keras_sparsity.training.binding import (
 _numbers = itertools.count()
 
 
-class Runs(Binding):
+class Runs(RunBinding):
     """Binds `fit` and its steps; rank 0 reports, and writes files.
 
     Attributes:
@@ -108,6 +111,8 @@ class Runs(Binding):
         for callback in callbacks:
             _check_callback(callback)
         callbacks = rank_zero.on_rank(callbacks, self._collectives.rank)
+        # A checkpoint saves whether all stop.
+        callbacks.append(Stopping(self._collectives))
         return resuming.checkpoint_last(callbacks)
 
     def build(self, iterator=None, data_batch=None):
@@ -151,9 +156,9 @@ class Runs(Binding):
             [each["metrics"] for each in records],
             self._stock["get_metrics_result"],
         )
+        logs = {**self._training.logs, **_mean_logs(records)}
         with contexts.attribute(self, "_results", results):
-            # Without a step here, as on a server, there are no logs.
-            return stock(logs) or results
+            return stock(logs)
 
     def _is_in_epoch(self):
         return self._epochs is not None and self._epochs.is_running
@@ -178,16 +183,21 @@ class Runs(Binding):
             raise ValueError(
                 "Within an epoch a worker has neither the other workers' last "
                 "updates nor all rows, and ranks take their own steps. "
-                f'Received: `model.{name}` within an epoch under `delay='
+                f"Received: `model.{name}` within an epoch under `delay="
                 '"bounded"`. Call it in `on_epoch_end`, on every rank, or give '
                 "`fit` `validation_data`."
             )
 
     def _on_workers(self, name, args, kwargs):
-        """The results of the first worker; a server has no input."""
+        """The results of the first worker; a server has no input.
+
+        By results of their own, callbacks on the workers would decide
+        differently. Predictions, which are large, travel to servers alone.
+        """
         self._check_has_weights(name)
-        if not self._collectives.num_servers:
-            return self._stock[name](*args, **kwargs)
+        is_own = name == "predict" and not self._collectives.num_servers
+        if self._collectives.size == 1 or is_own:
+            return self._own_results(name, args, kwargs)
         if self._collectives.is_server and meeting.joining(self._collectives):
             raise RuntimeError(
                 f"A server that was started anew has no results of `{name}` "
@@ -197,12 +207,24 @@ class Runs(Binding):
         rank, gather = self._collectives.rank, self._collectives.gather_objects
         results, found = None, []
         if not self._collectives.is_server:
-            results = self._stock[name](*args, **kwargs)
+            results = self._own_results(name, args, kwargs)
         while not found:  # Again, if that worker is lost meanwhile.
             is_first = rank == min(gather(rank, f"asynchronous/{name}/from"))
             sent = gather(results if is_first else None, f"asynchronous/{name}")
             found = [each for each in sent if each is not None]
         return found[0]
+
+    def _own_results(self, name, args, kwargs):
+        arguments = bound_arguments(self._stock[name], args, kwargs)
+        callbacks, rank = arguments.get("callbacks"), self._collectives.rank
+        if rank != 0:
+            arguments["verbose"] = 0
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks = keras.tree.flatten(
+                [] if callbacks is None else callbacks
+            )
+            arguments["callbacks"] = rank_zero.on_rank(callbacks, rank)
+        return self._stock[name](**arguments)
 
     # Files.
 
@@ -245,14 +267,30 @@ class Runs(Binding):
             raise_of_compiled_outside(self._model)
 
 
+def _mean_logs(records):
+    """The means of the workers' last logs, also where no step has run."""
+    logs = collections.defaultdict(list)
+    for record in records:
+        for name, value in record["logs"].items():
+            logs[name].append(value)
+    return {name: float(np.mean(values)) for name, values in logs.items()}
+
+
 def _check_callback(callback):
     within = [
         f"{name}={value!r}"
-        for name in ("save_freq", "every_steps", "every_seconds")
-        if not isinstance(callback, ArchitectureLogger)
-        if (value := getattr(callback, name, None)) not in (None, "epoch")
+        for kind, name in (
+            (keras.callbacks.ModelCheckpoint, "save_freq"),
+            (ShardedCheckpoint, "every_steps"),
+            (ShardedCheckpoint, "every_seconds"),
+        )
+        if isinstance(callback, kind)
+        if (value := getattr(callback, name)) not in (None, "epoch")
     ]
-    is_own = type(callback).__module__.startswith("keras_sparsity.")
+    is_own = any(
+        kind.__module__.startswith("keras_sparsity.")
+        for kind in type(callback).__mro__
+    )
     meets = isinstance(callback, (ArchitectureLogger, ShardedCheckpoint))
     if within or (is_own and not meets):
         raise ValueError(

@@ -28,6 +28,7 @@ class Training:
     Attributes:
         store: `Store`.
         worker: `Worker`.
+        logs: dict of this worker's last step of an epoch, as callbacks get it.
     """
 
     def __init__(self, model, number):
@@ -35,6 +36,7 @@ class Training:
         strategy, optimizer = model.distribute_strategy, model.optimizer
         self._collectives = strategy.collectives
         self._seen = None  # at the last `record`
+        self.logs = {}
         self._is_begun = False
         layers, variables = _looked_up(model), model.trainable_variables
         rule.check(
@@ -102,13 +104,15 @@ class Training:
         pushing, batch = self.worker.pushing, self.worker.batch
         has_ended = pushing.has_ended(batch)
         metrics = global_metrics.sent(self._model.metrics)
-        seen = batch, [value.numpy() for value in metrics]
-        batch, values = seen if has_ended else self._seen
+        logs = {k: v for k, v in self.logs.items() if isinstance(v, float)}
+        seen = batch, [value.numpy() for value in metrics], logs
+        batch, values, logs = seen if has_ended else self._seen
         self._seen = seen
         contents = pickle.dumps(
             {
                 "rank": self._collectives.rank,
                 "metrics": values,
+                "logs": logs,
                 "staleness": dict(pushing.staleness),
                 "waiting_seconds": self.store.waiting_seconds,
                 "servers": self.store.traffic,
@@ -137,6 +141,7 @@ class Training:
         self._is_begun = True
         self._tell_new(joins is not None, progress)
         self.worker.begin_epoch()
+        self.logs = {}
 
     def comes_back(self):
         """Whether this process is to take the place of a lost server."""
@@ -188,18 +193,12 @@ class Training:
             self.store.finish()
         own = [] if is_server else self._own_values()
         of_ranks = self._collectives.gather_objects(
-            (
-                [keras.ops.convert_to_numpy(v) for v in own],
-                bool(self._model.stop_training),
-            ),
-            "asynchronous/epoch",
+            [keras.ops.convert_to_numpy(v) for v in own], "asynchronous/epoch"
         )
         self.worker.pushing.staleness.clear()
         self.store.begin_figures()
-        if any(stops for _, stops in of_ranks):
-            self._model.stop_training = True
         version = self.store.download()
-        values = [values for values, _ in of_ranks if values]
+        values = list(filter(None, of_ranks))
         for variable, *of_each in zip(self._own_values(), *values, strict=True):
             variable.assign(np.mean(of_each, 0, of_each[0].dtype))
         contents = map(batches.contents_of, self.store.records())

@@ -2,7 +2,11 @@
 
 import functools
 import inspect
+import types
 
+import keras
+
+from keras_sparsity._tf import patches
 from keras_sparsity.health import agreement
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.training import jit
@@ -78,6 +82,30 @@ class Binding:
             )
 
 
+class RunBinding(Binding):
+    """Binds Keras's runs, also where methods of the user's call them.
+
+    A `fit(self, inputs)` of the user's class stays as it is; the
+    `super().fit(...)` in it is that of all ranks.
+    """
+
+    def _bind(self, name, method):
+        own = getattr(self._model, name)
+        of_keras = getattr(keras.Model, name)
+        is_of_keras = getattr(own, "__func__", None) is of_keras
+        if name not in patches.RUNS or is_of_keras:
+            super()._bind(name, method)
+            return
+        self._stock[name] = types.MethodType(of_keras, self._model)
+
+        @functools.wraps(own)
+        def bound(*args, **kwargs):
+            with patches.method_for(name, self._model, method):
+                return own(*args, **kwargs)
+
+        object.__setattr__(self._model, name, bound)
+
+
 def raise_of_another_strategy(model, strategy):
     """Raises ValueError of a model that another strategy trains."""
     raise ValueError(
@@ -99,7 +127,9 @@ def raise_of_compiled_outside(model):
 
 def bound_arguments(function, args, kwargs):
     """The given arguments of a call, by name."""
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    arguments = dict(bound.arguments)
-    arguments.update(arguments.pop("kwargs", {}))
+    signature = inspect.signature(function)
+    arguments = dict(signature.bind(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments.update(arguments.pop(name, {}))
     return arguments

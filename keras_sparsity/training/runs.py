@@ -1,8 +1,5 @@
 """Whole runs, and single batches, of an adopted model."""
 
-import functools
-import types
-
 import keras
 
 from keras_sparsity import collectives
@@ -15,18 +12,16 @@ from keras_sparsity.callbacks import (
 )
 from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.input_check import InputCheck
+from keras_sparsity.callbacks.stopping import Stopping
 from keras_sparsity.data import distribution, marks
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.data.stand_ins import counted_part
 from keras_sparsity.training import prefetching
-from keras_sparsity.training.binding import (
-    Binding,
-    bound_arguments,
-)
+from keras_sparsity.training.binding import RunBinding, bound_arguments
 from keras_sparsity.training.resuming import checkpoint_last, resuming
 
 
-class Runs(Binding):
+class Runs(RunBinding):
     """`fit`, `evaluate` and `predict`, also on batches, on all ranks."""
 
     def __init__(self, model, first_step, replicas):
@@ -36,26 +31,6 @@ class Runs(Binding):
         names = ["fit", "evaluate", "predict"]
         batches = ["train_on_batch", "test_on_batch", "predict_on_batch"]
         super().__init__(model, names + batches)
-
-    def _bind(self, name, method):
-        """Binds Keras's method, also where a method of the user's calls it.
-
-        A `fit(self, inputs)` of the user's class stays as it is; the
-        `super().fit(...)` in it is that of all ranks.
-        """
-        of_keras = getattr(keras.Model, name)
-        own = getattr(self._model, name)
-        if getattr(own, "__func__", None) is of_keras:
-            super()._bind(name, method)
-            return
-        self._stock[name] = types.MethodType(of_keras, self._model)
-
-        @functools.wraps(own)
-        def bound(*args, **kwargs):
-            with patches.method_for(name, self._model, method):
-                return own(*args, **kwargs)
-
-        object.__setattr__(self._model, name, bound)
 
     def _check_call(self, method, arguments):
         """Raises if ranks call different methods, or have different models."""
@@ -124,6 +99,7 @@ class Runs(Binding):
             callbacks = [
                 InputCheck(communicator),
                 *rank_zero.on_rank(callbacks, communicator.rank),
+                Stopping(communicator),
             ]
         callbacks = partition_search.arranged(callbacks, communicator.size)
         return checkpoint_last(callbacks)

@@ -100,6 +100,10 @@ CASES = {
         lambda: _fit(_compiled(), callbacks=[ks.callbacks.PartitionSearch()]),
         "a PartitionSearch.*ModelCheckpoint",
     ),
+    "subclass of an own callback": (
+        lambda: _fit(_compiled(), callbacks=[_Search()]),
+        "a _Search.*ModelCheckpoint",
+    ),
     "checkpoint within an epoch": (
         lambda: _fit(
             _compiled(),
@@ -131,6 +135,10 @@ CASES = {
         "each process would train alone.*call `fit`",
     ),
 }
+
+
+class _Search(ks.callbacks.PartitionSearch):
+    pass
 
 
 def _compiled_outside():

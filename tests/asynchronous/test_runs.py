@@ -1,8 +1,12 @@
 """Logs, results and ends of epochs are those of all workers."""
 
+import contextlib
+import io
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from tests import asynchronous_functions as functions
@@ -89,3 +93,224 @@ def test_evaluation_within_an_epoch_is_refused(cluster, num_servers, is_traced):
             np.testing.assert_allclose(history[name], values, 1e-5)
         for one, other in zip(weights, model.get_weights(), strict=True):
             np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+
+
+class OwnStep(keras.Sequential):
+    """Its logs are of the step alone: no metric has computed "kl"."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(y - self(x)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        parts = {"first": y[0, 0]}
+        return {"loss": loss, "kl": keras.ops.mean(y), "parts": parts}
+
+
+class LastLogs(keras.callbacks.Callback):
+    """Keeps the last logs of each epoch; {} of one without a step here."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_epochs = []
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.of_epochs.append({})
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.of_epochs[-1] = logs
+
+
+def own_logs():
+    """The logs of each epoch's last step here, and the history."""
+    model, last = OwnStep(functions.dense().layers), LastLogs()
+    _compiled(model)
+    stop = keras.callbacks.EarlyStopping("kl", mode="min", patience=1)
+    return last.of_epochs, _fit(model, last, stop, epochs=4).history
+
+
+@pytest.mark.parametrize("num_servers", [0, 1])
+def test_logs_that_no_metric_computes_are_means_of_workers(
+    cluster, num_servers
+):
+    ranks = cluster("native", 2, num_servers=num_servers).run(own_logs)
+    histories = [history for _, history in ranks]
+    for name in ("loss", "kl", "first"):
+        # Of the workers that took a batch of the epoch, by epochs.
+        expected = [
+            np.mean([logs[name] for logs in of_epoch if logs])
+            for of_epoch in zip(*(last for last, _ in ranks), strict=True)
+        ]
+        for history in histories:
+            np.testing.assert_allclose(history[name], expected, 1e-6)
+
+
+def test_logs_of_one_worker_are_those_of_stock_keras():
+    found = []
+    for is_served in (True, False):
+        model = OwnStep(functions.dense().layers)
+        if is_served:
+            _compiled(model)
+        else:
+            model.compile("sgd", "mse")
+        found.append(_fit(model).history)
+    assert set(found[0]) == set(found[1])
+    for name in ("loss", "kl", "first"):
+        np.testing.assert_allclose(found[0][name], found[1][name], 1e-5)
+
+
+class Kinds(keras.metrics.Metric):
+    """The number of updates, combined as `aggregation` says."""
+
+    def __init__(self, aggregation):
+        super().__init__(name=aggregation)
+        self.count = self.add_variable(
+            (), keras.initializers.Zeros(), aggregation=aggregation
+        )
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign(self.count + 1)
+
+    def result(self):
+        return self.count
+
+
+KINDS = ["sum", "mean", "only_first_replica"]
+
+
+def one_batch():
+    """Metrics of an epoch of which one worker takes no batch."""
+    strategy = ks.HybridStrategy(synchronous=False, max_staleness=1)
+    model = functions.dense()
+    with strategy.scope():
+        model.compile("sgd", "mse", metrics=[Kinds(kind) for kind in KINDS])
+    x, y = _data()
+    size, noted = functions.BATCH, LastLogs()
+    history = model.fit(
+        *(x[:size], y[:size], size), epochs=6, callbacks=[noted], verbose=0
+    )
+    return [bool(logs) for logs in noted.of_epochs], history.history
+
+
+def test_metrics_are_those_of_workers_that_took_a_batch(cluster):
+    ranks = cluster("native", 2).run(one_batch)
+    # One of them alone, in each epoch.
+    assert np.sum([took for took, _ in ranks], 0).tolist() == [1] * 6
+    for _, history in ranks:
+        for kind in KINDS:
+            assert history[kind] == [1] * 6
+
+
+class StopAtEnd(keras.callbacks.Callback):
+    """One rank stops behind the second epoch, as by its own clock."""
+
+    def __init__(self, is_stopping):
+        super().__init__()
+        self._is_stopping = is_stopping
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self._is_stopping and epoch == 1:
+            self.model.stop_training = True
+
+
+def stopped():
+    model = functions.dense()
+    strategy = _compiled(model)
+    stop = StopAtEnd(strategy.rank == 1)
+    return _fit(model, stop, epochs=5).history["loss"]
+
+
+@pytest.mark.parametrize("num_servers", [0, 1])
+def test_one_worker_ends_the_training_of_all(cluster, num_servers):
+    ranks = cluster("native", 2, num_servers=num_servers).run(stopped)
+    assert len(ranks[0]) == 2
+    assert all(losses == ranks[0] for losses in ranks)
+
+
+class Reporting(keras.callbacks.CSVLogger):
+    """Notes that it was called."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.calls = []
+
+    def on_test_end(self, logs=None):
+        self.calls.append("evaluate")
+
+    def on_predict_end(self, logs=None):
+        self.calls.append("predict")
+
+
+def evaluated(path):
+    """Results of data that are each rank's own, calls, and what it printed."""
+    model = functions.dense()
+    strategy = _compiled(model)
+    x, y = _data()
+    y = y + strategy.rank
+    history = _fit(model, validation_data=(x, y)).history
+    report, printed = Reporting(path), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        result = model.evaluate(x, y, verbose=2, callbacks=[report])
+        model.predict(x, verbose=2, callbacks=report)
+    return history["val_loss"], result, report.calls, printed.getvalue()
+
+
+@pytest.mark.parametrize("num_servers", [0, 1])
+def test_evaluation_is_the_first_workers(cluster, num_servers, tmp_path):
+    ranks = cluster("native", 2, num_servers=num_servers).run(
+        evaluated, str(tmp_path / "unused.csv")
+    )
+    (losses, result, calls, printed), *others = ranks
+    assert losses[-1] == pytest.approx(result)
+    assert calls == ["evaluate", "predict"] and " loss: " in printed
+    for other in others:
+        assert other == (losses, result, [], "")
+
+
+class OwnFit(keras.Sequential):
+    """A `fit` and `evaluate` of the user's, with arguments of their own."""
+
+    def fit(self, data, **given):
+        return super().fit(*data, **given)
+
+    def evaluate(self, *args, **given):
+        return super().evaluate(*args, **given)
+
+
+def test_a_fit_of_the_models_class_calls_that_of_all():
+    model = OwnFit(functions.dense().layers)
+    _compiled(model)
+    options = {"batch_size": functions.BATCH, "shuffle": False, "verbose": 0}
+    found = model.fit(_data(), validation_data=_data(), **options).history
+    expected = functions.dense()
+    expected.compile("sgd", "mse")
+    expected = _fit(expected, epochs=1, validation_data=_data()).history
+    for name in ("loss", "val_loss"):
+        np.testing.assert_allclose(found[name], expected[name], 1e-5)
+    with pytest.raises(ValueError, match="steps_per_epoch=1"):
+        model.fit(_data(), steps_per_epoch=1)
+
+
+def test_callbacks_of_a_fit_of_the_models_class_are_looked_at():
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=1, delay="fixed"
+    )
+    with strategy.scope():
+        model = OwnFit(functions.dense().layers)
+        model.compile("sgd", "mse")
+    checkpoint = ks.callbacks.ShardedCheckpoint("unused", every_steps=3)
+    with pytest.raises(ValueError, match="every_steps=3"):
+        model.fit(_data(), callbacks=[checkpoint], verbose=0)
+
+
+class Every(keras.callbacks.Callback):
+    """A callback of the user's, with attributes of these names."""
+
+    every_steps = every_seconds = save_freq = 3
+
+
+def test_own_callbacks_are_not_refused_by_names_of_attributes():
+    model = functions.dense()
+    _compiled(model)
+    assert len(_fit(model, Every()).history["loss"]) == 2
