@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.asynchronous.cells import Cell, after, locked
+from keras_sparsity.asynchronous.cells import Cell, after, destroyed, locked
 
 # More than any epoch has.
 _MANY = np.int64(2**62)
@@ -53,6 +53,11 @@ class Batches:
                 self._records.fill(record(NONE)),
             )
             self.records = self._records.read()
+
+    def destroy(self):
+        cells = self._numbers, self._total, self._lost, self._records
+        with tf.device(self._device):
+            return destroyed(self._mutex, *(cell.handle for cell in cells))
 
     def take(self):
         """Makes `(feeds, fetches)` of taking a number.

@@ -36,13 +36,17 @@ class Cell:
         """Assigns one element of a vector."""
         return self.assign_rows([index], [tf.cast(value, self.dtype)])
 
-    def destroy(self):
-        return tf.raw_ops.DestroyResourceOp(resource=self.handle)
-
     def assign_rows(self, ids, rows):
         return tf.raw_ops.ResourceScatterUpdate(
             resource=self.handle, indices=ids, updates=rows
         )
+
+
+def destroyed(*handles):
+    """Frees the memory of variables, mutexes and queues, by their handles."""
+    return tf.group(
+        *(tf.raw_ops.DestroyResourceOp(resource=each) for each in handles)
+    )
 
 
 def tokens(name):

@@ -2,7 +2,13 @@
 
 import tensorflow as tf
 
-from keras_sparsity.asynchronous.cells import Cell, after, locked, tokens
+from keras_sparsity.asynchronous.cells import (
+    Cell,
+    after,
+    destroyed,
+    locked,
+    tokens,
+)
 
 # The clock of a worker that takes no further step in this epoch.
 _DONE = 2**62
@@ -38,6 +44,11 @@ class Clocks:
             self._over = tokens(f"{name}/over")
             self.reset = self._made_reset()
         self._device = device
+
+    def destroy(self):
+        queues = [queue.queue_ref for queue in [*self._tokens, self._over]]
+        with tf.device(self._device):
+            return destroyed(self._mutex, self._clocks.handle, *queues)
 
     def begin(self):
         """Waits for the bound; returns how long, by the server's clock."""

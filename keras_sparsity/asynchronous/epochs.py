@@ -12,6 +12,7 @@ from keras_sparsity.asynchronous.waiting import noted
 from keras_sparsity.board.epoch_figures import EpochFigures
 from keras_sparsity.checkpoint.replay import replay
 from keras_sparsity.data import distribution, marks
+from keras_sparsity.data.fingerprints import Fingerprints
 
 # Between two looks at the batches of others, at the end of an epoch.
 _LOOK_SECONDS = 0.02
@@ -37,6 +38,7 @@ class Epochs(keras.callbacks.Callback):
         self._checkpoint = checkpoint
         self._strategy = strategy
         self._collectives = strategy.collectives
+        self._fingerprints = Fingerprints(strategy.collectives)
         self._iterator = self._training = None
         self.is_running = self._has_begun = False
 
@@ -49,16 +51,17 @@ class Epochs(keras.callbacks.Callback):
                 "PyDataset. Give `fit` arrays or a `tf.data.Dataset`."
             )
 
-        def check(dataset):
+        def read_alike(dataset):
             if marks.is_sharded(dataset):
                 raise ValueError(
                     'Under `delay="bounded"` each rank reads the whole dataset '
                     "and leaves batches out. Received: a part of a dataset, "
                     "from `shard`. Give `fit` the dataset itself."
                 )
-            distribution.check_is_alike(dataset, self._collectives)
+            told = self._fingerprints, self._collectives
+            return distribution.read_alike(dataset, *told)
 
-        keras_input.change_input(iterator, check)
+        keras_input.change_input(iterator, read_alike)
         self._iterator = iterator
         if self._checkpoint is not None:
             self._checkpoint.use_input(iterator, first_is_enough=True)
@@ -105,6 +108,7 @@ class Epochs(keras.callbacks.Callback):
 
     def _taken(self, stock):
         """The steps of an epoch that this worker takes."""
+        self._training.begin_steps()
         if self._collectives.is_server:
             saved = self._checkpoint
             self._training.serve_steps(saved and saved.has(self._epoch))
@@ -162,7 +166,7 @@ class Epochs(keras.callbacks.Callback):
             The records of the workers that took a batch of it.
         """
         self.is_running = False
-        version, records = self._training.end_epoch()
+        version, records = self._training.end_epoch(self._fingerprints)
         figures = EpochFigures.of_records(version, records)
         self._strategy.epoch_figures = figures
         self._strategy.staleness = figures.staleness

@@ -333,7 +333,8 @@ class Meeting(Engine):
                 f"together. Received: the collective '{name}' in a traced "
                 "function. Call it outside of the function."
             )
-        return self._letters.gather(name, tensor.numpy())
+        value = None if tensor is None else tensor.numpy()
+        return self._letters.gather(name, value)
 
     def all_reduce(self, flat, op, name):
         values = list(self._values(name, flat).values())
@@ -345,10 +346,13 @@ class Meeting(Engine):
         return tf.constant(np.concatenate(values), rows.dtype)
 
     def broadcast(self, flat, root, name):
-        values = self._values(name, flat)
-        # Without the root, of the first rank that is left.
-        value = values.get(self._ranks[root], values[min(values)])
-        return tf.constant(value, flat.dtype)
+        root, values = self._ranks[root], {}
+        while root not in values:
+            is_root = root == self._letters.rank
+            values = self._values(name, flat if is_root else None)
+            if root not in values:  # Of the first rank that is left.
+                root, values = min(values), {}
+        return tf.constant(values[root], flat.dtype)
 
     def all_to_all(self, rows, splits, name):
         raise ValueError(

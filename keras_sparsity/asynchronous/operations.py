@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from keras_sparsity.asynchronous.batches import Batches
-from keras_sparsity.asynchronous.cells import Cell
+from keras_sparsity.asynchronous.cells import Cell, destroyed
 from keras_sparsity.asynchronous.clocks import Clocks
 from keras_sparsity.asynchronous.rule import updated
 from keras_sparsity.asynchronous.server_state import ServerState
@@ -168,13 +168,14 @@ class Operations:
         return [], [self._clocks.over()]
 
     def destroy(self):
-        destroyed = []
+        freed = [self._clocks.destroy(), self._batches.destroy()]
+        freed += [server.destroy() for server in self.servers.values()]
         for stored in self._stored:
             for piece in stored.pieces:
                 with tf.device(self._device(piece)):
                     cells = piece.cells.values()
-                    destroyed += [cell.destroy() for cell in cells]
-        return [], [], *destroyed
+                    freed.append(destroyed(*(cell.handle for cell in cells)))
+        return [], [], *freed
 
     def wait(self):
         return [], [self._clocks.begin()]

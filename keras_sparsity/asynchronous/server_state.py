@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf.tf_sessions import as_function
 from keras_sparsity.asynchronous.batches import LOST
-from keras_sparsity.asynchronous.cells import Cell, after, locked
+from keras_sparsity.asynchronous.cells import Cell, after, destroyed, locked
 
 
 class ServerState:
@@ -62,6 +62,11 @@ class ServerState:
     def welcome(self, rank):
         with tf.device(self.device):
             return self._lost.set(rank, False)
+
+    def destroy(self):
+        cells = self._count, self._lost, self._last
+        with tf.device(self.device):
+            return destroyed(self._mutex, *(cell.handle for cell in cells))
 
     def read(self, parts):
         """The count and the values of `(Piece, row numbers or None)`."""

@@ -96,25 +96,38 @@ class Store:
         """The variables that a pull reads whole, in its order."""
         return [stored.variable for stored in self._whole]
 
-    def upload(self):
-        """Gives the servers all values of this process; by one worker."""
+    @property
+    def variables(self):
+        """All that servers have: variables, their slots, and the count."""
+        found = [[each.variable, *each.slots] for each in self._stored]
+        return [*sum(found, []), self._optimizer.iterations]
+
+    def upload(self, names=None):
+        """Gives the servers values of this process; by one worker.
+
+        Args:
+            names: set of the `id`s of these `variables`; None: of all.
+        """
         for stored in self._stored:
-            self._assign(stored, stored.pieces)
-        iterations = int(self._optimizer.iterations)
-        self._call(self._operations.count)(np.int64(iterations))
+            self._assign(stored, stored.pieces, names)
+        iterations = self._optimizer.iterations
+        if names is None or id(iterations) in names:
+            self._call(self._operations.count)(np.int64(int(iterations)))
 
     def take_place(self, number):
         """Gives a server's new process its values of this process."""
         if number in self._operations.servers:
             for stored in self._stored:
                 pieces = [p for p in stored.pieces if p.server == number]
-                self._assign(stored, pieces, number)
+                self._assign(stored, pieces, None, number)
             self._call(self._operations.take_place, number)()
 
-    def _assign(self, stored, pieces, *server):
+    def _assign(self, stored, pieces, names, *server):
         operations = self._operations
         for variable in [stored.variable, *stored.slots] if pieces else []:
             value, name = keras.ops.convert_to_numpy(variable), id(variable)
+            if names is not None and name not in names:
+                continue
             parts = [value[piece.rows] for piece in pieces]
             if max(part.nbytes for part in parts) <= _BLOCK_BYTES:
                 self._call(operations.assign, name, *server)(*parts)

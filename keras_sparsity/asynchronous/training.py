@@ -1,20 +1,29 @@
 """One `fit` with variables at servers: its epochs, on all ranks together."""
 
 import contextlib
+import logging
 import pickle
 import threading
+import weakref
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_models, keras_variables
 from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.asynchronous import batches, meeting, rule, servers
+from keras_sparsity.asynchronous.changes import Changes
+from keras_sparsity.asynchronous.own_values import OwnValues
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.asynchronous.worker import Worker
+from keras_sparsity.data.fingerprints import check_alike
 from keras_sparsity.global_batch import metrics as global_metrics
 from keras_sparsity.global_batch import random_states
+
+# Of a `fit` that has ended by an error; what they have at servers is freed when
+# the next one begins, as others may still use it before.
+_given_up = []
+_warned = weakref.WeakSet()  # layers
 
 
 class Training:
@@ -39,6 +48,8 @@ class Training:
         self.logs = {}
         self._is_begun = False
         layers, variables = _looked_up(model), model.trainable_variables
+        if self._collectives.rank == 0:
+            _warn_of_whole(model)
         rule.check(
             optimizer,
             strategy.optimizer_options["sparse_updates"],
@@ -48,6 +59,9 @@ class Training:
         if not optimizer.built:
             optimizer.build(variables)
         self._servers = servers.started(self._collectives)
+        # All ranks have come here, and so have given up.
+        while _given_up:
+            _given_up.pop().free()
         self.store = Store(
             self._servers,
             self._collectives.rank,
@@ -61,6 +75,8 @@ class Training:
             strategy.options.wire,
         )
         self.worker = Worker(model, layers, self.store)
+        self._own_values = OwnValues(model)
+        self.changes = Changes(self.store, self._own_values, self._collectives)
         if self._servers.is_first:
             self.store.create()
         self._servers.add(self.store)
@@ -69,7 +85,7 @@ class Training:
     def _begin(self):
         # Not before: a checkpoint may have been read since.
         self._upload()
-        own = self._own_values()
+        own = self._own_values.variables
         values = self._collectives.broadcast(
             [tf.convert_to_tensor(v.value) for v in own],
             name="asynchronous/begin",
@@ -86,14 +102,6 @@ class Training:
             if rank == first:
                 self.store.upload()
             ranks = self._collectives.gather_objects(rank, name)
-
-    def _own_values(self):
-        """Variables that no rule updates, such as moving averages."""
-        return [
-            v
-            for v in self._model.non_trainable_variables
-            if not random_states.is_own(v) and tf.as_dtype(v.dtype).is_floating
-        ]
 
     def record(self):
         """This worker's part of the epoch so far, as bytes.
@@ -138,8 +146,13 @@ class Training:
             self._collectives.barrier("asynchronous/epoch/ended")
             told = self._collectives, self._number, epoch
             self._servers.begin_epoch(self.store, meeting.admitting(*told))
-        self._is_begun = True
         self._tell_new(joins is not None, progress)
+        if not self._is_begun:
+            self._is_begun = True
+            for variable in self._model.variables:
+                if random_states.is_own(variable):
+                    random_states.fold_rank(variable, self._collectives.rank)
+            self.changes.begin()
         self.worker.begin_epoch()
         self.logs = {}
 
@@ -165,7 +178,7 @@ class Training:
     def _tell_new(self, is_new, progress):
         """All begin together; gives new processes what they do not know."""
         rank, gather = self._collectives.rank, self._collectives.gather_objects
-        own = self._own_values()
+        own = self._own_values.variables
         while True:
             ranks = gather((rank, is_new), "asynchronous/epoch/begin")
             if not any(new for _, new in ranks):
@@ -178,10 +191,22 @@ class Training:
                     progress.take(state, own)
                 is_new = False
 
-    def end_epoch(self):
-        """Takes the weights after all updates, and means of own values.
+    def begin_steps(self):
+        """Begins the steps of an epoch, when callbacks have begun it."""
+        if not self.comes_back():  # The others have settled theirs.
+            self.changes.settle()
+        self._own_values.begin_epoch()
+
+    def end_epoch(self, fingerprints):
+        """Takes the weights after all updates, and all workers' own values.
 
         Returns their version, and the records of all workers that took a batch.
+
+        Args:
+            fingerprints: `Fingerprints` of the batches that this worker read.
+
+        Raises:
+            ValueError: on every rank, if workers have read different ones.
         """
         is_server = self._collectives.is_server
         if is_server:
@@ -191,16 +216,21 @@ class Training:
             self.worker.pushing.wait()
             self.store.leave(self.record())
             self.store.finish()
-        own = [] if is_server else self._own_values()
+        num_batches = sum(self.worker.pushing.staleness.values())
         of_ranks = self._collectives.gather_objects(
-            [keras.ops.convert_to_numpy(v) for v in own], "asynchronous/epoch"
+            {
+                "rank": self._collectives.rank,
+                "batches": {} if is_server else fingerprints.latest(),
+                "own": (num_batches, self._own_values.changed()),
+            },
+            "asynchronous/epoch",
         )
+        check_alike({each["rank"]: each["batches"] for each in of_ranks})
         self.worker.pushing.staleness.clear()
         self.store.begin_figures()
         version = self.store.download()
-        values = list(filter(None, of_ranks))
-        for variable, *of_each in zip(self._own_values(), *values, strict=True):
-            variable.assign(np.mean(of_each, 0, of_each[0].dtype))
+        self._own_values.combine([each["own"] for each in of_ranks])
+        self.changes.begin()
         contents = map(batches.contents_of, self.store.records())
         records = [pickle.loads(each) for each in contents if each]
         # Before its first batch a worker's metrics may have no variables.
@@ -209,21 +239,44 @@ class Training:
     def give_up(self):
         """After an error: the others do not wait for this worker's batch."""
         self.worker.release(raises=False)
+        _given_up.append(self)
         if not self._collectives.is_server:
             # In a thread, as a server may be gone.
             threading.Thread(target=self._leave_out, daemon=True).start()
 
     def _leave_out(self):
-        with contextlib.suppress(tf.errors.OpError):
+        with contextlib.suppress(tf.errors.OpError, RuntimeError):
             self.store.leave_out(self._collectives.rank)
 
     def end(self):
-        """Frees the servers' variables."""
+        """Ends a `fit`; all ranks together."""
         self._collectives.barrier("asynchronous/end")
+        self.free()
+
+    def free(self):
+        """Frees the servers' memory, and the session with them."""
         self._servers.remove(self.store)
         if self._servers.is_first:
             self.store.destroy()
         self.store.close()
+
+
+def _warn_of_whole(model):
+    """Warns, once for each, of `Embedding`s whose tables travel whole."""
+    stock = keras.layers.Embedding
+    for layer in keras_models.all_layers(model):
+        if not isinstance(layer, stock) or type(layer).call is stock.call:
+            continue
+        if layer.trainable and layer not in _warned:
+            _warned.add(layer)
+            logging.getLogger(__name__).warning(
+                "Workers pull and push the whole table of '%s' in each step. "
+                "Received: a %s, whose `call` may read more than the rows of "
+                "its ids. Use `keras.layers.Embedding` itself, and compute on "
+                "its output in another layer.",
+                layer.name,
+                type(layer).__name__,
+            )
 
 
 def _looked_up(model):

@@ -85,6 +85,21 @@ def repeat_on_all(dataset, collectives):
     return split_batches(dataset, 0, 1, Fingerprints(collectives))
 
 
+def read_alike(dataset, fingerprints, collectives):
+    """A dataset whose whole batches every worker reads, in the same order.
+
+    Args:
+        fingerprints: `Fingerprints` that note every batch.
+
+    Raises:
+        ValueError: as `distribute`.
+    """
+    check_is_alike(dataset, collectives)
+    if collectives.num_workers == 1:
+        return dataset
+    return _mapped_alike(dataset, lambda batch: batch, fingerprints)
+
+
 def check_is_alike(dataset, collectives):
     """Raises ValueError unless the ranks' datasets have one structure."""
     agreed_number(dataset, SAME_DATASET, collectives)
@@ -122,6 +137,18 @@ def split_batches(dataset, rank, size, fingerprints=None):
     """
     check_is_dataset(dataset)
     check_is_batched(dataset)
+    cut = counted_part if _counts else split_batch
+    return _mapped_alike(
+        dataset, lambda batch: cut(batch, rank, size), fingerprints
+    )
+
+
+def _mapped_alike(dataset, function, fingerprints):
+    """Maps a function, in the same order on all ranks.
+
+    Args:
+        fingerprints: as for `split_batches`.
+    """
     # Keras turns tuning off where Python workers fill the pipeline: threads
     # that read ahead would ask them for batches after the epoch's end.
     is_tuned = dataset.options().autotune.enabled is not False
@@ -130,16 +157,13 @@ def split_batches(dataset, rank, size, fingerprints=None):
         "deterministic": True if is_tuned else None,
     }
 
-    cut = counted_part if _counts else split_batch
-
-    def split(batch):
-        part = cut(batch, rank, size)
+    def noted(batch):
+        part = function(batch)
         return part if fingerprints is None else (part, fingerprint(batch))
 
-    parts = mapped(dataset, split, **parallel)
+    parts = mapped(dataset, noted, **parallel)
     if fingerprints is not None:
         parts = fingerprints.note(parts)
-    # The ranks must see the batches in the same order.
     options = tf.data.Options()
     options.deterministic = True
     parts = parts.with_options(options)

@@ -1,0 +1,81 @@
+"""One `fit` with variables at servers: what it leaves, and what it tells."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from keras_sparsity.asynchronous import servers
+
+X, Y = np.ones((4, 2), "int32"), np.ones((4, 2, 2), "float32")
+
+
+def _served(layer):
+    model = keras.Sequential([keras.Input((2,), dtype="int32"), layer])
+    strategy = ks.HybridStrategy(synchronous=False, max_staleness=1)
+    with strategy.scope():
+        model.compile(keras.optimizers.Adagrad(0.1), "mse")
+    return strategy, model
+
+
+class _NoLuck(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise ArithmeticError("no luck")
+
+
+def _noted(monkeypatch, module, name):
+    """The arguments with which a function is called from now on; and it."""
+    calls, stock = [], getattr(module, name)
+
+    def noted(*args, **kwargs):
+        calls.append((args, kwargs))
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, noted)
+    return calls, stock
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_servers_keep_nothing_of_an_ended_fit(monkeypatch, fails):
+    strategy, model = _served(keras.layers.Embedding(3, 2))
+    cells, cell = _noted(monkeypatch, tf.raw_ops, "VarHandleOp")
+    queues, queue = _noted(monkeypatch, tf.queue, "FIFOQueue")
+    if fails:
+        with pytest.raises(ArithmeticError):
+            model.fit(X, Y, verbose=0, callbacks=[_NoLuck()])
+    model.fit(X, Y, verbose=0)
+    found = servers.started(strategy.collectives)
+    graph = tf.Graph()
+    with graph.as_default(), tf.device(found.device(0)):
+        are_there = [
+            tf.raw_ops.VarIsInitializedOp(resource=cell(**kwargs))
+            for _, kwargs in cells
+        ]
+        sizes = [queue(*args, **kwargs).size() for args, kwargs in queues]
+    with found.session(graph) as session:
+        are_there, sizes = session.run([are_there, sizes])
+    # Of the table, its slot, and what workers share.
+    assert len(are_there) == 10 * (1 + fails) and not any(are_there)
+    assert len(sizes) == 2 * (1 + fails) and not any(sizes)
+
+
+class _Scaled(keras.layers.Embedding):
+    def call(self, ids):
+        return 2 * super().call(ids)
+
+
+def test_a_table_that_travels_whole_is_warned_of_once(caplog):
+    _, model = _served(_Scaled(3, 2, name="scaled"))
+    for _ in range(2):
+        model.fit(X, Y, verbose=0)
+    (record,) = [r for r in caplog.records if "whole table" in r.message]
+    assert "'scaled'" in record.message and "a _Scaled" in record.message
+    caplog.clear()
+    for layer in (
+        keras.layers.Embedding(3, 2),
+        _Scaled(3, 2, trainable=False),
+    ):
+        _, model = _served(keras.Sequential([layer, keras.layers.Dense(2)]))
+        model.fit(X, Y, verbose=0)
+    assert not [r for r in caplog.records if "whole table" in r.message]
