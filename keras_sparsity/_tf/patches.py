@@ -126,9 +126,10 @@ METRIC_ATTRIBUTES = Patch(
 ASSIGN = Patch(
     "keras.src.backend:Variable",
     "assign",
-    during="the tracing of a step on several processes, or of one at servers",
+    during="the tracing of a step on several processes; `fit` with variables "
+    "at servers",
     reason="A metric's combined value holds until the metric is updated; what "
-    "a step assigns to variables at servers would be lost.",
+    "a step or a callback assigns to variables at servers would be lost.",
 )
 SCALE_LOSS = Patch(
     "keras.src.losses.loss",

@@ -4,6 +4,7 @@ import functools
 import time
 
 import keras
+import tensorflow as tf
 
 from keras_sparsity._tf import keras_input
 from keras_sparsity.asynchronous.batches import LOST, NONE
@@ -40,7 +41,7 @@ class Epochs(keras.callbacks.Callback):
         self._collectives = strategy.collectives
         self._fingerprints = Fingerprints(strategy.collectives)
         self._iterator = self._training = None
-        self.is_running = self._has_begun = False
+        self.is_running = self._has_begun = self._is_in_steps = False
 
     def use(self, iterator):
         """Takes Keras's epoch iterator of the training data."""
@@ -109,6 +110,7 @@ class Epochs(keras.callbacks.Callback):
     def _taken(self, stock):
         """The steps of an epoch that this worker takes."""
         self._training.begin_steps()
+        self._is_in_steps = True
         if self._collectives.is_server:
             saved = self._checkpoint
             self._training.serve_steps(saved and saved.has(self._epoch))
@@ -122,6 +124,21 @@ class Epochs(keras.callbacks.Callback):
             else:
                 yield step
         reader.draw_order()
+
+    def refuse_assigned(self, variable):
+        """Raises ValueError if a callback assigns what servers have."""
+        if (
+            self._is_in_steps
+            and tf.executing_eagerly()
+            and not self.model.run_eagerly  # where steps assign what they pull
+            and any(variable is each for each in self._training.store.variables)
+        ):
+            raise ValueError(
+                "Within an epoch servers have the weights, and a value that "
+                "is assigned here would be lost at the next pull. Received: a "
+                f"callback that assigns '{variable.path}'. Assign it in "
+                "`on_epoch_begin` or `on_epoch_end`."
+            )
 
     def _next(self, reader):
         """The number of a batch, None if all workers' batches are done.
@@ -165,7 +182,7 @@ class Epochs(keras.callbacks.Callback):
         Returns:
             The records of the workers that took a batch of it.
         """
-        self.is_running = False
+        self.is_running = self._is_in_steps = False
         version, records = self._training.end_epoch(self._fingerprints)
         figures = EpochFigures.of_records(version, records)
         self._strategy.epoch_figures = figures

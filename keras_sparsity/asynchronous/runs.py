@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import contexts, keras_input, keras_models
+from keras_sparsity._tf import contexts, keras_input, keras_models, patches
 from keras_sparsity.asynchronous import joiners, meeting
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
@@ -90,8 +90,10 @@ class Runs(RunBinding):
                 num_read,
             )
             arguments["callbacks"] = [self._epochs, *callbacks]
+            refuse = self._epochs.refuse_assigned
             try:
-                history = self._stock["fit"](**arguments)
+                with patches.assignments_are_told(refuse):
+                    history = self._stock["fit"](**arguments)
                 self._training.end()
             except BaseException:
                 if self._training is not None:

@@ -96,6 +96,14 @@ CASES = {
         lambda: _fit_assigned(),
         "assigns '.*kernel', as .*SpectralNormalization.*delay=.fixed",
     ),
+    "weights that a callback assigns": (
+        lambda: _fit_and_assign(lambda model: model.weights[0]),
+        "a callback that assigns '.*embeddings'.*on_epoch_end",
+    ),
+    "slots that a callback assigns": (
+        lambda: _fit_and_assign(lambda model: model.optimizer.variables[-1]),
+        "a callback that assigns '.*accumulator'.*on_epoch_end",
+    ),
     "own callback": (
         lambda: _fit(_compiled(), callbacks=[ks.callbacks.PartitionSearch()]),
         "a PartitionSearch.*ModelCheckpoint",
@@ -153,6 +161,19 @@ def _fit_assigned():
     with _strategy().scope():
         model.compile("sgd", "mse")
     model.fit(X, np.ones((4, 2)), verbose=0)
+
+
+def _fit_and_assign(chosen):
+    model = _compiled(keras.optimizers.Adagrad())
+
+    def assign(batch, logs):
+        variable = chosen(model)
+        variable.assign(variable + 1)
+
+    _fit(
+        model,
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=assign)],
+    )
 
 
 def _own_loop(make):

@@ -1,0 +1,35 @@
+"""Messages of ranks of which some are lost."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_sparsity.asynchronous.meeting import Meeting
+
+
+class _Letters:
+    """This rank's, and those that the others have written.
+
+    Args:
+        others: for each message, a dict from a rank to its letter.
+    """
+
+    def __init__(self, rank, others):
+        self.rank, self._others, self.sent = rank, iter(others), []
+
+    def gather(self, name, value):
+        self.sent.append(value)
+        return {**next(self._others), self.rank: value}
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_root_alone_sends_a_broadcast(is_lost):
+    roots, own = np.float32([1, 2]), np.float32([3, 4])
+    others = [{2: None}, {2: None}] if is_lost else [{0: roots, 2: None}]
+    letters = _Letters(1, others)
+    meeting = Meeting(letters, [0, 1, 2], "native")
+    found = meeting.broadcast(tf.constant(own), 0, "values")
+    # In place of a lost root, the first rank that is left.
+    np.testing.assert_array_equal(found, own if is_lost else roots)
+    assert letters.sent[0] is None
+    np.testing.assert_array_equal(letters.sent[1:], [own] * is_lost)
