@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from keras_sparsity.data import fingerprints
 
@@ -29,3 +30,21 @@ def test_fingerprints_of_large_batches_see_an_exchange():
     one = fingerprints.fingerprint(x)
     x[[3, 4]] = x[[4, 3]]
     assert int(one) != int(fingerprints.fingerprint(x))
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_a_rank_that_has_read_less_is_compared_too(differ):
+    tables = {}
+    for rank, number in enumerate([1500, 300]):
+        read = tf.where(tf.range(number) == 5, rank * differ, tf.range(number))
+        noted = fingerprints.Fingerprints(None)
+        dataset = tf.data.Dataset.from_tensor_slices(read)
+        pairs = dataset.map(lambda i: (i, fingerprints.fingerprint(i)))
+        for _ in noted.note(pairs):
+            pass
+        tables[rank] = noted.latest()
+    if not differ:
+        fingerprints.check_alike(tables)
+        return
+    with pytest.raises(ValueError, match="batch 6 .*(?s:.)*rank 1: "):
+        fingerprints.check_alike(tables)
