@@ -229,20 +229,35 @@ def next_run_calls(functional, begin):
 def logits_function(call):
     """The function by which a `Call` makes its output from logits, or None.
 
-    Of layers whose output carries them, see `keras_losses.keras_logits`.
+    Of layers and operations (`keras.src.ops.nn`) of Keras whose output carries
+    them, see `keras_losses.keras_logits`; also of subclasses that call as
+    these do.
     """
+    from keras.src.ops import nn
+
     layers, activations = keras.layers, keras.activations
     layer, masks = call.operation, map(keras_losses.keras_mask, call.inputs)
-    if type(layer) is layers.Softmax:
+    if type(layer) is nn.Sigmoid:
+        return activations.sigmoid
+    if _calls_as(layer, layers.Softmax, nn.Softmax):
         # A mask counts in the layer's own way.
         is_plain = isinstance(layer.axis, int) and set(masks) == {None}
         softmax = functools.partial(activations.softmax, axis=layer.axis)
         return softmax if is_plain else None
-    convolutions = layers.Conv1D, layers.Conv2D, layers.Conv3D
-    kinds = layers.Dense, layers.EinsumDense, layers.Activation, *convolutions
-    function = layer.activation if type(layer) in kinds else None
+    kinds = (
+        *(layers.Dense, layers.EinsumDense, layers.Activation),
+        # The others inherit their calls.
+        *(layers.Conv1D, layers.Conv2D, layers.Conv2DTranspose),
+        *(layers.DepthwiseConv2D, layers.SeparableConv2D),
+    )
+    function = layer.activation if _calls_as(layer, *kinds) else None
     is_known = function in (activations.softmax, activations.sigmoid)
     return function if is_known else None
+
+
+def _calls_as(operation, *kinds):
+    """Whether its call is that of one of some classes."""
+    return type(operation).call in [kind.call for kind in kinds]
 
 
 def is_stateless(call):

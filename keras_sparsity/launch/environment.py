@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import random
 from collections import Counter
@@ -61,11 +62,12 @@ def resolve_engine(engine, num_processes, native="engine='native'"):
 
 
 def check_timeout(timeout):
+    is_number = checks.is_number(timeout)
     checks.check(
-        timeout is None or (checks.is_number(timeout) and timeout > 0),
+        timeout is None or (is_number and 0 < timeout < math.inf),
         "timeout",
         timeout,
-        "None or a positive number of seconds",
+        "a positive number of seconds, or None for no limit",
     )
 
 

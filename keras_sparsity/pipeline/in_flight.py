@@ -73,6 +73,11 @@ class InFlight:
         self._late_logs.show(row)
 
     @property
+    def shows_logs(self):
+        """Whether the last turn has shown logs, and not 0 in their place."""
+        return self._late_logs.are_known
+
+    @property
     def num_turns(self):
         """The number of turns since the last drain.
 

@@ -151,6 +151,7 @@ class LateLogs:
             row: the vector.
             is_known: whether it is one, of a mini-batch that has come back.
         """
+        row = _marked(row)
         if self._rows is None:
             with tf.init_scope():
                 zeros = tf.zeros([self._number + 1, row.shape[0]])
@@ -158,13 +159,23 @@ class LateLogs:
         newest = tf.where(is_known, row, self._rows[-1])
         rows = tf.concat([self._rows[1:], newest[None]], 0)
         self._rows.assign(rows)
-        return rows[0]
+        return rows[0, :-1]
+
+    @property
+    def are_known(self):
+        """Whether those that the last step has shown are of a mini-batch."""
+        return self._rows is not None and bool(self._rows[0, -1] > 0)
 
     def show(self, row):
         """Takes the newest vector, which all stages know; eagerly."""
-        self._rows.assign(tf.broadcast_to(row, self._rows.shape))
+        self._rows.assign(tf.broadcast_to(_marked(row), self._rows.shape))
 
     def clear(self):
         """Forgets all; eagerly."""
         if self._rows is not None:
             self._rows.assign(tf.zeros_like(self._rows))
+
+
+def _marked(row):
+    """A vector of logs, marked as known by a last element that is not 0."""
+    return tf.concat([row, [1.0]], 0)

@@ -7,6 +7,9 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional
 
+# Set on the sample weights of a part: their share of the batch's sum.
+_SHARE = "_keras_sparsity_share"
+
 
 class MicroBatches:
     """A batch, divided; parts differ in size by one example at most.
@@ -57,14 +60,19 @@ class MicroBatches:
         return found
 
     def part(self, place):
-        """`(inputs, x, y, sample_weight)`, of one part."""
+        """`(inputs, x, y, sample_weight)`, of one part.
+
+        The weights have their `share_of_weights`.
+        """
         first = place.start if isinstance(place, range) else place
         begin = tf.minimum(self._begin(first), self.num_examples - 1)
         end = begin + self.size(place)
-        return keras.tree.map_structure(
+        part = keras.tree.map_structure(
             lambda tensor: None if tensor is None else tensor[begin:end],
             self._parts,
         )
+        keras.tree.map_structure(_note_share, part[-1], self._parts[-1])
+        return part
 
     def number(self, place):
         """int32 scalar: the number of a part's examples."""
@@ -114,6 +122,19 @@ class MicroBatches:
         parts = tf.split(rows, [self.number(place) for place in places])
         order = sorted(range(len(places)), key=lambda i: places[i].start)
         return tf.concat([parts[i] for i in order], 0)
+
+
+def share_of_weights(sample_weight):
+    """The share of a `MicroBatches.part`'s weights, or None of no weights."""
+    return getattr(sample_weight, _SHARE, None)
+
+
+def _note_share(part, whole):
+    if whole is not None:
+        sums = [
+            tf.reduce_sum(tf.cast(each, tf.float32)) for each in (part, whole)
+        ]
+        setattr(part, _SHARE, tf.math.divide_no_nan(*sums))
 
 
 def first_example(num_examples, number, place):

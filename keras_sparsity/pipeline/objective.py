@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_losses, patches
+from keras_sparsity.pipeline import micro_batches
 from keras_sparsity.tables import row_wise
 
 
@@ -75,7 +76,7 @@ class Objective:
         with (
             keras_losses.losses_replaced(self._model, [none]),
             keras_losses.loss_metrics_of_share(self._model, share),
-            self._sums_divided(share),
+            self._counted(share),
         ):
             loss = keras_losses.step_loss(
                 self._model,
@@ -87,24 +88,31 @@ class Objective:
             )
         return tf.cast(loss, tf.float32)
 
-    def _sums_divided(self, share):
-        """While entered, losses that are sums are divided by a share.
+    def _counted(self, share):
+        """While entered, losses that are not means over examples count whole.
 
-        By which all losses are multiplied, as if they were means.
+        All losses are multiplied by the part's share of the examples. A sum
+        has none, and of a mean over weights it is that of the weights.
         """
-        sums = [
+        reductions = "sum", "mean_with_sample_weight"
+        others = [
             loss
             for loss in keras.tree.flatten(self._model.loss)
-            if getattr(loss, "reduction", None) == "sum"
+            if getattr(loss, "reduction", None) in reductions
         ]
-        if share is None or not sums:
+        if share is None or not others:
             return contextlib.nullcontext()
 
         def make(stock):
-            def call(loss, *args, **kwargs):
-                value = stock(loss, *args, **kwargs)
-                if not any(loss is each for each in sums):
+            def call(loss, y_true, y_pred, sample_weight=None):
+                value = stock(loss, y_true, y_pred, sample_weight)
+                if not any(loss is each for each in others):
                     return value  # of a loss within another
+                if loss.reduction != "sum":
+                    of_weights = micro_batches.share_of_weights(sample_weight)
+                    if of_weights is None:
+                        return value
+                    value *= tf.cast(of_weights, value.dtype)
                 # 0 of a stand-in for missing examples.
                 divisor = tf.cast(share, value.dtype)
                 return tf.math.divide_no_nan(value, divisor)

@@ -47,6 +47,7 @@ class Runs(Binding):
             self._listed(arguments["callbacks"], callbacks),
             resuming(self._model, callbacks, arguments) as checkpoint,
             rank_zero.Lines() as lines,
+            self._choosing_by_logs(callbacks),
         ):
             self._input.awaited_by = checkpoint
             if callbacks is arguments["callbacks"]:
@@ -104,6 +105,36 @@ class Runs(Binding):
                 callback.set_model(self._model)
         with contexts.attribute(callbacks, "callbacks", on_rank):
             yield
+
+    @contextlib.contextmanager
+    def _choosing_by_logs(self, callbacks):
+        """While entered, no file is chosen by logs that are not known yet.
+
+        Their losses of 0 would be the best ones.
+        """
+        name = "on_train_batch_end"
+        chosen = [
+            callback
+            for callback in callbacks
+            if isinstance(callback, keras.callbacks.ModelCheckpoint)
+            and callback.save_best_only
+        ]
+        for callback in chosen:
+            setattr(
+                callback, name, self._of_known_logs(getattr(callback, name))
+            )
+        try:
+            yield
+        finally:
+            for callback in chosen:
+                delattr(callback, name)
+
+    def _of_known_logs(self, method):
+        def on_train_batch_end(batch, logs=None):
+            if self._steps.shows_logs:
+                method(batch, logs)
+
+        return on_train_batch_end
 
     def _check_batch_size(self, size):
         number = self._model.distribute_strategy.asked_micro_batches

@@ -124,6 +124,11 @@ class Steps(Binding):
         if self._in_flight:
             self._in_flight.forget_logs()
 
+    @property
+    def shows_logs(self):
+        """Whether the last step has shown logs, and not 0 in their place."""
+        return self._in_flight is None or self._in_flight.shows_logs
+
     def _drain(self):
         if not self._in_flight.num_turns:
             return

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras.src.ops import core
 
-from keras_sparsity._tf import keras_functional
+from keras_sparsity._tf import keras_functional, keras_losses
 
 pytestmark = pytest.mark.smoke
 
@@ -125,3 +125,51 @@ def test_calls_of_nested_models():
         flat = keras.Model(model.inputs, made[0])
     x = np.ones((4, 2))
     np.testing.assert_array_equal(flat([x]), model(x))
+
+
+class _Inheriting(keras.layers.Dense):
+    """It calls as `Dense` does."""
+
+
+class _Doubling(keras.layers.Dense):
+    def call(self, inputs, training=None):
+        return 2 * super().call(inputs, training=training)
+
+
+@pytest.mark.parametrize(
+    ("make", "carries"),
+    [
+        (keras.layers.Dense(3, "softmax"), True),
+        (keras.layers.Dense(3, "sigmoid"), True),
+        (keras.layers.Dense(3, "tanh"), False),
+        (_Inheriting(3, "softmax"), True),
+        (_Doubling(3, "softmax"), False),
+        (keras.layers.EinsumDense("abc,cd->abd", (None, 3), "softmax"), True),
+        (keras.layers.Activation("softmax"), True),
+        (keras.layers.Softmax(axis=1), True),
+        (keras.layers.Conv1D(3, 1, activation="sigmoid"), True),
+        (keras.layers.Conv2D(3, 1, activation="softmax"), True),
+        (keras.layers.Conv1DTranspose(3, 1, activation="softmax"), True),
+        (keras.layers.SeparableConv1D(3, 1, activation="softmax"), True),
+        (keras.ops.sigmoid, True),
+        (keras.activations.sigmoid, True),
+        (keras.ops.softmax, True),
+        (lambda x: keras.ops.softmax(x, axis=1), True),
+        (keras.ops.tanh, False),
+    ],
+)
+def test_logits_make_the_output_again(make, carries):
+    inputs = keras.Input((2, 3))
+    if isinstance(make, keras.layers.Conv2D):
+        inputs = keras.Input((2, 1, 3))
+    model = keras.Model(inputs, make(inputs))
+    *_, call = keras_functional.functional_calls(model)
+    function = keras_functional.logits_function(call)
+    assert (function is not None) == carries
+    outputs = model(np.linspace(-9.0, 9.0, 24).reshape(4, *inputs.shape[1:]))
+    logits = keras_losses.keras_logits(outputs)
+    assert (logits is not None) == carries
+    if carries:
+        again = function(logits)
+        np.testing.assert_array_equal(again, outputs)
+        assert keras_losses.keras_logits(again) is logits

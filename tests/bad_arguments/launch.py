@@ -40,6 +40,10 @@ BAD = [
             ({"kwargs": 3}, "a dictionary.*Received: kwargs=3"),
             ({"kwargs": {1: 2}}, "a dictionary.*Received: kwargs={1: 2}"),
             ({"timeout": 0}, "positive number of seconds.*timeout=0"),
+            (
+                {"timeout": float("inf")},
+                "positive number of seconds, or None for no limit.*timeout=inf",
+            ),
             ({"timeout": "9"}, "positive number of seconds.*timeout='9'"),
             ({"env": 3}, "a dictionary of strings.*Received: env=3"),
             ({"env": {"": "a"}}, "a dictionary of strings.*as an environment"),

@@ -412,6 +412,28 @@ def run(
     return TRAININGS[name](compile_)
 
 
+def best_batch(schedule, folder):
+    """The losses of batches that a callback sees, and the best saved one's."""
+    model, seen = dense(), []
+    with PipelineStrategy(schedule, ["first"]).scope():
+        model.compile("sgd", "mse")
+    best = keras.callbacks.ModelCheckpoint(
+        f"{folder}/{{loss:.2f}}.keras",
+        monitor="loss",
+        save_best_only=True,
+        save_freq=1,
+    )
+    # Later versions of Keras set it at the end of an epoch.
+    best.monitor_op = np.less
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: seen.append(logs["loss"])
+    )
+    model.fit(
+        *_data(), 4, epochs=2, shuffle=False, verbose=0, callbacks=[best, note]
+    )
+    return seen, best.best
+
+
 def ended_by_nan(schedule):
     """Batches that began and history; one label of the second is NaN."""
     model = dense()

@@ -91,6 +91,53 @@ def test_sums(schedule):
         np.testing.assert_allclose(value, other, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "num_micro_batches"),
+    [("1f1b", 4), ("spectrain", 3), ("gpipe", 8)],
+)
+def test_means_over_sample_weights(schedule, num_micro_batches):
+    """Of the mini-batch, not means of its parts; each output has weights."""
+    reduction = "mean_with_sample_weight"
+    try:
+        keras.losses.MeanSquaredError(reduction=reduction)
+    except ValueError as error:
+        pytest.skip(f"This Keras has none: {error}")
+
+    def trained(scope):
+        inputs = keras.Input((1,))
+        layers = [
+            keras.layers.Dense(1, kernel_initializer="zeros", name=name)
+            for name in "abc"
+        ]
+        model = keras.Model(inputs, [layer(inputs) for layer in layers])
+        losses = [
+            keras.losses.MeanSquaredError(reduction=reduction),
+            keras.losses.MeanAbsoluteError(reduction=reduction),
+            "mse",
+        ]
+        with scope():
+            model.compile(
+                keras.optimizers.SGD(0.1), losses, loss_weights=[1.0, 2.0, 0.5]
+            )
+        x = np.linspace(-1.0, 2.0, 11)[:, None]
+        y = [x**2, np.sin(x), x]
+        # The first ones' are 0 in whole parts.
+        weights = [np.maximum(x, 0.0)[:, 0], np.linspace(5, 0, 11), x[:, 0]]
+        options = {"sample_weight": weights, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, batch_size=8, epochs=2, **options).history
+        return history, model.get_weights()
+
+    strategy = ks.PipelineStrategy(
+        schedule, num_micro_batches=num_micro_batches
+    )
+    logs, weights = trained(strategy.scope)
+    expected, others = trained(contextlib.nullcontext)
+    for name, values in expected.items():
+        np.testing.assert_allclose(logs[name], values, rtol=1e-5)
+    for value, other in zip(weights, others, strict=True):
+        np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
+
+
 def test_values_that_are_not_reduced():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     loss = keras.losses.MeanSquaredError(reduction="none")

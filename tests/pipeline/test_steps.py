@@ -97,6 +97,32 @@ def test_two_stages(cluster, engine, model, optimizer, schedule):
     check(ranks, model, optimizer, num_examples)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_micro_batches_are_steps_that_keras_accumulates(schedule):
+    """Of whole mini-batches: Keras goes on behind the last one of an epoch."""
+    x, y = pipeline_functions.data("branches", 24)
+    before = pipeline_functions.made("branches").get_weights()
+    found = []
+    for scope, batch_size, options in [
+        (PipelineStrategy(schedule, num_micro_batches=2).scope, 8, {}),
+        (contextlib.nullcontext, 4, {"gradient_accumulation_steps": 2}),
+    ]:
+        model = pipeline_functions.made("branches")
+        with scope():
+            model.compile(
+                keras.optimizers.Adam(0.01, epsilon=1e-3, **options),
+                ["mse", "mae"],
+            )
+        model.fit(x, y, batch_size, epochs=2, shuffle=False, verbose=0)
+        found.append(model.get_weights())
+    moved, apart = (
+        _distance(dict(enumerate(found[1])), dict(enumerate(others)))
+        for others in (before, found[0])
+    )
+    assert moved > 0.1
+    assert apart <= 1e-5 * moved
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "stash"])
 def test_micro_batches_without_examples_change_no_states(schedule):
     """Of a batch of one example: statistics, random states, others."""

@@ -176,6 +176,21 @@ def test_nan_ends_all_ranks(cluster, schedule, last):
 
 
 @pytest.mark.parametrize(
+    "schedule", [pytest.param("1f1b", marks=pytest.mark.all_cells), "vanilla"]
+)
+def test_the_best_batch_is_one_of_known_logs(cluster, schedule, tmp_path):
+    for seen, best in cluster("native", 2).run(
+        fit_functions.best_batch, schedule, str(tmp_path)
+    ):
+        num_unknown = 0 if schedule == "1f1b" else 1
+        unknown, known = seen[:num_unknown], seen[num_unknown:]
+        assert unknown == [0.0] * num_unknown
+        assert best == min(known) > 0.1
+        assert (tmp_path / f"{best:.2f}.keras").exists()
+    assert not (tmp_path / "0.00.keras").exists()
+
+
+@pytest.mark.parametrize(
     "schedule", [pytest.param("1f1b", marks=pytest.mark.all_cells), "spectrain"]
 )
 def test_eager_steps_are_those_of_traced_ones(cluster, schedule):
