@@ -683,6 +683,12 @@ def refusals():
             PipelineStrategy(stages=[["first", "second"], ["between"]]),
         ),
     }
+    rows = keras.Input((3, 4))
+    folded = keras.ops.reshape(
+        keras.layers.Dense(4, name="first")(rows), (-1, 4)
+    )
+    folded = keras.layers.Dense(4, name="second")(folded)
+    wrong["rows of examples"] = keras.Model(rows, folded), "sgd", strategy
     if hasattr(rules, "MultiOptimizer"):
         several = rules.MultiOptimizer(rules.OptimizerMap(rules.SGD()))
         wrong["several optimizers"] = layers(), several, strategy

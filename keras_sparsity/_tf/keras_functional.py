@@ -192,6 +192,59 @@ def inputs_stay(functional):
             tensor._keras_history = history
 
 
+# Of a trace: a number that is no other size, and one that many divide.
+_NUM_EXAMPLES, _UNKNOWN_SIZE = 97, 480
+
+
+def without_examples(functional, calls):
+    """The tensors whose first axis is not that of a batch's examples.
+
+    `compute_output_spec`, of the whole model for batches of a known size.
+
+    Args:
+        calls: the model's `Call`s.
+
+    Returns:
+        Dict from their ids to the names of the calls that make them; without
+        those of which TensorFlow knows no size.
+    """
+    made = [(tensor, call.name) for call in calls for tensor in call.outputs]
+    names = {call.operation: call.name for call in calls}
+    with inputs_stay(functional), named(names):
+        model = keras.Model(functional.inputs, [tensor for tensor, _ in made])
+    found = []
+    # Not all layers take any size.
+    for size in (_UNKNOWN_SIZE, None):
+        with contextlib.suppress(Exception):  # whatever a layer raises
+            found = _first_sizes(model, size)
+            break
+    fixed = functional.inputs[0].shape[0]
+    expected = None, fixed or _NUM_EXAMPLES
+    return {
+        id(tensor): name
+        for (tensor, name), size in zip(made, found, strict=False)
+        if size not in expected
+    }
+
+
+def _first_sizes(model, unknown_size):
+    """The sizes of the first axes of a model's outputs, a list."""
+    from keras.src import backend
+
+    given = [
+        keras.KerasTensor(
+            (x.shape[0] or _NUM_EXAMPLES, *(s or unknown_size for s in rest)),
+            x.dtype,
+            sparse=x.sparse,
+        )
+        for x in model.inputs
+        for rest in [x.shape[1:]]
+    ]
+    made = backend.compute_output_spec(lambda *x: model.call(list(x)), *given)
+    keras_losses.clear_losses(model)
+    return [x.shape[0] if x.shape else 0 for x in keras.tree.flatten(made)]
+
+
 @contextlib.contextmanager
 def next_run_calls(functional, begin):
     """Has a `Functional` make the calls of its next run through a function.

@@ -36,6 +36,7 @@ class Adoption:
     def __init__(self, model, strategy):
         _check(model, strategy)
         cutter = Cutter(model)
+        _check_outputs(model, cutter)
         self._profile = strategy.profile(cutter, model.optimizer)
         places = cuts.places(cutter, strategy, self._profile)
         self.parts = cutter.parts(places)
@@ -174,6 +175,18 @@ def _check(model, strategy):
     else:
         _check_has_no_tables(model)
     _check_optimizer(model.optimizer, strategy)
+
+
+def _check_outputs(model, cutter):
+    for tensor in cutter.outputs:
+        if id(tensor) in cutter.mixed:
+            raise ValueError(
+                f"The outputs of the model '{model.name}' are put together of "
+                "those of a mini-batch's parts, a row for each example. "
+                f"Received: an output of '{cutter.mixed[id(tensor)]}', whose "
+                "first axis is not that of the examples. Expected: e.g. "
+                "(batch, time, classes), not (batch * time, classes)."
+            )
 
 
 def _check_losses(model):

@@ -3,7 +3,7 @@
 The calls of a model's layers stand in an order in which each comes after those
 whose results it takes. A stage is a run of consecutive calls, so every place
 between two calls is a cut, unless a layer's weights are used on both sides of
-it. Any number of tensors may cross.
+it, or a tensor without a row for each example would cross. Any number may.
 """
 
 import bisect
@@ -16,6 +16,18 @@ import math
 import keras
 
 from keras_sparsity._tf import checks, keras_functional
+
+_SHARED = (
+    "the layer '{}' or its weights are used on both sides. Cut before its "
+    "first or after its last use."
+)
+# Messages have as many rows as a part of a mini-batch has examples.
+_MIXED = (
+    "the output of '{}' would travel, whose first axis is not that of the "
+    "examples, as after `keras.ops.reshape(x, (-1, size))` or a mean over the "
+    "batch. Cut before that call, or behind the last layer that uses such "
+    "tensors."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,19 +143,27 @@ class Cutter:
         return {key: each for key, each in found.items() if each is not None}
 
     @functools.cached_property
-    def held_together(self):
-        """Dict from a place where no cut can be to the layer that forbids it.
+    def forbidden(self):
+        """Dict from a place where no cut can be to the reason, a text.
 
-        A cut after call i has the place i. A layer's weights are on one stage
-        alone, so no cut is between the calls that use them.
+        A cut after call i has the place i.
         """
-        first, forbidden = {}, {}
+        first, found = {}, {}
         for place, call in enumerate(self.calls):
             for variable in getattr(call.operation, "variables", []):
                 begin = first.setdefault(id(variable), place)
                 for between in range(begin, place):
-                    forbidden[between] = call.name
-        return forbidden
+                    found[between] = _SHARED.format(call.name)
+        for place in range(len(self.calls) - 1):
+            for tensor in self.crossing(place):
+                if id(tensor) in self.mixed:
+                    found[place] = _MIXED.format(self.mixed[id(tensor)])
+        return found
+
+    @functools.cached_property
+    def mixed(self):
+        """See `keras_functional.without_examples`."""
+        return keras_functional.without_examples(self._functional, self.calls)
 
     def new_variables(self, kind="trainable_variables"):
         """For each call, the variables of its layer that no earlier one has.
@@ -161,7 +181,7 @@ class Cutter:
     def places(self):
         """The places of all possible cuts."""
         between = range(len(self.calls) - 1)
-        return [place for place in between if place not in self.held_together]
+        return [place for place in between if place not in self.forbidden]
 
     def crossing(self, place):
         """The tensors that cross a cut, in the order of the calls."""
@@ -183,7 +203,7 @@ class Cutter:
 
         Raises:
             ValueError: if a layer is unknown, out of order or the last, or if
-                weights would be on both sides.
+                no cut can be there (`forbidden`).
         """
         last = {call.name: i for i, call in enumerate(self.calls)}
         for name in names:
@@ -195,12 +215,10 @@ class Cutter:
                 f"layer. Received: {names}; the model's order: {list(last)}."
             )
         for name, place in zip(names, places, strict=True):
-            if place in self.held_together:
+            if place in self.forbidden:
                 raise ValueError(
-                    f"The model cannot be cut after '{name}': the layer "
-                    f"'{self.held_together[place]}' or its weights are used "
-                    "on both sides. Cut before its first or after its last "
-                    "use."
+                    f"The model cannot be cut after '{name}': "
+                    f"{self.forbidden[place]}"
                 )
         return places
 

@@ -29,6 +29,7 @@ _REFUSALS = {
     "unknown layer": "must be.*'first'.*'second'.*'third'",
     "three stages": "2 processes train 2 stages.*'first', 'second'",
     "lists": r"missing: \['second'\]; unknown: \['third'\]",
+    "rows of examples": "an output of 'second', whose first axis is not that",
     "repeated": r"unknown: \[\]; more than once: \['second'\]",
     "order": r"model's order.*order here: \['first', 'between'\]",
     "xla": "compiled with `jit_compile=True`",

@@ -245,6 +245,35 @@ def test_a_layer_that_is_called_twice_is_not_cut_through():
         cutter.after(["between"])
 
 
+def _folded(x):
+    x = keras.ops.reshape(x, (-1, 4))
+    x = keras.layers.Dense(5, name="of_rows")(x)
+    return keras.ops.reshape(x, (-1, 3, 5))
+
+
+def _with_mean(x):
+    mean = keras.ops.mean(x, axis=0, keepdims=True)
+    x = keras.layers.Dense(4, name="of_rows")(mean) + x
+    return keras.layers.Dense(4, name="behind")(x)
+
+
+@pytest.mark.parametrize(
+    ("mix", "length"), [(_folded, 3), (_with_mean, 3), (_with_mean, None)]
+)
+def test_tensors_without_a_row_for_each_example_do_not_cross(mix, length):
+    inputs = keras.Input((length, 4))
+    x = mix(keras.layers.Dense(4, name="first")(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(2, name="last")(x))
+    cutter = Cutter(model)
+    places = {call.name: place for place, call in enumerate(cutter.calls)}
+    assert places["of_rows"] == 2
+    assert set(range(places["last"])) - set(cutter.places) == {1, 2}
+    with pytest.raises(ValueError, match="'of_rows' would travel.*Cut before"):
+        cutter.after(["of_rows"])
+    assert cutter.after(["first"]) == [0]
+    assert not model.losses
+
+
 class _Subclass(keras.Model):
     def call(self, inputs):
         return inputs
