@@ -868,7 +868,12 @@ def fitted_with_callbacks(log_dir):
     listed = keras.callbacks.CallbackList(
         [
             keras.callbacks.CSVLogger(f"{log_dir}/log.csv"),
-            keras.callbacks.TensorBoard(f"{log_dir}/listed", histogram_freq=1),
+            keras.callbacks.TensorBoard(
+                f"{log_dir}/listed",
+                histogram_freq=1,
+                # The list has it written here, in each process.
+                write_graph=network.distribute_strategy.rank == 0,
+            ),
             keras.callbacks.LambdaCallback(on_train_begin=note),
         ],
         model=network,

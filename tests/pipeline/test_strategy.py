@@ -192,6 +192,9 @@ def test_callbacks_decide_alike(cluster, tmp_path):
     assert evaluated["loss"] == pytest.approx(history["val_loss"][0], rel=1e-5)
     # The weights of both stages, which are those of the first epoch again.
     assert len(test_histograms.written(tmp_path / "listed")) == len(weights)
+    # Of one process, whose number their names have.
+    names = [path.name for path in (tmp_path / "listed").rglob("*tfevents*")]
+    assert len({name.split(".")[-3] for name in names}) == 1
     histograms = test_histograms.written(tmp_path)
     assert len(histograms) == 2 * len(weights) == 8
     for path, value in weights.items():
