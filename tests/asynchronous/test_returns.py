@@ -157,5 +157,5 @@ def test_random_kills_of_the_second_server(launched, engine, seed, tmp_path):
         assert len(said) == 1
     else:
         assert _processes(tmp_path) == [2, 2, 2, 2]
-        assert "restart 1 of 1" in said[-1] and "Resuming from" in output
+        assert "restart 1 of 1" in said[-1]
     _check_ended(tmp_path)
