@@ -173,11 +173,8 @@ EPOCH_ITERATOR = Patch(
     during="`fit`, `evaluate` and `predict`",
     reason="`fit` makes the iterator and its dataset in one function.",
 )
-# Of a model; the methods of single batches, too.
-RUNS = (
-    *("fit", "evaluate", "predict"),
-    *("train_on_batch", "test_on_batch", "predict_on_batch"),
-)
+_OF_BATCHES = "train_on_batch", "test_on_batch", "predict_on_batch"
+RUNS = "fit", "evaluate", "predict", *_OF_BATCHES  # of a model
 MODEL_METHODS = {
     name: Patch(
         "keras:Model",

@@ -110,11 +110,11 @@ class Epochs(keras.callbacks.Callback):
     def _taken(self, stock):
         """The steps of an epoch that this worker takes."""
         self._training.begin_steps()
-        self._is_in_steps = True
         if self._collectives.is_server:
             saved = self._checkpoint
             self._training.serve_steps(saved and saved.has(self._epoch))
             return
+        self._is_in_steps = True
         reader = _Reader(stock(), self._iterator)
         while (number := self._next(reader)) is not None:
             step = reader.step(number)

@@ -48,8 +48,7 @@ class Training:
         self.logs = {}
         self._is_begun = False
         layers, variables = _looked_up(model), model.trainable_variables
-        if self._collectives.rank == 0:
-            _warn_of_whole(model)
+        _warn_of_whole(model, self._collectives)
         rule.check(
             optimizer,
             strategy.optimizer_options["sparse_updates"],
@@ -261,13 +260,14 @@ class Training:
         self.store.close()
 
 
-def _warn_of_whole(model):
+def _warn_of_whole(model, collectives):
     """Warns, once for each, of `Embedding`s whose tables travel whole."""
     stock = keras.layers.Embedding
     for layer in keras_models.all_layers(model):
         if not isinstance(layer, stock) or type(layer).call is stock.call:
             continue
-        if layer.trainable and layer not in _warned:
+        is_told = collectives.rank or layer in _warned
+        if layer.trainable and not is_told:
             _warned.add(layer)
             logging.getLogger(__name__).warning(
                 "Workers pull and push the whole table of '%s' in each step. "

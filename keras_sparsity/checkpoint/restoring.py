@@ -1,4 +1,6 @@
-"""One variable's value from the files of a checkpoint."""
+"""Variables' values from the files of a checkpoint."""
+
+import itertools
 
 import numpy as np
 
@@ -6,6 +8,52 @@ from keras_sparsity.checkpoint import folder, state
 from keras_sparsity.data.batches import split_batch
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.global_batch.metrics import aggregation
+
+
+def check_same_variables(entries, records, path):
+    """Raises ValueError unless `Entry`s are those of an index."""
+    differing = [
+        f"  {number}: the model has {_spell_entry(entry)}, the checkpoint "
+        f"{_spell_record(record)}"
+        for number, (entry, record) in enumerate(
+            itertools.zip_longest(entries, records)
+        )
+        if not _are_alike(entry, record)
+    ]
+    if differing:
+        raise ValueError(
+            f"The checkpoint {path} was saved from another model or "
+            f"optimizer: {len(differing)} variables differ. Build and compile "
+            "the model as it was, or train in another directory. The first of "
+            "them:\n" + "\n".join(differing[:5])
+        )
+
+
+def _are_alike(entry, record):
+    if entry is None or record is None:
+        return False
+    # The state of a rank's part of a batch has that part's size.
+    return (
+        entry.section == record["section"]
+        and entry.dtype == record["dtype"]
+        and (
+            record.get("each_rank", False)
+            or list(entry.shape) == record["shape"]
+        )
+    )
+
+
+def _spell_entry(entry):
+    if entry is None:
+        return "none"
+    return str((entry.name, entry.section, entry.shape, entry.dtype))
+
+
+def _spell_record(record):
+    if record is None:
+        return "none"
+    shape = tuple(record["shape"])
+    return str((record["name"], record["section"], shape, record["dtype"]))
 
 
 def restore(entry, number, record, file, num_processes, communicator):

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import hashlib
-import itertools
 import os
 import platform
 import shutil
@@ -244,7 +243,8 @@ def restore(model, path, contents, communicator, sections):
         for number, record in numbered
         if record["section"] in sections
     ]
-    _check_same_variables(entries, [record for _, record in numbered], path)
+    records = [record for _, record in numbered]
+    restoring.check_same_variables(entries, records, path)
 
     def read():
         with contextlib.ExitStack() as stack:
@@ -365,48 +365,3 @@ def _records(entries, differing, communicator):
             )
         records.append(record)
     return records
-
-
-def _check_same_variables(entries, records, path):
-    differing = [
-        f"  {number}: the model has {_spell_entry(entry)}, the checkpoint "
-        f"{_spell_record(record)}"
-        for number, (entry, record) in enumerate(
-            itertools.zip_longest(entries, records)
-        )
-        if not _are_alike(entry, record)
-    ]
-    if differing:
-        raise ValueError(
-            f"The checkpoint {path} was saved from another model or "
-            f"optimizer: {len(differing)} variables differ. Build and compile "
-            "the model as it was, or train in another directory. The first of "
-            "them:\n" + "\n".join(differing[:5])
-        )
-
-
-def _are_alike(entry, record):
-    if entry is None or record is None:
-        return False
-    # The state of a rank's part of a batch has that part's size.
-    return (
-        entry.section == record["section"]
-        and entry.dtype == record["dtype"]
-        and (
-            record.get("each_rank", False)
-            or list(entry.shape) == record["shape"]
-        )
-    )
-
-
-def _spell_entry(entry):
-    if entry is None:
-        return "none"
-    return str((entry.name, entry.section, entry.shape, entry.dtype))
-
-
-def _spell_record(record):
-    if record is None:
-        return "none"
-    shape = tuple(record["shape"])
-    return str((record["name"], record["section"], shape, record["dtype"]))
