@@ -133,7 +133,8 @@ def test_a_worker_and_a_server_die_together(launched, engine, tmp_path):
 @pytest.mark.parametrize("engine", engines())
 def test_a_stopped_server_comes_back(launched, engine, tmp_path):
     call = returns.killed, [_SECOND], 1, [5], "SIGSTOP"
-    options = ["--rank-timeout", "8"]
+    # The others, too, are to go on within it when the server has come back.
+    options = ["--rank-timeout", "20"]
     code, output, said = _launch(
         launched, tmp_path, engine, *call, options=options
     )
