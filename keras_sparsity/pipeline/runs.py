@@ -127,7 +127,7 @@ class Runs(Binding):
             yield
         finally:
             for callback in chosen:
-                delattr(callback, name)
+                vars(callback).pop(name, None)  # once, if it is there twice
 
     def _of_known_logs(self, method):
         def on_train_batch_end(batch, logs=None):
