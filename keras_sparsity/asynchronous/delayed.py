@@ -56,7 +56,6 @@ class DelayedRuns(Binding):
 
     def __init__(self, model):
         self._is_in_fit = self._is_in_evaluate = False
-        self._applying = {}  # from a `Delay` to a function
         super().__init__(
             model,
             ["fit", "evaluate", "train_on_batch"],
@@ -107,23 +106,16 @@ class DelayedRuns(Binding):
     def _apply_all(self):
         if not self._delay.is_waiting():
             return
-        delay = self._delay
-        if delay not in self._applying:  # Of a new optimizer, or moved tables.
-            self._applying = {delay: self._made_applying()}
-        for _ in range(delay.num_steps):
-            self._applying[delay]()
-
-    def _made_applying(self):
-        """A function that applies the oldest gradients that wait."""
         strategy = self._model.distribute_strategy
         optimizer = self._model.optimizer
 
         def apply_next():
             strategy.run(optimizer.apply_next)
 
-        if self._model.run_eagerly:
-            return apply_next
-        return tf.function(apply_next, autograph=False)
+        if not self._model.run_eagerly:
+            apply_next = tf.function(apply_next, autograph=False)
+        for _ in range(self._delay.num_steps):
+            apply_next()
 
 
 def _check_callbacks(callbacks):

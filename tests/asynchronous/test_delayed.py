@@ -171,24 +171,6 @@ def test_eager_steps_are_those_of_a_graph():
         np.testing.assert_allclose(one, other, 1e-6)
 
 
-def test_the_last_update_of_epochs_is_traced_once(monkeypatch):
-    traces, stock = [], ks.HybridOptimizer.apply_next
-
-    def apply_next(optimizer):
-        traces.append(1)
-        stock(optimizer)
-
-    monkeypatch.setattr(ks.HybridOptimizer, "apply_next", apply_next)
-    model, x = _compiled(), np.ones((2, 2), "float32")
-    for _ in range(2):
-        model.fit(x, x[:, :1], 1, epochs=2, verbose=0)
-    assert len(traces) == 1
-    with model.distribute_strategy.scope():
-        model.compile("sgd", "mse")
-    model.fit(x, x[:, :1], 1, epochs=2, verbose=0)
-    assert len(traces) == 2
-
-
 def test_what_would_lose_gradients_is_refused():
     scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
     with pytest.raises(ValueError, match="LossScaleOptimizer.*bfloat16"):
