@@ -10,7 +10,7 @@ from keras_sparsity.data import empty_parts
 from keras_sparsity.exchange.options import Options
 from keras_sparsity.health import journal
 from keras_sparsity.placement.base import Update
-from keras_sparsity.placement.gathered import ROLE, AllGather
+from keras_sparsity.placement.gathered import AllGather
 from tests.conftest import engines
 from tests.layers.test_sharded_embedding_collection import (
     MANY,
@@ -142,7 +142,7 @@ def messages():
         messages_of(make, runs, 5, stock, *args, architecture="auto"),
     ]
     roles = {role for role, _ in journal.current().totals()}
-    return found, {role for role in roles if role.startswith(ROLE)}
+    return found, {role for role in roles if role.startswith(AllGather.role)}
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
@@ -150,4 +150,4 @@ def test_many_embeddings_make_as_many_messages_as_one(engine, cluster):
     for found, roles in cluster(engine, 2).run(messages, timeout=400):
         for kind, (one, many) in found.items():
             assert one == many > 2, kind  # of rows, and of dense gradients
-        assert roles == {f"{ROLE}counts", f"{ROLE}values"}
+        assert roles == {f"{AllGather.role}counts", f"{AllGather.role}values"}
