@@ -52,6 +52,7 @@ NOT_CALLED = {
     "callbacks.ShardedCheckpoint.join": "called by `fit`",
     "callbacks.ShardedCheckpoint.use_input": "called by `fit`",
     "callbacks.ShardedCheckpoint.use_collectives": "called by `fit`",
+    "callbacks.ShardedCheckpoint.has": "called by `fit`",
     **dict.fromkeys(
         (
             f"ShardedTable.{name}"
