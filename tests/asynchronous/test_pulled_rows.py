@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity._tf.tf_sessions import function_of
-from keras_sparsity.asynchronous import store
+from keras_sparsity.asynchronous import sessions, store
 from tests import asynchronous_functions as functions
 from tests import oracles
 
@@ -219,7 +219,7 @@ def _requests(monkeypatch, kind, number):
 
         return counted
 
-    monkeypatch.setattr(store, "function_of", counting)
+    monkeypatch.setattr(sessions, "function_of", counting)
     end = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda *_, **__: ends.append(len(made))
     )
