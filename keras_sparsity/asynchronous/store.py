@@ -12,7 +12,7 @@ from keras_sparsity.asynchronous.interruptible import Interruptible
 from keras_sparsity.asynchronous.meeting import raise_of_lost
 from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.sessions import LastingSession
-from keras_sparsity.asynchronous.stored import joined, placed
+from keras_sparsity.asynchronous.stored import joined, num_bytes, placed
 from keras_sparsity.board.epoch_figures import ServerTraffic
 
 # A message of TensorFlow's servers has at most 2 GiB.
@@ -125,11 +125,12 @@ class Store:
     def _assign(self, stored, pieces, names, *server):
         operations = self._operations
         for variable in [stored.variable, *stored.slots] if pieces else []:
-            value, name = keras.ops.convert_to_numpy(variable), id(variable)
+            name = id(variable)
             if names is not None and name not in names:
                 continue
+            value = keras.ops.convert_to_numpy(variable)
             parts = [value[piece.rows] for piece in pieces]
-            if max(part.nbytes for part in parts) <= _BLOCK_BYTES:
+            if not _are_large(pieces, variable):
                 self._call(operations.assign, name, *server)(*parts)
                 continue
             self._call(operations.fill, name, *server)()
@@ -159,13 +160,12 @@ class Store:
     def _downloaded(self, stored, variable):
         shape, rows = tuple(variable.shape), [p.rows for p in stored.pieces]
         operations, name = self._operations, id(variable)
-        dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-        whole = np.empty(shape, dtype)
-        parts = [whole[of_piece] for of_piece in rows]
-        if max(part.nbytes for part in parts) <= _BLOCK_BYTES:
+        if not _are_large(stored.pieces, variable):
             return joined(rows, self._call(operations.read, name)(), shape)
-        for number, part in enumerate(parts):
-            read = self._call(operations.read_block, name, number)
+        whole = np.empty(shape, tf.as_dtype(variable.dtype).as_numpy_dtype)
+        for index, of_piece in enumerate(rows):
+            part = whole[of_piece]
+            read = self._call(operations.read_block, name, index)
             for first, end in _blocks(part):
                 (part[first:end],) = read(first, end)
         return whole
@@ -364,6 +364,12 @@ class Store:
                     feeds, fetches, targets
                 )
         return self._calls[key]
+
+
+def _are_large(pieces, variable):
+    """Whether the pieces of a variable, or slot, travel in blocks."""
+    most = max(num_bytes(piece.shape, variable.dtype) for piece in pieces)
+    return most > _BLOCK_BYTES
 
 
 def _blocks(part):

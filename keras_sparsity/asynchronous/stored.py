@@ -89,12 +89,12 @@ def placed(optimizer, variables, of_rows, owners):
     """
     is_of_rows = {id(v) for v in of_rows}
     slots = list(slots_of(optimizer, variables).values())
-    num_bytes = dict.fromkeys(owners, 0)
+    of_owners = dict.fromkeys(owners, 0)
     found = {}
     for variable in sorted(variables, key=_num_bytes, reverse=True):
-        pieces = _pieces(variable, sorted(owners, key=num_bytes.get))
+        pieces = _pieces(variable, sorted(owners, key=of_owners.get))
         for piece in pieces:
-            num_bytes[piece.server] += _num_bytes(variable) / len(pieces)
+            of_owners[piece.server] += _num_bytes(variable) / len(pieces)
         index = next(i for i, v in enumerate(variables) if v is variable)
         found[id(variable)] = Stored(
             variable,
@@ -105,8 +105,12 @@ def placed(optimizer, variables, of_rows, owners):
     return [found[id(v)] for v in variables]
 
 
+def num_bytes(shape, dtype):
+    return math.prod(shape) * tf.as_dtype(dtype).size
+
+
 def _num_bytes(variable):
-    return math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+    return num_bytes(variable.shape, variable.dtype)
 
 
 def _pieces(variable, servers):

@@ -260,12 +260,20 @@ class Training:
         self.store.close()
 
 
+def _embeddings(model, are_stock):
+    """Those `Embedding`s that call as Keras's own, or those that do not."""
+    stock = keras.layers.Embedding
+    return [
+        layer
+        for layer in keras_models.all_layers(model)
+        if isinstance(layer, stock)
+        if (type(layer).call is stock.call) == are_stock
+    ]
+
+
 def _warn_of_whole(model, collectives):
     """Warns, once for each, of `Embedding`s whose tables travel whole."""
-    stock = keras.layers.Embedding
-    for layer in keras_models.all_layers(model):
-        if not isinstance(layer, stock) or type(layer).call is stock.call:
-            continue
+    for layer in _embeddings(model, are_stock=False):
         is_told = collectives.rank or layer in _warned
         if layer.trainable and not is_told:
             _warned.add(layer)
@@ -281,11 +289,8 @@ def _warn_of_whole(model, collectives):
 
 def _looked_up(model):
     """The `Embedding`s that read rows of a trained variable of their own."""
-    stock = keras.layers.Embedding
     found = []
-    for layer in keras_models.all_layers(model):
-        if not isinstance(layer, stock) or type(layer).call is not stock.call:
-            continue
+    for layer in _embeddings(model, are_stock=True):
         variable = layer.embeddings
         # A tensor, if the layer has LoRA or was quantized.
         if keras_variables.is_variable(variable) and variable.trainable:
