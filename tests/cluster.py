@@ -76,7 +76,7 @@ class Cluster:
     def is_running(self):
         return self._job is not None
 
-    def run(self, function, *args, timeout=120):
+    def run(self, function, *args, timeout=200):
         """Calls `function(*args)` on every rank.
 
         Args:
