@@ -199,8 +199,8 @@ _LEFT_OUT = pathlib.Path(__file__).parent / "left_to_test_all.txt"
 def _leave_out(items, are_all):
     """Leaves the tests of a list to `make test-all`.
 
-    Each takes long, and `make test` has another cell of its function or other
-    tests of the same code.
+    Each takes long, and mostly `make test` has another cell of its function or
+    other tests of the same code.
 
     Args:
         items: The collected tests.
