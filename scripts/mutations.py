@@ -10,7 +10,7 @@ the mutant computes the same.
     .venv-horovod/bin/python scripts/mutations.py --only exchange/pull.py:57
 
 Before a mutation counts as found, the failing test must pass without it. Tests
-on Horovod run last, for what the others have not found. Takes half a minute to
+on Horovod run after the others of their folder. Takes half a minute to
 two minutes per mutation, many for a survivor.
 """
 
@@ -239,8 +239,10 @@ def selections(path):
     near = [t for t in (mirror, f"tests/{folder}") if (ROOT / t).exists()]
     wider = [*WIDER[folder], "tests/test_bad_input.py"]
     return [
-        *((_OF_NATIVE, [tests]) for tests in (*near, *wider)),
-        (_OF_HOROVOD, [*near[-1:], *wider]),
+        *((_OF_NATIVE, [tests]) for tests in near),
+        (_OF_HOROVOD, near[-1:]),
+        *((_OF_NATIVE, [tests]) for tests in wider),
+        (_OF_HOROVOD, wider),
     ]
 
 
