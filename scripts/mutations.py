@@ -237,7 +237,7 @@ def selections(path):
     folder = path.parts[0]
     mirror = f"tests/{path.parent}/test_{path.name}"
     near = [t for t in (mirror, f"tests/{folder}") if (ROOT / t).exists()]
-    wider = [*WIDER[folder], "tests/test_bad_input.py"]
+    wider = ["tests/test_bad_input.py", *WIDER[folder]]
     return [
         *((_OF_NATIVE, [tests]) for tests in near),
         (_OF_HOROVOD, near[-1:]),

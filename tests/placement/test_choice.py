@@ -201,6 +201,17 @@ def test_outside_of_any_strategy():
         assert choice.entered().name_of_table(table) == "allreduce"
 
 
+@pytest.mark.parametrize("value", [None, "auto", *choice.OF_TABLES])
+def test_a_table_may_ask_for(value):
+    choice.check_requested(value)
+
+
+@pytest.mark.parametrize("value", ["hybrid", "Auto", 3, ["auto"]])
+def test_a_table_may_not_ask_for(value):
+    with pytest.raises(ValueError, match="'auto', or None for the strategy's"):
+        choice.check_requested(value)
+
+
 @pytest.mark.parametrize("architecture", choice.ARCHITECTURES)
 def test_one_process_sends_nothing(architecture):
     strategy = ks.HybridStrategy(architecture=architecture)
