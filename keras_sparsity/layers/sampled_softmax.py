@@ -201,6 +201,9 @@ class SampledSoftmax(keras.layers.Layer):
                 lambda bias: bias[:, 0],
             )
             self.bias = self.bias_table.variable
+        # Keras keeps a frozen layer's weights among those that may train.
+        for table in self._own_tables:
+            table.variable.trainable = self.trainable
         self._agree_on_samples()
 
     def _own_table(self, name, dim, initializer, spread_as, to_stock):
@@ -211,7 +214,6 @@ class SampledSoftmax(keras.layers.Layer):
             architecture=spread_as.architecture,
             initializer=initializer,
             dtype=self.variable_dtype,
-            trainable=self.trainable,
             name=name,
             owner_name=self.name if name == "kernel" else f"{self.name}/{name}",
             to_stock=to_stock,

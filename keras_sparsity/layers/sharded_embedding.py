@@ -151,12 +151,13 @@ class ShardedEmbedding(keras.layers.Embedding):
             regularizer=self.embeddings_regularizer,
             constraint=self.embeddings_constraint,
             dtype=self.variable_dtype,
-            trainable=self.trainable,
             name="embeddings",
             owner_name=self.name,
             partition_group=self.partition_group,
         )
+        # Keras keeps a frozen layer's weight among those that may train.
         self._embeddings = self.table.variable
+        self._embeddings.trainable = self.trainable
         self.built = True
 
     def call(self, inputs, training=None):

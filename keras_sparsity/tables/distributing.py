@@ -32,7 +32,7 @@ def create(table, variable):
             (table.num_rows, table.dim),
             variable.dtype,
             _own_rows(table, placement),
-            variable.trainable and not (placement and placement.layout),
+            not (placement and placement.layout),
             variable.name,
         )
         return table.hold(placement, rows)

@@ -228,9 +228,9 @@ def storage(value, like):
     """A `tf.Variable` for the value of a Keras variable."""
     if isinstance(value, tf.Variable):
         return value
-    return tf.Variable(
-        value, dtype=like.dtype, trainable=like.trainable, name=like.name
-    )
+    # Tapes watch it also while the Keras variable is frozen: it may train
+    # later.
+    return tf.Variable(value, dtype=like.dtype, name=like.name)
 
 
 def anchor(table_variable):
