@@ -42,9 +42,9 @@ class Runs(RunBinding):
     def fit(self, *args, **kwargs):
         arguments = bound_arguments(self._stock["fit"], args, kwargs)
         self._check_call("fit", arguments)
-        callbacks = self._callbacks(arguments.get("callbacks"))
+        self._prepare_callbacks(arguments)
+        callbacks = arguments["callbacks"]
         self._add_auto_architecture(callbacks)
-        arguments["callbacks"] = callbacks
         callbacks = getattr(callbacks, "callbacks", callbacks)
         for callback in callbacks:
             if isinstance(callback, ArchitectureLogger):
@@ -66,11 +66,13 @@ class Runs(RunBinding):
         arguments = bound_arguments(self._stock["evaluate"], args, kwargs)
         if not kwargs.get(keras_models.IN_FIT):
             self._check_call("evaluate", arguments)
+            self._prepare_callbacks(arguments)
         return self._run("evaluate", arguments)
 
     def predict(self, *args, **kwargs):
         arguments = bound_arguments(self._stock["predict"], args, kwargs)
         self._check_call("predict", arguments)
+        self._prepare_callbacks(arguments)
         arguments["x"] = marks.in_order(arguments["x"])
         return self._run("predict", arguments)
 
@@ -78,9 +80,6 @@ class Runs(RunBinding):
         rank = self._collectives.rank
         if rank != 0:
             arguments["verbose"] = 0
-        if name != "fit":
-            callbacks = self._callbacks(arguments.get("callbacks"))
-            arguments["callbacks"] = callbacks
         with (
             patches.epoch_iterators_are_made_in(distribution.for_steps),
             collectives.explained(f"model.{name}"),
@@ -88,11 +87,23 @@ class Runs(RunBinding):
         ):
             return self._stock[name](**arguments)
 
-    def _callbacks(self, callbacks):
-        communicator = self._collectives
+    def _prepare_callbacks(self, arguments):
+        """Gives a run the callbacks of this rank."""
+        communicator, callbacks = self._collectives, arguments.get("callbacks")
         if isinstance(callbacks, keras.callbacks.CallbackList):
-            ema_swap.show_rule(callbacks.callbacks, self._model)
-            return callbacks
+            if communicator.size == 1:
+                ema_swap.show_rule(callbacks.callbacks, self._model)
+                return
+            # Keras makes another one, in which none of them runs in a thread:
+            # some send messages.
+            callbacks = callbacks.callbacks
+            bars = [
+                callback
+                for callback in callbacks
+                if isinstance(callback, keras.callbacks.ProgbarLogger)
+            ]
+            if not bars:
+                arguments["verbose"] = 0
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
         ema_swap.show_rule(callbacks, self._model)
         if communicator.size > 1:
@@ -102,7 +113,7 @@ class Runs(RunBinding):
                 Stopping(communicator),
             ]
         callbacks = partition_search.arranged(callbacks, communicator.size)
-        return checkpoint_last(callbacks)
+        arguments["callbacks"] = checkpoint_last(callbacks)
 
     def _add_auto_architecture(self, callbacks):
         """Has `fit` find the architectures that are "auto"."""
@@ -114,16 +125,14 @@ class Runs(RunBinding):
             self._auto = auto_architecture.AutoArchitecture(
                 self._model.distribute_strategy
             )
-        listed = getattr(callbacks, "callbacks", callbacks)
         searches = [
-            c for c in listed if isinstance(c, partition_search.PartitionSearch)
+            callback
+            for callback in callbacks
+            if isinstance(callback, partition_search.PartitionSearch)
         ]
         self._auto.is_ready = lambda: not any(s.is_searching for s in searches)
-        if listed is not callbacks:  # a `CallbackList` of the user's
-            self._auto.set_params(callbacks.params)
-            self._auto.set_model(self._model)
         # First: it times the step alone.
-        listed.insert(0, self._auto)
+        callbacks.insert(0, self._auto)
 
     # Single global batches.
 

@@ -1,6 +1,7 @@
 """Runs on input of every structure, as stock Keras in one process."""
 
 import contextlib
+import csv
 
 import keras
 import numpy as np
@@ -135,3 +136,58 @@ def test_predictions_are_in_the_order_of_the_dataset(cluster, engine):
     for rank, (read, outputs) in enumerate(found):
         assert read == [rank, rank + 3]  # else it would not be reordered
         np.testing.assert_array_equal(outputs.ravel(), np.arange(11))
+
+
+class _StopsOnRank1(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if ks.collectives.current().rank == 1 and epoch == 1:
+            self.model.stop_training = True
+
+
+def runs_with_a_list(path):
+    """What runs do with a `CallbackList` of the user's, each with messages.
+
+    Args:
+        path: of a file that `CSVLogger` writes.
+
+    Returns:
+        `(epochs, their losses, error of a backup, error of other inputs)`.
+    """
+    rank = ks.collectives.current().rank
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    x = np.arange(8, dtype="float32").reshape(8, 1)
+    callbacks = keras.callbacks.CallbackList(
+        [keras.callbacks.CSVLogger(path), _StopsOnRank1()],
+        add_history=True,
+        model=model,
+    )
+    given = list(callbacks.callbacks)
+    history = model.fit(x, x, epochs=9, verbose=0, callbacks=callbacks)
+    assert callbacks.callbacks == given
+    backup = keras.callbacks.BackupAndRestore(path)
+    errors = []
+    for inputs, callback in ((x, backup), (x + rank, _StopsOnRank1())):
+        listed = keras.callbacks.CallbackList([callback], model=model)
+        with pytest.raises(ValueError) as caught:
+            model.fit(inputs, x, verbose=0, callbacks=listed)
+        errors.append(str(caught.value))
+    listed = keras.callbacks.CallbackList([backup], model=model)
+    with pytest.raises(ValueError, match="BackupAndRestore"):
+        model.evaluate(x, x, verbose=0, callbacks=listed)
+    return history.epoch, history.history["loss"], *errors
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_list_of_the_users_does_as_any_other(cluster, engine, tmp_path):
+    path = tmp_path / "log.csv"
+    for epochs, losses, backup, inputs in cluster(engine, 2).run(
+        runs_with_a_list, str(path)
+    ):
+        assert epochs == [0, 1]
+        assert "BackupAndRestore" in backup
+        assert "read different input" in inputs
+        with path.open() as file:  # that one rank has written
+            lines = list(csv.DictReader(file))
+        assert [float(line["loss"]) for line in lines] == losses
