@@ -29,7 +29,8 @@ SMOKE = -m smoke $(shell grep -rl --include='test_*.py' mark.smoke tests)
 # See pytest_collection_modifyitems.
 TWO_AT_ONCE := -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-oldest test-all browser sshd docs lint format bench clean
+.PHONY: help demo test test-oldest test-all environments browser sshd docs \
+	lint format bench clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -52,6 +53,12 @@ test-all:  ## And the whole matrix: hours
 	$(MAKE) --no-print-directory -j2 $(ENVIRONMENTS)
 	$(HOROVOD)/bin/python -m pytest $(TWO_AT_ONCE) \
 		-m "all_cells or not all_cells" $(PYTEST_ARGS)
+
+# Those that build this package in the source tree do so one after the other.
+environments:  ## All virtual environments, side by side
+	$(MAKE) --no-print-directory -j3 \
+		$(NEW)/.dev $(DOCS)/.installed $(HOROVOD)/.horovod
+	$(MAKE) --no-print-directory $(OLDEST)/.dev $(HOROVOD)/.installed
 
 # Where it cannot be installed, what needs it is skipped; the script says why.
 test test-all: browser sshd

@@ -934,6 +934,19 @@ def planned_branches():
     return plan, all(map(np.array_equal, before, model.get_weights()))
 
 
+def planned_often():
+    """TensorFlow's warnings of several plans of the same model."""
+    layers = [keras.layers.Dense(4, name=f"dense_{i}") for i in range(2)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    with PipelineStrategy("1f1b", stages=["dense_0"]).scope():
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((np.ones((8, 4)), np.ones((8, 4))))
+    with mock.patch.object(tf.get_logger(), "handle") as handle:
+        for _ in range(6):  # TensorFlow warns of the fifth trace in a row
+            ks.plan(model, data)
+    return [call.args[0].getMessage() for call in handle.call_args_list]
+
+
 def cut_by_slow_links(speed):
     """Of a model with one narrow place: its stages, and the links' speeds.
 

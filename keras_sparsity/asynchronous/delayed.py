@@ -113,7 +113,9 @@ class DelayedRuns(Binding):
             strategy.run(optimizer.apply_next)
 
         if not self._model.run_eagerly:
-            apply_next = tf.function(apply_next, autograph=False)
+            # Of this epoch: TensorFlow would warn of the fifth one's call.
+            traced = tf.function(apply_next, autograph=False)
+            apply_next = traced.get_concrete_function()
         for _ in range(self._delay.num_steps):
             apply_next()
 

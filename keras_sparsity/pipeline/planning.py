@@ -86,7 +86,8 @@ class Planner:
             taken = [inputs[place] for place in stage.part.inputs]
             return [*taken, *arrived], batches.num_examples
 
-        tensors, number = forward()
+        # A plan traces once: TensorFlow would warn of the fifth one's call.
+        tensors, number = forward.get_concrete_function()()
         return tensors, int(number)
 
     def _batches(self, functional, data):

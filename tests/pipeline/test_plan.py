@@ -155,3 +155,8 @@ def test_rows_of_an_embedding_that_a_layer_holds():
     (stage,) = ks.plan(model, data).stages
     assert stage.table_bytes == num_rows * 16
     assert stage.row_bytes == num_rows * (16 + 2)
+
+
+def test_plans_are_no_reason_to_warn(cluster):
+    for warnings in cluster("native", 2).run(pipeline_functions.planned_often):
+        assert not warnings
