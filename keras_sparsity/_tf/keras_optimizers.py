@@ -1,5 +1,7 @@
 """Private state of Keras's optimizers. Checked on Keras 3.5 to 3.15."""
 
+import types
+
 import keras
 import tensorflow as tf
 
@@ -115,7 +117,18 @@ def excluded_from_weight_decay(optimizer):
 
 def uses_weight_decay(optimizer, variable):
     """Whether weight decay applies to a variable (`_use_weight_decay`)."""
-    return optimizer._use_weight_decay(variable)
+    named = types.SimpleNamespace(
+        _unique_id=variable.value._unique_id, name=tensorflow_name(variable)
+    )
+    return optimizer._use_weight_decay(named)
+
+
+def tensorflow_name(variable):
+    """The name in which Keras looks for names that weight decay leaves out.
+
+    That of a `tf.Variable`, made where layers make theirs: with the layer's.
+    """
+    return f"{variable.path}:0"
 
 
 def iterations(optimizer):

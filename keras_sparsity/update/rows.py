@@ -34,7 +34,7 @@ class RowStandIn:
         # Stored rows may be behind; rows that are read are not.
         self._read = read
         self.constraint = constraint
-        self.name = variable.name
+        self.name = keras_optimizers.tensorflow_name(variable)
         self.path = variable.path
         self.dtype = tf.as_dtype(variable.dtype)
         # By which Keras's TensorFlow optimizers find it.

@@ -35,6 +35,20 @@ def test_optimizers():
     assert int(keras_optimizers.iterations(optimizer)) == 2
 
 
+def test_names_that_are_not_decayed():
+    layer = keras.layers.Embedding(3, 2, name="words")
+    keras.Sequential([keras.Input((4,)), layer])
+    (variable,) = layer.weights
+    name = keras_optimizers.tensorflow_name(variable)
+    assert name == variable.value.name
+    for word, is_decayed in (("words", False), ("dense", True)):
+        optimizer = keras.optimizers.AdamW()
+        optimizer.exclude_from_weight_decay(var_names=[word])
+        optimizer.build([variable])
+        found = keras_optimizers.uses_weight_decay(optimizer, variable)
+        assert found == is_decayed
+
+
 @pytest.mark.parametrize(
     ("rule", "kinds"),
     [

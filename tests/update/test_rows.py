@@ -1,8 +1,11 @@
 """Rows and pieces in the place of an optimizer's variables."""
 
+import contextlib
+
 import keras
 import numpy as np
 
+import keras_sparsity as ks
 from keras_sparsity._tf import keras_optimizers
 from keras_sparsity.update import rows
 
@@ -33,3 +36,37 @@ def test_pieces_are_decayed_as_what_they_replace():
     for variable in found:
         is_decayed = keras_optimizers.uses_weight_decay(rule, variable)
         assert is_decayed == all(variable is not v for v in not_decayed)
+
+
+def trained(layer, strategy=None):
+    """Weights after steps in which a layer is not decayed, by its name."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [
+            *(keras.Input((3,), dtype="int32"), layer(5_000, 16, name="words")),
+            *(keras.layers.Flatten(), keras.layers.Dense(1)),
+        ]
+    )
+    rule = keras.optimizers.AdamW(0.01, weight_decay=0.5)
+    rule.exclude_from_weight_decay(var_names=["words"])
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model.compile(rule, "mse")
+    x, y = np.arange(24).reshape(8, 3), np.ones((8, 1))
+    model.fit(x, y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+def trained_by_rows():
+    strategy = ks.HybridStrategy(architecture="ps")
+    return [
+        trained(layer, strategy)
+        for layer in (keras.layers.Embedding, ks.layers.ShardedEmbedding)
+    ]
+
+
+def test_a_layers_name_leaves_its_table_out_of_decay(cluster):
+    expected = trained(keras.layers.Embedding)
+    for ways in (trained_by_rows(), *cluster("native", 2).run(trained_by_rows)):
+        for found in ways:
+            for value, other in zip(found, expected, strict=True):
+                np.testing.assert_allclose(value, other, atol=1e-6)
