@@ -13,6 +13,13 @@ import tensorflow as tf
 
 from keras_sparsity._tf import contexts, keras_models
 
+# Attributes of `keras.layers.BatchNormalization`.
+_STATISTICS = (
+    *("moving_mean", "moving_variance"),
+    # With `renorm=True` alone, from Keras 3.15 on.
+    *("moving_stddev", "renorm_mean", "renorm_stddev"),
+)
+
 _parts = []  # of the steps being computed or traced, the inmost last
 
 
@@ -168,11 +175,12 @@ def combine_statistics(model, number, communicator):
     examples of their parts.
     """
     statistics = [
-        statistic
+        getattr(layer, name)
         for layer in keras_models.all_layers(model)
         if isinstance(layer, keras.layers.BatchNormalization)
         and layer.trainable
-        for statistic in (layer.moving_mean, layer.moving_variance)
+        for name in _STATISTICS
+        if hasattr(layer, name)
     ]
     if not statistics:
         return

@@ -1,5 +1,8 @@
 """Models that are called on parts of a batch, ragged and sparse ones too."""
 
+import inspect
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -123,3 +126,82 @@ def test_ragged_and_sparse_batches(cluster, engine, cases):
         for got in results:
             for a, b in zip(got, expected, strict=True):
                 np.testing.assert_allclose(a, b, atol=2e-5, err_msg=kind)
+
+
+RENORM_BATCHES = (5, 5, 1)
+MOMENTUM, RENORM_MOMENTUM, EPSILON = 0.5, 0.75, 1e-3
+
+
+def renorm_examples():
+    rng = np.random.default_rng(9)
+    return rng.normal(1, 2, (sum(RENORM_BATCHES), DIM)).astype("float32")
+
+
+def statistics_of_renorm():
+    """The layer's statistics after an epoch, by their names."""
+    norm = keras.layers.BatchNormalization(
+        renorm=True,
+        renorm_momentum=RENORM_MOMENTUM,
+        momentum=MOMENTUM,
+        epsilon=EPSILON,
+    )
+    model = keras.Sequential([keras.Input((DIM,)), norm])
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    x = renorm_examples()
+    model.fit(x, x, RENORM_BATCHES[0], shuffle=False, verbose=0)
+    return {v.name: v.numpy() for v in norm.non_trainable_variables}
+
+
+def expected_statistics(size):
+    """The same by NumPy: each part moves them, and they become the mean."""
+    found = {
+        "moving_mean": np.zeros(DIM),
+        "moving_variance": np.ones(DIM),
+        "moving_stddev": np.ones(DIM),
+        "renorm_mean": np.zeros(DIM),
+        "renorm_stddev": np.ones(DIM),
+    }
+
+    def moved(name, momentum, new):
+        return found[name] * momentum + new * (1 - momentum)
+
+    x, start = renorm_examples(), 0
+    for count in RENORM_BATCHES:
+        ends = [start + rank * count // size for rank in range(size + 1)]
+        start += count
+        new = dict.fromkeys(found, 0.0)
+        for part in (x[a:b] for a, b in itertools.pairwise(ends) if a < b):
+            mean = part.mean(0)
+            stddev = np.sqrt(part.var(0) + EPSILON)
+            moving_stddev = moved("moving_stddev", MOMENTUM, stddev)
+            of_part = {
+                "moving_mean": moved("moving_mean", MOMENTUM, mean),
+                "moving_variance": moving_stddev**2 - EPSILON,
+                "moving_stddev": moving_stddev,
+                "renorm_mean": moved("renorm_mean", RENORM_MOMENTUM, mean),
+                "renorm_stddev": moved(
+                    "renorm_stddev", RENORM_MOMENTUM, stddev
+                ),
+            }
+            for name, value in of_part.items():
+                new[name] += value * len(part) / count
+        found = new
+    return found
+
+
+@pytest.mark.skipif(
+    "renorm"
+    not in inspect.signature(keras.layers.BatchNormalization).parameters,
+    reason="this Keras's BatchNormalization has no renorm",
+)
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_all_statistics_of_renorm_are_the_parts_mean(cluster, engine):
+    expected = expected_statistics(2)
+    ranks = cluster(engine, 2).run(statistics_of_renorm)
+    for name, value in expected.items():
+        for found in ranks:
+            np.testing.assert_array_equal(found[name], ranks[0][name], name)
+            np.testing.assert_allclose(
+                found[name], value, rtol=1e-5, atol=1e-6, err_msg=name
+            )
