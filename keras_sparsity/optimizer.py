@@ -12,6 +12,7 @@ from keras_sparsity.update import keeping, lookups, rules, start, state
 from keras_sparsity.update import optimizer_arguments as arguments
 from keras_sparsity.update import rows as row_update
 from keras_sparsity.update.closed_form import closed_form_of
+from keras_sparsity.update.loss_scale import unscaled
 from keras_sparsity.update.step import Aggregation, Clipping, Step, merged
 from keras_sparsity.update.wrapper import OptimizerWrapper
 
@@ -306,6 +307,8 @@ class HybridOptimizer(OptimizerWrapper):
         updates = self._aggregation.aggregate(
             grads, variables, placements, self._keeps_rows
         )
+        if self._inner is self._rule:
+            updates = unscaled(self._rule, updates)
         if self.transform_gradients is None:
             updates = self._aggregation.by_piece(updates, self.updates_rows_of)
         else:  # which is to see each variable as one

@@ -234,12 +234,14 @@ def rebuild_optimizer(optimizer, variables, own_variables, attributes):
 def take_aggregated_gradients(optimizer, clip, strategy):
     """Makes an optimizer apply gradients as they are, but for `clip(grads)`.
 
-    Under a strategy. `_all_reduce_sum_gradients` and `_clip_gradients`, on this
-    object alone, and `_distribution_strategy`.
+    Under a strategy. `_all_reduce_sum_gradients`, `_clip_gradients` and
+    `loss_scale_factor`, on this object alone, and `_distribution_strategy`.
     """
     set_optimizer_strategy(optimizer, strategy)
     optimizer.__dict__["_all_reduce_sum_gradients"] = list
     optimizer.__dict__["_clip_gradients"] = clip
+    # The gradients are divided already.
+    optimizer.__dict__["loss_scale_factor"] = None
 
 
 def without_missing_gradients(optimizer, grads, variables):

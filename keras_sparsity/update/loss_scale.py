@@ -1,5 +1,36 @@
 """Loss scaling: all ranks update, or all skip the step."""
 
+import tensorflow as tf
+
+
+def unscaled(rule, updates):
+    """The updates, divided by the `loss_scale_factor` that a rule has.
+
+    Keras divides in `apply`, when the gradients have been read.
+
+    Args:
+        rule: a Keras optimizer without a `LossScaleOptimizer` around it.
+        updates: list of `Update`.
+    """
+    factor = rule.loss_scale_factor
+    if factor is None:
+        return updates
+    return [
+        update
+        # Keras assigns such gradients as they are.
+        if getattr(update.variable, "overwrite_with_gradient", False)
+        else update.replaced(_divided(update.gradient, factor))
+        for update in updates
+    ]
+
+
+def _divided(gradient, factor):
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient / factor
+    return tf.IndexedSlices(
+        gradient.values / factor, gradient.indices, gradient.dense_shape
+    )
+
 
 def apply_if_finite(optimizer, is_finite, updates, update):
     """Has a `LossScaleOptimizer` unscale gradients, and update or skip.
