@@ -1,6 +1,7 @@
 """Keras's losses and compiled metrics. Checked on Keras 3.5 to 3.15."""
 
 import contextlib
+import functools
 
 import keras
 import tensorflow as tf
@@ -167,6 +168,21 @@ def compiled_metrics(model):
     `Model._compile_metrics`.
     """
     return getattr(model, "_compile_metrics", None)
+
+
+def is_compiled_metrics(metric):
+    """Whether it is such an object (`CompileMetrics`)."""
+    from keras.src.trainers import compile_utils
+
+    return isinstance(metric, compile_utils.CompileMetrics)
+
+
+def metric_function(metric):
+    """A `MeanMetricWrapper`'s function of targets and outputs.
+
+    `_fn` and `_fn_kwargs`.
+    """
+    return functools.partial(metric._fn, **metric._fn_kwargs)
 
 
 def loss_metrics(model):

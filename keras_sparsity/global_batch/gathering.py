@@ -3,9 +3,16 @@
 import tensorflow as tf
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import checks, keras_scopes
+from keras_sparsity._tf import checks, contexts, keras_scopes
 from keras_sparsity.collectives import order
 from keras_sparsity.data import empty_parts
+
+_gathered = []  # not empty while functions receive all processes' rows
+
+
+def of_gathered():
+    """While entered, tensors have all processes' rows already."""
+    return contexts.on_top(_gathered, True)
 
 
 @tf.autograph.experimental.do_not_convert
@@ -61,7 +68,8 @@ def gather_batch(x):
     strategy = tf.distribute.get_strategy()
     communicator = getattr(strategy, "collectives", None)
     communicator = communicator or collectives.current()
-    if communicator.size == 1 or keras_scopes.in_symbolic_scope():
+    is_whole = communicator.size == 1 or bool(_gathered)
+    if is_whole or keras_scopes.in_symbolic_scope():
         return x
     sent = tf.cast(x, tf.int32) if x.dtype.is_bool else x
     # An id outside of a table is found first, see `exchange.pull.in_turn`.

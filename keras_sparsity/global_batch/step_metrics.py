@@ -6,8 +6,9 @@ import functools
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import contexts, keras_scopes, patches
+from keras_sparsity._tf import contexts, keras_losses, keras_scopes, patches
 from keras_sparsity.data import empty_parts
+from keras_sparsity.global_batch import whole_batch_metrics
 from keras_sparsity.global_batch.metrics import combined, values_of
 
 
@@ -61,8 +62,11 @@ class _GlobalState:
         self._values = {}  # by id: the variable, its graph, its global value
         self._depth = 0
         self._is_updating = False
+        self._updates_within = None  # function, for metrics within a metric
 
     def update(self, metric, stock, *args, **kwargs):
+        if self._updates_within is not None:
+            return self._updates_within(metric, stock, *args, **kwargs)
         if (
             self._is_updating
             or not getattr(metric, "built", True)
@@ -70,10 +74,45 @@ class _GlobalState:
             or self._is_of_loss(metric)
         ):
             return stock(*args, **kwargs)
+        of_batch = self._of_batch(metric, *args, **kwargs)
+        skipped = {id(metric) for metric, *_ in of_batch}
+
+        def update(metric, stock, *args, **kwargs):
+            if id(metric) not in skipped:
+                stock(*args, **kwargs)
+
         with contexts.attribute(self, "_is_updating", True):
-            empty_parts.run_if(
-                empty_parts.has_examples(), lambda: stock(*args, **kwargs)
-            )
+            with contexts.attribute(self, "_updates_within", update):
+                empty_parts.run_if(
+                    empty_parts.has_examples(), lambda: stock(*args, **kwargs)
+                )
+            for _, stock_of_metric, *arguments in of_batch:
+                whole_batch_metrics.update(stock_of_metric, *arguments)
+
+    def _of_batch(self, compiled, *args, **kwargs):
+        """The updates by one number for the batch, which `compile` asks for.
+
+        Returns:
+            List of `(metric, its update_state, y_true, y_pred,
+            sample_weight)`.
+        """
+        if not keras_losses.is_compiled_metrics(compiled):
+            return []
+        found, leaves = [], {id(metric) for metric in compiled.metrics}
+
+        def note(metric, stock, y_true, y_pred, sample_weight=None):
+            if id(metric) not in leaves:  # a list of metrics
+                stock(y_true, y_pred, sample_weight=sample_weight)
+            elif whole_batch_metrics.is_of_batch(metric, y_true, y_pred):
+                found.append((metric, stock, y_true, y_pred, sample_weight))
+
+        with (
+            contexts.attribute(self, "_is_updating", True),
+            contexts.attribute(self, "_updates_within", note),
+        ):
+            # Of the class: without `metrics.ignore_empty_parts`.
+            type(compiled).update_state(compiled, *args, **kwargs)
+        return found
 
     def _is_of_loss(self, metric):
         if self._collectives.is_server:

@@ -90,3 +90,16 @@ def test_the_arguments_of_a_losss_function():
     assert arguments(keras.losses.Dice(axis=(0, 2)))["axis"] == (0, 2)
     assert arguments(keras.losses.Dice()).get("axis") is None
     assert arguments(keras.losses.Loss()) == {}
+
+
+def test_the_metrics_of_compile_and_their_functions():
+    def scaled(y_true, y_pred, factor):
+        return factor * (y_true - y_pred)
+
+    metric = keras.metrics.MeanMetricWrapper(scaled, factor=2.0)
+    assert keras_losses.metric_function(metric)(5.0, 2.0) == 6.0
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[metric])
+    compiled = keras_losses.compiled_metrics(model)
+    assert keras_losses.is_compiled_metrics(compiled)
+    assert not keras_losses.is_compiled_metrics(metric)
