@@ -32,8 +32,10 @@ class MicroBatches:
     """
 
     def __init__(self, functional, data, number, num_pieces=1):
-        self.batch = keras.utils.unpack_x_y_sample_weight(data)
-        x, y, sample_weight = self.batch
+        x, *rest = keras.utils.unpack_x_y_sample_weight(data)
+        # An eager `train_on_batch` hands arrays on.
+        y, sample_weight = keras.tree.map_structure(_tensor, rest)
+        self.batch = x, y, sample_weight
         inputs = keras_functional.flat_inputs(functional, x)
         self._parts = inputs, x, y, sample_weight
         self.num_examples = tf.shape(inputs[0])[0]
@@ -122,6 +124,11 @@ class MicroBatches:
         parts = tf.split(rows, [self.number(place) for place in places])
         order = sorted(range(len(places)), key=lambda i: places[i].start)
         return tf.concat([parts[i] for i in order], 0)
+
+
+def _tensor(value):
+    is_left = value is None or tf.is_tensor(value)
+    return value if is_left else tf.convert_to_tensor(value)
 
 
 def share_of_weights(sample_weight):
