@@ -85,14 +85,27 @@ class Logs:
         if self._is_last:
             metrics = metrics + keras_losses.loss_metrics(self._model)
         found = global_results(metrics, self._peers, self._result)
-        if self._is_last:
-            own = found.keys() - _names(self._elsewhere)
-        else:
-            own = _names(self._own)
+        is_own = self._are_own()
         return {
-            name: value if name in own else tf.zeros_like(value)
+            name: value if is_own[name] else tf.zeros_like(value)
             for name, value in found.items()
         }
+
+    def _are_own(self):
+        """Dict from names to whether this stage counts the metric.
+
+        Of metrics of one name Keras shows the last.
+        """
+        own, elsewhere = (
+            set(map(id, metrics)) for metrics in (self._own, self._elsewhere)
+        )
+        found = {}
+        for metric in self._model.metrics:
+            is_own = id(metric) in own
+            if self._is_last:  # which has those that no layer holds, too
+                is_own = id(metric) not in elsewhere
+            found.update(dict.fromkeys(_names(metric), is_own))
+        return found
 
     @property
     def size(self):
@@ -120,13 +133,10 @@ class Logs:
         }
 
 
-def _names(metrics):
-    """Set of the names of their results."""
-    names = set()
-    for metric in metrics:
-        result = metric.result()
-        names.update(result if isinstance(result, dict) else [metric.name])
-    return names
+def _names(metric):
+    """The names of a metric's results."""
+    result = metric.result()
+    return list(result) if isinstance(result, dict) else [metric.name]
 
 
 class LateLogs:
