@@ -2,7 +2,11 @@
 
 import keras
 
-from keras_sparsity._tf import keras_models, keras_optimizers
+from keras_sparsity._tf import (
+    keras_functional,
+    keras_models,
+    keras_optimizers,
+)
 from keras_sparsity.board import measured_plan
 from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
@@ -170,6 +174,7 @@ def _check(model, strategy):
     size = strategy.collectives.size
     jit.refuse(model, size, "XLA cannot compile the messages between stages")
     _check_losses(model)
+    _check_inputs(model)
     if strategy.spreads_tables:
         tables.check_not_tied(model)
     else:
@@ -199,6 +204,19 @@ def _check_losses(model):
                 f"reduction={loss.reduction!r}. Keras takes the gradient of "
                 'the sum of its values: use `reduction="sum"` for the same '
                 "training, or the default for that of their mean."
+            )
+
+
+def _check_inputs(model):
+    functional = keras_functional.functional_of(model)
+    for tensor in functional.inputs if functional else []:
+        if getattr(tensor, "sparse", False):
+            raise ValueError(
+                "Models in stages divide mini-batches into parts, which a "
+                "sparse tensor cannot be. Received: the input "
+                f"'{tensor.name}', with sparse=True. Expected: dense inputs. "
+                "Leave out `sparse`, and make the batches dense "
+                "(`tf.sparse.to_dense` in `dataset.map`)."
             )
 
 

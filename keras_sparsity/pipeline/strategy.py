@@ -102,9 +102,9 @@ class PipelineStrategy(StagedStrategy):
     Raises:
         ValueError: if an argument is not valid, or the processes are not as
             many as `stages` and `replicas` say; see also `ks.HybridStrategy`.
-            By `compile`: if the model is a subclass, has sharded layers or
-            fewer layers than stages, if a layer's weights are used on both
-            sides of a cut, or if, without a flush, the optimizer needs a
+            By `compile`: if the model is a subclass, has sharded layers, sparse
+            inputs or fewer layers than stages, if a layer's weights are used on
+            both sides of a cut, or if, without a flush, the optimizer needs a
             number of all stages (`global_clipnorm`, loss scaling), if a stage
             exceeds `memory_bytes`, if mini-batches are divided that an input of
             a fixed batch size or a stateful layer takes whole, or if another
