@@ -4,7 +4,12 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_optimizers, keras_scopes, keras_variables
+from keras_sparsity._tf import (
+    keras_models,
+    keras_optimizers,
+    keras_scopes,
+    keras_variables,
+)
 from keras_sparsity.conversion import exporting, saving
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.pipeline.slots import Slots, places_among_all
@@ -12,6 +17,10 @@ from keras_sparsity.pipeline.tables import is_spread
 from keras_sparsity.tables import whole
 from keras_sparsity.training.binding import Binding
 from keras_sparsity.update import state as optimizer_state
+
+# A method of `Normalization` and the like: it makes constants of weights, and
+# Keras calls it when it has loaded them.
+_FINALIZE = "finalize_state"
 
 
 class Weights(Binding):
@@ -40,6 +49,13 @@ class Weights(Binding):
         ]
         for variable in self._others:
             self._take_away(variable)
+        self._finalized = [
+            layer
+            for layer in keras_models.all_layers(model)
+            if hasattr(layer, _FINALIZE)
+            and not all(map(self._is_here, layer.weights))
+        ]
+        self._leave_constants()
         self._peers = strategy.peers
         self._of_stage = parts[self._stage].model
         self._share(self._of_stage.weights)
@@ -81,6 +97,19 @@ class Weights(Binding):
             )
 
         keras_variables.take_away(variable, placeholder)
+
+    def _leave_constants(self):
+        """Layers of other stages make no constants: the weights are gone."""
+        for layer in self._finalized:
+            object.__setattr__(layer, _FINALIZE, lambda: None)
+
+    def unbind(self):
+        self._finalize_again()
+        super().unbind()
+
+    def _finalize_again(self):
+        for layer in self._finalized:
+            vars(layer).pop(_FINALIZE, None)
 
     def part_random_states(self):
         """Lets the ranks of a stage draw differently, of other examples.
@@ -153,6 +182,11 @@ class Weights(Binding):
                 value = self._value(variable)
                 if is_reader:
                     self._hold(variable, value, held)
+            if is_reader:
+                held.callback(self._leave_constants)
+                self._finalize_again()
+                for layer in self._finalized:
+                    layer.finalize_state()
             yield
 
     @contextlib.contextmanager

@@ -204,3 +204,15 @@ def test_weights_that_an_optimizer_does_not_know(cluster):
 def _check(values, expected):
     for value, other in zip(values, expected, strict=True):
         np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
+
+
+def test_layers_with_constants_of_their_weights(cluster, tmp_path):
+    """Keras makes them while it loads, of weights on one rank alone."""
+    ranks = cluster("native", 2).run(weight_functions.normalized, str(tmp_path))
+    loaded = keras.models.load_model(tmp_path / "normalized.keras")
+    x, _ = pipeline_functions.data("dense", 8)
+    expected = [*loaded.get_weights(), loaded.predict(x, verbose=0)]
+    assert expected[0].min() > 0.1
+    for found in ranks:
+        for weights, predicted in found:
+            _check([*weights, predicted], expected)

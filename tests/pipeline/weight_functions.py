@@ -103,3 +103,37 @@ def thaw():
         network.compile("adam", "mse")
     _fit(network)
     return str(raised.value)
+
+
+def normalized(folder):
+    """Weights and predictions of a model, and of those that load its file.
+
+    Its first layer makes constants of its weights.
+    """
+    x, _ = pipeline_functions.data("dense", 8)
+    strategy = ks.PipelineStrategy("1f1b", ["first"], 2)
+    models = []
+    for is_adapted in (True, False):
+        layers = [
+            keras.Input((6,)),
+            keras.layers.Normalization(),
+            keras.layers.Dense(4, name="first"),
+            keras.layers.Dense(2, name="second"),
+        ]
+        if is_adapted:
+            layers[1].adapt(3 * x + 5)
+        model = keras.Sequential(layers)
+        with strategy.scope():
+            model.compile("sgd", "mse")
+        models.append(model)
+    models[0].save(f"{folder}/normalized.keras")
+    models[1].load_weights(f"{folder}/normalized.keras")
+    with strategy.scope():
+        models.append(keras.models.load_model(f"{folder}/normalized.keras"))
+    for model in models[1:]:
+        with strategy.scope():
+            model.compile("sgd", "mse")
+        model.load_weights(f"{folder}/normalized.keras")
+    return [
+        (model.get_weights(), model.predict(x, verbose=0)) for model in models
+    ]
