@@ -135,5 +135,6 @@ def normalized(folder):
             model.compile("sgd", "mse")
         model.load_weights(f"{folder}/normalized.keras")
     return [
-        (model.get_weights(), model.predict(x, verbose=0)) for model in models
+        (model.get_weights(), model.predict(x, verbose=0))
+        for model in [*models, *map(ks.export, models)]
     ]
