@@ -819,8 +819,8 @@ def fitted_with_callbacks(log_dir):
     """What callbacks see, with validation, class weights and early stops.
 
     Returns:
-        `(history, results of evaluate, weights by path, classes of those of a
-        `CallbackList` in each of two trainings)`.
+        `(history, results of evaluate, weights by path, those of a
+        `CallbackList` that write a file in each of two trainings)`.
     """
     keras.utils.set_random_seed(3)
     network = keras.Sequential(
@@ -862,26 +862,25 @@ def fitted_with_callbacks(log_dir):
     evaluated = network.evaluate(x, labels, verbose=0, return_dict=True)
     kinds = []
 
-    def note(logs):
-        kinds.append([type(each).__name__ for each in listed.callbacks])
+    class Noted(keras.callbacks.CSVLogger):
+        def on_train_begin(self, logs=None):
+            kinds.append("CSVLogger")
+            super().on_train_begin(logs)
 
     listed = keras.callbacks.CallbackList(
         [
-            keras.callbacks.CSVLogger(f"{log_dir}/log.csv"),
+            Noted(f"{log_dir}/log.csv"),
             keras.callbacks.TensorBoard(
                 f"{log_dir}/listed",
                 histogram_freq=1,
                 # The list has it written here, in each process.
                 write_graph=network.distribute_strategy.rank == 0,
             ),
-            keras.callbacks.LambdaCallback(on_train_begin=note),
         ],
         model=network,
     )
     for _ in range(2):
         network.fit(x, labels, BATCH_SIZE, callbacks=listed, verbose=0)
-        if network.distribute_strategy.rank == 0:
-            listed.callbacks[1].set_model(network)  # Keras has closed its files
     return history, evaluated, weights, kinds
 
 

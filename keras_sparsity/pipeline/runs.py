@@ -5,7 +5,7 @@ import contextlib
 import keras
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import contexts, keras_models
+from keras_sparsity._tf import keras_models
 from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
@@ -44,14 +44,12 @@ class Runs(Binding):
         arguments, callbacks = self._checked("fit", args, kwargs)
         self._steps.check_trains()  # also where no step is traced again
         with (
-            self._listed(arguments["callbacks"], callbacks),
             resuming(self._model, callbacks, arguments) as checkpoint,
             rank_zero.Lines() as lines,
             self._choosing_by_logs(callbacks),
         ):
             self._input.awaited_by = checkpoint
-            if callbacks is arguments["callbacks"]:
-                arguments["callbacks"] = [lines, *callbacks]
+            arguments["callbacks"] = [lines, *callbacks]
             return self._run("fit", arguments)
 
     def evaluate(self, *args, **kwargs):
@@ -80,10 +78,9 @@ class Runs(Binding):
         if name == "fit":
             self._check_batch_size(arguments.get("batch_size"))
         if isinstance(callbacks, keras.callbacks.CallbackList):
-            found = callbacks.callbacks
-            if name == "fit":  # whose own passes on what it has been given
-                found = self._on_rank(found)
-            return arguments, found
+            if name != "fit":  # to which a `fit` passes on its own
+                return arguments, callbacks.callbacks
+            callbacks = _unlisted(callbacks, arguments)
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
         callbacks = self._on_rank(callbacks)
         callbacks = [
@@ -92,19 +89,6 @@ class Runs(Binding):
         ]
         arguments["callbacks"] = callbacks
         return arguments, callbacks
-
-    @contextlib.contextmanager
-    def _listed(self, callbacks, on_rank):
-        """While entered, a `CallbackList` has the callbacks of this rank."""
-        if not isinstance(callbacks, keras.callbacks.CallbackList):
-            yield
-            return
-        given = callbacks.callbacks
-        for callback in on_rank:
-            if not any(callback is each for each in given):
-                callback.set_model(self._model)
-        with contexts.attribute(callbacks, "callbacks", on_rank):
-            yield
 
     @contextlib.contextmanager
     def _choosing_by_logs(self, callbacks):
@@ -172,6 +156,21 @@ class Runs(Binding):
             if name == "fit":  # before anybody reads weights of a tail
                 self._steps.settle_columns()
             return found
+
+
+def _unlisted(listed, arguments):
+    """The callbacks of a `CallbackList`; Keras makes another one of them.
+
+    A list decides when it is made whether a thread calls its callbacks, which
+    must not be where they send messages.
+    """
+    has_bar = any(
+        isinstance(each, keras.callbacks.ProgbarLogger)
+        for each in listed.callbacks
+    )
+    if not has_bar:
+        arguments["verbose"] = 0  # Keras adds none to a list that is given
+    return listed.callbacks
 
 
 def _check_callbacks(callbacks, strategy):

@@ -1,0 +1,43 @@
+"""A `CallbackList` of the user's keeps what all ranks need in `fit`."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_sparsity as ks
+
+
+def listed():
+    """The message about shuffled input, and the losses where rank 1 stops."""
+    strategy = ks.PipelineStrategy("1f1b", ["first"], 2)
+    layers = [keras.layers.Dense(2, name=name) for name in ("first", "second")]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    with strategy.scope():
+        model.compile("sgd", "mse")
+
+    def stop(epoch, logs):
+        if strategy.rank == 1 and epoch == 1:
+            model.stop_training = True
+
+    callbacks = keras.callbacks.CallbackList(
+        [keras.callbacks.LambdaCallback(on_epoch_end=stop)],
+        add_history=True,
+        model=model,
+    )
+    x = np.arange(16.0).reshape(8, 2) / 16
+    data = tf.data.Dataset.from_tensor_slices((x, x))
+    history = model.fit(data.batch(4), epochs=4, callbacks=callbacks).history
+    shuffled = data.shuffle(8, seed=strategy.rank).batch(2)
+    try:
+        model.fit(shuffled, callbacks=callbacks)
+        message = ""
+    except ValueError as error:
+        message = str(error)
+    return history["loss"], message
+
+
+def test_a_list_of_callbacks(cluster):
+    ranks = cluster("native", 2).run(listed)
+    for losses, message in ranks:
+        assert len(losses) == 2
+        assert "different batches" in message or "same global" in message
