@@ -47,6 +47,7 @@ class Adoption:
         _hold_unused(self.parts, model)
         tables.check_places(self.parts, strategy)
         tables.check(model.optimizer, self.parts, strategy)
+        _check_is_unbuilt(model.optimizer, self.parts)
         strategy.check_columns(self.parts, model.optimizer)
         self._updates = None
         _check_scaling(model.optimizer, self.parts)
@@ -98,7 +99,9 @@ class Adoption:
         strategy.check_columns(self.parts, model.optimizer)
         is_new = not self._updates.is_of(model.optimizer)
         tables.check(model.optimizer, self.parts, strategy, is_new)
-        if not is_new:
+        if is_new:
+            _check_is_unbuilt(model.optimizer, self.parts)
+        else:
             self._updates.check_knows(model.trainable_variables)
         for binding in self._bindings:
             binding.unbind()
@@ -290,6 +293,18 @@ def _check_accumulates(rule, strategy):
             "`gradient_accumulation_steps` and make batches as many times as "
             "large (`num_micro_batches` divides them), or use `clipnorm` or "
             "`clipvalue`."
+        )
+
+
+def _check_is_unbuilt(optimizer, parts):
+    rule = optimizer_arguments.rule_of(optimizer)
+    if rule is not None and rule.built and len(parts) > 1:
+        raise ValueError(
+            "An optimizer that is built has slots of the whole model, and each "
+            "process keeps those of its stage alone. Received: an "
+            f"{type(rule).__name__} that is built. Give `compile` a new one; "
+            "`keras.models.load_model` in the scope, of a file with the "
+            "trained optimizer, gives it its state."
         )
 
 
