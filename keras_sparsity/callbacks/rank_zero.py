@@ -48,6 +48,26 @@ def on_rank(callbacks, rank, **options):
     return [c for c in callbacks if not isinstance(c, _WRITE_ONCE)]
 
 
+def unlisted(listed, arguments):
+    """The callbacks of a `CallbackList`; Keras makes another one of them.
+
+    A list decides when it is made whether a thread calls its callbacks, which
+    must not be where they send messages.
+
+    Args:
+        listed: the user's `CallbackList`.
+        arguments: dict of the run's arguments; `verbose` changes where the
+            list has no progress bar.
+    """
+    has_bar = any(
+        isinstance(each, keras.callbacks.ProgbarLogger)
+        for each in listed.callbacks
+    )
+    if not has_bar:
+        arguments["verbose"] = 0  # Keras adds none to a list that is given
+    return listed.callbacks
+
+
 class Lines(keras.callbacks.Callback):
     """Part of every `fit`: holds lines back while a progress bar is drawn.
 

@@ -80,7 +80,7 @@ class Runs(Binding):
         if isinstance(callbacks, keras.callbacks.CallbackList):
             if name != "fit":  # to which a `fit` passes on its own
                 return arguments, callbacks.callbacks
-            callbacks = _unlisted(callbacks, arguments)
+            callbacks = rank_zero.unlisted(callbacks, arguments)
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
         callbacks = self._on_rank(callbacks)
         callbacks = [
@@ -156,21 +156,6 @@ class Runs(Binding):
             if name == "fit":  # before anybody reads weights of a tail
                 self._steps.settle_columns()
             return found
-
-
-def _unlisted(listed, arguments):
-    """The callbacks of a `CallbackList`; Keras makes another one of them.
-
-    A list decides when it is made whether a thread calls its callbacks, which
-    must not be where they send messages.
-    """
-    has_bar = any(
-        isinstance(each, keras.callbacks.ProgbarLogger)
-        for each in listed.callbacks
-    )
-    if not has_bar:
-        arguments["verbose"] = 0  # Keras adds none to a list that is given
-    return listed.callbacks
 
 
 def _check_callbacks(callbacks, strategy):

@@ -94,16 +94,7 @@ class Runs(RunBinding):
             if communicator.size == 1:
                 ema_swap.show_rule(callbacks.callbacks, self._model)
                 return
-            # Keras makes another one, in which none of them runs in a thread:
-            # some send messages.
-            callbacks = callbacks.callbacks
-            bars = [
-                callback
-                for callback in callbacks
-                if isinstance(callback, keras.callbacks.ProgbarLogger)
-            ]
-            if not bars:
-                arguments["verbose"] = 0
+            callbacks = rank_zero.unlisted(callbacks, arguments)
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
         ema_swap.show_rule(callbacks, self._model)
         if communicator.size > 1:
