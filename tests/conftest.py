@@ -200,7 +200,8 @@ def _leave_out(items, are_all):
     """Leaves the tests of a list to `make test-all`.
 
     Each takes long, and mostly `make test` has another cell of its function or
-    other tests of the same code.
+    other tests of the same code, or it is a smoke test, which runs on the
+    oldest and the newest versions all the same.
 
     Args:
         items: The collected tests.
