@@ -169,8 +169,7 @@ class SampledSoftmax(keras.layers.Layer):
         self.sampler = LogUniformSampler(num_classes, num_sampled, self.seed)
         # The `ShardedEmbedding`; the tables' names end in `_table`.
         self.table = table
-        self.kernel_table = None
-        self.bias_table = None
+        self.kernel_table = self.bias_table = None
         # Of the call that is under way: a `Sample` and its rows, where these
         # were gathered with others.
         self.ahead = collections.deque()
@@ -201,8 +200,7 @@ class SampledSoftmax(keras.layers.Layer):
                 lambda bias: bias[:, 0],
             )
             self.bias = self.bias_table.variable
-        # Keras keeps a frozen layer's weights among those that may train.
-        for table in self._own_tables:
+        for table in self._own_tables:  # as in `ShardedEmbedding.build`
             table.variable.trainable = self.trainable
         self._agree_on_samples()
 

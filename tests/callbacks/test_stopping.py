@@ -8,6 +8,14 @@ import keras_sparsity as ks
 from tests.conftest import engines
 
 
+class StopsOnRank1(keras.callbacks.Callback):
+    """Behind the second epoch."""
+
+    def on_epoch_end(self, epoch, logs=None):
+        if ks.collectives.current().rank == 1 and epoch == 1:
+            self.model.stop_training = True
+
+
 def stopped(kind, options):
     """The losses of a `fit` that rank 1 stops behind its second epoch."""
     strategy = kind(**options)
@@ -16,14 +24,9 @@ def stopped(kind, options):
     with strategy.scope():
         model.compile("sgd", "mse")
 
-    def stop(epoch, logs):
-        if strategy.rank == 1 and epoch == 1:
-            model.stop_training = True
-
-    callback = keras.callbacks.LambdaCallback(on_epoch_end=stop)
     x = np.ones((8, 2), "float32")
     options = {"batch_size": 4, "epochs": 4, "verbose": 0}
-    return model.fit(x, x[:, :1], callbacks=[callback], **options).history
+    return model.fit(x, x[:, :1], callbacks=[StopsOnRank1()], **options).history
 
 
 _FIXED = {"synchronous": False, "max_staleness": 1, "delay": "fixed"}

@@ -5,6 +5,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
+from tests.callbacks.test_stopping import StopsOnRank1
 
 
 def listed():
@@ -15,14 +16,8 @@ def listed():
     with strategy.scope():
         model.compile("sgd", "mse")
 
-    def stop(epoch, logs):
-        if strategy.rank == 1 and epoch == 1:
-            model.stop_training = True
-
     callbacks = keras.callbacks.CallbackList(
-        [keras.callbacks.LambdaCallback(on_epoch_end=stop)],
-        add_history=True,
-        model=model,
+        [StopsOnRank1()], add_history=True, model=model
     )
     x = np.arange(16.0).reshape(8, 2) / 16
     data = tf.data.Dataset.from_tensor_slices((x, x))

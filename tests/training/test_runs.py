@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from tests.callbacks.test_stopping import StopsOnRank1
 from tests.conftest import engines
 
 pytestmark = pytest.mark.smoke
@@ -138,12 +139,6 @@ def test_predictions_are_in_the_order_of_the_dataset(cluster, engine):
         np.testing.assert_array_equal(outputs.ravel(), np.arange(11))
 
 
-class _StopsOnRank1(keras.callbacks.Callback):
-    def on_epoch_end(self, epoch, logs=None):
-        if ks.collectives.current().rank == 1 and epoch == 1:
-            self.model.stop_training = True
-
-
 def runs_with_a_list(path):
     """What runs do with a `CallbackList` of the user's, each with messages.
 
@@ -159,7 +154,7 @@ def runs_with_a_list(path):
         model.compile("sgd", "mse")
     x = np.arange(8, dtype="float32").reshape(8, 1)
     callbacks = keras.callbacks.CallbackList(
-        [keras.callbacks.CSVLogger(path), _StopsOnRank1()],
+        [keras.callbacks.CSVLogger(path), StopsOnRank1()],
         add_history=True,
         model=model,
     )
@@ -168,7 +163,7 @@ def runs_with_a_list(path):
     assert callbacks.callbacks == given
     backup = keras.callbacks.BackupAndRestore(path)
     errors = []
-    for inputs, callback in ((x, backup), (x + rank, _StopsOnRank1())):
+    for inputs, callback in ((x, backup), (x + rank, StopsOnRank1())):
         listed = keras.callbacks.CallbackList([callback], model=model)
         with pytest.raises(ValueError) as caught:
             model.fit(inputs, x, verbose=0, callbacks=listed)
