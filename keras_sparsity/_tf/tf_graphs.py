@@ -95,6 +95,21 @@ def calls_so_far():
     return [op for op in graph.get_operations() if op.type in kinds]
 
 
+def drawing_operations():
+    """Operations of the graph in tracing that draw anew when repeated.
+
+    Those of `tf.random`, whose generators are in TensorFlow's kernels; not of
+    branches and loops.
+    """
+    if tf.executing_eagerly():
+        return []
+    return [
+        op
+        for op in tf.compat.v1.get_default_graph().get_operations()
+        if op.op_def.is_stateful and {"seed", "seed2"} <= {*op.node_def.attr}
+    ]
+
+
 def around_control_flow(entered):
     """The outermost loop or branch of a step that is being traced.
 

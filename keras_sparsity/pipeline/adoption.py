@@ -76,6 +76,7 @@ class Adoption:
             *strategy.links,
             self._updates,
             strategy.options,
+            strategy.peers.rank,
         )
         strategy.divide_columns(stage, self.parts, self._profile, optimizer)
         why = whole_batches.why_whole(model)

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_losses, keras_models
+from keras_sparsity.global_batch import random_states
 from keras_sparsity.pipeline.links import Crossing
 from keras_sparsity.pipeline.tables import is_spread
 from keras_sparsity.placement import slices
@@ -21,6 +22,7 @@ class Stage:
         number: its number, from 0.
         before, behind: `Link`s to the neighbours, None at an end.
         options: `Options` of the rows of tables.
+        rank: this process's, of those of the stage.
 
     Attributes:
         received, sent: `Crossing`s.
@@ -29,11 +31,12 @@ class Stage:
 
     columns = None
 
-    def __init__(self, number, part, before, behind, updates, options):
+    def __init__(self, number, part, before, behind, updates, options, rank):
         self.number, self.part, self.updates = number, part, updates
         self.before, self.behind = before, behind
         self.received = Crossing(part.received)
         self.sent = Crossing(part.sent)
+        self._rank = rank
         self._joint_pull = JointPull(part.model, options)
 
     @property
@@ -117,7 +120,9 @@ class Stage:
             *(received[place] for place in part.taken),
         ]
         columns = self.columns.in_calls() if self.columns else nullcontext()
-        with self._joint_pull.in_next_run(), columns:
+        # Ranks that divide columns compute the same examples.
+        draws = random_states.drawn_by_rank(0 if self.columns else self._rank)
+        with self._joint_pull.in_next_run(), columns, draws:
             made = part.compute(given, training)
         values = {
             id(symbolic): value

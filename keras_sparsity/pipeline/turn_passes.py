@@ -3,10 +3,10 @@
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, keras_losses, keras_models
+from keras_sparsity._tf import keras_functional, keras_models, tf_graphs
 from keras_sparsity.pipeline.flushed import added, operations
 from keras_sparsity.pipeline.micro_batches import MicroBatches
-from keras_sparsity.pipeline.stage import Pass, floats, recurrent_states
+from keras_sparsity.pipeline.stage import Pass, floats
 from keras_sparsity.pipeline.store import Store
 from keras_sparsity.pipeline.waiting import Waiting
 
@@ -37,29 +37,13 @@ class TurnPasses:
         ]
         self._objective = objective
         self._logs, self._versions = logs, versions
-        part = stage.part.model
-        trained = {id(variable) for variable in stage.variables}
-        self._untrained = [v for v in part.variables if id(v) not in trained]
-        weights = {id(variable) for variable in part.weights}
-        # Those of random generators: layers that are computed again draw the
-        # same numbers again.
-        self._states = [v for v in part.variables if id(v) not in weights]
-        self._recurrent = recurrent_states(part)
-        # A training pass reads no moving statistics, so they need not be kept.
-        unread = _statistics(part)
-        self._may_change = [
-            *(
-                v
-                for v in self._untrained
-                if id(v) in weights and id(v) not in unread
-            ),
-            *self._recurrent,
-        ]
-        # Of these, those that passes change, known from the first one.
+        self._unread = _unread(stage.part.model)
+        # The others that forward passes assign, known from the first one.
+        # Layers that are computed again draw the same random numbers again.
         self._changed = []
         self._functional = keras_functional.functional_of(model)
         self.waiting = [
-            Waiting(stage, self._functional, self._states, versions.turns)
+            Waiting(stage, self._functional, versions.turns)
             for _ in self.places
         ]
         self._kept = None  # before the first pass
@@ -157,19 +141,18 @@ class TurnPasses:
         stage = self._stage
         inputs, *labels = batches.part(place)
         share = batches.share(place)
-        states = [tf.convert_to_tensor(v.value) for v in self._states]
+        num_drawing = len(tf_graphs.drawing_operations())
         with weights.given() as scope:
             outputs, losses = stage.compute(inputs, received, True)
+        _check_draws(tf_graphs.drawing_operations()[num_drawing:])
         own = self._objective.of_training(labels, outputs, losses, share)
         self._changed = [
-            variable
-            for variable in self._may_change
-            if scope.get_current_value(variable) is not None
+            v for v in scope.variables if id(v) not in self._unread
         ]
         before = [tf.convert_to_tensor(v.value) for v in self._changed]
-        self._assign_updates(scope, batches.is_empty(place))
+        _assign_updates(scope, batches.is_empty(place))
         send(waiting, outputs, loss if own is None else loss + own)
-        waiting.put_pass(inputs, received, states, share)
+        waiting.put_pass(inputs, received, share)
         waiting.put_sizes(batches.size(place), outputs)
         return outputs, before
 
@@ -189,9 +172,8 @@ class TurnPasses:
             self.waiting, messages, before, strict=True
         ):
             with tf.control_dependencies(earlier):
-                inputs, received, states, share = waiting.take_pass()
-                variables = [*self._states, *self._changed]
-                given = zip(variables, [*states, *others], strict=True)
+                inputs, received, share = waiting.take_pass()
+                given = zip(self._changed, others, strict=True)
                 found, *_ = self._computed(
                     inputs, None, received, share, weights, given
                 )
@@ -226,7 +208,7 @@ class TurnPasses:
                     *(inputs, labels, received, batches.share(place)),
                     *(weights, ()),
                 )
-                self._assign_updates(scope, batches.is_empty(place))
+                _assign_updates(scope, batches.is_empty(place))
                 gradients, of_received = found.gradients([])
             made = [each for each in gradients if each is not None]
             earlier = operations([*made, *of_received])
@@ -287,32 +269,39 @@ class TurnPasses:
             for waiting, of_received in zip(self.waiting, results, strict=True):
                 waiting.results.put([*of_received, row])
 
-    def _assign_updates(self, scope, is_empty):
-        """Statistics, random states, and what metrics have counted.
 
-        Those of losses by output, and those that layers hold. Not by a
-        micro-batch without examples.
-        """
-        losses = keras_losses.loss_metrics(self._model)
-        for variable in [
-            *self._untrained,
-            *self._recurrent,
-            *self._stage.part.model.metrics_variables,
-            *(v for metric in losses for v in metric.variables),
-        ]:
-            value = scope.get_current_value(variable)
-            if value is None:
-                continue
-            if is_empty is not False:
-                value = tf.where(is_empty, variable.value, value)
-            variable.assign(value)
+def _check_draws(operations):
+    if operations:
+        raise ValueError(
+            "Without a flush a backward pass computes the layers again, and "
+            "operations of `tf.random` would draw other numbers then. "
+            f"Received: {operations[0].type} '{operations[0].name}'. Use "
+            "`keras.random`, whose draws are repeated, or the schedule "
+            '"1f1b" or "gpipe".'
+        )
 
 
-def _statistics(part):
-    """The `id`s of moving statistics."""
-    return {
-        id(variable)
+def _assign_updates(scope, is_empty):
+    """Statistics, random states, and what metrics have counted.
+
+    Not by a micro-batch without examples.
+    """
+    for variable in scope.variables:
+        value = scope.get_current_value(variable)
+        if is_empty is not False:
+            value = tf.where(is_empty, variable.value, value)
+        variable.assign(value)
+
+
+def _unread(part):
+    """The `id`s of variables that a training pass does not read.
+
+    Moving statistics, and what the layers' metrics have counted.
+    """
+    statistics = [
+        variable
         for layer in keras_models.all_layers(part)
         if type(layer) is keras.layers.BatchNormalization
         for variable in layer.non_trainable_variables
-    }
+    ]
+    return {id(v) for v in [*statistics, *part.metrics_variables]}

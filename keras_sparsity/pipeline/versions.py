@@ -48,7 +48,7 @@ class Weights:
             others: pairs of more variables and their values.
 
         Yields:
-            The `keras.StatelessScope`.
+            The `Updates`.
 
         Raises:
             ValueError: if a layer assigns one of these variables.
@@ -58,13 +58,31 @@ class Weights:
             for variable, value in zip(self.variables, self.values, strict=True)
             if not keras_variables.is_variable(value)
         ]
-        scope = keras.StatelessScope([*pairs, *others], collect_losses=True)
-        given = [scope.get_current_value(variable) for variable, _ in pairs]
+        scope = Updates([*pairs, *others], collect_losses=True)
         with read_by(self.readers), scope:
             yield scope
-        for (variable, _), value in zip(pairs, given, strict=True):
-            if scope.get_current_value(variable) is not value:
+        trained = {id(variable) for variable in self.variables}
+        for variable in scope.variables:
+            if id(variable) in trained:
                 _raise_of_assigned(variable)
+
+
+class Updates(keras.StatelessScope):
+    """The values that layers assign in a pass.
+
+    Attributes:
+        variables: list of the assigned variables, also of those that no layer
+            holds: `keras.random.normal(shape)` draws by one of Keras's own.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.variables = []
+
+    def add_update(self, update):
+        if not any(update[0] is variable for variable in self.variables):
+            self.variables.append(update[0])
+        super().add_update(update)
 
 
 def _raise_of_assigned(variable):

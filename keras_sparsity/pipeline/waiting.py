@@ -9,9 +9,6 @@ from keras_sparsity.pipeline.store import Store, nothing
 class Waiting:
     """`Store`s of one micro-batch of each mini-batch in flight.
 
-    Args:
-        states: list of the variables of random generators.
-
     Attributes:
         passes: of the tensors that a pass computes with.
         results: of the message to the stage before.
@@ -22,8 +19,8 @@ class Waiting:
             the stage behind, and to the stage before.
     """
 
-    def __init__(self, stage, functional, states, turns):
-        self._stage, self._num_states = stage, len(states)
+    def __init__(self, stage, functional, turns):
+        self._stage = stage
         inputs = [functional.inputs[place] for place in stage.part.inputs]
         forward = turns.forward(stage.number)
         backward = turns.backward(stage.number)
@@ -31,7 +28,6 @@ class Waiting:
             [
                 *(tf.TensorSpec(each.shape, each.dtype) for each in inputs),
                 *stage.received.specs,
-                *(tf.TensorSpec(each.shape, each.dtype) for each in states),
                 tf.TensorSpec([]),
             ],
             forward,
@@ -62,12 +58,11 @@ class Waiting:
         """`tf.TensorSpec`s of a message of the stage behind."""
         return _message(self._stage.sent)
 
-    def put_pass(self, inputs, received, states, share):
+    def put_pass(self, inputs, received, share):
         """Keeps what a backward pass computes with.
 
         Args:
             inputs, received: as `Stage.compute` takes them.
-            states: list of the values of the states before the pass.
             share: the micro-batch's share of the mini-batch.
         """
         stage = self._stage
@@ -75,21 +70,19 @@ class Waiting:
             [
                 *(inputs[place] for place in stage.part.inputs),
                 *stage.received.with_masks(received),
-                *states,
                 share,
             ]
         )
 
     def take_pass(self):
-        """The oldest entry: `(inputs, received, states, share)`."""
+        """The oldest entry: `(inputs, received, share)`."""
         stage = self._stage
         values = iter(self.passes.take())
         inputs = {place: next(values) for place in stage.part.inputs}
         received = stage.received.without_masks(
             [next(values) for _ in stage.received.specs]
         )
-        states = [next(values) for _ in range(self._num_states)]
-        return inputs, received, states, next(values)
+        return inputs, received, next(values)
 
     def put_sizes(self, num_examples, outputs):
         """Keeps the sizes of the gradients that will come."""

@@ -71,9 +71,30 @@ class Part:
         Returns:
             List of the tensors `made`.
         """
-        # `model(...)` would pass the inputs' masks on to its outputs, or warn
-        # of it. Those are the layers' own.
-        return keras.tree.flatten(self.model.call(tensors, training=training))
+        return keras.tree.flatten(self._calls(tensors, training=training))
+
+    @functools.cached_property
+    def _calls(self):
+        return _Calls(self.model)
+
+
+class _Calls(keras.layers.Layer):
+    """Calls a model, without masks that the model would pass on or warn of.
+
+    Those of the outputs are the layers' own. A layer is needed around them, as
+    Keras tells the layers of layers by the outermost one whether they train.
+    """
+
+    def __init__(self, model):
+        super().__init__(autocast=False, name=model.name)
+        self._model = model
+        self.built = True
+
+    def call(self, tensors, training=None):
+        return self._model.call(tensors, training=training)
+
+    def compute_mask(self, inputs, previous_mask):
+        return None
 
 
 class Cutter:

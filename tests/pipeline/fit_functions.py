@@ -332,6 +332,39 @@ def bfloat16(compile_):
     return model.get_weights(), history.history
 
 
+class _Noisy(keras.layers.Layer):
+    """Normalizes and adds noise of no seed; its `call` takes no `training`."""
+
+    def build(self, shape):
+        self.norm = keras.layers.BatchNormalization()
+        self.norm.build(shape)
+        self.scale = self.add_weight(shape=shape[1:], initializer="ones")
+
+    def call(self, x):
+        return self.norm(x) + self.scale * keras.random.normal((_SIZE, 6))
+
+
+def noise(compile_):
+    """One batch in each epoch, so that no gradient is late."""
+    first, last = dense().layers
+    model = keras.Sequential(
+        [keras.Input((6,)), _Noisy(name="noisy"), first, last]
+    )
+    compile_(model, keras.optimizers.SGD(0.1), "mse")
+    history = model.fit(*_data(), _SIZE, epochs=3, verbose=0)
+    return model.get_weights(), history.history
+
+
+def tensorflow_noise():
+    """Trains with noise that a second pass would draw anew."""
+    model = dense()
+    noisy = keras.layers.Lambda(lambda x: x + tf.random.normal((6,)))
+    model = keras.Sequential([keras.Input((6,)), noisy, *model.layers])
+    with PipelineStrategy("vanilla", ["first"]).scope():
+        model.compile("sgd", "mse")
+    model.fit(*_data(), 8, verbose=0)
+
+
 # Of whole kernels, of a slot for all variables, of factors; one that decays.
 OPTIMIZERS = ["Adafactor", "AdamW", "Lamb", "Muon", "Nadam"]
 # Of each number for itself.
@@ -371,6 +404,7 @@ TRAININGS = {
         recurrent_states,
         early_outputs,
         bfloat16,
+        noise,
     ]
 }
 _CUTS = {
@@ -378,6 +412,7 @@ _CUTS = {
     "one_batch_an_epoch": ["norm"],
     "recurrent_states": ["states"],
     "early_outputs": ["classes"],
+    "noise": ["noisy"],
     "spectral_normalization": [],
 }
 

@@ -99,17 +99,27 @@ def refused():
 
 
 def statistics():
-    """Those of a shared first stage after a step of 7; None at stage 1."""
+    """Those of a shared first stage after a step of 7; None at stage 1.
+
+    And predictions for 8 equal examples, with noise of no seed.
+    """
     strategy = ks.PipelineStrategy("1f1b", ["norm"], 2, replicas=[2, 1])
     model = replica_functions.normed()
     with strategy.scope():
         model.compile("sgd", "mse")
     x, y = pipeline_functions.data("dense", 7)
     model.fit(x, y, batch_size=7, shuffle=False, verbose=0)
+    noisy = keras.layers.Lambda(
+        lambda x: x + keras.random.normal((tf.shape(x)[0], 1)), name="noise"
+    )
+    outer = keras.Sequential([keras.Input((1,)), noisy, keras.layers.Dense(1)])
+    with ks.PipelineStrategy("1f1b", ["noise"], 2, replicas=[2, 1]).scope():
+        outer.compile("sgd", "mse")
+    predicted = outer.predict(np.ones((8, 1)), verbose=0)
     if strategy.rank == 2:
-        return None
+        return None, predicted
     norm = model.get_layer("norm")
-    return norm.moving_mean.numpy(), norm.moving_variance.numpy()
+    return (norm.moving_mean.numpy(), norm.moving_variance.numpy()), predicted
 
 
 def limited():

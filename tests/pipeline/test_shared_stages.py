@@ -163,7 +163,10 @@ _REFUSALS = [
 
 
 def test_statistics_are_the_mean_of_the_ranks(cluster):
-    """Each rank normalizes its part of a micro-batch by itself."""
+    """Each rank normalizes its part of a micro-batch by itself.
+
+    And draws for its examples what no other rank draws.
+    """
     ranks = cluster("native", 3, has_groups=True).run(
         shared_functions.statistics
     )
@@ -172,10 +175,12 @@ def test_statistics_are_the_mean_of_the_ranks(cluster):
     expected = test_replicas.statistics(
         x, [[slice(0, 2), slice(4, 6)], [slice(2, 4), slice(6, 7)]]
     )
-    for found in ranks[:2]:
+    for found, _ in ranks[:2]:
         for value, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(value, other, rtol=1e-5)
-    assert ranks[2] is None
+    assert ranks[2][0] is None
+    for _, predicted in ranks:
+        assert len(np.unique(predicted)) == 8
 
 
 # The limit is the plan's, as in `test_memory.py`.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests import pipeline_functions
+from tests.cluster import ClusterError
 from tests.conftest import covering
 from tests.pipeline import fit_functions
 
@@ -95,6 +96,13 @@ def test_schedules_without_a_flush(cluster, name, schedule):
     _check(ranks, name)
 
 
+@pytest.mark.smoke
+def test_layers_computed_again_draw_the_same_noise(cluster):
+    """And each step other noise; `training` reaches the layers of layers."""
+    ranks = cluster("native", 2).run(fit_functions.run, "noise", "stash")
+    _check(ranks, "noise")
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", *_WITHOUT_A_FLUSH])
 def test_weights_that_a_layer_assigns(schedule):
     """As one process, or refused: passes compute with copies."""
@@ -104,6 +112,13 @@ def test_weights_that_a_layer_assigns(schedule):
         return
     with pytest.raises(ValueError, match="assigns '.*kernel'.*or .gpipe"):
         fit_functions.run("spectral_normalization", schedule)
+
+
+def test_draws_that_cannot_be_repeated_are_refused(cluster):
+    with pytest.raises(
+        ClusterError, match="StandardNormal.*Use `keras.random`"
+    ):
+        cluster("native", 2).run(fit_functions.tensorflow_noise)
 
 
 @pytest.mark.parametrize(
