@@ -193,10 +193,13 @@ class NativeEngine(Engine):
         return _unpadded(arrived, route.received_splits, width, self.size, rows)
 
     def all_gather(self, rows, name, counts=None):
-        width = _width(rows)
         if counts is None:
-            counts = self._gather(tf.shape(rows)[:1], f"{name}/counts")
-            counts = tf.ensure_shape(self._by_rank(counts), [self.size])
+            shapes = self._gather(tf.shape(rows)[None], f"{name}/counts")
+            shapes = tf.ensure_shape(
+                self._by_rank(shapes), [self.size, rows.shape.rank]
+            )
+            rows, counts = _of_one_shape(rows, shapes)
+        width = _width(rows)
         capacity, capacity_key = _capacity(tf.reduce_max(counts), width)
         message = _padded(rows, tf.shape(rows)[:1], width, capacity, 1)
         arrived = self._gather(message, name, capacity_key)
@@ -315,6 +318,34 @@ def _width(rows):
     if width is None:
         return tf.reduce_prod(tf.shape(rows, tf.int64)[1:])
     return width
+
+
+def _of_one_shape(rows, shapes):
+    """Rows, and each rank's number of them; an error of unequal rows.
+
+    Ranks would wait for each other: the length of a message is in its key. A
+    rank without rows takes over the others' shape.
+    """
+    counts, row_shape = shapes[:, 0], shapes[tf.argmax(shapes[:, 0]), 1:]
+    is_like = tf.reduce_all(shapes[:, 1:] == row_shape, 1)
+    alike = tf.debugging.Assert(
+        tf.reduce_all(is_like | (counts == 0)),
+        [
+            "All ranks' rows must have one shape, so that they become one "
+            "tensor. Received tensors of these shapes, by rank:",
+            shapes,
+            "Pad them to a size that does not depend on a rank's part of the "
+            "batch, as TextVectorization(output_sequence_length=...) does.",
+        ],
+        summarize=-1,
+    )
+    with tf.control_dependencies([alike] if alike is not None else []):
+        counts = tf.identity(counts)
+        if not rows.shape[1:].is_fully_defined():
+            rows = tf.reshape(
+                rows, tf.concat([tf.shape(rows)[:1], row_shape], 0)
+            )
+    return rows, counts
 
 
 def _capacity(largest, width):

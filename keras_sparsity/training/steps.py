@@ -225,4 +225,14 @@ def _whole_batch(part, communicator):
             _whole_batch(part.values, communicator),
             _whole_batch(part.row_lengths(), communicator),
         )
+    if part.dtype == tf.string:  # no message has text
+        sizes = _whole_batch(tf.strings.length(part), communicator)
+        sent = tf.io.decode_raw(tf.strings.reduce_join(part), tf.uint8)
+        codes = tf.cast(_whole_batch(sent, communicator), tf.int32)
+        characters = tf.RaggedTensor.from_row_lengths(
+            tf.gather([bytes([code]) for code in range(256)], codes),
+            tf.reshape(sizes, [-1]),
+        )
+        joined = tf.strings.reduce_join(characters, -1)
+        return tf.reshape(joined, tf.shape(sizes))
     return communicator.all_gather(part, name="model/predict")

@@ -377,6 +377,29 @@ def test_all_gather(ranks):
             np.testing.assert_array_equal(gathered, expected)
 
 
+def gather_unequal():
+    """What comes of rows of other shapes: of no rows, and of some."""
+    current = collectives.current()
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None])])
+    def gathered(rows):
+        return current.all_gather(rows, "unequal")
+
+    rank = current.rank
+    found = gathered(tf.ones([2, 3] if rank else [0, 5])).numpy()
+    with pytest.raises(tf.errors.OpError) as raised:
+        gathered(tf.ones([1, 2 + rank]))
+    return found, str(raised.value)
+
+
+def test_rows_of_other_shapes_end_all_ranks(cluster):
+    """Horovod has an error of its own."""
+    for found, message in cluster("native", 2).run(gather_unequal, timeout=60):
+        np.testing.assert_array_equal(found, np.ones([2, 3]))
+        assert "[1 2][1 3]" in message.replace("\n", "")
+        assert "Pad them" in message
+
+
 def gather_gradient(counts=None):
     current = collectives.current()
     rank, size = current.rank, current.size

@@ -139,6 +139,46 @@ def test_predictions_are_in_the_order_of_the_dataset(cluster, engine):
         np.testing.assert_array_equal(outputs.ravel(), np.arange(11))
 
 
+class Words(keras.layers.Layer):
+    """Makes texts of each number, as many as the largest one says."""
+
+    def call(self, numbers):
+        count = tf.reduce_max(numbers, 0, keepdims=True)
+        count = tf.cast(count[0, :1], tf.int32)
+        texts = tf.strings.join(
+            [tf.strings.as_string(numbers, 0), "ä\0"], "\xff"
+        )
+        return tf.tile(texts, tf.concat([[1], count], 0))
+
+    def compute_output_spec(self, numbers):
+        return keras.KerasTensor((None, None), "string")
+
+
+def predictions_of_text():
+    """Of parts of one width, of one example, and the error of two widths."""
+    model = keras.Sequential([Words()])
+    with ks.HybridStrategy().scope():
+        model.compile()
+    numbers = np.array([[2], [1], [0], [2], [2]], "int32")
+    found = [model.predict(x, verbose=0) for x in (numbers, numbers[:1])]
+    with pytest.raises(Exception) as raised:
+        model.predict(numbers[:3], verbose=0)
+    return *found, str(raised.value)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_predictions_of_text(cluster, engine):
+    expected, alone = [
+        [[f"{i}\xffä\0".encode()] * 2 for i in numbers]
+        for numbers in ([2, 1, 0, 2, 2], [2])
+    ]
+    for texts, one, message in cluster(engine, 2).run(predictions_of_text):
+        assert texts.tolist() == expected
+        assert one.tolist() == alone
+        if engine == "native":
+            assert "shapes, by rank" in message
+
+
 def runs_with_a_list(path):
     """What runs do with a `CallbackList` of the user's, each with messages.
 
