@@ -53,6 +53,24 @@ def append_logs(callbacks):
             callback.append = True
 
 
+def log_weights_within(board, entered, is_writer):
+    """Has a `TensorBoard` write its histograms of weights in a context.
+
+    `TensorBoard._log_weights`.
+
+    Args:
+        entered: function without arguments that returns the context.
+        is_writer: whether it writes them; else it enters the context alone.
+    """
+
+    def log_weights(epoch):
+        with entered():
+            if is_writer:
+                type(board)._log_weights(board, epoch)
+
+    board._log_weights = log_weights
+
+
 def set_all_learnt(callbacks, saved):
     """Gives callbacks the state of others of their classes, in their order.
 

@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_sparsity._tf import keras_callbacks
 from keras_sparsity.conversion import saving
 
 
@@ -38,27 +39,12 @@ def _of_rank(callback, rank, whole):
         )
     if not is_board or not callback.histogram_freq:
         return callback
-    if rank != 0:
+    if rank != 0 and type(callback) is keras.callbacks.TensorBoard:
         return _Sender(callback.histogram_freq, whole)
-    if not hasattr(callback, _WHOLE):
-        callback.on_epoch_end = _reading_whole_weights(callback)
-    setattr(callback, _WHOLE, whole)  # that of the model of this `fit`
+    keras_callbacks.log_weights_within(
+        callback, lambda: whole(callback.model), is_writer=rank == 0
+    )
     return callback
-
-
-_WHOLE = "_keras_sparsity_whole_weights"
-
-
-def _reading_whole_weights(board):
-    stock = board.on_epoch_end
-
-    def on_epoch_end(epoch, logs=None):
-        if epoch % board.histogram_freq:
-            return stock(epoch, logs)
-        with getattr(board, _WHOLE)(board.model):
-            return stock(epoch, logs)
-
-    return on_epoch_end
 
 
 class _Sender(keras.callbacks.Callback):

@@ -1,6 +1,8 @@
 """The ranks that run Keras's own callbacks, and the messages of rank 0."""
 
 import contextlib
+import os
+import tempfile
 
 import keras
 
@@ -13,6 +15,7 @@ _WRITE_ONCE = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
+_FOLDER = "_keras_sparsity_folder"
 
 
 def on_rank(callbacks, rank, **options):
@@ -22,7 +25,8 @@ def on_rank(callbacks, rank, **options):
     `TerminateOnNaN`) run on every rank and decide alike, because logs are
     global. `ModelCheckpoint` runs on every rank, because saving involves all
     of them, and rank 0 writes. Those that only report run on rank 0. A user's
-    own callbacks run on every rank.
+    own callbacks run on every rank, as they may call the model; if they are
+    `TensorBoard`s or `CSVLogger`s, their files on other ranks are dropped.
 
     Args:
         callbacks: list, as given to `fit`.
@@ -45,7 +49,21 @@ def on_rank(callbacks, rank, **options):
     callbacks = histograms.of_whole_weights(callbacks, rank, **options)
     if rank == 0:
         return callbacks
-    return [c for c in callbacks if not isinstance(c, _WRITE_ONCE)]
+    elsewhere = [each for each in callbacks if type(each) not in _WRITE_ONCE]
+    for callback in elsewhere:
+        _drop_files(callback)
+    return elsewhere
+
+
+def _drop_files(callback):
+    """Has a class of the user's write what it inherits where nobody looks."""
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        callback.filename = os.devnull
+    elif isinstance(callback, keras.callbacks.TensorBoard):
+        if not hasattr(callback, _FOLDER):  # which goes with the callback
+            folder = tempfile.TemporaryDirectory(prefix="keras-sparsity-")
+            setattr(callback, _FOLDER, folder)
+            callback.log_dir = folder.name
 
 
 def unlisted(listed, arguments):
