@@ -3,9 +3,9 @@
 from keras_sparsity._tf import keras_models, keras_optimizers
 from keras_sparsity.asynchronous.delayed import check_scales_no_loss
 from keras_sparsity.asynchronous.runs import Runs
+from keras_sparsity.conversion import saving
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.training import jit
 from keras_sparsity.training.binding import raise_of_another_strategy
 
 # Set on an adopted model; holds its binding.
@@ -27,7 +27,13 @@ def compile_served(stock, model, args, kwargs, strategy):
     _check_layers(model)
     keras_models.set_distribute_strategy(model, strategy)
     stock(model, *args, **kwargs)
-    jit.refuse(model, strategy.size, "XLA cannot compile pulls and pushes")
+    if model.jit_compile and not model.run_eagerly:
+        raise ValueError(
+            f"The model '{model.name}' is compiled with `jit_compile=True`, "
+            "but XLA cannot compile pulls and pushes of workers. Compile it "
+            'with `jit_compile=False` (or "auto"), or under a synchronous '
+            "`ks.HybridStrategy`."
+        )
     if getattr(model, "optimizer", None) is not None:
         _check_optimizer(model.optimizer)
         # It may have been made outside of the scope.
@@ -53,6 +59,13 @@ def _check_layers(model):
                 "`keras.layers.Embedding`, whose rows are at servers then, "
                 'or `delay="fixed"`.'
             )
+    for table in saving.tables_of(model):
+        raise ValueError(
+            f"The table of '{table.owner_name}' is spread over ranks that "
+            'make their steps together, and with `delay="bounded"` each rank '
+            "takes its own. Received: a ShardedTable. Use "
+            '`keras.layers.Embedding`, or `delay="fixed"`.'
+        )
 
 
 def _check_optimizer(optimizer):

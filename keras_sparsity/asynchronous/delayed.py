@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import contexts, keras_models
+from keras_sparsity.callbacks.partition_search import PartitionSearch
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.training.binding import Binding, bound_arguments
 from keras_sparsity.training.compiling import compile_adopted
@@ -124,6 +125,13 @@ def _check_callbacks(callbacks):
     for callback in getattr(callbacks, "callbacks", None) or keras.tree.flatten(
         callbacks or []
     ):
+        if isinstance(callback, PartitionSearch):
+            raise ValueError(
+                "A search moves tables while gradients of their rows wait to "
+                f"be applied. Received: a {type(callback).__name__} under "
+                "`synchronous=False`. Leave it out, or search in a "
+                "synchronous `fit` before."
+            )
         if not isinstance(callback, ShardedCheckpoint):
             continue
         for name in ("every_steps", "every_seconds"):

@@ -282,6 +282,8 @@ class Store:
         return rows
 
     def _cuts(self, lookups):
+        for variable, ids in lookups:
+            _check_is_inside(variable, ids)
         return [
             self._of[id(variable)].cut(ids.astype(np.int64, copy=False))
             for variable, ids in lookups
@@ -364,6 +366,18 @@ class Store:
                     feeds, fetches, targets
                 )
         return self._calls[key]
+
+
+def _check_is_inside(variable, ids):
+    """Raises as the layer itself would; servers know parts alone."""
+    num_rows = variable.shape[0]
+    outside = ids[(ids < 0) | (ids >= num_rows)]
+    if outside.size:
+        raise ValueError(
+            f"The table '{variable.path}' has the rows [0, {num_rows}). "
+            f"Received: the id {outside[0]}. Map such ids to a row of their "
+            "own, or give the Embedding more rows."
+        )
 
 
 def _are_large(pieces, variable):

@@ -27,8 +27,10 @@ def agreed(facts, what, fix, collectives):
     if not collectives.num_servers:
         collectives.check_equal(facts, what, fix)
         return facts
-    everyone = collectives.gather_objects(facts, name=f"workers/{what}")
-    of_workers = everyone[: collectives.num_workers]
+    # Not by their places: after a loss fewer ranks are left.
+    mine = collectives.is_server, facts
+    everyone = collectives.gather_objects(mine, name=f"workers/{what}")
+    of_workers = [each for is_server, each in everyone if not is_server]
     raise_if_different(of_workers, what, fix)
     return of_workers[0]
 

@@ -220,6 +220,8 @@ def _move(model, targets, is_asked_for=True):
             "Every rank must make the same moves.",
         )
     optimizer = _optimizer(model)
+    if optimizer and optimizer.delay is not None:
+        optimizer.delay.check_is_empty()
     placed = {
         table: _placement(table, name, count)
         for table, (name, count) in targets.items()

@@ -87,17 +87,22 @@ def _sum(communicator, options, flat, server, role):
     )
 
 
+def _splits(count, size, server):
+    """Number of elements for each server, int32: even parts, or all for one."""
+    if server is not None:
+        return count * tf.one_hot(server % size, size, dtype=tf.int32)
+    # Of a large message, products with the number of servers need 64 bits.
+    numbers = tf.range(size + 1, dtype=tf.int64)
+    ends = tf.cast(tf.cast(count, tf.int64) * numbers // size, tf.int32)
+    return ends[1:] - ends[:-1]
+
+
 def _served(
     communicator, flat, server, role, push_wire, pull_wire, update=tf.identity
 ):
     """The sum over a group, after each server has updated its part of it."""
     size = communicator.size
-    count = tf.size(flat)
-    if server is None:
-        ends = count * tf.range(1, size + 1) // size
-        splits = ends - tf.concat([[0], ends[:-1]], axis=0)
-    else:
-        splits = count * tf.one_hot(server % size, size, dtype=tf.int32)
+    splits = _splits(tf.size(flat), size, server)
     # All ranks know the splits: no message tells them.
     mine = splits[communicator.rank]
     route = Route(splits, tf.fill([size], mine), tf.reduce_max(splits))

@@ -104,7 +104,8 @@ class HybridExtended(tf.distribute.StrategyExtended):
                 "in a custom loop, under a HybridStrategy with "
                 'synchronous=False and delay="bounded": each process would '
                 "train alone. Compile the model inside of `strategy.scope()` "
-                "and call `fit`, or use a synchronous strategy."
+                "and call `fit`; a `train_step` may apply `model.optimizer` "
+                "alone, and no second one. Or use a synchronous strategy."
             )
         # The rows that stand in for a table change in number.
         is_whole = isinstance(var, tf.Variable)

@@ -108,9 +108,11 @@ class Runs(RunBinding):
 
     def _add_auto_architecture(self, callbacks):
         """Has `fit` find the architectures that are "auto"."""
-        if self._collectives.size == 1 or not auto_architecture.is_asked_for(
-            self._model, self._model.distribute_strategy
-        ):
+        strategy = self._model.distribute_strategy
+        is_asked_for = auto_architecture.is_asked_for(self._model, strategy)
+        # No variable moves while gradients wait.
+        may_move = self._collectives.size > 1 and strategy.synchronous
+        if not (is_asked_for and may_move):
             return
         if self._auto is None:
             self._auto = auto_architecture.AutoArchitecture(

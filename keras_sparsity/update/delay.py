@@ -71,18 +71,18 @@ class Delay:
         return any(variable.numpy() for variable in self._is_waiting)
 
     def emptied(self):
-        """A `Delay` for other variables.
+        """A `Delay` for other variables."""
+        self.check_is_empty()
+        return Delay(self.num_steps, self._compensation)
 
-        Raises:
-            ValueError: if gradients wait.
-        """
+    def check_is_empty(self):
+        """Raises ValueError if gradients wait, before tables are moved."""
         if self.is_waiting():
             raise ValueError(
                 "Tables were moved while gradients of their rows wait to be "
                 "applied. Move them between calls of `fit`: under "
                 "`synchronous=False` nothing waits at the end of an epoch."
             )
-        return Delay(self.num_steps, self._compensation)
 
     def clear(self):
         """Forgets all gradients, as after a step that has failed."""

@@ -34,7 +34,47 @@ def _whole():
     return keras.layers.Embedding(3, 2, embeddings_regularizer="l2")
 
 
+class _Own(keras.layers.Layer):
+    """A layer of the user's with a table of its own."""
+
+    def __init__(self):
+        super().__init__(name="own")
+        self.table = ks.ShardedTable(3, 2, owner_name="own")
+        self.table_variable = self.table.variable
+
+    def call(self, ids):
+        return self.table.gather(ids)
+
+
+def _gan_step():
+    """A step that applies a second optimizer, which another part has."""
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            self.second.apply([tf.ones((3, 2))], self.weights)
+            return {}
+
+    model = Model([keras.Input((2,), dtype="int32"), *_model().layers])
+    with _strategy().scope():
+        model.second = keras.optimizers.SGD()
+        model.compile("sgd", "mse")
+    return _fit(model)
+
+
 CASES = {
+    "sharded table": (
+        lambda: _compiled(layer=_Own()),
+        "table of 'own'.*a ShardedTable.*keras.layers.Embedding",
+    ),
+    "XLA in one process": (
+        lambda: _compiled(jit_compile=True),
+        "jit_compile=True.*pulls and pushes.*jit_compile=False",
+    ),
+    "an id outside of a table": (
+        lambda: _fit(_compiled(), x=X * 3),
+        r"embeddings' has the rows \[0, 3\). Received: the id 3",
+    ),
+    "a second optimizer": (_gan_step, "`model.optimizer` alone"),
     "sharded layer": (
         lambda: _compiled(layer=ks.layers.ShardedEmbedding(3, 2)),
         'ShardedEmbedding.*keras.layers.Embedding.*delay="fixed"',
@@ -188,7 +228,9 @@ def _own_loop(make):
 @pytest.mark.parametrize("case", list(CASES))
 def test_it_is_refused(case):
     function, message = CASES[case]
-    with pytest.raises(ValueError, match=f"(?s){message}"):
+    # The latter in a step.
+    errors = ValueError, tf.errors.InvalidArgumentError
+    with pytest.raises(errors, match=f"(?s){message}"):
         function()
 
 

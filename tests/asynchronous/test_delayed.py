@@ -1,6 +1,7 @@
 """`delay="fixed"` trains as a loop with old weights in stock Keras does."""
 
 import functools
+from unittest import mock
 
 import keras
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import keras_sparsity as ks
 from keras_sparsity import launch
+from keras_sparsity.training import runs
 from tests import asynchronous_functions as functions
 from tests import delayed_loop, forked
 from tests.conftest import engines
@@ -183,6 +185,53 @@ def test_what_would_lose_gradients_is_refused():
         checkpoint = ks.callbacks.ShardedCheckpoint("unused", **{name: 1})
         with pytest.raises(ValueError, match=f"{name}=1"):
             model.fit(x, x[:, :1], callbacks=[checkpoint], verbose=0)
+    search = ks.callbacks.PartitionSearch()
+    with pytest.raises(ValueError, match="a PartitionSearch.*synchronous"):
+        model.fit(x, x[:, :1], callbacks=[search], verbose=0)
+
+
+class _Moves(keras.callbacks.Callback):
+    """Moves tables while gradients wait, and notes the errors."""
+
+    def __init__(self):
+        super().__init__()
+        self.errors = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        try:
+            table = self.model.layers[0].table
+            ks.moves.repartition(self.model, {table: 1})
+        except ValueError as error:
+            self.errors.append(str(error))
+
+
+def _moves_in_an_epoch():
+    """Errors, weights after a `fit` with them, and after one without."""
+    moves, found = _Moves(), []
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=1, delay="fixed"
+    )
+    for callbacks in ([moves], []):
+        keras.utils.set_random_seed(0)
+        layer = ks.layers.ShardedEmbedding(9, 2, architecture="auto")
+        model = keras.Sequential([keras.Input((2,), dtype="int32"), layer])
+        with (
+            strategy.scope(),
+            # It would move the table, too.
+            mock.patch.object(runs.auto_architecture, "AutoArchitecture", None),
+        ):
+            model.compile(keras.optimizers.SGD(0.5), "mse")
+            x = np.arange(8).reshape(4, 2)
+            model.fit(x, np.ones((4, 2, 2)), 1, callbacks=callbacks, verbose=0)
+        found += model.get_weights()
+    return moves.errors, *found
+
+
+def test_tables_stay_where_they_are_while_gradients_wait(cluster):
+    for errors, *weights in cluster("native", 2).run(_moves_in_an_epoch):
+        assert len(errors) == 4
+        assert "between calls of `fit`" in errors[0]
+        np.testing.assert_array_equal(*weights)
 
 
 @pytest.mark.parametrize("is_traced", [False, True])

@@ -48,6 +48,22 @@ def test_sums(cluster, engine, function, wire_dtype, tolerance):
             )
 
 
+@pytest.mark.parametrize(
+    ("count", "size", "server", "expected"),
+    [
+        (7, 3, None, [2, 2, 3]),
+        (7, 3, 4, [0, 7, 0]),
+        (1, 4, None, [0, 0, 0, 1]),
+        # More than 2**31 is no number of 32 bits.
+        (2**27 + 1, 16, None, [2**23] * 15 + [2**23 + 1]),
+    ],
+)
+def test_parts_of_servers(count, size, server, expected):
+    found = server_sums._splits(tf.constant(count), size, server)
+    assert found.dtype == tf.int32
+    assert found.numpy().tolist() == expected
+
+
 LENGTHS = (1000, 32)  # a fourth of both is a whole number
 
 
