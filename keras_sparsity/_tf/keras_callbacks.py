@@ -71,21 +71,25 @@ def log_weights_within(board, entered, is_writer):
     board._log_weights = log_weights
 
 
-def set_all_learnt(callbacks, saved):
+def set_all_learnt(callbacks, saved, goes_on):
     """Gives callbacks the state of others of their classes, in their order.
 
     Rank 0 may have more of them than others.
+
+    Args:
+        callbacks, saved: lists; `saved` as from `learnt`.
+        goes_on: whether more epochs follow.
     """
     saved = list(saved)
     for callback in callbacks:
         for number, (kind, of_kind) in enumerate(saved):
             if kind == type(callback).__name__:
-                set_learnt(callback, of_kind)
+                set_learnt(callback, of_kind, goes_on)
                 del saved[number]
                 break
 
 
-def set_learnt(callback, learnt):
+def set_learnt(callback, learnt, goes_on=True):
     """Gives a callback its former state, after its `on_train_begin`.
 
     `EarlyStopping._set_monitor_op`, at the end of the first epoch, forgets the
@@ -95,7 +99,9 @@ def set_learnt(callback, learnt):
     learnt = {n: v for n, v in learnt.items() if v is not None}
     vars(callback).update(learnt)
     name = "_set_monitor_op"
-    if "best" not in learnt or not hasattr(callback, name):
+    vars(callback).pop(name, None)  # of a `fit` that had failed
+    is_forgotten = "best" in learnt and hasattr(callback, name)
+    if not (goes_on and is_forgotten):
         return
     stock = getattr(callback, name)
 

@@ -1,5 +1,7 @@
 """Keras's models and layers. Checked on Keras 3.5 to 3.15."""
 
+import contextlib
+
 import tensorflow as tf
 
 # `fit`, `evaluate` and `predict` call this before their first step.
@@ -54,6 +56,30 @@ def compile_arguments(model):
     """
     config = getattr(model, "_compile_config", None)
     return dict(config.config) if model.compiled and config else {}
+
+
+@contextlib.contextmanager
+def empty_logs_are_metrics(model):
+    """While entered, epochs without a step of their own log the metrics.
+
+    Such as one that is resumed behind its last step. `RESULTS_OR_LOGS`, which
+    another function may stand for already.
+    """
+    stock = getattr(model, RESULTS_OR_LOGS)
+    is_own = RESULTS_OR_LOGS in vars(model)
+
+    def results_or_logs(logs):
+        found = stock(logs)
+        return found if logs else model.get_metrics_result()
+
+    object.__setattr__(model, RESULTS_OR_LOGS, results_or_logs)
+    try:
+        yield
+    finally:
+        if is_own:
+            object.__setattr__(model, RESULTS_OR_LOGS, stock)
+        else:
+            object.__delattr__(model, RESULTS_OR_LOGS)
 
 
 def all_layers(model):

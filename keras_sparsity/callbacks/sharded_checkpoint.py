@@ -179,6 +179,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """
         everyone = model.distribute_strategy.collectives
         self._collectives = communicator or everyone
+        # Else gradients wait within an epoch.
+        strategy = model.distribute_strategy
+        self._may_save_within = getattr(strategy, "synchronous", True)
         if trains:
             # The new process of a lost rank 0 holds it when it joins.
             self._hold_directory(everyone)
@@ -243,7 +246,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._first = self._epoch = first
         self._epoch_steps = EpochSteps(self)
         self._logs = {}
-        self._said_spoiled = False
+        self._said_spoiled = self._has_rest = False
 
     def end(self):
         """Lets other trainings have the directory, when `fit` has ended."""
@@ -329,13 +332,15 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         # At the end of the epoch there is more to come before it is saved.
         if in_epoch and self._epoch_steps.number >= in_epoch:
             return
-        if self._save_times.is_due(self._collectives):
+        # A callback has ended this run within an epoch, as by a clock.
+        self._has_rest = self.model.stop_training and self._may_save_within
+        if self._save_times.is_due(self._collectives) or self._has_rest:
             self._save(self._epoch, self._epoch_steps.number)
 
     def on_train_end(self, logs=None):
         if self._found:  # it had ended
             self._restore_progress()
-        else:
+        elif not self._has_rest:
             self._save(self._epoch + 1)
 
     def _restore_progress(self):
@@ -351,7 +356,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         position = {
             "epoch": epoch,
             "step": step,
-            "has_stopped": bool(self.model.stop_training),
+            "has_stopped": bool(self.model.stop_training)
+            and not self._has_rest,
             "seed": random_seeds.global_seed(),
             "order_seed": self._order_seed,
             "history": [history.epoch, history.history],

@@ -5,6 +5,7 @@ import statistics
 import time
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 # A median is known well enough when it has come from so many measurements,
@@ -33,7 +34,7 @@ class StepEnd(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         # Keras has waited for the logs' values, so the device is done, too.
         for value in (logs or {}).values():
-            float(value)
+            np.asarray(value)
         self.seconds = time.perf_counter()
 
 

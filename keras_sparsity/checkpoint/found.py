@@ -70,4 +70,6 @@ class FoundCheckpoint:
         history.epoch, values = map(copy.copy, self.position["history"])
         history.history.clear()
         history.history.update(values)
-        keras_callbacks.set_all_learnt(callbacks, self.position["callbacks"])
+        keras_callbacks.set_all_learnt(
+            callbacks, self.position["callbacks"], not self.has_ended
+        )

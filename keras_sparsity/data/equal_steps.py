@@ -6,13 +6,15 @@ from keras_sparsity.data.batches import empty_like, inner_shape
 from keras_sparsity.data.stand_ins import nothing_of
 
 
-def with_equal_steps(part, num_steps, collectives):
+def with_equal_steps(part, num_steps, collectives, are_full=False):
     """Gives a rank batches without rows until all ranks have ended.
 
     Args:
         part: `tf.data.Dataset` of this rank's batches.
         num_steps: how many steps all ranks shall have, or
             `tf.data.UNKNOWN_CARDINALITY`: until the last one ends.
+        are_full: whether batches that are not full are dropped; ranks then end
+            with the first of them that has no full part of one.
     """
     if num_steps == tf.data.INFINITE_CARDINALITY:
         return part.prefetch(tf.data.AUTOTUNE)
@@ -22,7 +24,9 @@ def with_equal_steps(part, num_steps, collectives):
         steps = steps.take(num_steps).map(_unmarked)
         return steps.prefetch(tf.data.AUTOTUNE)
 
-    return _while_any_is_left(steps, collectives)
+    # A server has no parts, and knows nothing of them.
+    are_full = are_full and not collectives.num_servers
+    return _while_any_is_left(steps, collectives, "min" if are_full else "max")
 
 
 def ending_together(part, collectives):
@@ -35,8 +39,10 @@ def ending_together(part, collectives):
     return _while_any_is_left(_without_end(part), collectives)
 
 
-def _while_any_is_left(marked, collectives):
+def _while_any_is_left(marked, collectives, op="max"):
     """Marked batches, until no rank has one of its own left.
+
+    Or, with `op="min"`, until one has none.
 
     Nothing may read ahead of the messages: ranks that stop early would have
     sent different numbers of them, and wait for the last one for ever.
@@ -46,7 +52,7 @@ def _while_any_is_left(marked, collectives):
     def is_left_anywhere(batch, is_left):
         del batch
         (anywhere,) = collectives.all_reduce(
-            [is_left], op="max", name="input/is_left"
+            [is_left], op=op, name="input/is_left"
         )
         return anywhere > 0
 

@@ -130,12 +130,26 @@ def _tell_of_late_split(reason, by, collectives):
         )
 
 
+def _are_full(dataset):
+    """Whether batches have one size: `batch(..., drop_remainder=True)`."""
+    shapes = [
+        getattr(spec, "shape", None)
+        for spec in tf.nest.flatten(dataset.element_spec)
+    ]
+    return all(s is not None and s.rank and s[0] is not None for s in shapes)
+
+
 def _split_early(dataset, graph, place, collectives):
     """This rank's part, split by files or elements."""
     part = number = None
     if place:
         part = graph.split(place, collectives.rank, collectives.num_workers)
         part = part.with_options(dataset.options())
+        if place.by == "elements":
+            # Each rank drops what it reads for others: all need one order.
+            options = tf.data.Options()
+            options.deterministic = True
+            part = part.with_options(options)
         counted = dataset if place.keeps_batches else part
         number = int(counted.cardinality())
     numbers = collectives.gather_objects(number, name="input/num_steps")
@@ -145,6 +159,7 @@ def _split_early(dataset, graph, place, collectives):
     if part is None:
         part = parts_of_server(dataset, num_steps, collectives)
     else:
-        part = with_equal_steps(part, num_steps, collectives)
+        are_full = place.keeps_batches and _are_full(dataset)
+        part = with_equal_steps(part, num_steps, collectives, are_full)
     agrees_in_step = num_steps == tf.data.UNKNOWN_CARDINALITY
     return mark_as_part(part, dataset, agrees_in_step)

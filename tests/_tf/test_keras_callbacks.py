@@ -31,3 +31,24 @@ def test_what_was_learnt_outlives_the_first_epoch():
     assert (callback.best, callback.wait) == (1.0, 3)
     callback.on_epoch_end(4, {"val_loss": 0.5})
     assert callback.best == 0.5
+
+
+def _stopping():
+    callback = keras.callbacks.EarlyStopping(mode="min")
+    callback.set_model(keras.Sequential([keras.layers.Dense(1)]))
+    callback.on_train_begin()
+    return callback
+
+
+def test_a_second_training_learns_anew():
+    """One that had ended leaves nothing; one that had failed neither."""
+    callback = _stopping()
+    keras_callbacks.set_learnt(callback, {"best": 1.0}, goes_on=False)
+    callback.on_train_begin()
+    callback.on_epoch_end(0, {"val_loss": 2.0})
+    assert callback.best == 2.0
+    callback = _stopping()
+    for best in (5.0, 1.0):
+        keras_callbacks.set_learnt(callback, {"best": best})
+    callback.on_epoch_end(0, {"val_loss": 2.0})
+    assert callback.best == 1.0

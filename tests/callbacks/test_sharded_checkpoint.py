@@ -63,6 +63,38 @@ def test_every_input_goes_on_where_it_stopped(tmp_path, kind):
     assert_same(undisturbed, resumed)
 
 
+class _At(keras.callbacks.Callback):
+    """Ends a training at the end of an epoch, or after a number of steps."""
+
+    def __init__(self, num_steps=None):
+        super().__init__()
+        self._num_steps, self._num_done = num_steps, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._num_done += 1
+        self.model.stop_training = self._num_done == self._num_steps
+
+    def on_epoch_end(self, epoch, logs=None):
+        if self._num_steps is None:
+            raise functions.Interruption
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_an_epoch_without_a_step_of_its_own_has_logs(tmp_path):
+    """Its last step was saved as if more would follow: nobody knows them."""
+    arguments = {"kind": "unknown length", "epochs": 2}
+    undisturbed = functions.train(**arguments)
+    arguments |= {"directory": tmp_path, "every_steps": 1}
+    assert functions.train(callbacks=[_At()], **arguments) is None
+    assert_same(undisturbed, functions.train(**arguments))
+
+
+def test_a_stop_within_an_epoch_leaves_its_rest(tmp_path):
+    undisturbed = functions.train()
+    functions.train(tmp_path, every_steps=None, callbacks=[_At(STEPS + 3)])
+    assert_same(undisturbed, functions.train(tmp_path, every_steps=None))
+
+
 # Keras 3.5 says so wherever the last execution of an epoch is a shorter one.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.smoke

@@ -26,6 +26,13 @@ def test_error_is_the_standard_error_of_a_median():
     assert np.std(medians) == pytest.approx(np.median(errors), rel=0.2)
 
 
+def test_logs_of_any_kind_end_a_step():
+    """Such as one number for each class, of `F1Score`, and text."""
+    end = step_seconds.StepEnd()
+    end.on_train_batch_end(0, {"f1_score": np.zeros(3), "state": "new"})
+    assert end.seconds > 0
+
+
 class EqualRanks:
     """Collectives of two ranks whose steps take equally long."""
 

@@ -23,7 +23,7 @@ def test_every_example_is_read_once(cluster, engine, num_processes, tmp_path):
         (source, by)
         for source in SOURCES
         for by in (None, "batches")
-        if not (by and source in ("files", "few_files", "filtered"))
+        if not (by and source in ("files", "few_files", *UNKNOWN))
     ]
     for num_files in (3, 4, 10):
         _write_text_files(tmp_path, num_files)
@@ -112,6 +112,16 @@ def _dropped(directory):
     )
 
 
+def _dropped_of_unknown(directory):
+    """Of 15 elements the first rank has more than the others."""
+    return (
+        tf.data.Dataset.range(16)
+        .filter(lambda x: x > 0)
+        .map(lambda x: x)
+        .batch(8, drop_remainder=True)
+    )
+
+
 def _of_a_generator(directory):
     def generate():
         for i in range(3):
@@ -134,8 +144,10 @@ SOURCES = {
     "shuffled_maps": (_of_shuffled_maps, "elements"),
     "filtered": (_filtered, "elements"),
     "dropped": (_dropped, "elements"),
+    "dropped_of_unknown": (_dropped_of_unknown, "elements"),
     "generator": (_of_a_generator, "batches"),
 }
+UNKNOWN = "filtered", "dropped_of_unknown"
 
 
 def read_sources(cases, directory):
@@ -195,6 +207,22 @@ def test_maps_before_batches_keep_what_comes_together(cluster, engine):
             parts = [result[0][epoch][step] for result in by_rank]
             assert sorted(itertools.chain(*parts)) == sorted(whole)
             assert abs(len(parts[0]) - len(parts[1])) <= 1
+
+
+def in_an_order_that_varies():
+    options = tf.data.Options()
+    options.deterministic = False
+    dataset = tf.data.Dataset.range(8).with_options(options)
+    dataset = dataset.map(lambda x: x).batch(4)
+    part = sharding.shard(dataset, collectives.current())
+    return dataset.options().deterministic, part.options().deterministic
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_elements_are_dealt_out_in_one_order(cluster, engine):
+    """Whatever the options say: each rank reads all, and keeps its own."""
+    found = cluster(engine, 2).run(in_an_order_that_varies)
+    assert found == [(False, True)] * 2
 
 
 def recognises():
