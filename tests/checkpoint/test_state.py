@@ -6,6 +6,14 @@ from keras_sparsity.checkpoint import state
 
 
 @pytest.mark.parametrize(
+    ("loss", "expected"),
+    [(None, True), (1.5, True), ("low", True), (float("inf"), False)],
+)
+def test_a_loss_that_is_no_number_is_not_spoiled(loss, expected):
+    assert state.is_finite(loss) is expected
+
+
+@pytest.mark.parametrize(
     ("row_shape", "dtype", "between", "expected"),
     [
         ((3,), "float32", 1, 8),

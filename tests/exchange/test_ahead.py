@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import gc
 import itertools
+import types
 import typing
 
 import keras
@@ -12,6 +13,8 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.collectives.engine import Route
+from keras_sparsity.exchange import ahead
 from keras_sparsity.health import journal
 from keras_sparsity.update import rules
 from tests import oracles
@@ -441,6 +444,23 @@ def test_each_row_travels_once_and_early_if_it_can(engine, cluster):
     assert rows_of(found, "pull/late/rows") == late + 2 * 5
     assert rows_of(plain, "pull/rows") == at_first + early + late
     assert rows_of(plain, "push/rows") == rows_of(found, "push/rows")
+
+
+def test_messages_are_as_long_as_the_most_rows_that_a_rank_sends():
+    """Where they are padded: of the early ones, and of the late ones."""
+    communicator = types.SimpleNamespace(size=2, pads=False)
+    exchange = types.SimpleNamespace(communicator=communicator)
+    # From rank 0 come 3 addresses, of which one goes early, and from rank 1
+    # 5, of which 3 do. This rank asks them for 2 and 1.
+    route = Route(*map(tf.constant, ([2, 1], [3, 5], 5)))
+    goes_early = tf.constant([1, 0, 0, 1, 1, 0, 0, 1]) > 0
+    comes_early = tf.constant([1, 0, 1]) > 0
+    found, most_late = ahead.Ahead._early_route(
+        types.SimpleNamespace(exchange=exchange), route, goes_early, comes_early
+    )
+    assert found.splits.numpy().tolist() == [1, 3]
+    assert found.received_splits.numpy().tolist() == [1, 1]
+    assert (int(found.largest), int(most_late)) == (3, 1 + 2)
 
 
 def roles_in_order():
