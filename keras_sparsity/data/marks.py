@@ -97,5 +97,7 @@ def check_nothing_reads_ahead(dataset):
             "How many batches this dataset has is not known beforehand, so "
             "the ranks agree in each step whether any has one left; nothing "
             f"may read ahead of that. Received: {reads_ahead} behind "
-            "`strategy.shard(dataset)`. Shard it last: it prefetches itself."
+            "`strategy.shard(dataset)`. Shard it last: it prefetches itself. "
+            "`fit(class_weight=...)` is such a map of Keras's: have the "
+            "dataset give sample weights in its place, `(x, y, weights)`."
         )
