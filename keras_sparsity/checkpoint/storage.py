@@ -13,6 +13,7 @@ import h5py
 import keras
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_models
 from keras_sparsity._version import __version__
 from keras_sparsity.checkpoint import folder, index, restoring, state
 from keras_sparsity.global_batch import random_states
@@ -259,6 +260,10 @@ def restore(model, path, contents, communicator, sections):
                     *(entry, number, record, file),
                     *(contents["num_processes"], communicator),
                 )
+        if "model" in sections:
+            for layer in keras_models.all_layers(model):
+                if isinstance(layer, keras.layers.Normalization):
+                    layer.finalize_state()  # It computes with constants.
 
     on_all_ranks(communicator, f"read the checkpoint {path}", read)
 

@@ -95,6 +95,27 @@ def test_a_stop_within_an_epoch_leaves_its_rest(tmp_path):
     assert_same(undisturbed, functions.train(tmp_path, every_steps=None))
 
 
+def test_what_layers_have_adapted_to_comes_back(tmp_path):
+    x = np.arange(8, dtype="float32")[:, None]
+    found = []
+    for is_first in (True, False):
+        norm = keras.layers.Normalization()
+        norm.build((None, 1))
+        if is_first:
+            norm.adapt(x)
+        dense = keras.layers.Dense(1)
+        model = keras.Sequential([keras.Input((1,)), norm, dense])
+        with ks.HybridStrategy().scope():
+            model.compile("sgd", "mse")
+        checkpoint = ks.callbacks.ShardedCheckpoint(tmp_path)
+        if is_first:
+            model.fit(x, x, verbose=0, callbacks=[checkpoint])
+        else:
+            checkpoint.restore(model)
+        found.append(model.predict(x, verbose=0))
+    np.testing.assert_array_equal(*found)
+
+
 # Keras 3.5 says so wherever the last execution of an epoch is a shorter one.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.smoke
