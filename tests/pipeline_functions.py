@@ -771,7 +771,11 @@ def resumed(folder):
 
 
 def compiled_again():
-    """Weights of two compiles, the second in mid-training."""
+    """Pairs of weights, of models that are compiled in mid-training or not.
+
+    With a new optimizer, as if it had trained from there; and with the same
+    one, whose averages of the weights' changes go on.
+    """
     network = _adopted("dense", "adam", ["dense_1"], "stash")
     x, y = data("dense", 22)
     options = {"batch_size": BATCH_SIZE, "shuffle": False, "verbose": 0}
@@ -783,7 +787,17 @@ def compiled_again():
     other = _adopted("dense", "sgd", ["dense_1"], "stash")
     other.set_weights(between)
     other.fit(x, y, **options)
-    return network.get_weights(), other.get_weights()
+    found = [(network.get_weights(), other.get_weights())]
+    going_on = []
+    for again in (False, True):
+        network = _adopted("dense", "sgd", ["dense_1"], "spectrain")
+        network.fit(x, y, **options)
+        if again:
+            with network.distribute_strategy.scope():
+                network.compile(network.optimizer, "mse", metrics=["mae"])
+        network.fit(x, y, **options)
+        going_on.append(network.get_weights())
+    return [*found, going_on]
 
 
 def made_in_scope():

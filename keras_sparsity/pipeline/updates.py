@@ -26,6 +26,8 @@ class Updates:
         all_built, own_built: lists of the trained variables of the model and
             of the stage when the optimizer was built; fewer may be trained
             since.
+        predictor: `Predictor` of the optimizer, once a schedule has made it;
+            averages of weights' changes outlive a `compile` as slots do.
         by_rows: list of the variables, on this rank alone, of which a step
             reads and updates the rows that it looks up.
     """
@@ -38,7 +40,7 @@ class Updates:
         self.trained = [v for v in part.model.variables if id(v) in of_model]
         self.all_built = list(self._all_trained)
         self.own_built = list(self.trained)
-        self._of_rows = None
+        self._of_rows = self.predictor = None
         own = {id(variable) for variable in self.trained}
         embeddings = [
             layer
@@ -50,6 +52,7 @@ class Updates:
         if before is not None and before.is_of(self._optimizer):
             self.all_built = before.all_built
             self.own_built = before.own_built
+            self.predictor = before.predictor
         if before is not None and before._optimizer is self._optimizer:
             self._of_rows = before._of_rows
         elif before is not None:

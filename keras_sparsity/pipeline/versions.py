@@ -272,10 +272,11 @@ class Predicted(Versions):
     """
 
     def __init__(self, stage, turns, rule, target, decay):
-        self._predictor = predictor_of(rule, decay)
-        super().__init__(
-            stage, turns, self._predictor.by_rows(stage.updates.by_rows)
-        )
+        updates = stage.updates
+        if updates.predictor is None:
+            updates.predictor = predictor_of(rule, decay)
+        self._predictor = updates.predictor
+        super().__init__(stage, turns, self._predictor.by_rows(updates.by_rows))
         # Equation 6: until the mini-batch is back at the first stage.
         self._most_beyond = 0
         if target == "paper":

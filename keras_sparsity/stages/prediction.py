@@ -195,7 +195,9 @@ class OfChanges(Predictor):
     def by_rows(self, variables):
         found = [v for v in variables if _rests(self._rule, v)]
         for variable in found:
-            DecayingRows(self.average(variable).value, self._decay)
+            average = self.average(variable).value
+            if keeper_of(average) is None:  # else of an earlier `compile`
+                DecayingRows(average, self._decay)
         return found
 
     def settle(self):

@@ -172,8 +172,9 @@ def test_a_loaded_model_goes_on_to_the_bit(cluster, engine, tmp_path):
 
 def test_compiled_again(cluster):
     for rank in cluster("native", 2).run(pipeline_functions.compiled_again):
-        for value, other in zip(*rank, strict=True):
-            np.testing.assert_array_equal(value, other)
+        for pair in rank:
+            for value, other in zip(*pair, strict=True):
+                np.testing.assert_array_equal(value, other)
 
 
 def test_callbacks_decide_alike(cluster, tmp_path):
