@@ -797,7 +797,17 @@ def compiled_again():
                 network.compile(network.optimizer, "mse", metrics=["mae"])
         network.fit(x, y, **options)
         going_on.append(network.get_weights())
-    return [*found, going_on]
+    in_flight = []
+    for ends_first in (False, True):
+        network = _adopted("dense", "sgd", ["dense_1"], "vanilla")
+        for begin in range(0, 20, 4):
+            network.train_on_batch(x[begin : begin + 4], y[begin : begin + 4])
+        if ends_first:
+            network.get_weights()
+        with network.distribute_strategy.scope():
+            network.compile(network.optimizer, "mse", metrics=["mae"])
+        in_flight.append(network.get_weights())
+    return [*found, going_on, in_flight]
 
 
 def made_in_scope():

@@ -1,6 +1,7 @@
 """The plan of a model that is measured without training it."""
 
 import contextlib
+import dataclasses
 
 import keras
 import numpy as np
@@ -40,6 +41,10 @@ def measured(model, dataset, cluster, engine, num_batches):
         _look_at(model, dataset.take(num_batches), cluster, placements)
         found = sparsity.measured(model)
     specs = [as_sent(facts.spec(), placements.options) for facts in found]
+    together = running_cluster(communicator).processes_per_machine
+    if together != cluster.processes_per_machine:
+        # The rows that other machines' processes touch together are not known.
+        specs = [dataclasses.replace(s, alpha_machine=None) for s in specs]
     chosen = planning.plan(specs, cluster, engine=engine)
     plans = [
         VariablePlan(

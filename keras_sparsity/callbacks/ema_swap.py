@@ -1,4 +1,4 @@
-"""Keras's `SwapEMAWeights` where loss scaling is inside of the optimizer."""
+"""Keras's `SwapEMAWeights`, which swaps all of a model's weights by itself."""
 
 import functools
 
@@ -20,16 +20,36 @@ def show_rule(callbacks, model):
 def _set_model(callback, model):
     inner = getattr(model.optimizer, "inner_optimizer", None)
     is_scaling = isinstance(inner, keras.optimizers.LossScaleOptimizer)
-    shown = _Scaling(model, inner) if is_scaling else model
+    shown = _Shown(model, optimizer=inner) if is_scaling else model
     type(callback).set_model(callback, shown)
 
 
-class _Scaling:
-    """A model, with the loss scaling as the outermost of its optimizers."""
+def show_stage(callbacks, variables):
+    """Has each `SwapEMAWeights` swap the weights of this rank's stage.
 
-    def __init__(self, model, optimizer):
+    On Keras 3.5 it takes all of the model's.
+
+    Args:
+        variables: list of those that the optimizer has averages of.
+    """
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.SwapEMAWeights):
+            callback.set_model = functools.partial(
+                _set_stage, callback, variables
+            )
+
+
+def _set_stage(callback, variables, model):
+    shown = _Shown(model, trainable_variables=variables)
+    type(callback).set_model(callback, shown)
+
+
+class _Shown:
+    """A model, some attributes of which are others."""
+
+    def __init__(self, model, **attributes):
         self._shown_model = model
-        self.optimizer = optimizer
+        vars(self).update(attributes)
 
     def __getattr__(self, name):
         return getattr(self._shown_model, name)

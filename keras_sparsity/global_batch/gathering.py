@@ -45,7 +45,7 @@ def gather_batch(x):
 
     Raises:
         ValueError: if `x` is no tensor with rows, or of another dtype than
-            numbers and bools.
+            numbers and bools; in a model in stages.
 
     Example:
 
@@ -66,6 +66,13 @@ def gather_batch(x):
     is_sent = x.dtype.is_floating or x.dtype.is_integer or x.dtype.is_bool
     checks.check(is_sent and x.shape.rank != 0, "x", x, expected)
     strategy = tf.distribute.get_strategy()
+    if hasattr(strategy, "stages_of_ranks") and strategy.size > 1:
+        raise ValueError(
+            "`ks.gather_batch` needs all processes, and of a model in stages "
+            "those of one stage alone call a layer. Received: a call under a "
+            f"{type(strategy).__name__}. Train under `ks.HybridStrategy`, or "
+            "leave it out."
+        )
     communicator = getattr(strategy, "collectives", None)
     communicator = communicator or collectives.current()
     is_whole = communicator.size == 1 or bool(_gathered)

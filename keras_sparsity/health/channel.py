@@ -88,7 +88,7 @@ def connect(rank, size, gather_objects, root=0):
     one_machine = len(set(gather_objects(_place(), "watch/place"))) == 1
     server = offer = None
     if rank == root:
-        server, hosts = _listen(one_machine, size)
+        server, hosts = _listen(one_machine, size, root)
         offer = hosts, server.getsockname()[1], secrets.token_bytes(32)
     hosts, port, secret = gather_objects(offer, "watch/address")[root]
     if rank != root:
@@ -108,7 +108,7 @@ def open_door(size, admit):
     Returns:
         The arguments of `call`, of which a process must know the secret.
     """
-    server, hosts = _listen(True, size)
+    server, hosts = _listen(True, size, None)
     secret = secrets.token_bytes(32)
     handshakes = _Handshakes(server, secret).__enter__()
 
@@ -120,7 +120,7 @@ def open_door(size, admit):
     return hosts, server.getsockname()[1], secret
 
 
-def _listen(one_machine, size):
+def _listen(one_machine, size, rank):
     backlog = size + _MOST_HANDSHAKES
     if one_machine:
         hosts = ["127.0.0.1"]
@@ -134,7 +134,7 @@ def _listen(one_machine, size):
         )
     else:
         server = socket.create_server(("", 0), backlog=backlog)
-    return server, _own_addresses()
+    return server, _own_addresses(rank)
 
 
 def _place():
@@ -152,10 +152,10 @@ def _place():
     return tuple(place)
 
 
-def _own_addresses():
-    """The possible addresses of this machine for others."""
+def _own_addresses(rank):
+    """The possible addresses of this machine, of a rank, for others."""
     hosts = []
-    for *_, address in settings.cluster()[:1]:
+    for *_, address in settings.cluster()[rank : rank + 1]:
         hosts.append(address.rpartition(":")[0].strip("[]"))
     # All ranks reach the launcher, whose address may have a port and a secret.
     for variable in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "MASTER_ADDR"):

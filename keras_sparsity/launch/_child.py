@@ -118,7 +118,7 @@ def _run_call(call_path, result_path):
         with open(call_path, "rb") as file:
             call = pickle.load(file)
         if call["main"]:
-            _load_main(call["main"])
+            _load_main(*call["main"])
         function = importlib.import_module(call["module"])
         for name in call["qualname"].split("."):
             function = getattr(function, name)
@@ -139,12 +139,16 @@ def _run_call(call_path, result_path):
     return 0
 
 
-def _load_main(path):
+def _load_main(name, path):
     """Runs the launching script as `__mp_main__`, as multiprocessing does.
 
-    So `if __name__ == "__main__":` is false in it.
+    So `if __name__ == "__main__":` is false in it. One that `python -m` has
+    run by its name has relative imports.
     """
-    contents = runpy.run_path(path, run_name="__mp_main__")
+    if name is None:
+        contents = runpy.run_path(path, run_name="__mp_main__")
+    else:
+        contents = runpy.run_module(name, run_name="__mp_main__")
     module = type(sys)("__mp_main__")
     module.__dict__.update(contents)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module

@@ -259,7 +259,7 @@ def describe_call(function, args, kwargs):
         ) from error
     main = None
     if module == "__main__" or b"__main__" in arguments:
-        main = os.path.abspath(sys.modules["__main__"].__file__)
+        main = _main(args, kwargs)
     return {
         "module": module,
         "qualname": qualname,
@@ -267,6 +267,22 @@ def describe_call(function, args, kwargs):
         "main": main,
         "sys_path": [os.path.abspath(p) for p in sys.path],
     }
+
+
+def _main(args, kwargs):
+    """`(name, path)` of the main module; a script has no name."""
+    main = sys.modules["__main__"]
+    if not hasattr(main, "__file__"):
+        raise ValueError(
+            "`args` and `kwargs` are sent to the processes, which cannot "
+            "import a class that was typed into a notebook or a shell. "
+            f"Received: args={args!r}, kwargs={kwargs!r}. Move it to a file of "
+            "its own."
+        )
+    name = getattr(main.__spec__, "name", None)
+    if name == "__main__":  # a folder or an archive that is run
+        name = None
+    return name, os.path.abspath(main.__file__)
 
 
 def _check_env(env):

@@ -76,7 +76,11 @@ def _vectors(ids, weights, sums, combiner, mask_zero, rows_of):
     if combiner == "mean":
         divisors = sums(weights)
     else:
-        divisors = tf.sqrt(sums(tf.square(weights)))
+        squares = sums(tf.square(weights))
+        is_some = squares > 0
+        # Not of 0, where the root has no finite gradient.
+        roots = tf.sqrt(tf.where(is_some, squares, tf.ones_like(squares)))
+        divisors = tf.where(is_some, roots, tf.zeros_like(roots))
     return tf.math.divide_no_nan(vectors, divisors[..., tf.newaxis])
 
 

@@ -9,6 +9,7 @@ from keras_sparsity._tf import (
 )
 from keras_sparsity.board import measured_plan
 from keras_sparsity.conversion.saving import tables_of
+from keras_sparsity.global_batch.losses import GlobalMean
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.pipeline import cuts, tables, whole_batches
@@ -91,7 +92,16 @@ class Adoption:
         object.__setattr__(model, measured_plan.OF_STAGES, plan)
         weights = Weights(model, self.parts, steps, self._updates)
         SavedState(model, self.parts, steps, self._updates, *passes[1:])
-        self._bindings = [weights, Runs(model, steps, weights), steps]
+        self._bindings = [
+            weights,
+            Runs(model, steps, weights, self._updates),
+            steps,
+        ]
+
+    def settle(self):
+        """Ends the backward passes of steps so far; on all ranks."""
+        *_, steps = self._bindings
+        steps.settle()
 
     def compiled_again(self, model, strategy):
         """Keeps the stages, as the weights of others are gone."""
@@ -120,6 +130,8 @@ def adopt(stock, model, args, kwargs, strategy):
     other = getattr(model, "distribute_strategy", None)
     if adoption is None or other is not strategy:
         _check_is_free(model, other)
+    else:
+        adoption.settle()  # by the optimizer and losses of these steps
     keras_models.set_distribute_strategy(model, strategy)
     stock(model, *args, **kwargs)
     if adoption is not None:
@@ -177,7 +189,7 @@ def _check_is_free(model, strategy):
 def _check(model, strategy):
     size = strategy.collectives.size
     jit.refuse(model, size, "XLA cannot compile the messages between stages")
-    _check_losses(model)
+    _check_losses(model, size)
     _check_inputs(model)
     if strategy.spreads_tables:
         tables.check_not_tied(model)
@@ -198,8 +210,15 @@ def _check_outputs(model, cutter):
             )
 
 
-def _check_losses(model):
+def _check_losses(model, size):
     for loss in keras.tree.flatten(model.loss):
+        if isinstance(loss, GlobalMean) and size > 1:
+            raise ValueError(
+                "`ks.losses.GlobalMean` is a sum over all processes, and of a "
+                "model in stages the last stage alone computes losses. "
+                f"Received: the loss '{loss.name}'. Give `compile` the loss "
+                "that it wraps."
+            )
         is_loss = isinstance(loss, keras.losses.Loss)
         if is_loss and loss.reduction in (None, "none"):
             raise ValueError(

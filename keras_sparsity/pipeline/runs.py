@@ -6,7 +6,7 @@ import keras
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import keras_models
-from keras_sparsity.callbacks import rank_zero
+from keras_sparsity.callbacks import ema_swap, rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.callbacks.stopping import Stopping
@@ -21,8 +21,9 @@ class Runs(Binding):
     step of a training that goes on.
     """
 
-    def __init__(self, model, steps, weights):
+    def __init__(self, model, steps, weights, updates):
         self._steps, self._weights = steps, weights
+        self._updates = updates
         self._input = Input()
         super().__init__(
             model,
@@ -133,6 +134,7 @@ class Runs(Binding):
     def _on_rank(self, callbacks):
         """The callbacks of a list that this rank runs."""
         _check_callbacks(callbacks, self._model.distribute_strategy)
+        ema_swap.show_stage(callbacks, self._updates.own_built)
         return rank_zero.on_rank(
             callbacks,
             self._collectives.rank,

@@ -302,6 +302,7 @@ def _unread(part):
         variable
         for layer in keras_models.all_layers(part)
         if type(layer) is keras.layers.BatchNormalization
+        and not getattr(layer, "renorm", False)  # which reads them
         for variable in layer.non_trainable_variables
     ]
     return {id(v) for v in [*statistics, *part.metrics_variables]}

@@ -26,7 +26,9 @@ class AllReduce(Reducer):
                 rows = empty_parts.cut_slices(gradient)
                 update.touched = rows.indices, None
                 if update.keeps_rows:
-                    counts[len(dense)] = slices.counts(rows)
+                    counts[len(dense)] = slices.counts(
+                        rows, update.variable.shape[0]
+                    )
                 gradient = slices.dense(rows, update.variable.shape[0])
             dense.append(gradient)
         sums = _sums([*dense, *counts.values()], communicator, options)

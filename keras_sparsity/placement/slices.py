@@ -15,10 +15,9 @@ def dense(slices, num_rows):
     return tf.math.unsorted_segment_sum(slices.values, slices.indices, num_rows)
 
 
-def counts(slices):
+def counts(slices, num_rows):
     """How often each row has a gradient: `(num_rows,)`."""
     ones = tf.ones_like(slices.indices, slices.values.dtype)
-    num_rows = slices.dense_shape[0]
     return tf.math.unsorted_segment_sum(ones, slices.indices, num_rows)
 
 

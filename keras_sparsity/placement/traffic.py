@@ -1,5 +1,6 @@
 """The facts on which the bytes of a variable's messages depend."""
 
+import collections
 import dataclasses
 import math
 
@@ -42,7 +43,7 @@ class Traffic:
             running_cluster(communicator),
             communicator.engine,
             largest_rows,
-            placements.options.aggregates_locally,
+            placements.options.goes_through_machines(communicator),
             getattr(getattr(variable, "table", None), "pulled_bytes", None),
             number,
         )
@@ -52,11 +53,13 @@ def running_cluster(communicator):
     """The `Cluster` of the running processes.
 
     Those of one machine count as machines of one process each: their messages
-    are not free.
+    are not free. So do those of machines with unequal numbers of processes, of
+    which each rank has a topology of its own.
     """
-    if communicator.cross_size == 1:
+    of_machines = collections.Counter(communicator.machines).values()
+    if len(of_machines) == 1 or len(set(of_machines)) > 1:
         return Cluster(communicator.size)
-    return Cluster(communicator.cross_size, communicator.local_size)
+    return Cluster(len(of_machines), max(of_machines))
 
 
 def as_sent(spec, options):

@@ -208,6 +208,8 @@ def popularity(model):
     communicator = collectives.current()
     mine = {}
     for variable in _variables_of(model):
+        if len(variable.shape) == 0:
+            continue  # It has no rows.
         reading = _reading(variable, communicator.rank, variable.shape[0])
         is_known = reading is not None and not reading.is_of_rank
         if is_known and reading.num_steps:

@@ -67,6 +67,13 @@ def test_plan_for_other_clusters_without_training(capsys):
         assert facts(plan)["sharded"] == (pytest.approx(alpha), "ps")
         assert facts(plan)["stock"] == (pytest.approx(alpha), "ps")
         assert facts(plan)["out"] == (None, "allreduce")
+        sharded = next(
+            v for v in plan.variables if v.sparsity.name.startswith("sharded")
+        )
+        # One process does not know the rows that two touch together.
+        spec = ks.planning.VariableSpec("s", (ROWS, DIM), alpha)
+        choice = ks.planning.plan([spec], cluster, engine="native").choices[0]
+        assert sharded.costs == choice.costs
         printed = capsys.readouterr().out
         assert "alpha of the model" in printed
         assert printed.count("sharded") == 1

@@ -463,6 +463,16 @@ def test_messages_are_as_long_as_the_most_rows_that_a_rank_sends():
     assert (int(found.largest), int(most_late)) == (3, 1 + 2)
 
 
+def test_early_and_late_rows_take_their_places():
+    """Behind the verdicts of owners 0 and 1, of which each sends late rows."""
+    early = tf.constant([[1.0], [4.0]])
+    late = tf.constant([[-1.0], [2.0], [3.0], [-1.0], [5.0]])
+    comes_late = tf.constant([0, 1, 1, 0, 1]) > 0
+    owner = tf.constant([0, 0, 0, 1, 1])
+    rows = ahead._in_place(early, late, comes_late, owner)
+    assert rows.numpy().ravel().tolist() == [1, 2, 3, 4, 5]
+
+
 def roles_in_order():
     """Of a step's messages, as they were traced."""
     words = np.arange(3 * BATCH).reshape(-1, 3) % NUM_ROWS

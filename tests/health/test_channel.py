@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -40,6 +41,14 @@ def connect_all(size, before=lambda gathering: None):
             for rank in range(size)
         ]
         return [end.result(30) for end in ends]
+
+
+def test_the_root_offers_its_own_address(monkeypatch):
+    """A dedicated server may be on another machine than rank 0."""
+    cluster = {"worker": ["10.0.0.1:5"], "ps": ["10.0.0.3:7"]}
+    config = {"cluster": cluster, "task": {"type": "ps", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    assert channel._own_addresses(1)[0] == "10.0.0.3"
 
 
 def test_messages_pass_both_ways():

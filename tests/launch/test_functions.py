@@ -78,28 +78,60 @@ def test_run_says_where_ranks_were_when_the_time_is_over():
     assert "time.sleep(600)" in message
 
 
-def test_run_takes_a_function_of_the_script_itself(tmp_path):
-    path = tmp_path / "main.py"
-    path.write_text(
-        textwrap.dedent("""\
-        from keras_sparsity import launch
+_OF_ITSELF = textwrap.dedent("""\
+    from keras_sparsity import launch
+    {imports}
 
-        class Own:
-            value = 20
+    class Own:
+        value = 20
 
-        def function(own):
-            return own.value + 1
+    def function(own):
+        return own.value + 1
 
-        if __name__ == "__main__":
-            print("results", launch.run(function, 1, args=(Own(),)))
-        """)
-    )
+    if __name__ == "__main__":
+        print("results", launch.run(function, 1, args=(Own(),)))
+    """)
+
+
+def _run(arguments, folder):
     paths = filter(None, [_ROOT, os.environ.get("PYTHONPATH")])
-    done = subprocess.run(
-        [sys.executable, str(path)],
+    return subprocess.run(
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "imports"),
+    [
+        (["package/main.py"], "import math"),
+        (["-m", "package.main"], "from . import other"),
+    ],
+)
+def test_run_takes_a_function_of_the_script_itself(
+    tmp_path, arguments, imports
+):
+    package = tmp_path / "package"
+    package.mkdir()
+    for name in ("__init__", "other"):
+        (package / f"{name}.py").touch()
+    (package / "main.py").write_text(_OF_ITSELF.format(imports=imports))
+    done = _run(arguments, tmp_path)
     assert _said(done.stdout, "results") == ["results [21]"], done.stderr
+
+
+def test_what_was_typed_into_a_shell_is_refused(tmp_path):
+    code = "\n".join(
+        [
+            "import operator",
+            "from keras_sparsity import launch",
+            "class Own: pass",
+            "launch.run(operator.not_, 1, args=(Own(),))",
+        ]
+    )
+    done = _run(["-c", code], tmp_path)
+    assert "Move it to a file of its own" in done.stderr

@@ -119,6 +119,21 @@ def test_several_processes_train_as_one(engine, cluster):
 
 
 @pytest.mark.parametrize("combiner", COMBINERS)
+def test_a_bag_of_padding_has_no_gradient(combiner):
+    bag = ks.layers.ShardedEmbeddingBag(
+        ROWS, DIM, combiner=combiner, mask_zero=True
+    )
+    weights = tf.Variable([[1.0, 2.0], [3.0, 4.0]])
+    with tf.GradientTape() as tape:
+        vectors = bag(tf.constant([[0, 0], [1, 2]]), weights=weights)
+        total = tf.reduce_sum(vectors * vectors)
+    of_padding, of_others = tape.gradient(total, weights).numpy()
+    np.testing.assert_array_equal(of_padding, 0)
+    assert np.isfinite(of_others).all()
+    assert combiner == "mean" or of_others.any()
+
+
+@pytest.mark.parametrize("combiner", COMBINERS)
 def test_exported_and_saved(combiner, tmp_path):
     ids = keras.Input((5,), dtype="int32")
     bag = ks.layers.ShardedEmbeddingBag(

@@ -332,6 +332,23 @@ def bfloat16(compile_):
     return model.get_weights(), history.history
 
 
+def swaps(compile_):
+    """Validation with the averages of the weights, after each epoch."""
+    model = dense()
+    optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
+    compile_(model, optimizer, "mse")
+    history = model.fit(
+        *_data(),
+        batch_size=8,
+        epochs=2,
+        validation_data=_data(),
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+    )
+    return model.get_weights(), history.history
+
+
 class _Noisy(keras.layers.Layer):
     """Normalizes and adds noise of no seed; its `call` takes no `training`."""
 
@@ -396,6 +413,7 @@ TRAININGS = {
         learning_rates,
         spectral_normalization,
         averages,
+        swaps,
         single_batches,
         lengths,
         optimizers,

@@ -1,6 +1,7 @@
 """What `compile` cuts in stages, and what it refuses."""
 
 import keras
+import numpy as np
 import pytest
 
 import keras_sparsity as ks
@@ -23,8 +24,11 @@ def test_sparse_inputs_are_refused(strategy):
             model.compile("sgd", "mse")
 
 
-def refused_optimizer():
-    """The message about an optimizer that has trained the whole model."""
+def refusals():
+    """Messages about an optimizer that has trained the whole model, and more.
+
+    Such as what needs all processes, of which those of one stage call it.
+    """
     model = pipeline_functions.made("dense")
     model.compile("adam", "mse")
     x, y = pipeline_functions.data("dense", 8)
@@ -32,10 +36,22 @@ def refused_optimizer():
     with ks.PipelineStrategy("1f1b", ["dense_1"]).scope():
         with pytest.raises(ValueError) as raised:
             model.compile(model.optimizer, "mse")
-    return str(raised.value)
+    messages = [str(raised.value)]
+    model = pipeline_functions.made("dense")
+    with ks.PipelineStrategy("1f1b", ["dense_1"]).scope():
+        for refused in (
+            lambda: model.compile("sgd", ks.losses.GlobalMean("mse")),
+            lambda: ks.gather_batch(np.ones((1, 6))),
+        ):
+            with pytest.raises(ValueError) as raised:
+                refused()
+            messages.append(str(raised.value))
+    return messages
 
 
-def test_optimizers_with_slots_of_the_whole_model_are_refused(cluster):
-    for message in cluster("native", 2).run(refused_optimizer):
-        assert "Received: an Adam that is built" in message
-        assert "Give `compile` a new one" in message
+def test_models_that_stages_cannot_train_are_refused(cluster):
+    for of_optimizer, of_loss, of_layer in cluster("native", 2).run(refusals):
+        assert "Received: an Adam that is built" in of_optimizer
+        assert "Give `compile` a new one" in of_optimizer
+        assert "Give `compile` the loss that it wraps" in of_loss
+        assert "Train under `ks.HybridStrategy`" in of_layer

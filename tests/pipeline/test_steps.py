@@ -127,11 +127,22 @@ def test_micro_batches_are_steps_that_keras_accumulates(schedule):
 def test_micro_batches_without_examples_change_no_states(schedule):
     """Of a batch of one example: statistics, random states, others."""
     x, y = pipeline_functions.data("dense", 1)
-    found = []
+    found, logs = [], []
     for scope in (
         contextlib.nullcontext,
         PipelineStrategy(schedule, num_micro_batches=4).scope,
     ):
+        watched = pipeline_functions.made("watched line")
+        with scope():
+            watched.compile("sgd", "mse")
+        logs.append(
+            watched.evaluate(
+                *pipeline_functions.data("dense", 5),
+                batch_size=4,
+                verbose=0,
+                return_dict=True,
+            )
+        )
         model = pipeline_functions.made("line32 following")
         with scope():
             model.compile("sgd", "mse")
@@ -139,6 +150,9 @@ def test_micro_batches_without_examples_change_no_states(schedule):
         found.append([v.numpy() for v in model.non_trainable_variables])
     # The mean and variance, a random state, and a layer's own.
     assert len(found[0]) == 4
+    # What a layer's metrics have counted, which are no such variables.
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
+    assert "seen" in logs[0]
     for value, expected in zip(*found[::-1], strict=True):
         np.testing.assert_allclose(value, expected, rtol=1e-5)
 

@@ -42,6 +42,7 @@ def _check(ranks, name, rtol=1e-4, atol=1e-5):
                 ("more_optimizers", "1f1b", 1),
             ]
         ),
+        pytest.param("swaps", "1f1b", 2, marks=pytest.mark.smoke),
         ("single_batches", "gpipe", 2),
         pytest.param("early_outputs", "1f1b", 2, marks=pytest.mark.all_cells),
         # One, as its statistics are those of a micro-batch.

@@ -9,18 +9,17 @@ from keras_sparsity.planning.specs import Cluster
 
 
 @pytest.mark.parametrize(
-    ("num_machines", "of_each", "expected"),
+    ("machines", "expected"),
     [
-        (1, 1, Cluster(1)),
-        (1, 4, Cluster(4)),  # messages on one machine are not free
-        (2, 2, Cluster(2, 2)),
-        (4, 1, Cluster(4)),
+        ((0,), Cluster(1)),
+        ((0, 0, 0, 0), Cluster(4)),  # messages on one machine are not free
+        ((0, 0, 1, 1), Cluster(2, 2)),
+        ((0, 1, 2, 3), Cluster(4)),
+        # The same on all ranks, of which some are alone at their place.
+        ((0, 0, 1), Cluster(3)),
+        ((0, 0, 0, 0, 1, 1), Cluster(6)),
     ],
 )
-def test_the_running_cluster(num_machines, of_each, expected):
-    communicator = types.SimpleNamespace(
-        size=num_machines * of_each,
-        cross_size=num_machines,
-        local_size=of_each,
-    )
+def test_the_running_cluster(machines, expected):
+    communicator = types.SimpleNamespace(size=len(machines), machines=machines)
     assert traffic.running_cluster(communicator) == expected

@@ -504,6 +504,13 @@ def test_a_gradient_that_is_dense_is_told_so():
     assert [v.alpha is None for v in found] == [True, False, False, True]
 
 
+def test_a_scalar_weight_has_no_popular_rows():
+    scaled = keras.layers.Attention(use_scale=True)
+    scaled.build([(2, 3, 4), (2, 3, 4)])
+    assert scaled.weights[0].shape == ()
+    assert ks.sparsity.popularity(scaled) == {}
+
+
 def test_unequal_machines_have_a_spec():
     found = ks.sparsity.VariableSparsity("v", (10, 2), "float32", 0.5, 0.4)
     assert found.spec().alpha_machine == 0.5
