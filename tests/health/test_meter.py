@@ -80,7 +80,8 @@ def test_bytes_and_times_by_role(engine, cluster):
         back = to[rank] if counts else to[rank][::-1]
         expected = [n * row for n in back]
         np.testing.assert_allclose(num_bytes["back", rank], expected)
-        expected = [n * row + counts * 4 for n in gathered[rank]]
+        # With the shape of each rank's rows.
+        expected = [n * row + counts * 2 * 4 for n in gathered[rank]]
         np.testing.assert_allclose(num_bytes["gather", rank], expected)
     waited, late = (totals["all"][1] for totals in results)
     # On a busy machine rank 0 may itself be late, and wait less.
