@@ -111,6 +111,7 @@ def _run(arguments, folder):
         (["package/main.py"], "import math"),
         (["-m", "package.main"], "from . import other"),
     ],
+    ids=["script", "module"],
 )
 def test_run_takes_a_function_of_the_script_itself(
     tmp_path, arguments, imports
