@@ -274,12 +274,58 @@ def test_refuses_optimizers_of_others():
             for _ in range(2):
                 super().apply(grads, trainable_variables)
 
-    for optimizer in (
-        Twice(0.1),
-        keras.optimizers.LossScaleOptimizer(Twice(0.1)),
+    class Centered(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars):
+            return super().apply_gradients(
+                [(g - tf.reduce_mean(g), v) for g, v in grads_and_vars]
+            )
+
+    for optimizer, message in (
+        (Twice(0.1), "Twice has an `apply`"),
+        (
+            keras.optimizers.LossScaleOptimizer(Twice(0.1)),
+            "Twice has an `apply`",
+        ),
+        (Centered(0.1), "an `apply_gradients`.*`transform_gradients`"),
     ):
-        with pytest.raises(ValueError, match="Twice has an `apply`"):
+        with pytest.raises(ValueError, match=message):
             ks.HybridOptimizer(optimizer)
+
+
+def test_state_of_a_rule_without_slots_is_loaded():
+    """It has as many variables before its first step.
+
+    Of another rule's there is a warning, as Keras has.
+    """
+    saved, loaded = (ks.HybridOptimizer("sgd") for _ in range(2))
+    variable = keras.Variable([1.0, 2.0])
+    for optimizer in (saved, loaded):
+        optimizer.build([variable])
+    for _ in range(3):
+        saved.apply([tf.ones([2])], [variable])
+    store = {}
+    saved.save_own_variables(store)
+    loaded.load_own_variables(store)
+    assert int(loaded.iterations) == 3
+    other = ks.HybridOptimizer("adam")
+    other.build([variable])
+    other.save_own_variables(store)
+    with pytest.warns(UserWarning, match="has 2 variables.*has 4 variables"):
+        loaded.load_own_variables(store)
+    assert int(loaded.iterations) == 3
+
+
+def test_an_infinite_gradient_is_told_by_all_weights():
+    """As by Keras: the norm of all is none."""
+    found = []
+    for wrap in (lambda rule: rule, ks.HybridOptimizer):
+        variables = [keras.Variable([1.0, 2.0]), keras.Variable([3.0])]
+        optimizer = wrap(keras.optimizers.SGD(0.1, global_clipnorm=1.0))
+        gradients = [tf.constant([np.inf, 1.0]), tf.ones([1])]
+        optimizer.apply(gradients, variables)
+        found.append([v.numpy() for v in variables])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["Lamb", "Adafactor"])

@@ -80,6 +80,29 @@ class Binding:
                 "`with strategy.scope(): model.compile(...)`, or "
                 "`model.optimizer = ks.HybridOptimizer(optimizer)`."
             )
+        if self._collectives.size > 1:
+            for name, value in vars(self._model).items():
+                if name != "optimizer" and isinstance(
+                    value, keras.optimizers.Optimizer
+                ):
+                    _check_further(name, value)
+
+
+def _check_further(name, optimizer):
+    """Raises where a second optimizer would look at a rank's part alone."""
+    options = [
+        f"{option}={getattr(optimizer, option)}"
+        for option in ("clipnorm", "clipvalue", "global_clipnorm")
+        if getattr(optimizer, option, None)
+    ]
+    is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if not isinstance(optimizer, HybridOptimizer) and (options or is_scaling):
+        raise ValueError(
+            "A further optimizer of a model clips, or scales the loss, by each "
+            f"process's own part of the gradients. Received: '{name}', of "
+            f"{type(optimizer).__name__}({', '.join(options)}). Wrap it: "
+            f"`model.{name} = ks.HybridOptimizer(...)`."
+        )
 
 
 class RunBinding(Binding):

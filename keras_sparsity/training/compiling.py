@@ -17,7 +17,7 @@ from keras_sparsity.training.saves import Saves
 from keras_sparsity.training.step_losses import StepLosses
 from keras_sparsity.training.steps import Steps
 from keras_sparsity.update import lookups
-from keras_sparsity.update.optimizer_arguments import get
+from keras_sparsity.update.optimizer_arguments import get, rule_of
 
 
 def compile_adopted(stock, model, args, kwargs, strategy):
@@ -38,12 +38,17 @@ def compile_adopted(stock, model, args, kwargs, strategy):
             " in the scope of a HybridStrategy. Use `ks.export(model)`, which "
             "makes a copy without a strategy."
         )
+    previous = getattr(model, "optimizer", None)
     optimizer = arguments.get("optimizer", "rmsprop")
+    if isinstance(previous, HybridOptimizer) and (
+        optimizer
+        in (previous.inner_optimizer, rule_of(previous.inner_optimizer))
+    ):
+        optimizer = previous  # its slots are of this rank's rows
     if optimizer is not None:
         arguments["optimizer"] = wrap(optimizer, strategy)
     communicator = strategy.collectives
     arguments["loss"] = losses.globalize(arguments.get("loss"), communicator)
-    previous = getattr(model, "optimizer", None)
     adopt(model, strategy)
     stock(model, **arguments)
     jit.settle(model, communicator, is_compiled_anew=True)

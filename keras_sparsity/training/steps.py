@@ -204,6 +204,14 @@ class Steps(Binding):
 
 def _cut(part):
     """The rows of outputs that are of examples."""
+    if isinstance(part, tf.SparseTensor):
+        is_some = empty_parts.has_examples()
+        if is_some is True:
+            return part
+        shape = part.dense_shape
+        number = tf.where(is_some, shape[:1], 0)
+        begin = tf.zeros_like(shape)
+        return tf.sparse.slice(part, begin, tf.concat([number, shape[1:]], 0))
     if not isinstance(part, tf.RaggedTensor):
         part = tf.convert_to_tensor(part)
         if part.shape.rank == 0:
@@ -218,6 +226,20 @@ def _is_number(value):
     return np.asarray(value).dtype.kind in "biuf"
 
 
+def _whole_sparse(part, communicator):
+    shapes = communicator.all_gather(
+        part.dense_shape[None], name="model/predict/shapes"
+    )
+    first = tf.reduce_sum(shapes[: communicator.rank, 0])
+    rows, others = part.indices[:, :1] + first, part.indices[:, 1:]
+    num_rows, inner = shapes[:, 0], shapes[:, 1:]
+    return tf.SparseTensor(
+        _whole_batch(tf.concat([rows, others], 1), communicator),
+        _whole_batch(part.values, communicator),
+        tf.concat([tf.reduce_sum(num_rows)[None], tf.reduce_max(inner, 0)], 0),
+    )
+
+
 def _whole_batch(part, communicator):
     """All ranks' parts of a batch of predictions, in order."""
     if isinstance(part, tf.RaggedTensor):
@@ -225,6 +247,8 @@ def _whole_batch(part, communicator):
             _whole_batch(part.values, communicator),
             _whole_batch(part.row_lengths(), communicator),
         )
+    if isinstance(part, tf.SparseTensor):
+        return _whole_sparse(part, communicator)
     if part.dtype == tf.string:  # no message has text
         sizes = _whole_batch(tf.strings.length(part), communicator)
         sent = tf.io.decode_raw(tf.strings.reduce_join(part), tf.uint8)

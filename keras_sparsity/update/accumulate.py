@@ -109,6 +109,10 @@ def accumulate(rule, updates, accumulator_of, apply):
                 by_rows[index].add(update.gradient)
             else:
                 sums[index].assign_add(update.gradient)
+                variable = update.variable
+                # Keras applies it after every step.
+                if getattr(variable, "constraint", None) is not None:
+                    variable.assign(variable.constraint(variable))
         iterations.assign_add(1)
 
     def take():

@@ -145,16 +145,26 @@ def rule_of(optimizer):
 
 
 def is_rule(optimizer):
-    """Whether an optimizer, but for loss scaling, has Keras's `apply`."""
-    stock = keras.optimizers.Optimizer.apply
-    return type(rule_of(optimizer)).apply is stock
+    """Whether an optimizer, but for loss scaling, is applied as Keras's are."""
+    return _own_name(optimizer) is None
+
+
+def _own_name(optimizer):
+    """The method of an optimizer's own that nobody would call; or None."""
+    kind, stock = type(rule_of(optimizer)), keras.optimizers.Optimizer
+    for name in ("apply", "apply_gradients"):
+        if getattr(kind, name) is not getattr(stock, name):
+            return name
+    return None
 
 
 def check_is_rule(optimizer):
     """Raises for an optimizer that bypasses the aggregation."""
-    if not is_rule(optimizer):
+    name = _own_name(optimizer)
+    if name is not None:
         raise ValueError(
-            f"{type(rule_of(optimizer)).__name__} has an `apply` of its own, "
+            f"{type(rule_of(optimizer)).__name__} has an `{name}` of its own, "
             "so its gradients cannot be aggregated before. Use one optimizer "
-            "that updates each variable by `update_step`, as Adam does."
+            "that updates each variable by `update_step`, as Adam does; "
+            "`transform_gradients` changes all gradients before."
         )

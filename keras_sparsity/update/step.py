@@ -187,7 +187,10 @@ class Clipping:
         if rule.global_clipnorm and rule.global_clipnorm > 0:
             squares = self.squared_norms(grads, updates)
             total = tf.add_n(list(squares.values()))
-            return [_scale_to(g, total, rule.global_clipnorm) for g in grads]
+            return [
+                _scale_to(g, total, rule.global_clipnorm, is_global=True)
+                for g in grads
+            ]
         return grads
 
     def squared_norms(self, grads, updates):
@@ -234,9 +237,11 @@ class Clipping:
         return finite
 
 
-def _scale_to(gradient, squared_norm, limit):
+def _scale_to(gradient, squared_norm, limit, is_global=False):
     norm = tf.sqrt(squared_norm)
     scale = limit / tf.maximum(norm, limit)
+    if is_global:
+        scale += norm - norm  # of an infinite one all is NaN, as in Keras
     return gradient * tf.cast(scale, gradient.dtype)
 
 

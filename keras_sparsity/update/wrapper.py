@@ -1,5 +1,7 @@
 """A Keras optimizer that stands for another one."""
 
+import warnings
+
 import keras
 
 from keras_sparsity._tf import keras_optimizers
@@ -108,12 +110,21 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             super().load_own_variables(store)
             return
         values = [store[str(i)] for i in range(len(store.keys()))]
+        places = self.places()
+        if len(values) == len(places):
+            state.assign(places, values)
+            return
         # None: a loss scaling that Keras put around has loaded all of them.
         # As many as before its first step: they are in its configuration.
         inner = self.inner_optimizer
         before_built = keras_optimizers.unbuilt(inner).variables
         if values and len(values) != len(before_built):
-            state.assign(self.places(), values)
+            warnings.warn(  # as Keras does, of weights of a model to reuse
+                f"Skipping variable loading for optimizer '{self.name}', "
+                f"because it has {len(places)} variables whereas the saved "
+                f"optimizer has {len(values)} variables.",
+                stacklevel=2,
+            )
 
     def set_weights(self, weights):
         if not self.built:

@@ -1,5 +1,6 @@
 """Methods that are bound on one model, and the arguments of their calls."""
 
+import contextlib
 import types
 
 import keras
@@ -9,6 +10,7 @@ import keras_sparsity as ks
 from keras_sparsity._tf import keras_models
 from keras_sparsity.collectives.differences import raise_if_different
 from keras_sparsity.health import agreement
+from keras_sparsity.training import binding
 from keras_sparsity.training.binding import Binding, bound_arguments
 
 
@@ -28,6 +30,26 @@ def test_a_method_is_bound_on_one_model_alone():
     assert one.count_params.__name__ == "count_params"
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (keras.optimizers.Adam(clipnorm=1.0), r"'second'.*Adam\(clipnorm=1.0"),
+        (
+            keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()),
+            "'second'.*LossScaleOptimizer",
+        ),
+        (keras.optimizers.Adam(), None),
+        (ks.HybridOptimizer(keras.optimizers.Adam(clipnorm=1.0)), None),
+    ],
+)
+def test_a_further_optimizer_may_not_look_at_parts(optimizer, message):
+    told = contextlib.nullcontext()
+    if message:
+        told = pytest.raises(ValueError, match=f"{message}.*HybridOptimizer")
+    with told:
+        binding._check_further("second", optimizer)
+
+
 def test_ranks_of_which_one_has_made_another_model():
     """Keras then gives the next model other names there."""
     one, other = (
@@ -35,17 +57,15 @@ def test_ranks_of_which_one_has_made_another_model():
         for _ in range(2)
     )
     keras_models.set_distribute_strategy(one, ks.HybridStrategy())
-    binding = Doubling(one, ["count_params"])
+    bound = Doubling(one, ["count_params"])
 
     def check_equal(facts, *told):
         others = {**facts, **agreement.of_model(other)}
         raise_if_different([facts, others], *told)
 
-    binding._collectives = types.SimpleNamespace(
-        size=2, check_equal=check_equal
-    )
+    bound._collectives = types.SimpleNamespace(size=2, check_equal=check_equal)
     with pytest.raises(ValueError, match="(?s)dense.*Keras numbers their na"):
-        binding._check_same_call("fit", {})
+        bound._check_same_call("fit", {})
 
 
 def test_arguments_that_a_call_gives_by_name():

@@ -155,3 +155,32 @@ def test_a_step_applies_its_gradients(cluster, engine):
     for found in cluster(engine, 2).run(apply_on_ranks):
         for value, stock in zip(found, expected, strict=True):
             np.testing.assert_allclose(value, stock, rtol=1e-5, atol=1e-6)
+
+
+def compiled_with_the_same():
+    """Weights and slots, of models that are compiled once and twice.
+
+    Each with the Keras optimizer that it was compiled with first.
+    """
+    found = []
+    for again in (False, True):
+        keras.utils.set_random_seed(1)
+        rule = keras.optimizers.Adam(0.05)
+        layer = ks.layers.ShardedEmbedding(12, 2)
+        model = keras.Sequential([keras.Input((3,), dtype="int32"), layer])
+        strategy = ks.HybridStrategy(architecture="hybrid")
+        for number in range(2):
+            if again or number == 0:
+                with strategy.scope():
+                    model.compile(rule, "mse")
+            x = np.arange(12).reshape(4, 3)
+            model.fit(x, np.ones((4, 3, 2)), epochs=2, verbose=0, shuffle=False)
+        found.append([*model.get_weights(), *model.optimizer.state()])
+    return found
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_model_is_compiled_again_with_the_same_optimizer(cluster, engine):
+    for once, twice in cluster(engine, 2).run(compiled_with_the_same):
+        for one, other in zip(once, twice, strict=True):
+            np.testing.assert_array_equal(one, other)

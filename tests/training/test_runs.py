@@ -154,8 +154,11 @@ class Words(keras.layers.Layer):
         return keras.KerasTensor((None, None), "string")
 
 
-def predictions_of_text():
-    """Of parts of one width, of one example, and the error of two widths."""
+def text_and_sparse_predictions():
+    """Of parts of one width, of one example, and the error of two widths.
+
+    And sparse predictions, of batches of two examples and of one.
+    """
     model = keras.Sequential([Words()])
     with ks.HybridStrategy().scope():
         model.compile()
@@ -163,16 +166,24 @@ def predictions_of_text():
     found = [model.predict(x, verbose=0) for x in (numbers, numbers[:1])]
     with pytest.raises(Exception) as raised:
         model.predict(numbers[:3], verbose=0)
-    return *found, str(raised.value)
+    sparse = keras.layers.CategoryEncoding(4, "one_hot", sparse=True)
+    model = keras.Sequential([sparse])
+    with ks.HybridStrategy().scope():
+        model.compile()
+    codes = model.predict(numbers[:3], batch_size=2, verbose=0)
+    return *found, str(raised.value), tf.sparse.to_dense(codes).numpy()
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_predictions_of_text(cluster, engine):
+def test_text_and_sparse_predictions(cluster, engine):
     expected, alone = [
         [[f"{i}\xffä\0".encode()] * 2 for i in numbers]
         for numbers in ([2, 1, 0, 2, 2], [2])
     ]
-    for texts, one, message in cluster(engine, 2).run(predictions_of_text):
+    for texts, one, message, codes in cluster(engine, 2).run(
+        text_and_sparse_predictions
+    ):
+        np.testing.assert_array_equal(codes, np.eye(4)[[2, 1, 0]])
         assert texts.tolist() == expected
         assert one.tolist() == alone
         if engine == "native":

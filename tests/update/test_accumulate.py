@@ -24,6 +24,8 @@ class Trained:
         start = np.random.default_rng(3).normal(size=(ROWS, DIM))
         start = start.astype("float32")
         self.dense = keras.Variable(np.ones(2, "float32"))
+        # Also of steps that only add up.
+        self.dense.constraint = keras.constraints.MinMaxNorm(0.5, 1.0, rate=0.5)
         if is_stock:
             self.table, self.optimizer = keras.Variable(start), make()
         else:
