@@ -25,6 +25,11 @@ from keras_sparsity.global_batch import random_states
 from keras_sparsity.machines import door
 
 
+def saves_within(model):
+    """Whether a model may be saved within an epoch: no gradients wait."""
+    return getattr(model.distribute_strategy, "synchronous", True)
+
+
 class ShardedCheckpoint(keras.callbacks.Callback):
     """Saves all state in `directory` while a model trains, and resumes it.
 
@@ -179,9 +184,6 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         """
         everyone = model.distribute_strategy.collectives
         self._collectives = communicator or everyone
-        # Else gradients wait within an epoch.
-        strategy = model.distribute_strategy
-        self._may_save_within = getattr(strategy, "synchronous", True)
         if trains:
             # The new process of a lost rank 0 holds it when it joins.
             self._hold_directory(everyone)
@@ -333,7 +335,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         if in_epoch and self._epoch_steps.number >= in_epoch:
             return
         # A callback has ended this run within an epoch, as by a clock.
-        self._has_rest = self.model.stop_training and self._may_save_within
+        self._has_rest = self.model.stop_training and saves_within(self.model)
         if self._save_times.is_due(self._collectives) or self._has_rest:
             self._save(self._epoch, self._epoch_steps.number)
 

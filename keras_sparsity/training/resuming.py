@@ -4,7 +4,10 @@ import contextlib
 import itertools
 
 from keras_sparsity._tf import keras_input, keras_models, patches, random_seeds
-from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
+from keras_sparsity.callbacks.sharded_checkpoint import (
+    ShardedCheckpoint,
+    saves_within,
+)
 from keras_sparsity.collectives import agreed_seed
 
 _fits = itertools.count()
@@ -49,7 +52,8 @@ def resuming(model, callbacks, arguments, communicator=None, trains=True):
                 model, callbacks, arguments, communicator, trains
             )
             order_seed = checkpoint.order_seed(order_seed)
-            stack.enter_context(keras_models.empty_logs_are_metrics(model))
+            if saves_within(model):  # so that an epoch may be resumed
+                stack.enter_context(keras_models.empty_logs_are_metrics(model))
         stack.enter_context(patches.array_orders_change(order_seed))
         yield checkpoint
 
