@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import time
+import types
 from unittest import mock
 
 import keras
@@ -14,6 +15,8 @@ import pytest
 import keras_sparsity as ks
 from keras_sparsity.callbacks import auto_architecture, move_times, rank_zero
 from keras_sparsity.collectives import speeds
+from keras_sparsity.placement.gathered import AllGather
+from keras_sparsity.placement.mirrored import AllReduce
 from keras_sparsity.sparsity import touches
 from tests.conftest import engines
 
@@ -449,3 +452,21 @@ def test_auto_is_asked_for_and_not_moved_to():
     table = model.get_layer("large").table
     with pytest.raises(ValueError, match="one of 'ps', 'allgather'"):
         ks.moves.move(model, {table: "auto"})
+
+
+@pytest.mark.parametrize(
+    ("name", "reducer", "expected"),
+    [
+        # In the message of dense gradients, which is there anyway.
+        ("allreduce", AllReduce, 1.0),
+        # In that of all variables whose rows are gathered, here of four.
+        ("allgather", AllGather, 0.75),
+    ],
+)
+def test_share_of_a_messages_latency(name, reducer, expected):
+    placement = types.SimpleNamespace(
+        name=name, reducers=(AllReduce, reducer), layout=None
+    )
+    auto = types.SimpleNamespace(_num_of={"allgather": 4})
+    share = auto_architecture.AutoArchitecture._share
+    assert share(auto, keras.Variable([1.0]), placement) == expected
