@@ -71,7 +71,7 @@ def log_weights_within(board, entered, is_writer):
     board._log_weights = log_weights
 
 
-def set_all_learnt(callbacks, saved, goes_on):
+def set_all_learnt(callbacks, saved, goes_on=True):
     """Gives callbacks the state of others of their classes, in their order.
 
     Rank 0 may have more of them than others.
