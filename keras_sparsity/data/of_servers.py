@@ -32,7 +32,8 @@ def agreed(facts, what, fix, collectives):
     everyone = collectives.gather_objects(mine, name=f"workers/{what}")
     of_workers = [each for is_server, each in everyone if not is_server]
     raise_if_different(of_workers, what, fix)
-    return of_workers[0]
+    # A server that comes back alone hears of no worker.
+    return of_workers[0] if of_workers else facts
 
 
 def agreed_number(dataset, fix, collectives, known=None):

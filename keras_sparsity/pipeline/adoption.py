@@ -214,8 +214,8 @@ def _check_losses(model, size):
     for loss in keras.tree.flatten(model.loss):
         if isinstance(loss, GlobalMean) and size > 1:
             raise ValueError(
-                "`ks.losses.GlobalMean` is a sum over all processes, and of a "
-                "model in stages the last stage alone computes losses. "
+                "`ks.losses.GlobalMean` is of all processes' losses, and in a "
+                "model in stages the last stage alone computes any. "
                 f"Received: the loss '{loss.name}'. Give `compile` the loss "
                 "that it wraps."
             )

@@ -48,7 +48,7 @@ class Weights:
             others: pairs of more variables and their values.
 
         Yields:
-            The `Updates`.
+            The `Assigned`.
 
         Raises:
             ValueError: if a layer assigns one of these variables.
@@ -58,7 +58,7 @@ class Weights:
             for variable, value in zip(self.variables, self.values, strict=True)
             if not keras_variables.is_variable(value)
         ]
-        scope = Updates([*pairs, *others], collect_losses=True)
+        scope = Assigned([*pairs, *others], collect_losses=True)
         with read_by(self.readers), scope:
             yield scope
         trained = {id(variable) for variable in self.variables}
@@ -67,7 +67,7 @@ class Weights:
                 _raise_of_assigned(variable)
 
 
-class Updates(keras.StatelessScope):
+class Assigned(keras.StatelessScope):
     """The values that layers assign in a pass.
 
     Attributes:

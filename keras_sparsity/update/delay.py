@@ -79,7 +79,7 @@ class Delay:
         """Raises ValueError if gradients wait, before tables are moved."""
         if self.is_waiting():
             raise ValueError(
-                "Tables were moved while gradients of their rows wait to be "
+                "Tables cannot move while gradients of their rows wait to be "
                 "applied. Move them between calls of `fit`: under "
                 "`synchronous=False` nothing waits at the end of an epoch."
             )

@@ -18,5 +18,7 @@ def _agreed(is_server, everyone):
 def test_facts_of_a_server_do_not_count(num_workers):
     workers = [(False, "theirs")] * num_workers
     assert _agreed(True, [*workers, (True, "own")]) == "theirs"
+    # As one that comes back alone is told.
+    assert _agreed(True, [(True, "own")]) == "own"
     with pytest.raises(ValueError, match="Fix it"):
         _agreed(False, [(False, "own"), *workers, (True, "own")])
