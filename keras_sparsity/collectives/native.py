@@ -194,10 +194,10 @@ class NativeEngine(Engine):
 
     def all_gather(self, rows, name, counts=None):
         if counts is None:
-            shapes = self._gather(tf.shape(rows)[None], f"{name}/counts")
-            shapes = tf.ensure_shape(
-                self._by_rank(shapes), [self.size, rows.shape.rank]
-            )
+            # Flat: their length, not another shape, is part of the key.
+            shapes = self._gather(tf.shape(rows), f"{name}/counts")
+            shapes = self._by_rank(tf.reshape(shapes, [self.size, -1]))
+            shapes = tf.ensure_shape(shapes, [self.size, rows.shape.rank])
             rows, counts = _of_one_shape(rows, shapes)
         width = _width(rows)
         capacity, capacity_key = _capacity(tf.reduce_max(counts), width)

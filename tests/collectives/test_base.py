@@ -385,6 +385,9 @@ def gather_unequal():
     def gathered(rows):
         return current.all_gather(rows, "unequal")
 
+    # Of a function of its own, as of another model: with the same name.
+    more = tf.function(lambda rows: current.all_gather(rows, "unequal"))
+    assert more(tf.ones([1, 2, 2])).shape == (current.size, 2, 2)
     rank = current.rank
     found = gathered(tf.ones([2, 3] if rank else [0, 5])).numpy()
     with pytest.raises(tf.errors.OpError) as raised:
