@@ -6,6 +6,7 @@ from keras_sparsity.asynchronous.runs import Runs
 from keras_sparsity.conversion import saving
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
+from keras_sparsity.training import jit
 from keras_sparsity.training.binding import raise_of_another_strategy
 
 # Set on an adopted model; holds its binding.
@@ -27,13 +28,7 @@ def compile_served(stock, model, args, kwargs, strategy):
     _check_layers(model)
     keras_models.set_distribute_strategy(model, strategy)
     stock(model, *args, **kwargs)
-    if model.jit_compile and not model.run_eagerly:
-        raise ValueError(
-            f"The model '{model.name}' is compiled with `jit_compile=True`, "
-            "but XLA cannot compile pulls and pushes of workers. Compile it "
-            'with `jit_compile=False` (or "auto"), or under a synchronous '
-            "`ks.HybridStrategy`."
-        )
+    jit.refuse(model, "XLA cannot compile pulls and pushes")
     if getattr(model, "optimizer", None) is not None:
         _check_optimizer(model.optimizer)
         # It may have been made outside of the scope.

@@ -141,6 +141,11 @@ def cut(rows):
     is_some = has_examples()
     if is_some is True:
         return rows
+    if isinstance(rows, tf.SparseTensor):
+        shape = rows.dense_shape
+        number = tf.where(is_some, shape[:1], 0)
+        size = tf.concat([number, shape[1:]], 0)
+        return tf.sparse.slice(rows, tf.zeros_like(shape), size)
     if is_some is False:
         return rows[:0]
     is_ragged = isinstance(rows, tf.RaggedTensor)

@@ -188,7 +188,9 @@ def _check_is_free(model, strategy):
 
 def _check(model, strategy):
     size = strategy.collectives.size
-    jit.refuse(model, size, "XLA cannot compile the messages between stages")
+    if size > 1:
+        why = "XLA cannot compile the messages between stages"
+        jit.refuse(model, why, "train in one process, ")
     _check_losses(model, size)
     _check_inputs(model)
     if strategy.spreads_tables:

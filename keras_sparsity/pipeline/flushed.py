@@ -116,10 +116,8 @@ class FlushedRun:
         inputs, *labels = self.batches.part(batch)
         stage, training = self._stage, bool(self._training)
         is_empty, before = self.batches.is_empty(batch), []
-        # Keras lists those of layers' metrics nowhere else.
-        states = [*stage.states, *stage.part.model.metrics_variables]
         if is_empty is not False:
-            before = [tf.convert_to_tensor(v.value) for v in states]
+            before = [tf.convert_to_tensor(v.value) for v in stage.states]
         with tf.GradientTape() as tape:
             tape.watch(floats(received))
             outputs, losses = stage.compute(inputs, received, training)
@@ -128,7 +126,7 @@ class FlushedRun:
             if own is not None and self._training:
                 to_derive = self._together.scaled(own)
         if before:
-            run_if(is_empty, lambda: _assign(states, before))
+            run_if(is_empty, lambda: _assign(stage.states, before))
         if own is not None:
             loss += own
         stage.send(outputs, loss)

@@ -64,8 +64,8 @@ class Stage:
     def states(self):
         """Variables that passes change: of statistics, of random generators.
 
-        And those of recurrent layers. A list without weights that a layer has
-        made to be trained, frozen or not.
+        And those of recurrent layers and of layers' metrics. A list without
+        weights that a layer has made to be trained, frozen or not.
         """
         model = self.part.model
         trained = keras_models.weights_that_were_trainable(model)
@@ -73,6 +73,7 @@ class Stage:
         return [
             *(v for v in model.non_trainable_variables if id(v) not in ids),
             *recurrent_states(model),
+            *model.metrics_variables,
         ]
 
     def receive(self, num_examples, batch):

@@ -41,18 +41,18 @@ def is_asked_for(model):
     return getattr(model, _IS_COMPILED, False)
 
 
-def refuse(model, size, why):
+def refuse(model, why, instead=""):
     """Raises where XLA would compile messages of a strategy's own steps.
 
     Args:
         model: a compiled model.
-        size: number of processes.
         why: the part of the message that says why XLA cannot.
+        instead: the part that says what else would do, with a comma.
     """
-    if size > 1 and model.jit_compile and not model.run_eagerly:
+    if model.jit_compile and not model.run_eagerly:
         raise ValueError(
             f"The model '{model.name}' is compiled with `jit_compile=True`, "
-            f"but {why}. Received: jit_compile=True on {size} processes. "
-            'Compile it with `jit_compile=False` (or "auto"), train in one '
-            "process, or under a synchronous `ks.HybridStrategy`."
+            f"but {why}. Received: jit_compile=True. Compile it with "
+            f'`jit_compile=False` (or "auto"), {instead}or train under a '
+            "synchronous `ks.HybridStrategy`."
         )

@@ -204,15 +204,7 @@ class Steps(Binding):
 
 def _cut(part):
     """The rows of outputs that are of examples."""
-    if isinstance(part, tf.SparseTensor):
-        is_some = empty_parts.has_examples()
-        if is_some is True:
-            return part
-        shape = part.dense_shape
-        number = tf.where(is_some, shape[:1], 0)
-        begin = tf.zeros_like(shape)
-        return tf.sparse.slice(part, begin, tf.concat([number, shape[1:]], 0))
-    if not isinstance(part, tf.RaggedTensor):
+    if not isinstance(part, tf.RaggedTensor | tf.SparseTensor):
         part = tf.convert_to_tensor(part)
         if part.shape.rank == 0:
             part = part[tf.newaxis]
