@@ -1,6 +1,7 @@
 """Functions that the launcher's tests run in other processes."""
 
 import os
+import pathlib
 import random
 import signal
 import sys
@@ -76,3 +77,33 @@ def is_running(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+_SSH = """\
+#!/bin/sh
+host=$1
+shift
+case $host in
+down)
+    echo "ssh: connect to host down: Connection refused" >&2
+    exit 255 ;;
+old)
+    read -r greeting
+    echo "Welcome to this host."
+    echo '{"versions": {"python": "3.9.1"}, "has_script": false}'
+    exit 0 ;;
+esac
+exec env -i HOME="$HOME" PATH="$PATH" sh -c "$*"
+"""
+
+
+def ssh_client(folder):
+    """The path of a stand-in for the ssh client, which runs the command here.
+
+    As behind a real one there is nothing of our environment. This machine has
+    names that are not taken for it: 127.0.0.2, 127.0.0.3, ...
+    """
+    path = pathlib.Path(folder, "ssh")
+    path.write_text(_SSH)
+    path.chmod(0o755)
+    return str(path)

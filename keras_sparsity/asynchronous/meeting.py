@@ -10,11 +10,11 @@ from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous import servers as tf_servers
 from keras_sparsity.asynchronous.cells import Cell, after, locked, tokens
 from keras_sparsity.asynchronous.interruptible import Interruptible
-from keras_sparsity.collectives.base import Collectives
+from keras_sparsity.collectives.base import Collectives, end_groups
 from keras_sparsity.collectives.engine import Engine
 from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.collectives.wire import Wire
-from keras_sparsity.health import journal, watch
+from keras_sparsity.health import channel, journal, launcher, watch
 from keras_sparsity.machines import door
 from keras_sparsity.machines.topology import Topology
 
@@ -38,22 +38,30 @@ def lasting(collectives):
         letters = Letters(servers, collectives)
         servers.add(letters)
         watch.go_on_without(range(collectives.num_workers), servers.change)
+        one_machine = channel.is_one_machine(collectives.gather_objects)
+        if servers.is_first:
+            _tell_launcher(servers, collectives, one_machine)
+        end_groups(collectives)
         collectives.barrier("servers/lasting")
-        if servers.is_first and door.is_wanted():
-            door.open_for(
-                {
-                    "size": collectives.size,
-                    "servers": collectives.num_servers,
-                    "machines": collectives.machines,
-                    "addresses": servers.addresses,
-                    "watch": watch.open_door(collectives.size),
-                }
-            )
         made = _among(letters, range(collectives.size), collectives)
         tf_servers.share(made, servers)
         _lasting[collectives] = _lasting[made] = made
         _letters[made] = letters
     return _lasting[collectives]
+
+
+def _tell_launcher(servers, collectives, one_machine):
+    """Connects, before a process is lost; says how new processes join."""
+    facts = None
+    if door.is_wanted():
+        facts = {
+            "size": collectives.size,
+            "servers": collectives.num_servers,
+            "machines": collectives.machines,
+            "addresses": servers.addresses,
+            "watch": watch.open_door(collectives.size, one_machine),
+        }
+    launcher.tell(collectives.rank, facts=facts)
 
 
 def joining(collectives):

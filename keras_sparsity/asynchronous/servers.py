@@ -6,7 +6,7 @@ session reads and writes the servers' variables whenever its rank is ready.
 
 import contextlib
 import logging
-import os
+import socket
 import threading
 import time
 
@@ -192,5 +192,4 @@ def own_host(machines):
     if tasks:
         *_, address = tasks[settings.cluster_rank(tasks)]
         return address.rpartition(":")[0]
-    root = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
-    return addresses.towards(root) or "127.0.0.1"
+    return [*addresses.towards_launcher(), socket.gethostname()][0]

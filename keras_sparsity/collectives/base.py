@@ -356,6 +356,12 @@ class Collectives:
             raise_if_different(values, what, fix)
 
 
+def end_groups(collectives):
+    """See `Engine.end_groups`."""
+    engine, _ = collectives._parts
+    engine.end_groups()
+
+
 def divided(collectives, groups, label):
     """The same operations among the processes of one of several groups.
 

@@ -134,6 +134,12 @@ class Engine(abc.ABC):
             label: The group's name, the same on all ranks.
         """
 
+    def end_groups(self):  # noqa: B027  # most have nothing to end
+        """Ends all groups of `split` whose end would end others' processes.
+
+        All ranks call it, eagerly, before one may be lost.
+        """
+
     @abc.abstractmethod
     def abort(self, message):
         """Makes blocked operations fail. Called from any thread."""

@@ -125,11 +125,16 @@ def _machine():
     return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
 
-@functools.cache
+_process_sets = {}  # from a tuple of ranks
+
+
 def _process_set(ranks):
     """Horovod's object for some ranks; it takes each set of ranks once."""
+    if ranks in _process_sets:
+        return _process_sets[ranks]
     try:
-        return hvd.add_process_set(list(ranks))
+        made = _process_sets[ranks] = hvd.add_process_set(list(ranks))
+        return made
     except ValueError as error:
         raise ValueError(
             "Horovod was started without groups of ranks. Received: "
@@ -209,6 +214,13 @@ class HorovodEngine(Engine):
                 return HorovodEngine(ranks, process_set)
         return LocalEngine(self.name)
 
+    def end_groups(self):
+        # With more than one process set, Horovod aborts a process whose
+        # connection to another one has ended.
+        for process_set in _process_sets.values():
+            hvd.remove_process_set(process_set)
+        _process_sets.clear()
+
     def abort(self, message):
         hvd.shutdown()
 
@@ -226,6 +238,13 @@ class HorovodEngine(Engine):
         meter.count(elements, rows.dtype)
 
     def _run(self, operation, name, tensor, *splits):
+        if self._process_set.process_set_id is None:
+            raise RuntimeError(
+                "A group of Horovod's ranks sends no messages behind "
+                "asynchronous training with a bound, which has ended all "
+                f"groups. Received: {name!r} among ranks {self._ranks}. Train "
+                "synchronously first, or use the native engine."
+            )
         call = {
             "name": _operation_name(name),
             "ignore_name_scope": True,

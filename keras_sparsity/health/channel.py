@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import queue
-import re
 import secrets
 import socket
 import threading
@@ -85,42 +84,58 @@ def connect(rank, size, gather_objects, root=0):
         This rank's `Channel` to the root, and on the root a dict of the
         `Channel` to each rank, else None.
     """
-    one_machine = len(set(gather_objects(_place(), "watch/place"))) == 1
+    one_machine = is_one_machine(gather_objects)
     server = offer = None
     if rank == root:
-        server, hosts = _listen(one_machine, size, root)
-        offer = hosts, server.getsockname()[1], secrets.token_bytes(32)
-    hosts, port, secret = gather_objects(offer, "watch/address")[root]
+        server, hosts = listen(one_machine, size, root)
+        offer = _facts(server, hosts)
+    offer = gather_objects(offer, "watch/address")[root]
     if rank != root:
-        return call(hosts, port, secret, rank, root), None
+        return call(offer, rank, f"Rank {root}"), None
     own, far = connection.Pipe()
     with server:
-        others = _accept_all(server, size, secret, root)
+        others = _accept_all(server, size, offer, root)
     return Channel(own), {root: Channel(far), **others}
 
 
-def open_door(size, admit):
-    """Lets processes of this machine connect from now on.
+def _facts(server, hosts):
+    """How a process connects; of the types of JSON."""
+    port, secret = server.getsockname()[1], secrets.token_hex(32)
+    return {"hosts": hosts, "port": port, "secret": secret}
+
+
+class Door:
+    """Lets processes that know its secret connect, until it is closed.
 
     Args:
+        server: The listening socket.
+        hosts: Names or addresses at which others reach it.
         admit: Function of a rank and its `Channel`, called in a thread.
 
-    Returns:
-        The arguments of `call`, of which a process must know the secret.
+    Attributes:
+        facts: For `call`.
     """
-    server, hosts = _listen(True, size, None)
-    secret = secrets.token_bytes(32)
-    handshakes = _Handshakes(server, secret).__enter__()
 
-    def hear():
-        while True:
-            admit(*handshakes.agreed.get())
+    def __init__(self, server, hosts, admit):
+        self.facts = _facts(server, hosts)
+        self._server, self._admit = server, admit
+        self._handshakes = _Handshakes(server, self.facts).__enter__()
+        threading.Thread(
+            target=self._hear, name="keras_sparsity admission", daemon=True
+        ).start()
 
-    threading.Thread(target=hear, daemon=True).start()
-    return hosts, server.getsockname()[1], secret
+    def _hear(self):
+        while agreed := self._handshakes.agreed.get():
+            self._admit(*agreed)
+
+    def close(self):
+        self._handshakes.__exit__()
+        self._handshakes.agreed.put(None)
+        self._server.close()
 
 
-def _listen(one_machine, size, rank):
+def listen(one_machine, size, rank):
+    """`(listening socket, addresses)`, for ranks of one machine or several."""
     backlog = size + _MOST_HANDSHAKES
     if one_machine:
         hosts = ["127.0.0.1"]
@@ -135,6 +150,11 @@ def _listen(one_machine, size, rank):
     else:
         server = socket.create_server(("", 0), backlog=backlog)
     return server, _own_addresses(rank)
+
+
+def is_one_machine(gather_objects):
+    """Whether all ranks are on one machine. A collective call."""
+    return len(set(gather_objects(_place(), "watch/place"))) == 1
 
 
 def _place():
@@ -157,32 +177,34 @@ def _own_addresses(rank):
     hosts = []
     for *_, address in settings.cluster()[rank : rank + 1]:
         hosts.append(address.rpartition(":")[0].strip("[]"))
-    # All ranks reach the launcher, whose address may have a port and a secret.
-    for variable in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "MASTER_ADDR"):
-        launcher = re.split("[:/]", os.environ.get(variable, ""))[0]
-        own = addresses.towards(launcher) if launcher else None
-        hosts += [own] if own else []
+    hosts += addresses.towards_launcher()
     if os.environ.get("HOROVOD_HOSTNAME"):
         hosts.append(os.environ["HOROVOD_HOSTNAME"])
     hosts.append(socket.gethostname())
     return list(dict.fromkeys(hosts))
 
 
-def call(hosts, port, secret, rank, root):
-    """The `Channel` of a rank to the root, which listens at some hosts.
+def call(facts, rank, name, seconds=_CONNECT_SECONDS):
+    """The `Channel` of a rank to a process that listens.
+
+    Args:
+        facts: `Door.facts` of that process.
+        rank: The number of the rank that calls.
+        name: Of the one that listens, for the message.
+        seconds: How long to try.
 
     Raises:
-        RuntimeError: If the root cannot be reached within a minute.
+        RuntimeError: If it cannot be reached so long.
     """
-    end = time.monotonic() + _CONNECT_SECONDS
-    errors = {}
+    end = time.monotonic() + seconds
+    hosts, port, errors = facts["hosts"], facts["port"], {}
     while time.monotonic() < end:
         for host in hosts:
             try:
                 with socket.create_connection((host, port), timeout=5) as raw:
                     return _agreed(
                         raw,
-                        secret,
+                        facts,
                         _AS_CLIENT,
                         lambda channel: channel.send(rank=rank),
                     )[0]
@@ -190,17 +212,17 @@ def call(hosts, port, secret, rank, root):
                 errors[host] = error
         time.sleep(0.2)
     raise RuntimeError(
-        f"Rank {root} could not be reached at port {port} of its addresses: "
+        f"{name} could not be reached at port {port} of its addresses: "
         f"{errors}. The ranks connect to it to learn of each other's failures. "
         "Give the machines names that resolve on all of them, and allow TCP "
         "connections between them."
     )
 
 
-def _accept_all(server, size, secret, root):
+def _accept_all(server, size, facts, root):
     channels = {}
     end = time.monotonic() + _CONNECT_SECONDS + 10
-    with _Handshakes(server, secret) as handshakes:
+    with _Handshakes(server, facts) as handshakes:
         while len(channels) < size - 1:
             try:
                 left = max(0, end - time.monotonic())
@@ -225,10 +247,10 @@ class _Handshakes:
         agreed: Queue of `(rank, Channel)` of processes that know the secret.
     """
 
-    def __init__(self, server, secret):
+    def __init__(self, server, facts):
         self.agreed = queue.SimpleQueue()
         self._server = server
-        self._secret = secret
+        self._facts = facts
         self._pending = {}  # from socket to True, the oldest first
         self._lock = threading.Lock()
         self._is_over = threading.Event()
@@ -273,7 +295,7 @@ class _Handshakes:
         with raw:
             with contextlib.suppress(*_NOT_OURS):
                 channel, hello = _agreed(
-                    raw, self._secret, _AS_SERVER, Channel.receive
+                    raw, self._facts, _AS_SERVER, Channel.receive
                 )
             with self._lock:
                 is_awaited = self._pending.pop(raw, False)
@@ -283,11 +305,12 @@ class _Handshakes:
             channel.close()
 
 
-def _agreed(raw, secret, challenges, after):
+def _agreed(raw, facts, challenges, after):
     """Checks that a socket's other end knows the secret.
 
     Args:
         raw: The socket; the caller closes it.
+        facts: Those of the one that listens, with the secret.
         challenges: `_AS_SERVER` or `_AS_CLIENT`.
         after: Function of the channel that ends the handshake.
 
@@ -307,7 +330,7 @@ def _agreed(raw, secret, challenges, after):
     limit.start()
     try:
         for challenge in challenges:
-            challenge(ours, secret)
+            challenge(ours, bytes.fromhex(facts["secret"]))
         channel = Channel(ours)
         return channel, after(channel)
     except BaseException:

@@ -15,11 +15,11 @@ import threading
 import time
 
 from keras_sparsity.health import channel as channels
-from keras_sparsity.health import ending, errors, verdict
+from keras_sparsity.health import ending, errors, launcher, verdict
 from keras_sparsity.health.coordinator import GO_ON, LEAVE_SECONDS, Coordinator
 from keras_sparsity.health.observer import Observer
 from keras_sparsity.health.report import Report, from_lists
-from keras_sparsity.machines import settings
+from keras_sparsity.machines import door
 
 _POLL_SECONDS = 0.5
 # Time for the program to end by itself after a failure.
@@ -60,19 +60,15 @@ def _begin(*arguments):
     _watch.start()
 
 
-def open_door(size):
+def open_door(size, one_machine):
     """On the rank that decides: lets new processes of lost ranks `join`.
 
     Returns:
         Facts for them, of the types of JSON.
     """
-    hosts, port, secret = channels.open_door(size, _coordinator.admit)
-    return {
-        "hosts": hosts,
-        "port": port,
-        "secret": secret.hex(),
-        "timeout": _watch.timeout_seconds,
-    }
+    server, hosts = channels.listen(one_machine, size, _watch.rank)
+    facts = channels.Door(server, hosts, _coordinator.admit).facts
+    return {**facts, "timeout": _watch.timeout_seconds}
 
 
 def join(rank, root, facts, journal):
@@ -82,10 +78,9 @@ def join(rank, root, facts, journal):
         root: The rank that decides.
         facts: Those of `open_door`.
     """
-    secret, seconds = bytes.fromhex(facts["secret"]), facts["timeout"]
-    channel = channels.call(facts["hosts"], facts["port"], secret, rank, root)
+    channel = channels.call(facts, rank, f"Rank {root}")
     stop = (lambda message: None), (lambda: None)
-    _begin(rank, root, channel, journal, *stop, seconds, True)
+    _begin(rank, root, channel, journal, *stop, facts["timeout"], True)
 
 
 def joined():
@@ -152,7 +147,7 @@ class _Watch:
         is_new=False,
     ):
         self._is_new = is_new  # and does not take part yet
-        self._rank, self._root = rank, root
+        self.rank, self._root = rank, root
         self._on_change, self._lost = (lambda rank, is_lost: None), []
         self._is_spare, self._all_leave = False, threading.Event()
         self._left_by = None  # the error by which this rank has left
@@ -198,7 +193,7 @@ class _Watch:
         self._channel.send(kind="joined")
 
     def go_on_without(self, ranks, on_change):
-        self._on_change, self._is_spare = on_change, self._rank in ranks
+        self._on_change, self._is_spare = on_change, self.rank in ranks
         self._channel.send(kind="spare", ranks=list(ranks))
 
     def report_exception(self, error):
@@ -229,7 +224,7 @@ class _Watch:
                 logging.getLogger(__name__).exception(
                     "The watch of rank %d failed; if another rank fails, this "
                     "one may now hang.",
-                    self._rank,
+                    self.rank,
                 )
             return
         finally:
@@ -298,19 +293,19 @@ class _Watch:
         return report
 
     def _describe_root(self, problem):
-        reports = {self._root: Report("gone"), self._rank: self._look(True)}
+        reports = {self._root: Report("gone"), self.rank: self._look(True)}
         return verdict.describe(
             f"the process of rank {self._root} {problem}", reports
         )
 
     def _go_on(self, rank, problem):
         self._lost.append(rank)
-        path = os.environ.get(settings.LOST_VARIABLE)
-        if path:
-            # The launcher says it. All ranks write the same line.
-            with open(path, "a") as file:
-                file.write(f"{rank}\n")
+        # The launcher says it.
+        if self.rank == self._root:
+            is_said = launcher.tell(self.rank, lost=rank)
         else:
+            is_said = door.launcher() is not None
+        if not is_said:
             logging.getLogger(__name__).warning("%s The others go on.", problem)
         self._on_change(rank, True)
 

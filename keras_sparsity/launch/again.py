@@ -1,7 +1,7 @@
 """Starts the processes of lost ranks anew, and says so."""
 
 import collections
-import os
+import json
 import sys
 
 from keras_sparsity.machines.door import JOINS_VARIABLE
@@ -14,16 +14,15 @@ class Again:
     """Says which ranks are lost, and starts them anew.
 
     Args:
-        door: Path of the file by which a new process joins the others
-            (`machines/door.py`).
+        listener: The `Listener`, which knows how a new process joins.
         restart: The number of earlier attempts of all ranks.
 
     Attributes:
         is_used_up: Whether a rank is lost for good that the others wait for.
     """
 
-    def __init__(self, door, restart):
-        self._door, self._restart, self._starts = door, restart, {}
+    def __init__(self, listener, restart):
+        self._listener, self._restart, self._starts = listener, restart, {}
         self._numbers = collections.Counter()
         self._needed = set()
         self.is_used_up = False
@@ -47,8 +46,8 @@ class Again:
         """
         rank, then, new = lost.rank, "", None
         start, variables, most = self._starts.get(rank, (None, None, 0))
-        # Without the file, it could not join the others.
-        is_due = self._numbers[rank] < most and os.path.exists(self._door)
+        facts = self._listener.facts
+        is_due = self._numbers[rank] < most and facts is not None
         # One that has left by itself is not to come back.
         is_due &= goes_on and lost.returncode != 0
         if is_due:
@@ -64,7 +63,10 @@ class Again:
         if is_due:
             lost.end()  # it may be stopped, and has the port
             restarts = str(self._restart + self._numbers[rank])
-            joins = {RESTARTS_VARIABLE: restarts, JOINS_VARIABLE: "1"}
+            joins = {
+                RESTARTS_VARIABLE: restarts,
+                JOINS_VARIABLE: json.dumps(facts),
+            }
             new = start({**variables, **joins})
         return new
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 from keras_sparsity._tf import checks
 from keras_sparsity.machines import firewall, ports
-from keras_sparsity.machines.door import DOOR_VARIABLE, JOINS_VARIABLE
+from keras_sparsity.machines.door import JOINS_VARIABLE, LAUNCHER_VARIABLE
 from keras_sparsity.machines.settings import (
     ENGINES,
     INSTALL_HOROVOD,
@@ -30,8 +30,8 @@ _RANK_VARIABLES = (
     "TF_CONFIG",
     OVERRIDE,
     SERVERS_VARIABLE,
-    DOOR_VARIABLE,
     JOINS_VARIABLE,
+    LAUNCHER_VARIABLE,
     "HOROVOD_HOSTNAME",
     f"{_RENDEZVOUS}ADDR",
     f"{_RENDEZVOUS}PORT",

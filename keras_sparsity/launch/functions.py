@@ -11,9 +11,9 @@ import time
 from keras_sparsity._tf import checks
 from keras_sparsity.launch import environment
 from keras_sparsity.launch.hosts import local_hosts, places
+from keras_sparsity.launch.listener import Listener
 from keras_sparsity.launch.processes import ProcessGroup
 from keras_sparsity.launch.rank_process import Follower, start_here
-from keras_sparsity.machines.settings import LOST_VARIABLE
 
 
 class LaunchError(RuntimeError):
@@ -125,12 +125,12 @@ class Job:
             stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             with open(self._path("call"), "wb") as file:
                 pickle.dump(call, file)
+            listener = stack.enter_context(Listener(of_ranks))
+            shared.update(listener.variables())
             environments = stack.enter_context(
                 environment.of_ranks(engine, of_ranks, shared)
             )
-            self.processes = stack.enter_context(
-                ProcessGroup(self._path("lost"))
-            )
+            self.processes = stack.enter_context(ProcessGroup(listener.lost))
             for rank, variables in enumerate(environments):
                 self._start(rank, engine, variables)
             self._stack = stack.pop_all()
@@ -141,7 +141,7 @@ class Job:
             start_here(
                 rank,
                 ["call", engine, *target],
-                {**variables, LOST_VARIABLE: self._path("lost")},
+                variables,
                 stdout=self._path("err" if rank else "out", rank),
                 stderr=self._path("err", rank),
             )

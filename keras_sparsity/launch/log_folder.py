@@ -28,9 +28,7 @@ class LogFolder:
         else:
             os.makedirs(self.path, exist_ok=True)
             for name in os.listdir(self.path):
-                if re.fullmatch(
-                    r"rank-\d+(\.restart-\d+)?\.log(\.door|\.lost)?", name
-                ):
+                if re.fullmatch(r"rank-\d+(\.restart-\d+)?\.log", name):
                     # An earlier run may have had more ranks or restarts.
                     os.remove(os.path.join(self.path, name))
         return self
@@ -47,16 +45,6 @@ class LogFolder:
         return os.path.join(self.path, f"rank-{rank}{attempt}.log")
 
     @property
-    def lost(self):
-        """Path of the file with the ranks without which others go on."""
-        return self.file(0) + ".lost"
-
-    @property
-    def door(self):
-        """Path of the file by which new processes of ranks join."""
-        return self.file(0) + ".door"
-
-    @property
     def shown_error(self):
         """Path of the file with rank 0's shown error."""
         return self.file(0) + ".error"
@@ -67,14 +55,6 @@ class LogFolder:
         with contextlib.suppress(FileNotFoundError):
             os.remove(self.shown_error)
         return lines
-
-    def end_lost(self, ranks):
-        """Keeps the folder, with the output of lost ranks."""
-        for path in (self.lost, self.door):
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(path)
-        if ranks:
-            self.keep()
 
     def keep(self):
         self._is_kept = True

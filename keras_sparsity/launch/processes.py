@@ -19,8 +19,7 @@ class ProcessGroup:
     """The ranks of one launch; leaving the `with` block ends them all.
 
     Args:
-        lost_path: Path of the file in which ranks write the number of one
-            without which they go on (`health/watch.py`).
+        listed: The set of ranks without which the others go on, which grows.
         on_lost: Function of such a rank's process, once, and of whether the
             others still run and go on, that returns a new process of the rank,
             or None.
@@ -30,12 +29,12 @@ class ProcessGroup:
 
     def __init__(
         self,
-        lost_path=None,
+        listed=frozenset(),
         on_lost=lambda process, goes_on: None,
         needs=lambda rank: False,
     ):
         self.processes = []
-        self._lost_path, self._on_lost = lost_path, on_lost
+        self._listed, self._on_lost = listed, on_lost
         self._needs, self._missed = needs, []  # lost ones without new processes
         self._lost, self._listed_seconds = [], {}
         self._again, self._alone_since = [], None  # lost ranks' new processes
@@ -100,7 +99,7 @@ class ProcessGroup:
         return list(self._lost)
 
     def _look_for_lost(self):
-        now, listed = time.monotonic(), self._listed()
+        now = time.monotonic()
         for process in list(self.processes):
             if process in self._again:
                 # Nobody is to wait for it, and the list has its rank already.
@@ -110,7 +109,7 @@ class ProcessGroup:
                     self._again.remove(process)
                     if self._go_on() and not process.we_ended_it:
                         self._lose(process)
-            elif process.rank in listed and process not in self._lost:
+            elif process.rank in self._listed and process not in self._lost:
                 since = self._listed_seconds.setdefault(process.rank, now)
                 # One that raises needs a moment to end, a stopped one does not
                 # end.
@@ -152,13 +151,6 @@ class ProcessGroup:
             self._again.append(again)
         elif self._needs(process.rank):
             self._missed.append(process)
-
-    def _listed(self):
-        try:
-            with open(self._lost_path) as file:
-                return {int(line) for line in file if line.endswith("\n")}
-        except (OSError, TypeError):
-            return set()  # none yet, or no file
 
     def send_signal(self, signal_number):
         for process in self.running():

@@ -13,13 +13,13 @@ from keras_sparsity.launch import environment
 from keras_sparsity.launch._boot import SHOWN_ERROR_VARIABLE
 from keras_sparsity.launch.again import RESTARTS_VARIABLE, Again, say
 from keras_sparsity.launch.hosts import places
+from keras_sparsity.launch.listener import Listener
 from keras_sparsity.launch.log_folder import LogFolder
 from keras_sparsity.launch.processes import ProcessGroup
 from keras_sparsity.launch.rank_process import start_here
 from keras_sparsity.launch.remote import Remote
 from keras_sparsity.machines import addresses, firewall
-from keras_sparsity.machines.door import DOOR_VARIABLE
-from keras_sparsity.machines.settings import LOST_VARIABLE, SEED_VARIABLE
+from keras_sparsity.machines.settings import SEED_VARIABLE
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _TIMED_OUT = 124  # as of the command `timeout`
@@ -106,7 +106,7 @@ class Program:
     def _attempt(self, shared, logs, deadline, signals):
         """Runs all ranks once; returns their `_Watched`."""
         shared = {**shared, RESTARTS_VARIABLE: str(logs.restart)}
-        remote = network = None
+        remote, network = None, environment.Network()
         of_ranks = places(self.hosts)
         if not all(host.is_local for host in self.hosts):
             remote = Remote(self.ssh, self.python, names=self.variables)
@@ -120,19 +120,22 @@ class Program:
                 machines, of_ranks, firewall.given_networks(shared)
             )
         with (
+            Listener(of_ranks, network.here, network.networks) as listener,
             environment.of_ranks(
-                self.engine, of_ranks, shared, network
+                self.engine,
+                of_ranks,
+                {**shared, **listener.variables(bool(self.max_restarts))},
+                network,
             ) as environments,
             ProcessGroup(
-                logs.lost,
-                again := Again(logs.door, logs.restart),
+                listener.lost,
+                again := Again(listener, logs.restart),
                 again.needs,
             ) as processes,
         ):
             for place, variables in zip(of_ranks, environments, strict=True):
                 start = functools.partial(self._start, remote, place, logs)
-                if self.max_restarts and remote is None:
-                    variables = {**variables, DOOR_VARIABLE: logs.door}
+                if self.max_restarts:
                     of_rank = start, variables, self.max_restarts
                     again.add(place.rank, *of_rank, place.is_server)
                 processes.append(start(variables))
@@ -141,14 +144,13 @@ class Program:
             )
             watched.wait()
             watched.shown = logs.take_shown_error()
-            logs.end_lost(processes.lost())
+            if processes.lost():
+                logs.keep()  # their output
             watched.is_used_up = again.is_used_up
         return watched
 
     def _start(self, remote, place, logs, variables):
         log = None
-        if place.host.is_local:
-            variables = {**variables, LOST_VARIABLE: logs.lost}
         if place.rank > 0:
             log = logs.file(place.rank)
             # The last lines of a killed rank matter most.

@@ -7,7 +7,6 @@ the port and its path.
 """
 
 import contextlib
-import errno
 import hmac
 import secrets
 import socket
@@ -19,7 +18,7 @@ from horovod.runner.http.http_server import (
     RendezvousHTTPServer,
 )
 
-from keras_sparsity.machines import packet_filter
+from keras_sparsity.machines import addresses, packet_filter
 
 # A rank sends each other one its address, some 150 bytes.
 _BYTES_PER_RANK = 1024
@@ -43,7 +42,7 @@ def served(hostnames, topologies, here=None, networks=None):
     Yields:
         `(address, port)`, for Horovod's variables.
     """
-    server = _Server(_address_of(here), len(topologies), networks)
+    server = _Server(addresses.to_bind(here), len(topologies), networks)
     server.init(
         [
             SlotInfo(hostname, **vars(place))
@@ -57,21 +56,6 @@ def served(hostnames, topologies, here=None, networks=None):
     finally:
         server.shutdown()
         server.server_close()
-
-
-def _address_of(here):
-    """`here` if this machine has that address, else all of its own."""
-    if here is None:
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.bind((here, 0))
-        except OSError as error:
-            # Address translation gives the ranks another one.
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            return ""
-    return here
 
 
 def _end(request):

@@ -1,7 +1,9 @@
 """The addresses of this machine."""
 
 import contextlib
+import errno
 import ipaddress
+import os
 import re
 import socket
 
@@ -33,3 +35,33 @@ def towards(host):
             return probe.getsockname()[0]
     except (OSError, UnicodeError):
         return None
+
+
+def towards_launcher():
+    """This machine's addresses towards the launcher, which all ranks reach."""
+    found = []
+    for variable in ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "MASTER_ADDR"):
+        # A port and a secret may follow.
+        launcher = re.split("[:/]", os.environ.get(variable, ""))[0]
+        own = towards(launcher) if launcher else None
+        found += [own] if own else []
+    return found
+
+
+def to_bind(here):
+    """The address to listen at, to be reached at `here`.
+
+    That one if this machine has it, else all of its own; loopback for None.
+    """
+    if here is None:
+        return "127.0.0.1"
+    family = socket.AF_INET6 if ":" in here else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((here, 0))
+        except OSError as error:
+            # Address translation gives the ranks another one.
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            return ""
+    return here

@@ -1,43 +1,37 @@
-"""A file by which a process that was started anew joins a run of others.
+"""How a process that was started anew joins a run of others.
 
-Its folder is the launcher's, and only its user reads it: it has the secret of
-the connections of `health/channel.py`.
+The rank that decides tells the launcher the facts (`health/launcher.py`), which
+the launcher puts into the environment of the new process, as it does the facts
+by which ranks reach the launcher. Both have the secret of connections of
+`health/channel.py`.
 """
 
-import contextlib
 import functools
 import json
 import os
 
-# Path of the file, in an attempt of which ranks may be started anew.
-DOOR_VARIABLE = "KERAS_SPARSITY_DOOR"
-# Set in the process of a rank that was started anew.
+# Set where ranks may be lost: how to reach the launcher, and `restarts`.
+LAUNCHER_VARIABLE = "KERAS_SPARSITY_LAUNCHER"
+# Set in the process of a rank that was started anew: how it joins.
 JOINS_VARIABLE = "KERAS_SPARSITY_JOINS"
+
+
+def launcher():
+    """The facts of the launcher that hears of lost ranks, else None."""
+    return _given(LAUNCHER_VARIABLE)
 
 
 def is_wanted():
     """Whether the launcher starts lost ranks anew."""
-    return bool(os.environ.get(DOOR_VARIABLE))
+    return (launcher() or {}).get("restarts", False)
 
 
-def open_for(facts):
-    """Writes what a process must know that joins; the launcher then starts one.
-
-    The facts are a dict of what JSON can hold.
-    """
-    path = os.environ[DOOR_VARIABLE]
-    with contextlib.suppress(FileNotFoundError):
-        os.remove(path + ".part")
-    part = os.open(path + ".part", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(part, "w") as file:
-        json.dump(facts, file)
-    os.replace(path + ".part", path)
+def facts():
+    """The facts for this process, if it is to join a run, else None."""
+    return _given(JOINS_VARIABLE)
 
 
 @functools.cache
-def facts():
-    """The facts for this process, if it is to join a run, else None."""
-    if not os.environ.get(JOINS_VARIABLE):
-        return None
-    with open(os.environ[DOOR_VARIABLE]) as file:
-        return json.load(file)
+def _given(name):
+    text = os.environ.get(name)
+    return json.loads(text) if text else None

@@ -18,8 +18,6 @@ TIMEOUT_VARIABLE = "KERAS_SPARSITY_TIMEOUT"
 SEED_VARIABLE = "KERAS_SPARSITY_SEED"
 # The number of processes that are dedicated servers: the last ranks.
 SERVERS_VARIABLE = "KERAS_SPARSITY_SERVERS"
-# Path of the launcher's file of ranks without which the others go on.
-LOST_VARIABLE = "KERAS_SPARSITY_LOST"
 # Jobs of TF_CONFIG with a rank for each task, in the order of ranks.
 _JOBS = ("chief", "worker", "ps")
 # The ranks look at each other twice a second, and Python's lock may be held

@@ -1,6 +1,7 @@
 """Where the servers of other machines are found."""
 
 import json
+import socket
 import types
 
 import pytest
@@ -21,10 +22,22 @@ def test_machines_have_the_names_of_the_cluster(monkeypatch):
     assert own_host((0, 1)) == "[fd00::2]"
 
 
-def test_under_horovod_the_route_to_its_rendezvous_says_it(monkeypatch):
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
-    assert own_host((0, 1)) == "127.0.0.1"
+@pytest.mark.parametrize(
+    ("rendezvous", "expected"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.0.0.1:1234/secret", "127.0.0.1"),  # of `keras-sparsity run`
+        (None, socket.gethostname()),  # of MPI
+    ],
+)
+def test_under_horovod_the_route_to_its_rendezvous_says_it(
+    rendezvous, expected, monkeypatch
+):
+    for name in ("TF_CONFIG", "MASTER_ADDR", "HOROVOD_GLOO_RENDEZVOUS_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    if rendezvous:
+        monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", rendezvous)
+    assert own_host((0, 1)) == expected
 
 
 @pytest.mark.parametrize(

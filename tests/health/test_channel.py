@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import queue
 import socket
 import threading
 import time
@@ -76,7 +77,7 @@ def test_a_stranger_is_not_listened_to(says):
     def disturb(gathering):
         while "watch/address" not in gathering.seen:
             pass
-        _, port, _ = gathering.seen["watch/address"][0]
+        port = gathering.seen["watch/address"][0]["port"]
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(says)
 
@@ -151,7 +152,7 @@ def connect_behind(strangers, size, until=lambda: None):
         try:
             while "watch/address" not in gathering.seen:
                 time.sleep(0.01)
-            strangers.come(gathering.seen["watch/address"][0][1])
+            strangers.come(gathering.seen["watch/address"][0]["port"])
             until()
         finally:
             have_come.set()
@@ -221,3 +222,29 @@ def _has_ended(stranger, seconds):
     except OSError:
         pass
     return True
+
+
+def test_a_door_is_open_until_it_is_closed():
+    admitted = queue.SimpleQueue()
+    server, hosts = channel.listen(True, 2, 0)
+    door = channel.Door(server, hosts, lambda *given: admitted.put(given))
+    for rank in (1, 0):
+        own = channel.call(door.facts, rank, "The other one")
+        found, far = admitted.get(timeout=10)
+        assert found == rank
+        own.send(kind="hello")
+        assert far.receive() == {"kind": "hello"}
+    door.close()
+    own.send(kind="later")  # on a connection that was made before
+    assert far.receive() == {"kind": "later"}
+    for facts in (door.facts, {**door.facts, "secret": "00"}):
+        with pytest.raises(RuntimeError, match="The other one could not be"):
+            channel.call(facts, 1, "The other one", 0.1)
+
+
+def test_a_wrong_secret_is_not_admitted():
+    server, hosts = channel.listen(True, 2, 0)
+    door = channel.Door(server, hosts, lambda *given: pytest.fail())
+    with pytest.raises(RuntimeError, match="could not be reached"):
+        channel.call({**door.facts, "secret": "00" * 32}, 1, "It", 0.1)
+    door.close()

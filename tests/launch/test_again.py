@@ -1,19 +1,19 @@
 """Which lost ranks the launcher starts anew."""
 
+import json
 from unittest import mock
 
 import pytest
 
 from keras_sparsity.launch.again import Again
+from keras_sparsity.machines.door import JOINS_VARIABLE
 
 
 @pytest.mark.parametrize("code, is_started", [(1, True), (0, False)])
 def test_one_that_has_left_by_itself_does_not_come_back(
-    code, is_started, tmp_path, capsys
+    code, is_started, capsys
 ):
-    door = tmp_path / "door"
-    door.touch()
-    again = Again(str(door), 0)
+    again = Again(mock.Mock(facts={"size": 2}), 0)
     again.add(1, start := mock.Mock(), {}, 3)
     lost = mock.Mock(rank=1, returncode=code, log_path=None)
     lost.describe_end.return_value = f"exited with code {code}"
@@ -22,12 +22,21 @@ def test_one_that_has_left_by_itself_does_not_come_back(
     said = capsys.readouterr().err
     assert f"rank 1 exited with code {code}; others go on" in said
     assert ("starts anew" in said) is is_started
+    if is_started:
+        (variables,) = start.call_args.args
+        assert json.loads(variables[JOINS_VARIABLE]) == {"size": 2}
 
 
-def test_others_do_not_go_on_without_one_that_is_needed(tmp_path, capsys):
-    door = tmp_path / "door"
-    door.touch()
-    again = Again(str(door), 0)
+def test_without_facts_none_starts(capsys):
+    again = Again(mock.Mock(facts=None), 0)
+    again.add(1, mock.Mock(), {}, 3)
+    lost = mock.Mock(rank=1, returncode=1, log_path=None)
+    assert again(lost, True) is None
+    assert capsys.readouterr().err.endswith("others go on.\n")
+
+
+def test_others_do_not_go_on_without_one_that_is_needed(capsys):
+    again = Again(mock.Mock(facts={}), 0)
     again.add(1, start := mock.Mock(), {}, 1, is_needed=True)
     again.add(2, mock.Mock(), {}, 1)
     assert again.needs(1) and not again.needs(2)

@@ -46,8 +46,8 @@ def test_a_given_folder_is_made_and_stays(tmp_path):
 
 def test_files_of_an_earlier_run_are_removed(tmp_path):
     for name in (
-        *("rank-1.log", "rank-20.restart-3.log", "rank-0.log.lost"),
-        *("rank-0.log.door", "notes.log", "rank-1.log.txt"),
+        *("rank-1.log", "rank-20.restart-3.log"),
+        *("notes.log", "rank-1.log.txt"),
     ):
         (tmp_path / name).touch()
     with LogFolder(tmp_path):
@@ -67,14 +67,3 @@ def test_a_shown_error_is_taken_once(tmp_path):
             file.write("an error\n")
         assert logs.take_shown_error() == ["an error"]
         assert not logs.take_shown_error()
-
-
-@pytest.mark.parametrize("lost", [[], [2]])
-def test_output_of_lost_ranks_is_kept(lost):
-    with LogFolder(None) as logs:
-        for path in (logs.lost, logs.door, logs.file(2)):
-            open(path, "w").close()
-        logs.end_lost(lost)
-        assert os.listdir(logs.path) == ["rank-2.log"]
-    assert os.path.exists(logs.path) == bool(lost)
-    shutil.rmtree(logs.path, ignore_errors=True)

@@ -132,11 +132,7 @@ def test_leaving_the_block_ends_all(tmp_path):
 
 def test_lost_ranks_start_anew_while_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "GRACE_SECONDS", 0.5)
-    path, told = tmp_path / "lost", []
-
-    def lose(rank):
-        with open(path, "a") as file:
-            file.write(f"{rank}\n")
+    lost, told = set(), []
 
     def on_lost(process, goes_on):
         told.append((process.rank, goes_on))
@@ -151,7 +147,7 @@ def test_lost_ranks_start_anew_while_others_go_on(tmp_path, monkeypatch):
 
     def polls(group):
         os.kill(group.processes[1].pid, signal.SIGKILL)
-        lose(1)
+        lost.add(1)
         yield from until(lambda: told == [(1, True)])
         # Its new process dies with another rank: others may not go on.
         for rank in (2, 1):
@@ -161,15 +157,15 @@ def test_lost_ranks_start_anew_while_others_go_on(tmp_path, monkeypatch):
             yield
         yield
         assert told == [(1, True)]
-        lose(2)
+        lost.add(2)
         yield from until(lambda: len(told) == 3)
         assert told[1:] == [(2, True), (1, True)]
         yield from until(group.processes[0].last_lines)
-        lose(3)
+        lost.add(3)
         group.stop()
         yield from until(lambda: False)
 
-    with ProcessGroup(str(path), on_lost) as group:
+    with ProcessGroup(lost, on_lost) as group:
         _start(group, [_IGNORE_SIGTERM, _SLEEP, _SLEEP, _SLEEP], tmp_path)
         group.wait(polls(group).__next__)
     assert told[3:] == [(3, False)]
@@ -179,14 +175,13 @@ def test_lost_ranks_start_anew_while_others_go_on(tmp_path, monkeypatch):
 def test_a_needed_rank_without_a_new_process_fails(
     is_needed, tmp_path, short_waits
 ):
-    path, told = tmp_path / "lost", []
-    path.write_text("1\n")
+    told = []
 
     def on_lost(process, goes_on):
         told.append(process.rank)
 
     is_of = {1: is_needed}.get
-    with ProcessGroup(str(path), on_lost, is_of) as group:
+    with ProcessGroup({1}, on_lost, is_of) as group:
         programs = [_SLEEP if is_needed else "", "import sys; sys.exit(3)"]
         _start(group, programs, tmp_path)
         group.wait()
@@ -196,13 +191,13 @@ def test_a_needed_rank_without_a_new_process_fails(
 
 
 def test_a_rank_that_is_lost_too_late_is_the_cause(tmp_path, short_waits):
-    path = tmp_path / "lost"
+    lost = set()
 
     def poll():
         if group.processes[0].we_ended_it:
-            path.write_text("1\n")
+            lost.add(1)
 
-    with ProcessGroup(str(path)) as group:
+    with ProcessGroup(lost) as group:
         _start(group, [_SLEEP, "import sys; sys.exit(3)"], tmp_path)
         group.wait(poll)
         assert group.failed() == [] and not group.succeeded()

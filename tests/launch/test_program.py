@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import types
 
@@ -17,7 +16,7 @@ import pytest
 from keras_sparsity import launch
 from tests import forked, server_functions
 from tests.conftest import engines
-from tests.launch_functions import is_running
+from tests.launch_functions import is_running, ssh_client
 
 _ROOT = str(pathlib.Path(__file__).parents[2])
 
@@ -307,31 +306,7 @@ def test_ranks_do_not_outlive_the_launcher(script):
 
 @pytest.fixture
 def ssh(tmp_path):
-    """A stand-in for the ssh client, which runs the command here.
-
-    As behind a real one there is nothing of our environment.
-    """
-    path = tmp_path / "ssh"
-    path.write_text(
-        textwrap.dedent("""\
-        #!/bin/sh
-        host=$1
-        shift
-        case $host in
-        down)
-            echo "ssh: connect to host down: Connection refused" >&2
-            exit 255 ;;
-        old)
-            read -r greeting
-            echo "Welcome to this host."
-            echo '{"versions": {"python": "3.9.1"}, "has_script": false}'
-            exit 0 ;;
-        esac
-        exec env -i HOME="$HOME" PATH="$PATH" sh -c "$*"
-        """)
-    )
-    path.chmod(0o755)
-    return str(path)
+    return ssh_client(tmp_path)
 
 
 # A rank that fails behind ssh is told in `test_remote.py`, too.
