@@ -25,8 +25,8 @@ def results_are_global(metrics, collectives, of_losses=list):
             results are likely to be read. Those of others are global too,
             each by a message of its own.
         of_losses: function without arguments that lists the metrics of losses.
-            Their values are of the global batch on every rank, each counts
-            one, and so ranks without examples update them as well.
+            Their values are of the global batch on every rank. Each rank counts
+            one, also those without examples, or the number of its examples.
 
     Yields:
         List that the tensors of all results are appended to.
@@ -71,9 +71,10 @@ class _GlobalState:
             self._is_updating
             or not getattr(metric, "built", True)
             or keras_scopes.is_tracing_shapes()
-            or self._is_of_loss(metric)
         ):
             return stock(*args, **kwargs)
+        if self._is_of_loss(metric):
+            return stock(*args, **_without_stand_ins(kwargs))
         of_batch = self._of_batch(metric, *args, **kwargs)
         skipped = {id(metric) for metric, *_ in of_batch}
 
@@ -151,6 +152,18 @@ class _GlobalState:
         known = self._values.get(id(variable))
         # A tensor of a branch or a loop stays within.
         return known is not None and known[1] is _graph()
+
+
+def _without_stand_ins(kwargs):
+    """Arguments of a loss metric's update, of a rank's examples alone."""
+    weight = kwargs.get("sample_weight")
+    if weight is None:  # each rank counts one
+        return kwargs
+    # The size of the rank's part, where Keras knows it, as in eager steps.
+    weight = tf.where(
+        empty_parts.has_examples(), tf.cast(weight, tf.float32), 0.0
+    )
+    return {**kwargs, "sample_weight": weight}
 
 
 def _graph():

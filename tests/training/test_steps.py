@@ -17,26 +17,34 @@ from tests.conftest import engines
 pytestmark = pytest.mark.smoke
 
 
-def two_outputs():
-    """Losses of two outputs; the last batch has one example."""
+def two_outputs(run_eagerly):
+    """Losses of two outputs; the last batch has one example.
+
+    In eager steps Keras knows the sizes of batches, by which it weights them.
+    """
     keras.utils.set_random_seed(0)
     inputs = keras.Input((3,))
     outputs = {n: keras.layers.Dense(1, name=n)(inputs) for n in ("a", "b")}
     model = keras.Model(inputs, outputs)
     strategy = ks.HybridStrategy()
     with strategy.scope():
-        model.compile(keras.optimizers.SGD(0.1), {"a": "mse", "b": "mae"})
+        model.compile(
+            keras.optimizers.SGD(0.1),
+            {"a": "mse", "b": "mae"},
+            run_eagerly=run_eagerly,
+        )
     x = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
     labels = {"a": x[:, :1], "b": x[:, 1:2]}
     options = {"batch_size": 6, "shuffle": False, "verbose": 0}
     return model.fit(x, labels, epochs=2, **options).history
 
 
+@pytest.mark.parametrize("run_eagerly", [False, True])
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_losses_of_outputs_count_each_batch_alike(cluster, engine):
-    expected = two_outputs()
+def test_losses_of_outputs_count_batches_as_keras(cluster, engine, run_eagerly):
+    expected = two_outputs(run_eagerly)
     assert set(expected) == {"a_loss", "b_loss", "loss"}
-    for found in cluster(engine, 3).run(two_outputs):
+    for found in cluster(engine, 3).run(two_outputs, run_eagerly):
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, 1e-5, err_msg=name)
 
