@@ -1,5 +1,6 @@
 """Messages among all ranks by way of a server, without those that are lost."""
 
+import logging
 import pickle
 import time
 
@@ -37,11 +38,10 @@ def lasting(collectives):
         servers = tf_servers.started(collectives)
         letters = Letters(servers, collectives)
         servers.add(letters)
-        watch.go_on_without(range(collectives.num_workers), servers.change)
-        one_machine = channel.is_one_machine(collectives.gather_objects)
-        if servers.is_first:
-            _tell_launcher(servers, collectives, one_machine)
+        _tell_launcher(servers, collectives)
         end_groups(collectives)
+        # The engine, which may not outlast a loss, has but one message left.
+        watch.go_on_without(range(collectives.num_workers), servers.change)
         collectives.barrier("servers/lasting")
         made = _among(letters, range(collectives.size), collectives)
         tf_servers.share(made, servers)
@@ -50,18 +50,28 @@ def lasting(collectives):
     return _lasting[collectives]
 
 
-def _tell_launcher(servers, collectives, one_machine):
+def _tell_launcher(servers, collectives):
     """Connects, before a process is lost; says how new processes join."""
-    facts = None
-    if door.is_wanted():
-        facts = {
-            "size": collectives.size,
-            "servers": collectives.num_servers,
-            "machines": collectives.machines,
-            "addresses": servers.addresses,
-            "watch": watch.open_door(collectives.size, one_machine),
-        }
-    launcher.tell(collectives.rank, facts=facts)
+    one_machine = channel.is_one_machine(collectives.gather_objects)
+    facts = problem = None
+    if servers.is_first:
+        if door.is_wanted():
+            facts = {
+                "size": collectives.size,
+                "servers": collectives.num_servers,
+                "machines": collectives.machines,
+                "addresses": servers.addresses,
+                "watch": watch.open_door(collectives.size, one_machine),
+            }
+        launcher.tell(collectives.rank, facts=facts)
+        problem = launcher.problem(collectives.rank)
+    problems = collectives.gather_objects(problem, "servers/launcher")
+    if any(problems) and collectives.rank == 0:
+        logging.getLogger(__name__).warning(
+            "The loss of a process will end the run, as the launcher will not "
+            "hear that the others go on. %s",
+            *filter(None, problems),
+        )
 
 
 def joining(collectives):

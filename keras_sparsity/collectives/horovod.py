@@ -19,7 +19,7 @@ from keras_sparsity.collectives.engine import Engine, Route
 from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.collectives.wire import wires
 from keras_sparsity.health import arrival, meter
-from keras_sparsity.machines import settings, topology
+from keras_sparsity.machines import addresses, settings, topology
 
 try:
     import horovod.tensorflow as hvd
@@ -52,6 +52,7 @@ def bring_up():
     # `health` decides how long to wait instead, and gives the reason.
     os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(24 * 3600))
     _check_rendezvous()
+    _choose_interface()
     hvd.init(process_sets="dynamic" if _may_need_groups() else None)
     place = topology.override(hvd.rank(), hvd.size())
     if place is not None:
@@ -89,6 +90,18 @@ def _check_rendezvous():
             "`horovodrun`) serves it while the ranks run: it has ended, or its "
             "machine cannot be reached from here."
         )
+
+
+def _choose_interface():
+    """Has Gloo listen where the launcher reaches this machine.
+
+    By default it takes the address of the machine's name, which on Debian is
+    one of loopback.
+    """
+    own = [a for a in addresses.towards_launcher() if not a.startswith("127.")]
+    name = addresses.interface(own[0]) if _rendezvous() and own else None
+    if name is not None:
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", name)
 
 
 def others():

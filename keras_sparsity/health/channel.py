@@ -180,7 +180,8 @@ def _own_addresses(rank):
     hosts += addresses.towards_launcher()
     if os.environ.get("HOROVOD_HOSTNAME"):
         hosts.append(os.environ["HOROVOD_HOSTNAME"])
-    hosts.append(socket.gethostname())
+    # Under MPI others may not know the machine's name.
+    hosts += [socket.gethostname(), *addresses.of_interfaces()]
     return list(dict.fromkeys(hosts))
 
 

@@ -1,7 +1,6 @@
 """Messages of the rank that decides to the launcher, on whatever machine."""
 
 import functools
-import logging
 
 from keras_sparsity.health import channel
 from keras_sparsity.machines import door
@@ -17,21 +16,22 @@ def tell(rank, **message):
         rank: This process's, which decides.
         message: See `launch/listener.py`.
     """
-    to_launcher = _connected(rank)
+    to_launcher, _ = _connected(rank)
     return to_launcher is not None and to_launcher.send(**message)
+
+
+def problem(rank):
+    """Why the launcher hears nothing, in words; None if it does, or is none."""
+    return _connected(rank)[1]
 
 
 @functools.cache
 def _connected(rank):
+    """`(channel or None, problem or None)`."""
     facts = door.launcher()
     if facts is None:
-        return None
+        return None, None
     try:
-        return channel.call(facts, rank, "The launcher", _CONNECT_SECONDS)
+        return channel.call(facts, rank, "The launcher", _CONNECT_SECONDS), None
     except RuntimeError as error:
-        logging.getLogger(__name__).warning(
-            "The loss of a process will end the run, as the launcher will not "
-            "hear that the others go on. %s",
-            error,
-        )
-        return None
+        return None, str(error)

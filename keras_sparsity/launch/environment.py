@@ -158,7 +158,7 @@ def of_ranks(engine, places, shared, network=None):
         for is_server in (False, True)
     )
     num_processes = busy | servers
-    with _VARIABLES[engine](places, network) as of_engine:
+    with _VARIABLES[engine](places, network, shared) as of_engine:
         yield [
             {
                 **_thread_defaults(
@@ -192,15 +192,16 @@ def _of_place(place, places, network):
 
 
 @contextlib.contextmanager
-def _local_variables(places, network):
+def _local_variables(places, network, shared):
     yield [{} for _ in places]
 
 
 @contextlib.contextmanager
-def _native_variables(places, network):
-    addresses = network.addresses or ["127.0.0.1"] * len(places)
+def _native_variables(places, network, shared):
+    hosts = network.addresses or ["127.0.0.1"] * len(places)
+    hosts = [f"[{host}]" if ":" in host else host for host in hosts]  # IPv6
     with _ports(places, network) as numbers:
-        workers = [f"{a}:{p}" for a, p in zip(addresses, numbers, strict=True)]
+        workers = [f"{h}:{p}" for h, p in zip(hosts, numbers, strict=True)]
         yield [
             {
                 "TF_CONFIG": json.dumps(
@@ -221,7 +222,7 @@ def _ports(places, network):
 
 
 @contextlib.contextmanager
-def _horovod_variables(places, network):
+def _horovod_variables(places, network, shared):
     from keras_sparsity.launch import rendezvous
 
     # Gloo groups processes by the names of machines, emulated ones too.
@@ -236,7 +237,7 @@ def _horovod_variables(places, network):
         yield [
             {
                 # The user may set another interface.
-                **{k: os.environ.get(k, v) for k, v in loopback.items()},
+                **{k: shared.get(k, v) for k, v in loopback.items()},
                 **{
                     f"HOROVOD_{name.upper()}": str(value)
                     for name, value in vars(place.topology).items()

@@ -3,6 +3,8 @@
 import signal
 import time
 
+from keras_sparsity.launch.rank_process import CLIENT_SECONDS
+
 # Ranks notice a lost one by themselves (`health/watch.py`) and report the
 # collective they were waiting in; they get this long to do so.
 LAST_WORDS_SECONDS = 5.0
@@ -10,8 +12,6 @@ LAST_WORDS_SECONDS = 5.0
 LOST_SECONDS = 12.0
 # From the first signal to SIGKILL: all ranks end within 10 s of Ctrl-C.
 GRACE_SECONDS = 7.0
-# Until an ssh client ends after its remote process.
-_CLIENT_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 
 
@@ -206,7 +206,7 @@ class ProcessGroup:
     def kill(self):
         """Ends the running ranks at once."""
         self.send_signal(signal.SIGKILL)
-        deadline = time.monotonic() + _CLIENT_SECONDS
+        deadline = time.monotonic() + CLIENT_SECONDS
         while self.running() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         self._end_clients()
@@ -218,7 +218,7 @@ class ProcessGroup:
     def _send_stop(self):
         self.send_signal(self._stop_signals[0])
         is_last = self._stop_signals == [signal.SIGKILL]
-        seconds = _CLIENT_SECONDS if is_last else self._stage_seconds
+        seconds = CLIENT_SECONDS if is_last else self._stage_seconds
         self._deadline = time.monotonic() + seconds
 
     def _end_clients(self):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import ipaddress
+import os
 import random
 import signal
 import sys
@@ -17,12 +18,15 @@ from keras_sparsity.launch.listener import Listener
 from keras_sparsity.launch.log_folder import LogFolder
 from keras_sparsity.launch.processes import ProcessGroup
 from keras_sparsity.launch.rank_process import start_here
-from keras_sparsity.launch.remote import Remote
+from keras_sparsity.launch.remote import HostError, Remote
 from keras_sparsity.machines import addresses, firewall
 from keras_sparsity.machines.settings import SEED_VARIABLE
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _TIMED_OUT = 124  # as of the command `timeout`
+# From a restart that a host could not take part in to the next one.
+_HOST_SECONDS = 30.0
 # More would scroll the first rank's error off the screen.
 _MAX_TAILS = 3
 
@@ -87,7 +91,16 @@ class Program:
             deadline = time.monotonic() + self.timeout_seconds
         with LogFolder(self.log_dir) as logs:
             for logs.restart in range(self.max_restarts + 1):
-                watched = self._attempt(shared, logs, deadline, signals)
+                try:
+                    watched = self._attempt(shared, logs, deadline, signals)
+                except HostError as error:
+                    if logs.restart == 0:
+                        raise
+                    # A machine that was lost may be there again later.
+                    say(str(error))
+                    if logs.restart < self.max_restarts:
+                        _wait(_HOST_SECONDS, deadline, signals)
+                    continue
                 code = watched.exit_code()
                 if code == 0:
                     return 0
@@ -109,16 +122,10 @@ class Program:
         remote, network = None, environment.Network()
         of_ranks = places(self.hosts)
         if not all(host.is_local for host in self.hosts):
-            remote = Remote(self.ssh, self.python, names=self.variables)
-            # This machine's GPUs say nothing about others'.
-            shared.pop("CUDA_VISIBLE_DEVICES", None)
-            script = self.target[0] if self.kind == "script" else ""
-            machines = remote.check(
-                self.hosts, self.engine, shared, script, signals.check
-            )
-            network = _network(
-                machines, of_ranks, firewall.given_networks(shared)
-            )
+            if _GPUS not in self.variables:
+                # This machine's say nothing about others'.
+                shared.pop(_GPUS, None)
+            remote, network = self._checked(of_ranks, shared, signals)
         with (
             Listener(of_ranks, network.here, network.networks) as listener,
             environment.of_ranks(
@@ -149,8 +156,20 @@ class Program:
             watched.is_used_up = again.is_used_up
         return watched
 
+    def _checked(self, of_ranks, shared, signals):
+        """`(Remote, environment.Network)` of hosts that can take part."""
+        remote = Remote(self.ssh, self.python, names=self.variables)
+        script = self.target[0] if self.kind == "script" else ""
+        machines = remote.check(
+            self.hosts, self.engine, shared, script, signals.check
+        )
+        networks = firewall.given_networks(shared)
+        return remote, _network(machines, of_ranks, networks)
+
     def _start(self, remote, place, logs, variables):
         log = None
+        if place.host.is_local and _GPUS in os.environ:
+            variables = {_GPUS: os.environ[_GPUS], **variables}
         if place.rank > 0:
             log = logs.file(place.rank)
             # The last lines of a killed rank matter most.
@@ -177,8 +196,10 @@ def _network(machines, of_ranks, given):
         of_ranks: List of `Place`, by rank.
         given: The networks in the environment; None for any.
     """
-    found = filter(None, (machine.launcher_address for machine in machines))
-    here = next(found, "127.0.0.1")
+    found = [m.launcher_address for m in machines if m.launcher_address]
+    # The launcher's machine may be among them by its name, and sees loopback.
+    found.sort(key=lambda address: ipaddress.ip_address(address).is_loopback)
+    here = next(iter(found), "127.0.0.1")
     networks = None
     if given is not None:
         own = [here, *addresses.of_interfaces()]
@@ -198,6 +219,13 @@ def _network(machines, of_ranks, given):
         networks=networks,
         cores=[machine.num_cores for machine in machines],
     )
+
+
+def _wait(seconds, deadline, signals):
+    end = time.monotonic() + seconds
+    while time.monotonic() < min(end, deadline or end):
+        signals.check()
+        time.sleep(0.1)
 
 
 class _Interrupted(Exception):

@@ -14,6 +14,8 @@ from keras_sparsity.launch._boot import DUMP_LETTER, LIFELINE_VARIABLE, SIGNALS
 
 _LETTERS = {number: letter for letter, number in SIGNALS.items()}
 SSH_FAILED = 255  # the ssh client's exit code
+# Until an ssh client ends after its remote process.
+CLIENT_SECONDS = 1.0
 
 # TensorFlow 2.21 prints these in every process at any log level.
 _BANNER = re.compile(r"WARNING: All log messages before absl|I0000 00:00:")
@@ -127,7 +129,11 @@ class RankProcess:
     def end(self):
         """Ends it at once, also if it is stopped."""
         self.send_signal(signal.SIGKILL)
-        self.wait()
+        try:
+            self.wait(CLIENT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.end_client()  # of a machine that is lost
+            self.wait()
         self.close_lifeline()
 
     def dump_stacks(self):

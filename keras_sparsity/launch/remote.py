@@ -307,9 +307,13 @@ def _machine(host, answer):
 
 
 def _launcher_address(address, connection):
-    if address is None or len(connection) == 4:
-        return connection[0] if address else None
-    return addresses.towards(address)
+    if address is None:
+        return None
+    seen = connection[0] if len(connection) == 4 else None
+    if seen is None or ":" in seen:
+        # Horovod's rendezvous has no IPv6.
+        return addresses.towards(address) or seen
+    return seen
 
 
 def _resolves(name):

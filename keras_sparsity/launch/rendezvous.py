@@ -42,6 +42,12 @@ def served(hostnames, topologies, here=None, networks=None):
     Yields:
         `(address, port)`, for Horovod's variables.
     """
+    if ":" in (here or ""):
+        raise ValueError(
+            "Horovod's processes connect by IPv4. Received: hosts that see "
+            f"this machine at {here}. Give it an IPv4 address that they reach, "
+            "or use the native engine."
+        )
     server = _Server(addresses.to_bind(here), len(topologies), networks)
     server.init(
         [

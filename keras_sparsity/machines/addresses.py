@@ -1,11 +1,15 @@
 """The addresses of this machine."""
 
 import contextlib
-import errno
+import fcntl
 import ipaddress
 import os
 import re
 import socket
+import struct
+
+# `SIOCGIFADDR`, of Linux's bits/ioctls.h.
+_GET_ADDRESS = 0x8915
 
 
 def of_interfaces():
@@ -48,6 +52,18 @@ def towards_launcher():
     return found
 
 
+def interface(address):
+    """The name of the interface that has an IPv4 address, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            with contextlib.suppress(OSError):  # It has no address.
+                answer = fcntl.ioctl(probe, _GET_ADDRESS, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
 def to_bind(here):
     """The address to listen at, to be reached at `here`.
 
@@ -56,12 +72,10 @@ def to_bind(here):
     if here is None:
         return "127.0.0.1"
     family = socket.AF_INET6 if ":" in here else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((here, 0))
-        except OSError as error:
-            # Address translation gives the ranks another one.
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-            return ""
+    except OSError:
+        # Address translation gives the ranks another one.
+        return "::" if family == socket.AF_INET6 else ""
     return here

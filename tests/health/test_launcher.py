@@ -29,9 +29,10 @@ def given(monkeypatch):
 def test_without_a_launcher_none_hears():
     assert not launcher.tell(2, lost=1)
     assert door.launcher() is None and not door.is_wanted()
+    assert launcher.problem(2) is None
 
 
-def test_one_that_cannot_be_reached_is_told_of_once(given, monkeypatch, caplog):
+def test_one_that_cannot_be_reached_is_a_problem(given, monkeypatch):
     monkeypatch.setattr(launcher, "_CONNECT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
@@ -40,6 +41,4 @@ def test_one_that_cannot_be_reached_is_told_of_once(given, monkeypatch, caplog):
     assert door.is_wanted()
     for lost in (None, 1):
         assert not launcher.tell(2, lost=lost)
-    (record,) = caplog.records
-    assert "will end the run" in record.message
-    assert "The launcher could not be reached" in record.message
+    assert "The launcher could not be reached" in launcher.problem(2)

@@ -53,6 +53,13 @@ def test_hosts_have_their_own_addresses_cores_and_gpus():
         assert "KERAS_SPARSITY_TOPOLOGY" not in variables
 
 
+def test_addresses_of_ipv6_stand_in_brackets():
+    network = environment.Network(addresses=["fd00::1", "b"], ports=[1, 2])
+    found = variables_of("native", [Host("a"), Host("b")], network)
+    workers = json.loads(found[0]["TF_CONFIG"])["cluster"]["worker"]
+    assert workers == ["[fd00::1]:1", "b:2"]
+
+
 def test_emulated_machines_share_the_cores():
     network = environment.Network(cores=[8, 8])
     found = variables_of("native", local_hosts(4, machines=2), network)
@@ -72,7 +79,7 @@ def test_shared_variables_take_precedence_over_defaults():
 
 def test_variables_of_an_outer_launcher_are_left_out(monkeypatch):
     outer = ["TF_CONFIG", "HOROVOD_RANK", "HOROVOD_CROSS_SIZE"]
-    outer += ["KERAS_SPARSITY_DOOR", "KERAS_SPARSITY_JOINS"]
+    outer += ["KERAS_SPARSITY_LAUNCHER", "KERAS_SPARSITY_JOINS"]
     for name in (*outer, "OTHER"):
         monkeypatch.setenv(name, "1")
     shared = environment.shared({"TF_CPP_MIN_LOG_LEVEL": "0"})

@@ -1,6 +1,7 @@
 """Ranks tell the launcher who is lost, and how a new process joins."""
 
 import json
+import socket
 import time
 
 import pytest
@@ -48,15 +49,27 @@ def test_without_servers_none_is_open():
         assert listener.variables(True) == {}
 
 
-@pytest.mark.parametrize("here", ["127.0.0.2", "192.0.2.1", "::1"])
-def test_it_is_reached_at_its_address(here):
-    """The second one is no address of this machine, but of a translation."""
+_IPV6 = pytest.mark.skipif(
+    not socket.has_dualstack_ipv6(), reason="This machine has no IPv6"
+)
+
+
+@pytest.mark.parametrize(
+    ("here", "bound", "reached"),
+    [
+        ("127.0.0.2", "127.0.0.2", "127.0.0.2"),
+        # Of no machine here, but of a translation.
+        ("192.0.2.1", "", "127.0.0.1"),
+        pytest.param("::1", "::1", "::1", marks=_IPV6),
+        pytest.param("2001:db8::5", "::", "::1", marks=_IPV6),
+    ],
+)
+def test_it_is_reached_at_its_address(here, bound, reached):
+    assert addresses.to_bind(here) == bound
     with Listener(_OF_RANKS, here, []) as listener:
         facts = _facts(listener)
         assert facts["hosts"] == [here]
-        if here == "192.0.2.1":
-            assert addresses.to_bind(here) == ""
-            facts["hosts"] = ["127.0.0.1"]
+        facts["hosts"] = [reached]
         own = channel.call(facts, 2, "The launcher")
         own.send(lost=1)
         _until(lambda: listener.lost == {1})
