@@ -49,11 +49,17 @@ def functional_calls(functional):
             node.operation,
             list(node.input_tensors),
             list(node.outputs),
-            [*node.arguments.args, *node.arguments.kwargs.values()],
+            _in_order(node.arguments),
             node.operation.name,
         )
         for node in _nodes(functional)
     ]
+
+
+def _in_order(arguments):
+    """List of a call's arguments; `inputs` is a layer's first."""
+    names = sorted(arguments.kwargs, key=lambda name: name != "inputs")
+    return [*arguments.args, *(arguments.kwargs[name] for name in names)]
 
 
 def flat_calls(functional):

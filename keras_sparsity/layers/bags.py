@@ -43,7 +43,7 @@ def combined(inputs, weights, combiner, mask_zero, rows_of):
         each = tf.concat([shape, tf.shape(values)[1:]], axis=0)
         return tf.reduce_sum(tf.reshape(values, each), axis=last)
 
-    found = vectors(tf.reshape(inputs, [-1]), weights, sums)
+    found = vectors(tf.reshape(inputs, [-1]), weights, _in_32_bits(sums))
     return tf.ensure_shape(found, [*inputs.shape[:-1], None])
 
 
@@ -86,7 +86,23 @@ def _vectors(ids, weights, sums, combiner, mask_zero, rows_of):
 
 def _sums_of(bags, num_bags):
     """A function that sums values by bag, from the bag of each value."""
-    return lambda values: tf.math.unsorted_segment_sum(values, bags, num_bags)
+    return _in_32_bits(
+        lambda values: tf.math.unsorted_segment_sum(values, bags, num_bags)
+    )
+
+
+def _in_32_bits(sums):
+    """A function that sums values, with 16 bits in float32.
+
+    TensorFlow adds them to 16 bits, where 256 + 1 may be 256.
+    """
+
+    def summed(values):
+        if values.dtype.size > 2:
+            return sums(values)
+        return tf.cast(sums(tf.cast(values, tf.float32)), values.dtype)
+
+    return summed
 
 
 def _like(weights, kind):

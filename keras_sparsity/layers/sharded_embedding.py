@@ -12,6 +12,11 @@ from keras_sparsity.tables import initial_values
 from keras_sparsity.tables.arguments import check_spreading
 from keras_sparsity.tables.sharded_table import ShardedTable
 
+_NOT_QUANTIZED = (
+    "Quantization is not supported by ShardedEmbedding. `ks.export(model)` "
+    "gives a model of stock layers that can be quantized."
+)
+
 
 @keras.saving.register_keras_serializable(package="keras_sparsity")
 class ShardedEmbedding(keras.layers.Embedding):
@@ -114,6 +119,8 @@ class ShardedEmbedding(keras.layers.Embedding):
             mask_zero=mask_zero,
             **kwargs,
         )
+        if self.dtype_policy.quantization_mode is not None:
+            raise ValueError(_NOT_QUANTIZED)
         self.num_partitions = num_partitions
         self.partition_group = partition_group
         self.architecture = architecture
@@ -160,7 +167,7 @@ class ShardedEmbedding(keras.layers.Embedding):
         self._embeddings.trainable = self.trainable
         self.built = True
 
-    def call(self, inputs, training=None):
+    def call(self, inputs):
         if isinstance(inputs, tf.RaggedTensor):
             return tf.ragged.map_flat_values(self._rows, inputs)
         return self._rows(inputs)
@@ -192,20 +199,18 @@ class ShardedEmbedding(keras.layers.Embedding):
         )
 
     def quantize(self, *args, **kwargs):
-        raise ValueError(
-            "Quantization is not supported by ShardedEmbedding. "
-            "`ks.export(model)` gives a model of stock layers that can be "
-            "quantized."
-        )
+        raise ValueError(_NOT_QUANTIZED)
 
     def save_own_variables(self, store):
         if self.built:
             store["0"] = self.table.read()
 
     def load_own_variables(self, store):
-        if not self.built:
+        if "0" in store.keys():
             self.build()
-        self.table.assign(store["0"][...])
+            self.table.assign(store["0"][...])
+        else:  # It was saved before its first call.
+            super().load_own_variables(store)
 
     def get_config(self):
         config = super().get_config()

@@ -83,7 +83,8 @@ class TableVariable(keras.Variable):
         return np.asarray(self.numpy(), dtype=dtype)
 
     def assign(self, value):
-        if tf.is_tensor(value) and not self.table.is_sharded:
+        is_value = tf.is_tensor(value) or not tf.executing_eagerly()
+        if is_value and not self.table.is_sharded:
             self.assign_whole(value)  # also in a step, as a constraint does
         elif tf.executing_eagerly():
             self.table.assign(value)

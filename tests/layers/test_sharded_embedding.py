@@ -401,6 +401,66 @@ def test_loads_what_stock_keras_saves():
     np.testing.assert_array_equal(layer.get_weights()[0], whole)
 
 
+class Late(keras.Model):
+    """Builds a sequential model within its own call; or never calls it."""
+
+    def __init__(self, is_called=True, **kwargs):
+        super().__init__(**kwargs)
+        self.is_called = is_called
+        self.tower = keras.Sequential(
+            [
+                ks.layers.ShardedEmbedding(ROWS, DIM, name="words"),
+                keras.layers.Flatten(),
+                keras.layers.Dense(1),
+            ]
+        )
+        self.out = keras.layers.Dense(1)
+
+    def call(self, ids):
+        if self.is_called:
+            return self.tower(ids)
+        return self.out(keras.ops.cast(ids, "float32"))
+
+    def get_config(self):
+        return {**super().get_config(), "is_called": self.is_called}
+
+
+@pytest.mark.filterwarnings("ignore:`build:UserWarning")
+@pytest.mark.parametrize("is_called", [True, False])
+def test_built_within_a_models_call_saved_and_loaded(is_called, tmp_path):
+    ids = np.arange(6).reshape(3, 2) % ROWS
+    model = Late(is_called)
+    model.compile("sgd", "mse")
+    model.fit(ids, np.ones((3, 1)), verbose=0)
+    (words, *_) = model.tower.layers
+    assert words.built is is_called
+    model.save(tmp_path / "late.keras")
+    loaded = keras.models.load_model(
+        tmp_path / "late.keras", custom_objects={"Late": Late}
+    )
+    np.testing.assert_array_equal(
+        loaded.predict(ids, verbose=0), model.predict(ids, verbose=0)
+    )
+
+
+def test_a_quantized_policy_is_refused():
+    with pytest.raises(ValueError, match="Quantization is not supported"):
+        ks.layers.ShardedEmbedding(ROWS, DIM, dtype="int8_from_float32")
+
+
+def test_an_array_is_assigned_in_a_function():
+    layer = ks.layers.ShardedEmbedding(ROWS, DIM)
+    layer.build()
+    whole = np.ones((ROWS, DIM), "float32")
+
+    @tf.function
+    def assign():
+        layer.embeddings.assign(whole)
+
+    assign()
+    np.testing.assert_array_equal(layer.get_weights()[0], whole)
+
+
 class TableLayer(keras.layers.Layer):
     """A user's own layer that gathers from a table."""
 

@@ -51,6 +51,25 @@ def test_as_tensorflow_combines(combiner):
 
 
 @pytest.mark.parametrize("combiner", COMBINERS)
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
+def test_long_bags_are_summed_in_32_bits(combiner, dtype):
+    bag = ks.layers.ShardedEmbeddingBag(ROWS, DIM, combiner=combiner)
+    narrow = ks.layers.ShardedEmbeddingBag(
+        ROWS, DIM, combiner=combiner, dtype=dtype
+    )
+    ids = np.arange(3000)[np.newaxis] % ROWS
+    rows = np.linspace(-1, 1.5, ROWS * DIM).reshape(ROWS, DIM)
+    for layer in (bag, narrow):
+        layer.build()
+        layer.set_weights([rows])
+    expected = bag(ids)
+    for given in (ids, tf.RaggedTensor.from_tensor(ids)):
+        np.testing.assert_allclose(
+            tf.cast(narrow(given), tf.float32), expected, rtol=2e-2
+        )
+
+
+@pytest.mark.parametrize("combiner", COMBINERS)
 def test_a_bag_without_ids_gives_zeros(combiner):
     bag = ks.layers.ShardedEmbeddingBag(ROWS, DIM, combiner=combiner)
     with tf.GradientTape() as tape:
