@@ -116,7 +116,8 @@ def train(combiner):
     options = {"combiner": combiner, "mask_zero": True}
     plain = ks.layers.ShardedEmbeddingBag(ROWS, DIM, name="plain", **options)
     weighted = ks.layers.ShardedEmbeddingBag(ROWS, DIM, name="w", **options)
-    both = keras.layers.Concatenate()([plain(ids), weighted(ids, weights)])
+    by_name = weighted(weights=weights, inputs=ids)
+    both = keras.layers.Concatenate()([plain(ids), by_name])
     model = keras.Model([ids, weights], keras.layers.Dense(1)(both))
     with strategy.scope():
         model.compile(keras.optimizers.Adam(0.05), "mse")
