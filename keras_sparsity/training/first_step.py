@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 
+import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_input, keras_models
@@ -54,10 +55,12 @@ class FirstStep(Binding):
         begins_fit, self.begins_fit = self.begins_fit, False
         if iterator is not None:
             data_batch = self.input.shapes(iterator)
-        with self._optimizer_synchronises_the_model():
-            self._stock[keras_models.SYMBOLIC_BUILD](
-                data_batch=without_counts(data_batch)
-            )
+        # Some models have steps of their own alone, as adversarial ones.
+        if type(self._model).call is not keras.Model.call:
+            with self._optimizer_synchronises_the_model():
+                self._stock[keras_models.SYMBOLIC_BUILD](
+                    data_batch=without_counts(data_batch)
+                )
         strategy = self._model.distribute_strategy
         if begins_fit and self._collectives.size > 1 and strategy.prefetch:
             reason = prefetching.why_not(

@@ -1,8 +1,11 @@
 """The first step builds the model without reading a batch."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from tests.conftest import engines
@@ -48,3 +51,60 @@ def test_a_generator_is_read_once_and_whole(cluster, engine):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5)
         for name, values in expected.items():
             np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+
+class Adversaries(keras.Model):
+    """Two models in steps of its own; without a `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.makes = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(2)]
+        )
+        self.tells = keras.Sequential(
+            [keras.Input((2,)), keras.layers.Dense(1)]
+        )
+        self.loss_of = keras.losses.MeanSquaredError()
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def compile(self, makes, tells):
+        super().compile()
+        self.of_maker, self.of_teller = makes, tells
+
+    @property
+    def metrics(self):
+        return [self.tracker]
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            found = self.tells(tf.concat([x, self.makes(x)], axis=0))
+            loss = self.loss_of(tf.concat([y, 0 * y], axis=0), found)
+        self._apply(self.of_teller, tape, loss, self.tells)
+        with tf.GradientTape() as tape:
+            other = self.loss_of(y, self.tells(self.makes(x)))
+        self._apply(self.of_maker, tape, other, self.makes)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+    def _apply(self, optimizer, tape, loss, model):
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+
+def fit_adversaries(wrap=ks.HybridOptimizer, scope=None):
+    keras.utils.set_random_seed(3)
+    made = Adversaries()
+    with scope or ks.HybridStrategy().scope():
+        made.compile(*(wrap(keras.optimizers.SGD(0.1)) for _ in range(2)))
+    x = np.random.default_rng(4).normal(size=(16, 2)).astype("float32")
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    return made.fit(x, x[:, :1], epochs=2, **options).history["loss"]
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_models_without_a_call_train(cluster, engine):
+    scope = contextlib.nullcontext()
+    expected = fit_adversaries(lambda optimizer: optimizer, scope)
+    for losses in [fit_adversaries(), *cluster(engine, 2).run(fit_adversaries)]:
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
