@@ -153,10 +153,11 @@ class Copier:
                     for kind, (test, store) in attribute.items()
                 }
                 continue
-            if _is_of_this_package(attribute):
+            is_bound = _is_of_this_package(attribute)
+            while _is_of_this_package(attribute):  # one around another
                 attribute = attribute.__wrapped__
-                if _is_of_class(attribute, value, name):
-                    continue
+            if is_bound and _is_of_class(attribute, value, name):
+                continue
             if tracking.is_dependency_of_tensorflow(name):
                 state[name] = type(attribute)()
                 self._last.append(

@@ -2,8 +2,10 @@
 
 import contextlib
 
+import keras
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_models
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables import whole
 from keras_sparsity.tables.table_variable import TableVariable
@@ -71,9 +73,27 @@ def _readable(model):
         for table in tables_of(model)
         if table.is_sharded
     ]
-    optimizer = getattr(model, "optimizer", None)
-    if isinstance(optimizer, HybridOptimizer) and optimizer.built:
-        readable.extend(
-            place for place in optimizer.places() if place[0] is not None
-        )
+    for optimizer in optimizers_of(model):
+        if isinstance(optimizer, HybridOptimizer) and optimizer.built:
+            readable.extend(
+                place for place in optimizer.places() if place[0] is not None
+            )
     return readable
+
+
+def optimizers_of(model):
+    """List of all optimizers that Keras saves with a model.
+
+    Its own, those of the models in it, and those that either keeps beside, as
+    adversarial models do.
+    """
+    found = {}
+    for layer in [model, *keras_models.all_layers(model)]:
+        for value in vars(layer).values():
+            kept = value if isinstance(value, (list, tuple)) else [value]
+            found.update(
+                (id(each), each)
+                for each in kept
+                if isinstance(each, keras.optimizers.Optimizer)
+            )
+    return list(found.values())

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import contexts, keras_losses, keras_scopes, patches
 from keras_sparsity.data import empty_parts
-from keras_sparsity.global_batch import whole_batch_metrics
+from keras_sparsity.global_batch import loss_scale, whole_batch_metrics
 from keras_sparsity.global_batch.metrics import combined, values_of
 
 
@@ -84,9 +84,12 @@ class _GlobalState:
 
         with contexts.attribute(self, "_is_updating", True):
             with contexts.attribute(self, "_updates_within", update):
-                empty_parts.run_if(
-                    empty_parts.has_examples(), lambda: stock(*args, **kwargs)
-                )
+                # A metric may be one of Keras's losses.
+                with loss_scale.of_own_part():
+                    empty_parts.run_if(
+                        empty_parts.has_examples(),
+                        lambda: stock(*args, **kwargs),
+                    )
             for _, stock_of_metric, *arguments in of_batch:
                 whole_batch_metrics.update(stock_of_metric, *arguments)
 

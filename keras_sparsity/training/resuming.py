@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import logging
 
 from keras_sparsity._tf import keras_input, keras_models, patches, random_seeds
 from keras_sparsity.callbacks.sharded_checkpoint import (
@@ -9,6 +10,7 @@ from keras_sparsity.callbacks.sharded_checkpoint import (
     saves_within,
 )
 from keras_sparsity.collectives import agreed_seed
+from keras_sparsity.conversion.saving import optimizers_of
 
 _fits = itertools.count()
 
@@ -48,6 +50,7 @@ def resuming(model, callbacks, arguments, communicator=None, trains=True):
     with contextlib.ExitStack() as stack:
         if checkpoint:
             stack.callback(checkpoint.end)
+            _warn_of_other_optimizers(model)
             arguments["initial_epoch"] = checkpoint.begin(
                 model, callbacks, arguments, communicator, trains
             )
@@ -56,6 +59,21 @@ def resuming(model, callbacks, arguments, communicator=None, trains=True):
                 stack.enter_context(keras_models.empty_logs_are_metrics(model))
         stack.enter_context(patches.array_orders_change(order_seed))
         yield checkpoint
+
+
+def _warn_of_other_optimizers(model):
+    """They may have no state to compare a checkpoint with before a step."""
+    others = [o for o in optimizers_of(model) if o is not model.optimizer]
+    if others and model.distribute_strategy.rank == 0:
+        logging.getLogger(__name__).warning(
+            "ShardedCheckpoint keeps the state of `model.optimizer` alone. "
+            "Received: %d further optimizers (%s), which begin anew when the "
+            "training is resumed.",
+            len(others),
+            ", ".join(
+                type(getattr(o, "inner_optimizer", o)).__name__ for o in others
+            ),
+        )
 
 
 def next_order_seed():

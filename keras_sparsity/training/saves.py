@@ -7,7 +7,7 @@ from keras_sparsity.update import lookups
 
 
 class Saves(Binding):
-    """`save` and `save_weights` on rank 0, and the saved compile arguments.
+    """What saves a model does so on rank 0; and the saved compile arguments.
 
     `export` by functions that read rows as they are saved.
     """
@@ -25,7 +25,7 @@ class Saves(Binding):
 
     def export(self, *args, **kwargs):
         with read_as_stored(lookups.keepers_of(self._model.variables)):
-            return self._stock["export"](*args, **kwargs)
+            self._save("export", args, kwargs)
 
     def get_compile_config(self):
         """As stock, but with loss scaling outermost, where Keras looks for it.

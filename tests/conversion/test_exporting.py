@@ -442,3 +442,19 @@ def test_compiled_state_goes_with_the_exported_model():
     assert int(plain.optimizer.iterations) == 2 * int(
         model.optimizer.iterations
     )
+
+
+def test_of_a_fixed_delay():
+    """Its `fit` is bound twice, around the stock one."""
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=1, delay="fixed"
+    )
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    x, y = np.ones((4, 2)), np.ones((4, 1))
+    model.fit(x, y, verbose=0)
+    plain = ks.export(model)
+    assert not {"fit", "evaluate", "train_on_batch", "predict"} & {*vars(plain)}
+    expected = model.evaluate(x, y, verbose=0)
+    np.testing.assert_allclose(plain.evaluate(x, y, verbose=0), expected)

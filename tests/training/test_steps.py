@@ -67,6 +67,23 @@ class Half(keras.metrics.Metric):
         return self.__dict__["other"].result() / 2
 
 
+class OfLoss(keras.metrics.Metric):
+    """The mean of one of Keras's losses, which it sums itself."""
+
+    def __init__(self):
+        super().__init__(name="of_loss")
+        self.loss_of = keras.losses.BinaryCrossentropy(reduction="sum")
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y_true, y_pred):
+        self.total.assign_add(self.loss_of(y_true, y_pred))
+        self.count.assign_add(tf.cast(tf.shape(y_pred)[0], tf.float32))
+
+    def result(self):
+        return self.total / self.count
+
+
 class Classifier(keras.Model):
     def __init__(self, recall):
         super().__init__()
@@ -87,6 +104,7 @@ class OwnLogs(Classifier):
     def __init__(self, recall):
         super().__init__(recall)
         self.half = Half(self.curve)
+        self.of_loss = OfLoss()
 
     @property
     def metrics(self):
@@ -106,7 +124,8 @@ class OwnLogs(Classifier):
 
     def logs(self, y, outputs):
         before = self.late.result()
-        for metric in (self.curve, self.__dict__["recall"]):
+        own = self.curve, self.of_loss, self.__dict__["recall"]
+        for metric in own:
             metric.update_state(y, outputs)
         for metric in self.metrics:
             if metric.name == "compile_metrics":

@@ -1,0 +1,94 @@
+"""Files of a model on several processes are those of one."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from tests.conftest import engines
+
+ROWS = 2000
+IDS = np.arange(24).reshape(12, 2) * 7
+
+
+class Second(keras.Model):
+    """A second optimizer beside its own trains a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = ks.layers.ShardedEmbedding(ROWS, 4, name="words")
+        self.flat = keras.layers.Flatten()
+        self.out = keras.layers.Dense(1)
+
+    def call(self, ids):
+        return self.out(self.flat(self.words(ids)))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        words, *others = self.trainable_variables
+        of_words, *of_others = tape.gradient(loss, [words, *others])
+        self.second.apply([of_words], [words])
+        self.optimizer.apply(of_others, others)
+        return {"loss": loss}
+
+
+def second(folder):
+    """Saves, and resumes, a model of two optimizers with slots."""
+    keras.utils.set_random_seed(1)
+    model = Second()
+    model(IDS)
+    with ks.HybridStrategy(architecture="hybrid").scope():
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.second = ks.HybridOptimizer(keras.optimizers.Adam(0.01))
+    checkpoint = ks.callbacks.ShardedCheckpoint(f"{folder}/checkpoints")
+    model.fit(
+        *(IDS, np.ones((12, 1)), 6),
+        shuffle=False,
+        verbose=0,
+        callbacks=[checkpoint],
+    )
+    model.save_weights(f"{folder}/saved.weights.h5")
+    model.save(f"{folder}/saved.keras")
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_second_optimizers_slots_are_saved(cluster, engine, tmp_path):
+    for weights in cluster(engine, 2).run(second, str(tmp_path)):
+        loaded = Second()
+        loaded(IDS)
+        loaded.load_weights(tmp_path / "saved.weights.h5")
+        for one, other in zip(weights, loaded.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_checkpoint_says_which_optimizers_it_leaves_out(tmp_path, caplog):
+    second(tmp_path)
+    (said,) = [
+        record.message for record in caplog.records if "alone" in record.message
+    ]
+    assert "Received: 1 further optimizers (Adam)" in said
+
+
+def exported(folder):
+    """Each process exports an ordinary model."""
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
+    for name in ("first", "second"):
+        model.export(f"{folder}/{name}", verbose=False)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_one_process_exports(cluster, engine, tmp_path):
+    for kernel, bias in cluster(engine, 3).run(exported, str(tmp_path)):
+        for name in ("first", "second"):
+            loaded = tf.saved_model.load(tmp_path / name)
+            served = loaded.serve(np.eye(3))
+            np.testing.assert_allclose(served, kernel + bias, rtol=1e-6)
