@@ -49,3 +49,42 @@ def train(log_dir, searches):
 def sharded_partitions(model):
     layout = model.get_layer("sharded").table.layout
     return layout.num_partitions if layout else 1
+
+
+def train_in_ways(log_dir):
+    """The same batches: alone, after others, and with validation between.
+
+    And with updates in every third step, and by eager steps.
+    """
+    for name, options in WAYS.items():
+        strategy = ks.HybridStrategy(architecture="hybrid")
+        words = keras.Input((4,), dtype="int64")
+        rows = ks.layers.ShardedEmbedding(ROWS, DIM, name="sharded")(words)
+        out = keras.layers.Dense(1)(keras.layers.Flatten()(rows))
+        model = keras.Model(words, out)
+        every = 3 if name == "accumulated" else None
+        with strategy.scope():
+            model.compile(
+                keras.optimizers.Adam(gradient_accumulation_steps=every),
+                "mse",
+                run_eagerly=name == "eager",
+            )
+        y = np.ones((len(ids()), 1))
+        model.fit(
+            *(ids(), y, BATCH),
+            shuffle=False,
+            verbose=0,
+            callbacks=[
+                ks.callbacks.ArchitectureLogger(f"{log_dir}/{name}", STEPS)
+            ],
+            **{k: (ids(), y) for k in options},
+        )
+
+
+WAYS = {
+    "alone": (),
+    "later": (),
+    "validated": ("validation_data",),
+    "accumulated": (),
+    "eager": (),
+}

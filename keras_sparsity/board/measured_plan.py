@@ -28,6 +28,10 @@ _MOST_PARTS = 16
 def measured(model, dataset, cluster, engine, num_batches):
     """The plan of a model, printed by rank 0; see `ks.plan`."""
     num_batches = _checked(model, dataset, num_batches)
+    if not model.built:
+        for batch in dataset.take(1):
+            one = split_batch(batch, 0, num_examples(batch))
+            model(keras.utils.unpack_x_y_sample_weight(one)[0])
     if hasattr(model, OF_STAGES):
         return _of_stages(model, dataset, cluster, engine)
     placements = choice.of_model(model)
@@ -115,6 +119,7 @@ def _look_at(model, dataset, cluster, placements):
     """Aggregates the gradients of some batches, and throws them away."""
     communicator = placements.communicator
     variables = model.trainable_variables
+    checks.check(variables, "model", model, "a model with variables to train")
     aggregation = Aggregation(variables, [pieces_of(v) for v in variables])
 
     def look(batch):
@@ -128,6 +133,7 @@ def _look_at(model, dataset, cluster, placements):
             for gradient, variable in zip(grads, variables, strict=True)
             if gradient is not None
         ]
+        checks.check(found, "model", model, "a loss of trained variables")
         aggregation.aggregate(
             *zip(*found, strict=True), placements, lambda variable: False
         )

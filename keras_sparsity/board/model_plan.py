@@ -220,7 +220,7 @@ def _row_of_all(variables):
         "",
         in_bytes(num_bytes),
         "dense",
-        "allreduce",
+        ", ".join(sorted({v.architecture for v in variables})),
         "",
         "",
         *_costs(variables),

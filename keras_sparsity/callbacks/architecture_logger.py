@@ -17,13 +17,13 @@ from keras_sparsity.board.written_plan import PLAN, RUN
 from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.callbacks.partition_search import PartitionSearch
 from keras_sparsity.health import journal
+from keras_sparsity.health.journal import UPDATE
 from keras_sparsity.health.meter import Totals
 from keras_sparsity.placement import server_sums
 from keras_sparsity.placement.gathered import AllGather
 from keras_sparsity.placement.mirrored import AllReduce
 
 _MOST_ROWS = 100_000
-_UPDATE = "optimizer/update"
 
 
 class ArchitectureLogger(keras.callbacks.Callback):
@@ -116,7 +116,9 @@ class ArchitectureLogger(keras.callbacks.Callback):
         self._has_steps = getattr(strategy, "epoch_figures", None) is None
         if self._has_steps:
             self._measure()
-        self._before = collections.defaultdict(Totals)
+        # Others may have been trained before.
+        before = journal.current().totals()
+        self._before = collections.defaultdict(Totals, before)
         self._steps = self._steps_since = 0
         self._seconds = 0.0
         self._plan = self._decisions = None
@@ -168,8 +170,14 @@ class ArchitectureLogger(keras.callbacks.Callback):
     def _since_last(self):
         """dict from a call's role to this rank's `Totals` since the last."""
         since = collections.defaultdict(Totals)
-        for key, totals in journal.current().totals().items():
-            since[key[0].removeprefix("across/")] += totals - self._before[key]
+        found = journal.current().totals()
+        # Others evaluate and predict.
+        of_steps = {scope for role, scope in found if role == UPDATE}
+        for key, totals in found.items():
+            role, scope = key
+            if scope in of_steps and totals != self._before[key]:
+                role = role.removeprefix("across/")
+                since[role] += totals - self._before[key]
             self._before[key] = totals
         return dict(since)
 
@@ -277,7 +285,7 @@ def _of_a_step(of_ranks, num_steps):
     counts with it as soon as Python forgets it: each rank has counts of steps
     of its own number.
     """
-    known = [(totals, totals.get(_UPDATE, [0])[0]) for totals in of_ranks]
+    known = [(totals, totals.get(UPDATE, [0])[0]) for totals in of_ranks]
     known = [(totals, steps) for totals, steps in known if steps]
     return [
         {role: np.array(total) / steps for role, total in totals.items()}
@@ -320,11 +328,13 @@ def path_of(role):
         return "pull" if role.endswith("pull") else "push"
     if role.startswith(AllReduce.role):
         return "allreduce"
-    return "update" if role == _UPDATE else "other"
+    return "update" if role == UPDATE else "other"
 
 
 def _with_measured(plan, model, of_ranks):
     """The plan, with the bytes that were counted for each variable."""
+    if not any(of_ranks):
+        return plan  # Eager steps are not measured.
     counted = collections.Counter()
     for totals in of_ranks:
         for role, (_, _, sent, received) in totals.items():

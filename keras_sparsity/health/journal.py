@@ -24,6 +24,8 @@ from keras_sparsity.health.report import Call
 
 # One variable holds both counts, so that one read sees a consistent pair.
 _LEFT = 2**32
+# The role of the update of all variables, once in each step.
+UPDATE = "optimizer/update"
 
 
 class Site:

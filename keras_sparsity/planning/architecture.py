@@ -142,7 +142,13 @@ def plan(
 
     def cost(variable, architecture):
         if engine is not None:
-            return engine_bytes(variable, architecture, cluster, engine)
+            return engine_bytes(
+                variable,
+                architecture,
+                cluster,
+                engine,
+                first_machine=next_machine,
+            )
         return transfer_bytes(
             variable,
             architecture,

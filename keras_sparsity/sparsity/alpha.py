@@ -43,8 +43,8 @@ class VariableSparsity:
             rows (at least one row) get. None without a touch, and under
             "allreduce".
         owner_shares: of a table that is spread over processes, the share of
-            all touches that each rank served, as the owner of their rows;
-            else None.
+            all touches that each owner of rows served, by rank: all ranks, or
+            the dedicated servers; else None.
         largest_rows: of such a table, the largest number of rows that one
             rank asks of one owner in a gather, on average over these; the
             native engine pads to it. None on other engines.
@@ -171,7 +171,7 @@ def measured(model):
     )
     readings = zip(*(readings for _, readings in of_ranks), strict=True)
     return [
-        _sparsity(variable, list(of_variable), communicator.machines)
+        _sparsity(variable, list(of_variable), communicator)
         for variable, of_variable in zip(variables, readings, strict=True)
     ]
 
@@ -286,8 +286,9 @@ def _reading(variable, rank, num_busiest=None):
     return reading if is_told else None
 
 
-def _sparsity(variable, readings, machines):
+def _sparsity(variable, readings, communicator):
     """`VariableSparsity` from the readings of all ranks."""
+    machines = communicator.machines
     sparsity = VariableSparsity(
         variable.path,
         tuple(variable.shape),
@@ -311,7 +312,8 @@ def _sparsity(variable, readings, machines):
         busiest_share = busiest / num_touches
         if _is_spread(variable):
             owner_shares = tuple(
-                reading.num_touches / num_touches for reading in told
+                reading.num_touches / num_touches
+                for reading in told[-communicator.num_servers :]
             )
     # Of each rank alone, where touches are those of a machine's together.
     num_asked = sum(reading.num_asked for reading in told) or num_touches

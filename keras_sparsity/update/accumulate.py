@@ -4,6 +4,8 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers
 from keras_sparsity._tf.current_variable import store_rows, stored_rows
+from keras_sparsity.health import journal
+from keras_sparsity.health.journal import UPDATE
 
 
 class RowAccumulator:
@@ -97,6 +99,7 @@ def accumulate(rule, updates, accumulator_of, apply):
     index_of = [
         keras_optimizers.variable_index(rule, u.variable) for u in updates
     ]
+    notes = journal.current()
     by_rows = {
         index: accumulator_of(update.variable)
         for index, update in zip(index_of, updates, strict=True)
@@ -104,6 +107,10 @@ def accumulate(rule, updates, accumulator_of, apply):
     }
 
     def add():
+        with notes.measured(UPDATE, [u.values for u in updates]):
+            keep()
+
+    def keep():
         for index, update in zip(index_of, updates, strict=True):
             if index in by_rows:
                 by_rows[index].add(update.gradient)

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers, keras_variables, patches
 from keras_sparsity.health import journal
+from keras_sparsity.health.journal import UPDATE
 
 # Stand-ins take part in an optimizer's arithmetic through these.
 _OPERATORS = (
@@ -133,7 +134,7 @@ def apply(step, rule, updates):
     values = [u.values for u in updates]
     variables = [stand_ins.get(id(u.variable), u.variable) for u in updates]
     notes = journal.current()
-    with tf.name_scope("update"), notes.measured("optimizer/update", values):
+    with tf.name_scope("update"), notes.measured(UPDATE, values):
         with patches.roots_stay_roots():
             copy.apply(values, variables)
         with kept.storing():

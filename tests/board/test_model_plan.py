@@ -1,5 +1,7 @@
 """The plan of a model, measured without training it, and while it trains."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -84,6 +86,30 @@ def test_plan_for_other_clusters_without_training(capsys):
     assert all(not np.any(v.numpy()) for v in model.metrics_variables)
     # Nothing of it is taken for what training touches.
     assert all(v.alpha is None for v in ks.sparsity.measured(model))
+
+
+@pytest.mark.parametrize("scope", [contextlib.nullcontext, None])
+def test_of_a_model_that_is_not_built(scope):
+    model = keras.Sequential(
+        [
+            ks.layers.ShardedEmbedding(ROWS, DIM, name="sharded"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1, name="out"),
+        ]
+    )
+    with scope() if scope else ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((np.ones((4, 2)), np.ones((4, 1))))
+    plan = ks.plan(model, data, ks.planning.Cluster(2))
+    table, *others = [v.sparsity.alpha for v in plan.variables]
+    assert table == pytest.approx(1 / ROWS) and others == [None, None]
+
+
+def test_without_a_variable_to_train_it_is_refused():
+    model = new_model()
+    model.trainable = False
+    with pytest.raises(ValueError, match="a model with variables to train"):
+        ks.plan(model, dataset(), ks.planning.Cluster(2))
 
 
 def test_the_table_lists_what_matters():

@@ -11,7 +11,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity.board import written_plan
 from keras_sparsity.callbacks import architecture_logger
-from tests import forked
+from tests import forked, logger_functions
 from tests.conftest import engines
 from tests.logger_functions import BATCH, DIM, ROWS, STEPS, ids, train
 
@@ -137,6 +137,35 @@ def test_everything_on_two_processes(engine, logged):
     assert scalars(found, "alpha/stock/embeddings")[last] == pytest.approx(
         expected, rel=0.2
     )
+
+
+def _bytes(found):
+    return {
+        tag: list(scalars(found, tag).values())
+        for tag in found.Tags()["tensors"]
+        if tag.startswith("bytes/p")
+    }
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_bytes_are_those_of_a_training_step(engine, cluster, tmp_path):
+    cluster(engine, 2).run(logger_functions.train_in_ways, str(tmp_path))
+    found = {name: events(tmp_path / name) for name in logger_functions.WAYS}
+    expected = _bytes(found["alone"])
+    assert len(expected) == 4 and all(min(x) > 0 for x in expected.values())
+    for name in ("later", "validated", "accumulated"):
+        for tag, values in _bytes(found[name]).items():
+            np.testing.assert_allclose(
+                values[-1], expected[tag][-1], rtol=1e-3, err_msg=(name, tag)
+            )
+    assert not _bytes(found["eager"])
+    for name, is_measured in (("alone", True), ("eager", False)):
+        (row,) = (
+            line
+            for line in texts(found[name], "plan")[-1].splitlines()
+            if line.startswith("| sharded/")
+        )
+        assert bool(row.split("|")[-2].strip()) is is_measured
 
 
 def profile(log_dir):

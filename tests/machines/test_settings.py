@@ -139,9 +139,9 @@ def test_an_address_that_does_not_resolve(address, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.delenv("HOROVOD_HOSTNAME", raising=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    known = channel._own_addresses()
+    known = channel._own_addresses(0)
     monkeypatch.setenv("MASTER_ADDR", address)
-    assert set(channel._own_addresses()) == set(known) - {"127.0.0.1"}
+    assert set(channel._own_addresses(0)) == set(known) - {"127.0.0.1"}
 
 
 @pytest.mark.parametrize(
