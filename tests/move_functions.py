@@ -35,6 +35,73 @@ def everything(model):
     return [*model.get_weights(), *model.optimizer.state()]
 
 
+# Models that have one table.
+
+
+class Second(keras.Model):
+    """A second optimizer beside its own trains a table."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.words = words
+        self.flat = keras.layers.Flatten()
+        self.out = keras.layers.Dense(1)
+
+    def call(self, ids):
+        return self.out(self.flat(self.words(ids)))
+
+    def get_config(self):
+        return {}  # It is saved, not loaded.
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        words, *others = self.trainable_variables
+        of_words, *of_others = tape.gradient(loss, [words, *others])
+        self.second.apply([of_words], [words])
+        self.optimizer.apply(of_others, others)
+        return {"loss": loss}
+
+
+def train_models_of_one_table(target):
+    """Predictions of three models; with a target, one moves the table between.
+
+    The last trains it by an optimizer beside `model.optimizer`.
+    """
+    keras.utils.set_random_seed(0)
+    words = ks.layers.ShardedEmbedding(40, 4, num_partitions=2, name="words")
+    ids = keras.Input((2,), dtype="int32")
+    rows = keras.layers.Flatten()(words(ids))
+    models = [keras.Model(ids, keras.layers.Dense(1)(rows)) for _ in range(2)]
+    x = np.arange(24).reshape(12, 2) % 40
+    models.append(Second(words))
+    models[-1](x)
+    with ks.HybridStrategy(architecture="hybrid").scope():
+        for model in models:
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+        models[-1].second = ks.HybridOptimizer(keras.optimizers.Adam(0.01))
+    options = {"shuffle": False, "verbose": 0}
+
+    def train(models):
+        for model in models:
+            model.fit(x, np.ones((12, 1)), 6, **options)
+        return [model.predict(x, verbose=0) for model in models]
+
+    train(models)
+    if target is not None:
+        ks.moves.move(models[0], {words.table: target})
+    return train(models[::-1])
+
+
+def other_models_follow():
+    expected = train_models_of_one_table(None)
+    for target in (("ps", 3), "allreduce", "allgather"):
+        found = train_models_of_one_table(target)
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, err_msg=target)
+
+
 # A model that is used in every way once its tables have moved.
 
 

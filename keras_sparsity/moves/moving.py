@@ -1,11 +1,14 @@
 """Moves tables to another placement while they train."""
 
+import itertools
+import weakref
+
 import keras
 import tensorflow as tf
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks, keras_models
-from keras_sparsity.conversion.saving import tables_of
+from keras_sparsity.conversion.saving import optimizers_of, tables_of
 from keras_sparsity.layers import ordinary
 from keras_sparsity.moves.relocation import relocate
 from keras_sparsity.optimizer import HybridOptimizer
@@ -18,6 +21,10 @@ from keras_sparsity.tables.table_variable import (
 )
 
 __all__ = ["move", "repartition"]
+
+# From models that were compiled in a strategy's scope to their number.
+_adopted = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 
 
 def repartition(model, partitions):
@@ -67,8 +74,10 @@ def move(model, moves):
     has nothing to move.
 
     Args:
-        model: the model. The slots are those of `model.optimizer`; a custom
-            loop assigns its `ks.HybridOptimizer` there.
+        model: the model. The slots are those of `model.optimizer` and of
+            `ks.HybridOptimizer`s in other attributes; a custom loop assigns
+            its own there. Other models that were compiled in a strategy's
+            scope and have the table go on, too.
         moves: dict from `ks.ShardedTable` (`layer.table` of a
             `ShardedEmbedding`, each of `layer.tables` of a `SampledSoftmax`)
             to its architecture (see `ks.ShardedTable`), or to `("ps",
@@ -137,6 +146,7 @@ def settle(model, strategy):
 
     Tables that were made outside of a strategy's scope have others.
     """
+    _adopted.setdefault(model, next(_numbers))
     placements = strategy.placements
     tables = [t for t in tables_of(model) if t.variable.is_built]
     for table in tables:
@@ -219,9 +229,11 @@ def _move(model, targets, is_asked_for=True):
             "The moves of a model's tables",
             "Every rank must make the same moves.",
         )
-    optimizer = _optimizer(model)
-    if optimizer and optimizer.delay is not None:
-        optimizer.delay.check_is_empty()
+    holders = _holders(model, targets)
+    optimizers = _optimizers(holders, communicator)
+    for optimizer in optimizers:
+        if optimizer.delay is not None:
+            optimizer.delay.check_is_empty()
     placed = {
         table: _placement(table, name, count)
         for table, (name, count) in targets.items()
@@ -241,12 +253,14 @@ def _move(model, targets, is_asked_for=True):
             touches.discard(table.variable)
             is_changed = True
         if placement.layout != table.layout:
-            moved.append(_move_rows(table, placement, optimizer))
+            moved.append(_move_rows(table, placement, optimizers))
         table.place(placement)
-    if moved and optimizer:
-        optimizer.follow(moved)
+    if moved:
+        for index, optimizer in enumerate(optimizers):
+            optimizer.follow([(v, new, s[index]) for v, new, s in moved])
     if moved or is_changed:
-        _trace_anew(model)
+        for holder in holders:
+            _trace_anew(holder)
 
 
 def _placement(table, name, num_partitions):
@@ -260,15 +274,40 @@ def _placement(table, name, num_partitions):
     )
 
 
-def _optimizer(model):
-    """The optimizer that has the tables' slots, or None."""
-    optimizer = getattr(model, "optimizer", None)
-    is_following = isinstance(optimizer, HybridOptimizer) and optimizer.built
-    return optimizer if is_following else None
+def _holders(model, tables):
+    """The model, and others that have some of the tables, as far as known."""
+    others = [
+        other
+        for other in sorted(_adopted, key=_adopted.get)
+        if other is not model
+        and any(table in tables for table in tables_of(other))
+    ]
+    return [model, *others]
 
 
-def _move_rows(table, placement, optimizer):
-    """Moves a table and its slots; returns them for `optimizer.follow`."""
+def _optimizers(models, communicator):
+    """The optimizers that may have slots of the tables, alike on all ranks."""
+    found = {
+        id(optimizer): ((_adopted.get(model, -1), number), optimizer)
+        for model in models
+        for number, optimizer in enumerate(optimizers_of(model))
+        if isinstance(optimizer, HybridOptimizer) and optimizer.built
+    }
+    found = dict(found.values())
+    if communicator is not None and communicator.size > 1:
+        # Python may have forgotten a model on some ranks already.
+        of_ranks = communicator.gather_objects(list(found), "moves/optimizers")
+        found = {k: found[k] for k in found if all(k in of for of in of_ranks)}
+    return list(found.values())
+
+
+def _move_rows(table, placement, optimizers):
+    """Moves a table and its slots.
+
+    Returns:
+        `(variable, pieces, slots)` as for `optimizer.follow`, with the slots of
+        each optimizer.
+    """
 
     def rows_of(pieces):
         rows = relocate(
@@ -286,15 +325,19 @@ def _move_rows(table, placement, optimizer):
         return rows or [tf.zeros([0, *pieces[0].shape[1:]], pieces[0].dtype)]
 
     table.settle()
-    slots = optimizer.slots_of(table.variable) if optimizer else {}
-    _check_by_rows(table, slots)
-    slots = {
-        kind: [
-            slot_like(of_kind[0], rows, index)
-            for index, rows in enumerate(rows_of(of_kind))
-        ]
-        for kind, of_kind in slots.items()
-    }
+    slots = [optimizer.slots_of(table.variable) for optimizer in optimizers]
+    for of_optimizer in slots:
+        _check_by_rows(table, of_optimizer)
+    slots = [
+        {
+            kind: [
+                slot_like(of_kind[0], rows, index)
+                for index, rows in enumerate(rows_of(of_kind))
+            ]
+            for kind, of_kind in of_optimizer.items()
+        }
+        for of_optimizer in slots
+    ]
     table.variable.use(table.hold(placement, rows_of(table.pieces)))
     return table.variable, table.pieces, slots
 

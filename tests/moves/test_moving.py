@@ -102,6 +102,7 @@ def test_training_does_not_see_moves(cluster, engine, num_processes, name):
     [
         functions.relocate_in_blocks,
         functions.move_a_softmax,
+        functions.other_models_follow,
         functions.ask_for_architectures,
         functions.ask_for_different_moves,
     ],

@@ -7,38 +7,16 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from tests.conftest import engines
+from tests.move_functions import Second
 
 ROWS = 2000
 IDS = np.arange(24).reshape(12, 2) * 7
 
 
-class Second(keras.Model):
-    """A second optimizer beside its own trains a table."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = ks.layers.ShardedEmbedding(ROWS, 4, name="words")
-        self.flat = keras.layers.Flatten()
-        self.out = keras.layers.Dense(1)
-
-    def call(self, ids):
-        return self.out(self.flat(self.words(ids)))
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-        words, *others = self.trainable_variables
-        of_words, *of_others = tape.gradient(loss, [words, *others])
-        self.second.apply([of_words], [words])
-        self.optimizer.apply(of_others, others)
-        return {"loss": loss}
-
-
 def second(folder):
     """Saves, and resumes, a model of two optimizers with slots."""
     keras.utils.set_random_seed(1)
-    model = Second()
+    model = Second(ks.layers.ShardedEmbedding(ROWS, 4, name="words"))
     model(IDS)
     with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile(keras.optimizers.Adam(0.01), "mse")
@@ -58,7 +36,7 @@ def second(folder):
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_second_optimizers_slots_are_saved(cluster, engine, tmp_path):
     for weights in cluster(engine, 2).run(second, str(tmp_path)):
-        loaded = Second()
+        loaded = Second(ks.layers.ShardedEmbedding(ROWS, 4, name="words"))
         loaded(IDS)
         loaded.load_weights(tmp_path / "saved.weights.h5")
         for one, other in zip(weights, loaded.get_weights(), strict=True):
