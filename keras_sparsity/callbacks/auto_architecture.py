@@ -8,9 +8,7 @@ from keras_sparsity import planning, sparsity
 from keras_sparsity.callbacks import move_times, rank_zero
 from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.conversion import saving
-from keras_sparsity.conversion.saving import optimizers_of
 from keras_sparsity.moves import moving
-from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
 
 # Steps before the first decision: touches of each of these are counted.
@@ -177,8 +175,7 @@ class AutoArchitecture(keras.callbacks.Callback):
     def _num_slots(self, place):
         return sum(
             len(optimizer.slots_of(place.variable))
-            for optimizer in optimizers_of(self.model)
-            if isinstance(optimizer, HybridOptimizer) and optimizer.built
+            for optimizer in saving.with_slots(self.model)
         )
 
     def _pays(self, gain):

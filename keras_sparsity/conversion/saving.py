@@ -73,12 +73,20 @@ def _readable(model):
         for table in tables_of(model)
         if table.is_sharded
     ]
-    for optimizer in optimizers_of(model):
-        if isinstance(optimizer, HybridOptimizer) and optimizer.built:
-            readable.extend(
-                place for place in optimizer.places() if place[0] is not None
-            )
+    for optimizer in with_slots(model):
+        readable.extend(
+            place for place in optimizer.places() if place[0] is not None
+        )
     return readable
+
+
+def with_slots(model):
+    """List of those of `optimizers_of` that may have slots of tables."""
+    return [
+        optimizer
+        for optimizer in optimizers_of(model)
+        if isinstance(optimizer, HybridOptimizer) and optimizer.built
+    ]
 
 
 def optimizers_of(model):

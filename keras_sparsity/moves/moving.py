@@ -8,10 +8,9 @@ import tensorflow as tf
 
 from keras_sparsity import collectives
 from keras_sparsity._tf import checks, keras_models
-from keras_sparsity.conversion.saving import optimizers_of, tables_of
+from keras_sparsity.conversion.saving import tables_of, with_slots
 from keras_sparsity.layers import ordinary
 from keras_sparsity.moves.relocation import relocate
-from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.placement import choice
 from keras_sparsity.sparsity import touches
 from keras_sparsity.tables.table_variable import (
@@ -290,8 +289,7 @@ def _optimizers(models, communicator):
     found = {
         id(optimizer): ((_adopted.get(model, -1), number), optimizer)
         for model in models
-        for number, optimizer in enumerate(optimizers_of(model))
-        if isinstance(optimizer, HybridOptimizer) and optimizer.built
+        for number, optimizer in enumerate(with_slots(model))
     }
     found = dict(found.values())
     if communicator is not None and communicator.size > 1:
