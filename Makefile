@@ -29,30 +29,36 @@ SMOKE = -m smoke $(shell grep -rl --include='test_*.py' mark.smoke tests)
 # See pytest_collection_modifyitems.
 TWO_AT_ONCE := -n 2 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help demo test test-oldest test-all environments browser sshd docs \
-	lint format bench clean
+.PHONY: help demo test test-long test-all test-newest test-oldest environments \
+	browser sshd docs lint format bench clean
 
 help:  ## This list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
-		sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 16
+		sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 22
 
 demo: $(NEW)/.installed  ## Train the tutorial's language model on 2 processes
 	$(NEW)/bin/keras-sparsity run -n $(NUM_PROCESSES) \
 		tutorials/language_model.py
 
-test:  ## All tests on all engines
+test:  ## The tests, on all engines
 	$(MAKE) --no-print-directory -j2 $(ENVIRONMENTS)
 	$(HOROVOD)/bin/python -m pytest $(TWO_AT_ONCE) $(PYTEST_ARGS)
-	@echo "The smoke tests on the newest TensorFlow:"
-	$(NEW)/bin/python -m pytest $(TWO_AT_ONCE) $(SMOKE)
 
-test-oldest: $(OLDEST)/.dev  ## The smoke tests on the oldest versions
-	$(OLDEST)/bin/python -m pytest $(TWO_AT_ONCE) $(SMOKE)
+test-long:  ## And those that take long, as in CI: an hour
+	$(MAKE) --no-print-directory -j2 $(ENVIRONMENTS)
+	$(HOROVOD)/bin/python -m pytest $(TWO_AT_ONCE) \
+		-m "not all_cells" $(PYTEST_ARGS)
 
 test-all:  ## And the whole matrix: hours
 	$(MAKE) --no-print-directory -j2 $(ENVIRONMENTS)
 	$(HOROVOD)/bin/python -m pytest $(TWO_AT_ONCE) \
 		-m "all_cells or not all_cells" $(PYTEST_ARGS)
+
+test-newest: $(NEW)/.dev  ## The smoke tests on the newest versions
+	$(NEW)/bin/python -m pytest $(TWO_AT_ONCE) $(SMOKE)
+
+test-oldest: $(OLDEST)/.dev  ## The smoke tests on the oldest versions
+	$(OLDEST)/bin/python -m pytest $(TWO_AT_ONCE) $(SMOKE)
 
 # Those that build this package in the source tree do so one after the other.
 environments:  ## All virtual environments, side by side
@@ -61,7 +67,7 @@ environments:  ## All virtual environments, side by side
 	$(MAKE) --no-print-directory $(OLDEST)/.dev $(HOROVOD)/.installed
 
 # Where it cannot be installed, what needs it is skipped; the script says why.
-test test-all: browser sshd
+test test-long test-all: browser sshd
 browser sshd:
 	@scripts/install_$@.sh || true
 

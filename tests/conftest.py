@@ -193,29 +193,36 @@ def pytest_collection_modifyitems(config, items):
     _group(items)
 
 
-_LEFT_OUT = pathlib.Path(__file__).parent / "left_to_test_all.txt"
+# Files of tests' ids, and the mark of those tests.
+_LEFT_OUT = {
+    "left_to_test_long.txt": pytest.mark.long,
+    "left_to_test_all.txt": pytest.mark.all_cells,
+}
 
 
 def _leave_out(items, are_all):
-    """Leaves the tests of a list to `make test-all`.
+    """Leaves the tests of two lists to `make test-long` and `make test-all`.
 
-    Each takes long, and mostly `make test` has another cell of its function or
-    other tests of the same code, or it is a smoke test, which runs on the
-    oldest and the newest versions all the same.
+    Those of the first take 3 seconds or more where `make test` has another
+    cell of their function, or 14. Those of the second take long, too, and
+    mostly other cells or tests run the same code, or it is a smoke test, which
+    runs on the oldest and the newest versions all the same.
 
     Args:
         items: The collected tests.
         are_all: Whether all tests are collected.
     """
-    left = set(_LEFT_OUT.read_text().splitlines())
-    for item in items:
-        if item.nodeid in left:
-            item.add_marker(pytest.mark.all_cells)
-    unknown = left.difference(item.nodeid for item in items)
-    if are_all and unknown:
-        raise pytest.UsageError(
-            f"{_LEFT_OUT.name} has tests that there are not: {sorted(unknown)}"
-        )
+    for name, mark in _LEFT_OUT.items():
+        path = pathlib.Path(__file__).with_name(name)
+        left = set(path.read_text().splitlines())
+        for item in items:
+            if item.nodeid in left:
+                item.add_marker(mark)
+        unknown = left.difference(item.nodeid for item in items)
+        if are_all and unknown:
+            raise pytest.UsageError(
+                f"{name} has tests that there are not: {sorted(unknown)}"
+            )
 
 
 # Files whose tests without a cluster take a minute or more.
