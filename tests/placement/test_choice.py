@@ -169,6 +169,18 @@ def test_embeddings_that_begin_as_tables(
     assert placements.owns_rows_of(num_bytes) == is_owned
 
 
+@pytest.mark.parametrize("architecture", choice.ARCHITECTURES)
+def test_placements_that_fit_finds(architecture):
+    """All, or those of tables that ask for it."""
+    is_auto = architecture in ("auto", "measured")
+    placements = ks.HybridStrategy(architecture=architecture).placements
+    assert placements.finds_rows == is_auto
+    assert placements.is_found(keras.Variable(np.zeros((4, 2)))) == is_auto
+    for asked, is_found in [(None, is_auto), ("auto", True), ("ps", False)]:
+        table = ks.ShardedTable(4, 2, architecture=asked)
+        assert placements.is_found(table.variable) == is_found
+
+
 def test_measured_times_choose_under_one_alone():
     assert ks.HybridStrategy(architecture="measured").placements.measures_times
     for name in choice.ARCHITECTURES.keys() - {"measured"}:
