@@ -121,6 +121,49 @@ def planned_and_trained(rate, name="dense"):
     return plan.comparison, type(strategy).__name__, cuts, weights
 
 
+@keras.saving.register_keras_serializable("planner_functions")
+class Picky(keras.layers.Layer):
+    """Refuses the ids 0, which a comparison draws in place of a batch's."""
+
+    def call(self, ids):
+        message = "ids begin at 1"
+        with tf.control_dependencies(
+            [tf.debugging.assert_greater(ids, 0, message)]
+        ):
+            return tf.identity(ids)
+
+
+def new_picky_model():
+    ids = keras.Input((2,), dtype="int32")
+    x = keras.layers.Embedding(50, 4, name="rows")(Picky(name="picky")(ids))
+    model = keras.Model(ids, keras.layers.Dense(1, name="out")(x))
+    model.compile("sgd", "mse")
+    return model
+
+
+def picky_data():
+    ids = 1 + np.arange(24).reshape(12, 2)
+    return tf.data.Dataset.from_tensors((ids, np.zeros((12, 2, 1))))
+
+
+def planned_and_not_compared():
+    """Plans a model whose layers refuse to be measured, and trains it.
+
+    Returns:
+        `(costs, failures, the strategy's error, loss)`.
+    """
+    plan = ks.plan(new_picky_model(), picky_data())
+    error = None
+    try:
+        plan.strategy()
+    except ValueError as raised:
+        error = str(raised)
+    with ks.HybridStrategy().scope():
+        model = new_picky_model()
+    (loss,) = model.fit(picky_data(), verbose=0).history["loss"]
+    return plan.strategies, plan.comparison.failures, error, loss
+
+
 def planned_under_hybrid():
     """Plans a model that a `HybridStrategy` trains already, and goes on.
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity import planner
 from keras_sparsity.board import comparison
+from keras_sparsity.stages import strategy_costs
 from tests import planner_functions
 from tests.conftest import covering, engines
 
@@ -139,6 +140,46 @@ def test_models_of_a_fixed_batch_size_are_not_compared():
     model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
     assert not comparison.can_be_cut(model)
     assert comparison.can_be_cut(planner_functions.new_model())
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_layer_that_refuses_to_be_measured_leaves_the_plan(cluster, engine):
+    found = cluster(engine, 2).run(planner_functions.planned_and_not_compared)
+    assert found[0] == found[1]
+    costs, failures, error, loss = found[0]
+    assert costs == ()
+    assert list(failures) == [
+        "data parallelism",
+        "layer placement",
+        "pipeline",
+    ]
+    for reason in failures.values():
+        assert reason.startswith("On rank 0: ") and "ids begin at 1" in reason
+    assert "could not be compared" in error and "ids begin at 1" in error
+    assert np.isfinite(loss)
+
+
+def test_the_printed_plan_says_why_a_way_was_not_compared(capsys):
+    data = planner_functions.picky_data()
+    for rate in (100.0, None):
+        cluster = ks.planning.Cluster(4, megabits_per_second=rate)
+        ks.plan(planner_functions.new_picky_model(), data, cluster)
+        printed = capsys.readouterr().out
+        assert "alpha of the model" in printed
+        is_compared = rate is not None
+        assert ("could not be compared: On rank 0" in printed) == is_compared
+    with mock.patch.object(
+        strategy_costs, "PipelineCosts", side_effect=KeyError("no such cut")
+    ):
+        plan = described(megabits_per_second=100.0)
+    assert plan.comparison.failures == {"pipeline": "KeyError: 'no such cut'"}
+    assert {cost.way for cost in plan.strategies} == {
+        "data parallelism",
+        "layer placement",
+    }
+    row = plan.comparison.markdown().splitlines()[-3]
+    assert row.startswith("| pipeline |")
+    assert row.endswith("| could not be compared: KeyError: 'no such cut' |")
 
 
 def described(**options):

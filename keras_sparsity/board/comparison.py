@@ -6,6 +6,8 @@ from keras_sparsity.data.batches import num_examples
 from keras_sparsity.layers import SampledSoftmax
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.stages import measurements
+from keras_sparsity.stages.attempts import AttemptError, described
+from keras_sparsity.stages.costs import WAYS
 from keras_sparsity.stages.cutting import Cutter
 from keras_sparsity.stages.strategy_costs import strategy_costs
 
@@ -38,7 +40,8 @@ def compared(model, dataset, cluster, engine, specs, communicator):
             travel.
 
     Returns:
-        `StrategyPlan`, the same on all ranks; None if the model cannot be cut,
+        `StrategyPlan`, the same on all ranks, with the reasons of ways that
+        could not be compared; None if the model cannot be cut,
         the rate of links is not known, or there is no batch.
     """
     if cluster.size == 1 or not can_be_cut(model):
@@ -52,8 +55,26 @@ def compared(model, dataset, cluster, engine, specs, communicator):
     optimizer = model.optimizer
     if isinstance(optimizer, HybridOptimizer):
         optimizer = optimizer.inner_optimizer
-    found = measurements.measured(
-        Cutter(model), number, optimizer, cluster, communicator, specs=specs
-    )
-    costs = strategy_costs(found.facts, found.cluster, number, engine)
-    return StrategyPlan(costs, found.cluster, number)
+    try:
+        found = measurements.measured(
+            Cutter(model), number, optimizer, cluster, communicator, specs=specs
+        )
+    except AttemptError as error:
+        failures = dict.fromkeys(WAYS, str(error))
+        return StrategyPlan((), cluster, number, failures)
+    return costs_of(found.facts, found.cluster, number, engine)
+
+
+def costs_of(facts, cluster, num_examples, engine="native"):
+    """The `StrategyPlan` of a measured model.
+
+    Args:
+        facts, cluster, num_examples, engine: as for `strategy_costs`.
+    """
+    failures = {}
+
+    def on_error(way, error):
+        failures[way] = described(error)
+
+    costs = strategy_costs(facts, cluster, num_examples, engine, on_error)
+    return StrategyPlan(costs, cluster, num_examples, failures)

@@ -7,11 +7,9 @@ import keras
 # Registers the layers that a saved model may have.
 from keras_sparsity import layers as layers
 from keras_sparsity._tf import checks
-from keras_sparsity.board.comparison import can_be_cut
-from keras_sparsity.board.strategy_plan import StrategyPlan
+from keras_sparsity.board.comparison import can_be_cut, costs_of
 from keras_sparsity.stages import model_facts
 from keras_sparsity.stages.cutting import Cutter
-from keras_sparsity.stages.strategy_costs import strategy_costs
 
 
 def described(path, cluster, num_examples=None, alpha=None):
@@ -48,8 +46,7 @@ def described(path, cluster, num_examples=None, alpha=None):
     specs = model_facts.variable_specs(cutter, alpha, of_process)
     optimizer = getattr(model, "optimizer", None) or keras.optimizers.Adam()
     facts = model_facts.measured(cutter, num_examples, optimizer, specs)
-    costs = strategy_costs(facts, cluster, num_examples)
-    return StrategyPlan(costs, cluster, num_examples)
+    return costs_of(facts, cluster, num_examples)
 
 
 def _loaded(path):

@@ -33,11 +33,13 @@ class StrategyPlan(WrittenPlan):
         costs: tuple of `StrategyCost`.
         cluster: the `planning.Cluster`.
         num_examples: the number of a mini-batch's examples.
+        failures: dict from each way that could not be compared to the reason.
     """
 
     costs: tuple
     cluster: planning.Cluster
     num_examples: int
+    failures: dict = dataclasses.field(default_factory=dict)
 
     def best(self, asynchronous=False):
         """The fastest `StrategyCost` that fits the memory of a process.
@@ -46,8 +48,15 @@ class StrategyPlan(WrittenPlan):
             asynchronous: whether it may be one whose passes miss updates.
 
         Raises:
-            ValueError: if none fits.
+            ValueError: if none fits, or none could be compared.
         """
+        if not self.costs:
+            reasons = "; ".join(f"{w}: {r}" for w, r in self.failures.items())
+            raise ValueError(
+                "The ways to train this model could not be compared. "
+                f"{reasons}. Mend the layer or function that raises this, or "
+                "train under `ks.HybridStrategy`."
+            )
         fitting = [cost for cost in self.costs if cost.fits]
         for cost in fitting:
             if cost.is_exact or asynchronous:
@@ -77,15 +86,16 @@ class StrategyPlan(WrittenPlan):
             if number < _MOST_ROWS or cost.way not in ways[:number]
         ]
         about = self._about(len(self.costs) - len(shown))
-        return as_table(_HEAD, map(_row, shown), about)
+        rows = [*map(_row, shown), *map(_failed_row, self.failures.items())]
+        return as_table(_HEAD, rows, about)
 
     def _about(self, left_out):
-        cluster = self.cluster
+        cluster, rate = self.cluster, self.cluster.megabits_per_second
+        links = "" if rate is None else f", links of {rate:.4g} Mbit/s"
         text = (
             f"Mini-batches of {self.num_examples} examples on "
             f"{cluster.num_machines} machines of "
-            f"{cluster.processes_per_machine}, links of "
-            f"{cluster.megabits_per_second:.4g} Mbit/s. Bytes are those of a "
+            f"{cluster.processes_per_machine}{links}. Bytes are those of a "
             "step on the busiest link, in one direction; memory is that of "
             "the process with the most."
         )
@@ -119,6 +129,12 @@ def _row(cost):
         "yes" if cost.is_exact else "no",
         cost.bound,
     ]
+
+
+def _failed_row(failure):
+    way, reason = failure
+    empty = [""] * (len(_HEAD) - 2)
+    return [way, *empty, f"could not be compared: {reason}"]
 
 
 def _processes(cost):

@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_sparsity._tf import checks
 from keras_sparsity.stages import timing
+from keras_sparsity.stages.attempts import attempted
 from keras_sparsity.stages.cutting import shared
 from keras_sparsity.stages.profile import gradient_sizes
 
@@ -113,17 +114,23 @@ class Measured:
 
 
 def measured(cutter, strategy):
-    """`Measured`, the same on all ranks; every rank calls it."""
+    """`Measured`, the same on all ranks; every rank calls it.
+
+    Raises:
+        AttemptError: on all ranks, if a pass fails on rank 0.
+    """
     communicator = strategy.collectives
     speeds = [link.seconds_per_byte() for link in strategy.links if link]
-    seconds = again_seconds = None
-    if communicator.rank == 0:
-        seconds = timing.call_seconds(cutter)
-        if not strategy.is_flushed:
-            again_seconds = timing.call_seconds(cutter, has_backward=False)
-    found = communicator.gather_objects(
-        (seconds, again_seconds, speeds), name="pipeline/seconds"
-    )
+
+    def measure():
+        seconds = again_seconds = None
+        if communicator.rank == 0:
+            seconds = timing.call_seconds(cutter)
+            if not strategy.is_flushed:
+                again_seconds = timing.call_seconds(cutter, has_backward=False)
+        return seconds, again_seconds, speeds
+
+    found = attempted(communicator, measure, "pipeline/seconds")
     # Activations and gradients travel in opposite directions, at once.
     slowest, handled = np.max(
         [(0.0, 0.0), *(each for *_, of_rank in found for each in of_rank)],

@@ -25,6 +25,7 @@ from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import floats
 from keras_sparsity.planning.transfer_cost import narrowest_index
 from keras_sparsity.stages import timing
+from keras_sparsity.stages.attempts import attempted
 from keras_sparsity.stages.profile import num_bytes
 from keras_sparsity.stages.simulation import simulate
 
@@ -46,10 +47,16 @@ class Planner:
         self._num_passes = num_passes(self._strategy, schedule, versions)
 
     def plan(self, batch):
-        """The `PipelinePlan`, the same on all ranks; every rank calls it."""
+        """The `PipelinePlan`, the same on all ranks; every rank calls it.
+
+        Raises:
+            AttemptError: on all ranks, if a stage's pass fails on one.
+        """
         tensors, num_examples = self._arriving(batch)
-        of_ranks = self._strategy.collectives.gather_objects(
-            self._cost(tensors), name="pipeline/plan"
+        of_ranks = attempted(
+            self._strategy.collectives,
+            lambda: self._cost(tensors),
+            "pipeline/plan",
         )
         costs = [
             _largest([of_ranks[r] for r in self._strategy.ranks_of(stage)])

@@ -7,6 +7,7 @@ from keras_sparsity.stages.profile import Profile
 DATA_PARALLELISM = "data parallelism"
 LAYER_PLACEMENT = "layer placement"
 PIPELINE = "pipeline"
+WAYS = DATA_PARALLELISM, LAYER_PLACEMENT, PIPELINE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 from keras_sparsity.collectives import speeds
 from keras_sparsity.planning.specs import Cluster
 from keras_sparsity.stages import model_facts, timing
+from keras_sparsity.stages.attempts import attempted
 from keras_sparsity.stages.costs import ModelFacts
 from keras_sparsity.stages.machine_links import shared_by
 
@@ -57,14 +58,20 @@ def measured(cutter, num_examples, optimizer, cluster, communicator, **options):
 
     Returns:
         `Measured`, the same on all ranks.
+
+    Raises:
+        AttemptError: on all ranks, if a pass fails on one.
     """
     if communicator.size > 1:
         cluster = _with_links(cluster, communicator)
-    facts = None
-    if communicator.rank == 0:
-        facts = model_facts.measured(cutter, num_examples, optimizer, **options)
+    measure = functools.partial(
+        model_facts.measured, cutter, num_examples, optimizer, **options
+    )
     # Rank 0's, from which all ranks choose alike.
-    facts = communicator.gather_objects(facts, name="plan/facts")[0]
+    is_first = communicator.rank == 0
+    facts, *_ = attempted(
+        communicator, measure if is_first else None, "plan/facts"
+    )
     if communicator.size > 1 and shared_by(cluster, cluster.size) > 1:
         number = facts.profile.num_examples
         facts = facts.crowded(_crowding(cutter, number, communicator))
@@ -78,17 +85,22 @@ def _crowding(cutter, num_examples, communicator):
     that each of them has does not count here: costs count it.
     """
 
-    def measure(function, tensors):
-        run, alone = timing.traced(function, tensors), None
-        communicator.barrier("plan/alone")
-        if communicator.rank == 0:
-            alone = timing.processor_seconds(run, tensors)
-        communicator.barrier("plan/together")
-        return alone, timing.processor_seconds(run, tensors)
+    passes, alone = [], None
 
+    def keep(function, tensors):
+        passes.extend([timing.traced(function, tensors), tensors])
+
+    # Behind it all ranks have made a pass: no later one fails.
+    attempted(
+        communicator,
+        lambda: timing.whole_seconds(cutter, num_examples, measure=keep),
+        "plan/alone",
+    )
+    if communicator.rank == 0:
+        alone = timing.processor_seconds(*passes)
+    communicator.barrier("plan/together")
     found = communicator.gather_objects(
-        timing.whole_seconds(cutter, num_examples, measure=measure),
-        name="plan/crowding",
+        (alone, timing.processor_seconds(*passes)), name="plan/crowding"
     )
     return float(np.mean([together for _, together in found])) / found[0][0]
 

@@ -5,7 +5,9 @@ import dataclasses
 from keras_sparsity import planning
 from keras_sparsity.planning.specs import check_is
 from keras_sparsity.stages.costs import (
+    DATA_PARALLELISM,
     LAYER_PLACEMENT,
+    PIPELINE,
     StrategyCost,
     does_fit,
     fastest_that_fits,
@@ -22,7 +24,9 @@ _MOST_STAGES = 64
 _MOST_SHARED = 12
 
 
-def strategy_costs(facts, cluster, num_examples, engine="native"):
+def strategy_costs(
+    facts, cluster, num_examples, engine="native", on_error=None
+):
     """The predicted steps of all ways to train a model on a cluster.
 
     Hybrid data parallelism with the best architecture of each variable; layer
@@ -49,6 +53,8 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
         cluster: `planning.Cluster` whose `megabits_per_second` is known.
         num_examples: the number of examples of a mini-batch.
         engine: the engine's name, see `planning.engine_bytes`.
+        on_error: function of a way and the error that its costs raised; the
+            others are compared. By default the error is raised.
 
     Returns:
         Tuple of `StrategyCost`, the fastest first, after those that fit those
@@ -67,22 +73,19 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
             "Times of messages need the rate of the links. Received: "
             f"cluster={cluster}. Give the cluster `megabits_per_second`."
         )
-    found = [data_parallel(facts, cluster, num_examples, engine)]
+    ways = {
+        DATA_PARALLELISM: lambda *of_step: [data_parallel(*of_step, engine)]
+    }
     if facts.profile.crossing_bytes and cluster.size > 1:
-        most_tails = 1 if facts.has_samples else _MOST_TAILS
-        for num_tails in range(1, min(most_tails, cluster.size // 2) + 1):
-            found.append(_placed(facts, cluster, num_examples, num_tails))
-        most = len(facts.profile.crossing_bytes) + 1
-        if facts.has_tables:
-            most = 1  # no pipeline
-        for num_stages in range(2, min(cluster.size, most, _MOST_STAGES) + 1):
-            is_even = cluster.size % num_stages == 0
-            if is_even or cluster.size <= _MOST_SHARED:
-                for is_flushed in (True, False):
-                    pipeline = PipelineCosts(
-                        facts, cluster, num_examples, num_stages, is_flushed
-                    )
-                    found += pipeline.of_schedules()
+        ways |= {LAYER_PLACEMENT: _all_placed, PIPELINE: _pipelines}
+    found = []
+    for way, compute in ways.items():
+        try:
+            found += compute(facts, cluster, num_examples)
+        except Exception as error:  # whatever a model leads to
+            if on_error is None:
+                raise
+            on_error(way, error)
     found = [
         dataclasses.replace(cost, fits=does_fit(cost, cluster))
         for cost in found
@@ -92,6 +95,29 @@ def strategy_costs(facts, cluster, num_examples, engine="native"):
 
 def _order(cost):
     return not cost.fits, cost.step_seconds, cost.missed_updates
+
+
+def _all_placed(facts, cluster, num_examples):
+    most = min(1 if facts.has_samples else _MOST_TAILS, cluster.size // 2)
+    return [
+        _placed(facts, cluster, num_examples, num_tails)
+        for num_tails in range(1, most + 1)
+    ]
+
+
+def _pipelines(facts, cluster, num_examples):
+    if facts.has_tables:
+        return []
+    most = len(facts.profile.crossing_bytes) + 1
+    return [
+        cost
+        for num_stages in range(2, min(cluster.size, most, _MOST_STAGES) + 1)
+        if not cluster.size % num_stages or cluster.size <= _MOST_SHARED
+        for is_flushed in (True, False)
+        for cost in PipelineCosts(
+            facts, cluster, num_examples, num_stages, is_flushed
+        ).of_schedules()
+    ]
 
 
 def _placed(facts, cluster, num_examples, num_tails):
