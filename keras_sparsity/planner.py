@@ -29,7 +29,8 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     stages; with sharded layers no pipelines, and layer placement with
     embeddings in its head and a `SampledSoftmax` on its one tail worker. Tied
     weights (a `SampledSoftmax` with `table`) leave data parallelism alone.
-    Rank 0 measures the layers; the times of steps are predicted for the running
+    Rank 0 measures the layers, with unknown sizes as in the first batch; the
+    times of steps are predicted for the running
     cluster, whose links are measured, or for another one with
     `megabits_per_second`.
 

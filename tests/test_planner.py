@@ -182,6 +182,53 @@ def test_the_printed_plan_says_why_a_way_was_not_compared(capsys):
     assert row.endswith("| could not be compared: KeyError: 'no such cut' |")
 
 
+def test_unknown_sizes_are_those_of_the_batch(capsys):
+    cluster = ks.planning.Cluster(2, megabits_per_second=100.0)
+    words, more = (keras.Input((None,), dtype="int32") for _ in range(2))
+    rows = keras.layers.Embedding(50, 6, name="rows")
+    # Of a length that 3 divides, unlike 16.
+    groups = keras.layers.Reshape((-1, 18), name="groups")(rows(words))
+    x = keras.layers.Dense(2, name="narrow")(groups)
+    x = keras.layers.GlobalAveragePooling1D(name="mean")(x)
+    other = keras.layers.GlobalAveragePooling1D(name="other")(rows(more))
+    x = keras.layers.Concatenate(name="all")([x, other])
+    model = keras.Model([words, more], keras.layers.Dense(1, name="out")(x))
+    model.compile("sgd", "mse")
+    ids = np.zeros((4, 30), "int32"), np.zeros((4, 7), "int32")
+    data = tf.data.Dataset.from_tensors((ids, np.zeros((4, 1))))
+    plan = ks.plan(model, data, cluster)
+    assert not plan.comparison.failures
+    assert " count as " not in capsys.readouterr().out
+    found = comparison.Cutter(model, ids)
+    sizes = {
+        call.name: found.example_shape(call.outputs[0]) for call in found.calls
+    }
+    assert sizes["groups"] == [10, 18] and sizes["narrow"] == [10, 2]
+    whole = next(c for c in plan.strategies if c.way == "data parallelism")
+    # Two examples' outputs of the calls, and weights, gradients, no slots.
+    outputs = 30 * 6 + 7 * 6 + 10 * 18 + 10 * 2 + 2 + 6 + 8 + 1
+    weights = 50 * 6 + (18 * 2 + 2) + (8 + 1)
+    assert whole.memory_bytes == (2 * 4 * weights + 2 * 4 * outputs,)
+
+
+def test_a_plan_tells_the_size_that_unknown_ones_count_as(capsys):
+    cluster = ks.planning.Cluster(2, megabits_per_second=100.0)
+
+    def even(x):
+        return tf.boolean_mask(x, tf.range(tf.shape(x)[1]) % 2 == 0, axis=1)
+
+    inputs = keras.Input((9, 2))
+    x = keras.layers.Lambda(even, output_shape=(None, 2), name="even")(inputs)
+    x = keras.layers.GlobalAveragePooling1D(name="mean")(x)
+    model = keras.Model(inputs, keras.layers.Dense(1, name="out")(x))
+    model.compile("sgd", "mse")
+    batch = np.zeros((4, 9, 2), "float32"), np.zeros((4, 1))
+    plan = ks.plan(model, tf.data.Dataset.from_tensors(batch), cluster)
+    assert plan.comparison.unknown_size == 16
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "lengths of sequences, count as 16" in printed
+
+
 def described(**options):
     cluster = ks.planning.Cluster(4, **options)
     model = planner_functions.new_model(width=16)

@@ -214,41 +214,64 @@ def without_examples(functional, calls):
         Dict from their ids to the names of the calls that make them; without
         those of which TensorFlow knows no size.
     """
-    made = [(tensor, call.name) for call in calls for tensor in call.outputs]
-    names = {call.operation: call.name for call in calls}
-    with inputs_stay(functional), named(names):
-        model = keras.Model(functional.inputs, [tensor for tensor, _ in made])
-    found = []
+    found = {}
     # Not all layers take any size.
     for size in (_UNKNOWN_SIZE, None):
+        shapes = [
+            (x.shape[0] or _NUM_EXAMPLES, *(s or size for s in x.shape[1:]))
+            for x in functional.inputs
+        ]
         with contextlib.suppress(Exception):  # whatever a layer raises
-            found = _first_sizes(model, size)
+            found = _specs(functional, calls, shapes)
             break
     fixed = functional.inputs[0].shape[0]
     expected = None, fixed or _NUM_EXAMPLES
+    names = {id(x): call.name for call in calls for x in call.outputs}
     return {
-        id(tensor): name
-        for (tensor, name), size in zip(made, found, strict=False)
-        if size not in expected
+        key: names[key]
+        for key, spec in found.items()
+        if (spec.shape[0] if spec.shape else 0) not in expected
     }
 
 
-def _first_sizes(model, unknown_size):
-    """The sizes of the first axes of a model's outputs, a list."""
+def shapes_for(functional, calls, inputs):
+    """Symbolic tensors of the shapes that a batch leads to.
+
+    Args:
+        calls: the model's `Call`s.
+        inputs: those of a batch, in the model's structure.
+
+    Returns:
+        Dict from the ids of the model's inputs, and of the tensors that calls
+        make, to tensors.
+    """
+    given = flat_inputs(functional, inputs)
+    shapes = [tuple(each.shape) for each in given]
+    named_inputs = zip(map(id, functional.inputs), given, strict=True)
+    return {**dict(named_inputs), **_specs(functional, calls, shapes)}
+
+
+def _specs(functional, calls, shapes):
+    """Dict from the ids of the tensors that calls make to others like them.
+
+    Args:
+        calls: the model's `Call`s.
+        shapes: list of the shapes of the model's inputs.
+    """
     from keras.src import backend
 
+    made = [tensor for call in calls for tensor in call.outputs]
+    names = {call.operation: call.name for call in calls}
+    with inputs_stay(functional), named(names):
+        model = keras.Model(functional.inputs, made)
     given = [
-        keras.KerasTensor(
-            (x.shape[0] or _NUM_EXAMPLES, *(s or unknown_size for s in rest)),
-            x.dtype,
-            sparse=x.sparse,
-        )
-        for x in model.inputs
-        for rest in [x.shape[1:]]
+        keras.KerasTensor(shape, x.dtype, sparse=x.sparse)
+        for x, shape in zip(model.inputs, shapes, strict=True)
     ]
-    made = backend.compute_output_spec(lambda *x: model.call(list(x)), *given)
+    found = backend.compute_output_spec(lambda *x: model.call(list(x)), *given)
     keras_losses.clear_losses(model)
-    return [x.shape[0] if x.shape else 0 for x in keras.tree.flatten(made)]
+    flat = keras.tree.flatten(found)
+    return dict(zip(map(id, made), flat, strict=True))
 
 
 @contextlib.contextmanager

@@ -1,5 +1,9 @@
 """All ways to train a model, compared by measurements of it."""
 
+import dataclasses
+
+import keras
+
 from keras_sparsity._tf import keras_functional, keras_models
 from keras_sparsity.board.strategy_plan import StrategyPlan
 from keras_sparsity.data.batches import num_examples
@@ -55,14 +59,17 @@ def compared(model, dataset, cluster, engine, specs, communicator):
     optimizer = model.optimizer
     if isinstance(optimizer, HybridOptimizer):
         optimizer = optimizer.inner_optimizer
+    inputs, *_ = keras.utils.unpack_x_y_sample_weight(batch)
+    cutter = Cutter(model, inputs)
     try:
         found = measurements.measured(
-            Cutter(model), number, optimizer, cluster, communicator, specs=specs
+            cutter, number, optimizer, cluster, communicator, specs=specs
         )
     except AttemptError as error:
         failures = dict.fromkeys(WAYS, str(error))
         return StrategyPlan((), cluster, number, failures)
-    return costs_of(found.facts, found.cluster, number, engine)
+    plan = costs_of(found.facts, found.cluster, number, engine)
+    return dataclasses.replace(plan, unknown_size=cutter.unknown_size)
 
 
 def costs_of(facts, cluster, num_examples, engine="native"):

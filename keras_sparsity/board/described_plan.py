@@ -1,5 +1,6 @@
 """The ways to train a saved model on a described cluster, in one process."""
 
+import dataclasses
 import warnings
 
 import keras
@@ -46,7 +47,8 @@ def described(path, cluster, num_examples=None, alpha=None):
     specs = model_facts.variable_specs(cutter, alpha, of_process)
     optimizer = getattr(model, "optimizer", None) or keras.optimizers.Adam()
     facts = model_facts.measured(cutter, num_examples, optimizer, specs)
-    return costs_of(facts, cluster, num_examples)
+    plan = costs_of(facts, cluster, num_examples)
+    return dataclasses.replace(plan, unknown_size=cutter.unknown_size)
 
 
 def _loaded(path):

@@ -7,6 +7,7 @@ from keras_sparsity.board.written_plan import (
     as_table,
     in_bytes,
     in_milliseconds,
+    of_unknown,
 )
 
 _HEAD = (
@@ -41,6 +42,7 @@ class SplitPlan(WrittenPlan):
         published: the place by the paper's rule, and
         fastest: that of the least predicted step; None if that is data
             parallelism.
+        unknown_size: as for `StrategyPlan`; no batch tells sizes here.
     """
 
     num_examples: int
@@ -54,6 +56,7 @@ class SplitPlan(WrittenPlan):
     chosen: int | None
     published: int | None
     fastest: int | None
+    unknown_size: int | None = None
 
     def markdown(self):
         has_rows = any(cost.row_bytes for cost in self.costs)
@@ -71,7 +74,7 @@ class SplitPlan(WrittenPlan):
             f"Skewness of the parameters {self.skewness:.2f}, the threshold of "
             f"the paper's rule {self.threshold:g}. Bytes are those of a step, "
             "in one direction."
-        )
+        ) + of_unknown(self.unknown_size)
         return as_table(head, rows, about)
 
     def _row(self, cost, has_rows, has_tails):

@@ -8,6 +8,7 @@ from keras_sparsity.board.written_plan import (
     as_table,
     in_bytes,
     in_seconds,
+    of_unknown,
 )
 from keras_sparsity.stages.costs import LAYER_PLACEMENT, PIPELINE
 
@@ -34,12 +35,16 @@ class StrategyPlan(WrittenPlan):
         cluster: the `planning.Cluster`.
         num_examples: the number of a mini-batch's examples.
         failures: dict from each way that could not be compared to the reason.
+        unknown_size: the number that sizes count as that neither the model nor
+            the batch tells, such as a sequence's length; None if there are
+            none.
     """
 
     costs: tuple
     cluster: planning.Cluster
     num_examples: int
     failures: dict = dataclasses.field(default_factory=dict)
+    unknown_size: int | None = None
 
     def best(self, asynchronous=False):
         """The fastest `StrategyCost` that fits the memory of a process.
@@ -99,6 +104,7 @@ class StrategyPlan(WrittenPlan):
             "step on the busiest link, in one direction; memory is that of "
             "the process with the most."
         )
+        text += of_unknown(self.unknown_size)
         if left_out:
             text += f" Slower ways that are not shown: {left_out}."
         return text

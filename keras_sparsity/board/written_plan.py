@@ -97,3 +97,13 @@ def in_seconds(seconds):
 
 def in_bytes(number):
     return filesize.decimal(round(number))
+
+
+def of_unknown(size):
+    """A sentence about sizes that the model does not know; empty if None."""
+    if size is None:
+        return ""
+    return (
+        " Sizes of tensors that the model does not know, such as lengths of "
+        f"sequences, count as {size}: times and bytes are those of this size."
+    )

@@ -101,6 +101,7 @@ class Splits:
             chosen=chosen,
             published=self._published(model),
             fastest=fastest(costs),
+            unknown_size=model.cutter.unknown_size,
         )
 
     def _published(self, model):

@@ -4,8 +4,8 @@ import dataclasses
 
 import keras
 
+from keras_sparsity.stages.example_shapes import example_bytes, example_shape
 from keras_sparsity.stages.profile import num_bytes
-from keras_sparsity.stages.timing import example_bytes
 from keras_sparsity.update import optimizer_arguments, rules
 
 
@@ -33,12 +33,13 @@ class ColumnSize:
         return 2 * self.kernel_bytes > self.traveling_bytes(num_examples)
 
 
-def column_sizes(calls, optimizer=None, is_asked=False):
+def column_sizes(calls, optimizer=None, is_asked=False, shape_of=example_shape):
     """The `ColumnSize` of each call of a model; None where there is none.
 
     Args:
         calls: list of the model's or a stage's `Call`s.
         optimizer, is_asked: as for `why_not`.
+        shape_of: as for `example_bytes`.
 
     Returns:
         Tuple; empty if the optimizer cannot update columns apart.
@@ -47,7 +48,7 @@ def column_sizes(calls, optimizer=None, is_asked=False):
         return ()
     layers = [call.operation for call in calls]
     return tuple(
-        _size(call) if _has_columns(call.operation, layers) else None
+        _size(call, shape_of) if _has_columns(call.operation, layers) else None
         for call in calls
     )
 
@@ -109,10 +110,10 @@ def chosen_calls(sizes, num_examples):
     return {max(possible, key=lambda place: possible[place].kernel_bytes)}
 
 
-def _size(call):
+def _size(call, shape_of):
     (inputs,), (outputs,) = call.inputs, call.outputs
     return ColumnSize(
         num_bytes([call.operation.kernel]),
-        example_bytes(inputs),
-        example_bytes(outputs),
+        example_bytes(inputs, shape_of),
+        example_bytes(outputs, shape_of),
     )

@@ -8,6 +8,7 @@ it, or a tensor without a row for each example would cross. Any number may.
 
 import bisect
 import collections
+import contextlib
 import functools
 import itertools
 import math
@@ -15,6 +16,7 @@ import math
 import keras
 
 from keras_sparsity._tf import checks, keras_functional
+from keras_sparsity.stages.example_shapes import UNKNOWN_SIZE, example_shape
 from keras_sparsity.stages.part import Part
 
 _SHARED = (
@@ -35,6 +37,8 @@ class Cutter:
 
     Args:
         model: a functional or sequential `keras.Model` that is built.
+        inputs: those of a batch, in the model's structure: sizes that the
+            model does not know count as theirs.
 
     Attributes:
         calls: the model's calls, in order.
@@ -55,7 +59,7 @@ class Cutter:
         PipeDream (arXiv:1806.03377), 3.1.
     """
 
-    def __init__(self, model):
+    def __init__(self, model, inputs=None):
         functional = keras_functional.functional_of(model)
         if functional is None:
             raise ValueError(
@@ -68,6 +72,13 @@ class Cutter:
         self._functional = functional
         self.calls, self.outputs = keras_functional.flat_calls(functional)
         self._inputs = {id(x): i for i, x in enumerate(functional.inputs)}
+        self._shapes = {}
+        if inputs is not None:
+            # Inputs and layers may refuse that; sizes stay unknown.
+            with contextlib.suppress(Exception):
+                self._shapes = keras_functional.shapes_for(
+                    functional, self.calls, inputs
+                )
 
     @functools.cached_property
     def _needed_until(self):
@@ -130,6 +141,19 @@ class Cutter:
             found.append([v for v in variables if id(v) not in seen])
             seen.update(map(id, variables))
         return found
+
+    def example_shape(self, tensor):
+        """The shape of one example of a symbolic tensor: a list."""
+        return example_shape(self._shapes.get(id(tensor), tensor))
+
+    @property
+    def unknown_size(self):
+        """The number that unknown sizes count as; None if there are none."""
+        tensors = [*self._functional.inputs]
+        tensors += [tensor for call in self.calls for tensor in call.outputs]
+        shapes = [self._shapes.get(id(each), each).shape for each in tensors]
+        is_known = all(None not in tuple(shape)[1:] for shape in shapes)
+        return None if is_known else UNKNOWN_SIZE
 
     @property
     def places(self):

@@ -13,7 +13,6 @@ import math
 import keras
 import numpy as np
 
-from keras_sparsity.stages.timing import example_shape
 from keras_sparsity.tables.table_variable import TableVariable
 
 CONVOLUTION, POOLING, DENSE = "convolution", "pooling", "dense"
@@ -40,7 +39,7 @@ def layer_sizes(cutter):
 
     A layer that is called twice has its parameters at the first call. Those of
     sharded tables, which travel row by row wherever the model is divided, do
-    not count. Sizes that the model does not know count as 16.
+    not count. Sizes that the cutter does not know count as 16.
 
     Example:
 
@@ -57,7 +56,7 @@ def layer_sizes(cutter):
                 for v in new
                 if not isinstance(v, TableVariable)
             ),
-            sum(math.prod(example_shape(each)) for each in call.outputs),
+            sum(math.prod(cutter.example_shape(each)) for each in call.outputs),
         )
         for call, new in zip(cutter.calls, cutter.new_variables(), strict=True)
     ]

@@ -81,7 +81,9 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
         ),
         fixed_seconds=tuple(fixed_seconds),
         sum_seconds=tuple(sum_seconds * each.dense_bytes for each in gradients),
-        columns=column_sizes(cutter.calls, optimizer),
+        columns=column_sizes(
+            cutter.calls, optimizer, shape_of=cutter.example_shape
+        ),
     )
     return ModelFacts(
         profile=profile,

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity.planning.transfer_cost import narrowest_index
 from keras_sparsity.stages.softmaxes import is_softmax
-from keras_sparsity.stages.timing import example_shape, wire_size
+from keras_sparsity.stages.timing import wire_size
 from keras_sparsity.tables.table_variable import TableVariable
 
 
@@ -196,12 +196,12 @@ def gradient_sizes(cutter, wire_dtype=None):
             and call.operation.embeddings_regularizer is None
             and all(users.count(id(v)) == 1 for v in new)
         )
-        of_call = _of_rows(call, new) if is_lookup and new else None
+        of_call = _of_rows(cutter, call, new) if is_lookup and new else None
         found.append(
             of_call
             or GradientSize(
                 num_bytes(v for v in new if not isinstance(v, TableVariable)),
-                owned=tuple(_owned_rows(call, wire_dtype, seen_tables)),
+                owned=tuple(_owned_rows(cutter, call, wire_dtype, seen_tables)),
             )
         )
     return found
@@ -233,12 +233,12 @@ def places_of_heads(places, gradients):
     return [place for place in places if least <= place < most]
 
 
-def _of_rows(call, tables):
+def _of_rows(cutter, call, tables):
     if len(tables) != 1:  # such as with low-rank factors beside it
         return None
     (table,) = tables
     num_rows, *row = table.shape
-    lookups = math.prod(example_shape(call.inputs[0]))
+    lookups = math.prod(cutter.example_shape(call.inputs[0]))
     row_bytes = math.prod(row) * tf.as_dtype(table.dtype).size
     return GradientSize(
         example_bytes=lookups * (row_bytes + narrowest_index(num_rows)),
@@ -247,14 +247,14 @@ def _of_rows(call, tables):
     )
 
 
-def _owned_rows(call, wire_dtype, seen):
+def _owned_rows(cutter, call, wire_dtype, seen):
     """The `OwnedRows` of each of a call's requests.
 
     Args:
-        call, wire_dtype: as for `gradient_sizes`.
+        cutter, wire_dtype: as for `gradient_sizes`.
         seen: set of the `id`s of the tables so far, which grows.
     """
-    for table, num_lookups, dtype in _requests(call):
+    for table, num_lookups, dtype in _requests(cutter, call):
         variable, is_new = table.variable, id(table) not in seen
         seen.add(id(table))
         own = wire_size(tf.as_dtype(variable.dtype), wire_dtype)
@@ -270,12 +270,14 @@ def _owned_rows(call, wire_dtype, seen):
         )
 
 
-def _requests(call):
+def _requests(cutter, call):
     """`(table, number of an example's rows, dtype)` of a call's lookups."""
     layer = call.operation
     if hasattr(layer, "_requests"):
         example = keras.tree.map_structure(
-            lambda tensor: tf.zeros([1, *example_shape(tensor)], tensor.dtype),
+            lambda tensor: tf.zeros(
+                [1, *cutter.example_shape(tensor)], tensor.dtype
+            ),
             call.arguments[0],
         )
         return [
@@ -284,10 +286,10 @@ def _requests(call):
         ]
     if is_softmax(layer):
         # Of the labels, one for each hidden state.
-        number = math.prod(example_shape(call.inputs[0])[:-1])
+        number = math.prod(cutter.example_shape(call.inputs[0])[:-1])
         return [(each, number, layer.output_dtype) for each in layer.tables]
     # Of a layer of the user's, all ids may be those of each table.
-    number = sum(math.prod(example_shape(each)) for each in call.inputs)
+    number = sum(math.prod(cutter.example_shape(each)) for each in call.inputs)
     return [
         (variable.table, number, variable.dtype)
         for variable in getattr(layer, "variables", [])

@@ -12,13 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.exchange.pull import shaped
+from keras_sparsity.stages.example_shapes import example_bytes
 from keras_sparsity.stages.softmaxes import computed_with_losses
 from keras_sparsity.tables import foreseen
 from keras_sparsity.tables.table_variable import TableVariable
 
 _NUM_EXAMPLES = 32
-# For a size that the model does not know, such as a sequence's length.
-_UNKNOWN_SIZE = 16
 # A long run is not repeated: its noise is small beside it.
 _NUM_RUNS, _ENOUGH_SECONDS = 3, 0.5
 _LEAST_SECONDS = 1e-6
@@ -48,7 +47,7 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
     measured, found = {}, []
     start = median_seconds(lambda tensors: tensors, [tf.zeros([1])])
     for call, part in zip(cutter.calls, parts, strict=True):
-        alike = _alike(call)
+        alike = _alike(call, cutter)
         seconds = measured.get(alike)
         if seconds is None:
             seconds = _seconds(cutter, part, num_examples, has_backward)
@@ -73,7 +72,7 @@ def whole_seconds(
     return _seconds(cutter, whole, num_examples, has_backward, measure)
 
 
-def _alike(call):
+def _alike(call, cutter):
     """A value that calls of the same time share; None if that is unknown."""
     layer = call.operation
     if not isinstance(layer, keras.layers.Layer):
@@ -83,8 +82,8 @@ def _alike(call):
     except NotImplementedError:  # a user's layer
         return None
     sizes = [
-        (tuple(each.shape), str(each.dtype))
-        for each in (*call.inputs, *layer.variables)
+        *((cutter.example_shape(each), each.dtype) for each in call.inputs),
+        *((tuple(each.shape), str(each.dtype)) for each in layer.variables),
     ]
     return repr((type(layer), sorted(config.items()), sizes))
 
@@ -113,7 +112,7 @@ def crossing_bytes(
     return {
         place: sum(
             num_examples
-            * math.prod(example_shape(tensor))
+            * math.prod(cutter.example_shape(tensor))
             * wire_size(tf.as_dtype(tensor.dtype), wire_dtype)
             for tensor in cutter.crossing(place)
             if not only_floats or tf.as_dtype(tensor.dtype).is_floating
@@ -132,18 +131,10 @@ def output_bytes(cutter):
     >>> output_bytes(Cutter(keras.Sequential(layers)))
     [16]
     """
-    return [sum(map(example_bytes, call.outputs)) for call in cutter.calls]
-
-
-def example_shape(tensor):
-    """The shape of one example of a symbolic tensor, its sizes in a list."""
-    return [size or _UNKNOWN_SIZE for size in tensor.shape[1:]]
-
-
-def example_bytes(tensor):
-    """The bytes of one example of a symbolic tensor."""
-    sizes = example_shape(tensor)
-    return math.prod(sizes) * tf.as_dtype(tensor.dtype).size
+    return [
+        sum(example_bytes(each, cutter.example_shape) for each in call.outputs)
+        for call in cutter.calls
+    ]
 
 
 def wire_size(dtype, wire_dtype):
@@ -165,7 +156,10 @@ def wire_size(dtype, wire_dtype):
 
 def _seconds(cutter, part, num_examples, has_backward=True, measure=None):
     draws = np.random.default_rng(0)
-    tensors = [_drawn(draws, spec, num_examples) for spec in part.model.inputs]
+    tensors = [
+        _drawn(draws, [num_examples, *cutter.example_shape(each)], each.dtype)
+        for each in part.arriving
+    ]
     # A process may not have the model's weights, or not yet.
     trained = _without_tables(part.model.trainable_variables)
     others = _without_tables(part.model.non_trainable_weights)
@@ -280,9 +274,8 @@ def traced(function, tensors):
     return run
 
 
-def _drawn(draws, spec, num_examples):
-    shape = [num_examples, *example_shape(spec)]
-    dtype = tf.as_dtype(spec.dtype)
+def _drawn(draws, shape, dtype):
+    dtype = tf.as_dtype(dtype)
     if dtype.is_floating:
         return tf.cast(draws.normal(size=shape), dtype)
     # An id that each table has, or no text; a mask that hides nothing.

@@ -49,6 +49,18 @@ def test_a_thousand_machines_take_seconds(saved, capsys):
     assert re.search(r"Slower ways that are not shown: \d+", shown)
 
 
+def test_the_table_tells_the_size_of_unknown_inputs(saved, tmp_path):
+    words = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(50, 2, name="rows")(words)
+    x = keras.layers.GlobalAveragePooling1D(name="mean")(x)
+    path = str(tmp_path / "text.keras")
+    keras.Model(words, keras.layers.Dense(1, name="out")(x)).save(path)
+    cluster = ks.planning.Cluster(2, megabits_per_second=1_000)
+    for model, is_told in ((path, True), (saved, False)):
+        shown = described_plan.described(model, cluster, 4).markdown()
+        assert ("lengths of sequences, count as 16:" in shown) == is_told
+
+
 def test_more_than_a_thousand_machines_and_options(saved):
     cluster = ks.planning.Cluster(4_000, 2, megabits_per_second=1_000)
     plan = described_plan.described(saved, cluster, 16_000, alpha=0.01)
