@@ -16,7 +16,11 @@ from keras_sparsity.machines import settings
 from keras_sparsity.placement import choice
 from keras_sparsity.placement.traffic import as_sent, running_cluster
 from keras_sparsity.sparsity import touches
-from keras_sparsity.tables.table_variable import TableVariable, pieces_of
+from keras_sparsity.tables.table_variable import (
+    TableVariable,
+    partitions_of,
+    pieces_of,
+)
 from keras_sparsity.update.step import Aggregation
 
 # The name of a model's method that makes its plan, of a mini-batch.
@@ -44,7 +48,12 @@ def measured(model, dataset, cluster, engine, num_batches):
     with touches.apart(model.trainable_variables):
         _look_at(model, dataset.take(num_batches), cluster, placements)
         found = sparsity.measured(model)
-    specs = [as_sent(facts.spec(), placements.options) for facts in found]
+    specs = [
+        as_sent(facts.spec(partitions_of(variable)), placements.options)
+        for facts, variable in zip(
+            found, model.trainable_variables, strict=True
+        )
+    ]
     together = running_cluster(communicator).processes_per_machine
     if together != cluster.processes_per_machine:
         # The rows that other machines' processes touch together are not known.

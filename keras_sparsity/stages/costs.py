@@ -78,7 +78,7 @@ class ModelFacts:
             for rows in gradient.owned:
                 if spread is not None and rows.table not in spread:
                     continue  # each process has the whole table
-                elsewhere = rows.table_bytes * (1 - 1 / num_owners)
+                elsewhere = rows.table_bytes - rows.largest_bytes(num_owners)
                 weights -= elsewhere
                 trained -= elsewhere * bool(rows.pushed_bytes)
         return weights + (1 + self.num_slots + num_copies) * trained

@@ -18,7 +18,7 @@ from keras_sparsity.stages.profile import (
     num_bytes,
     places_of_heads,
 )
-from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.tables.table_variable import TableVariable, partitions_of
 from keras_sparsity.update import optimizer_arguments
 
 # Passes of more examples are taken to be slower in proportion.
@@ -162,6 +162,7 @@ def variable_specs(cutter, alpha=None, num_examples=1):
                     tuple(variable.shape),
                     rows,
                     keras.backend.standardize_dtype(variable.dtype),
+                    num_partitions=partitions_of(variable),
                 )
             )
     return found

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_sparsity.planning.transfer_cost import narrowest_index
 from keras_sparsity.stages.softmaxes import is_softmax
 from keras_sparsity.stages.timing import wire_size
-from keras_sparsity.tables.table_variable import TableVariable
+from keras_sparsity.tables.table_variable import TableVariable, partitions_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class OwnedRows:
         pushed_bytes: those of its gradient; 0 of a frozen table.
         num_sampled: the number of rows that a batch looks up besides, those of
             a `SampledSoftmax`; 0 of other layers.
+        num_partitions: of the table, by default the number of its owners.
     """
 
     table: str
@@ -34,6 +35,12 @@ class OwnedRows:
     pulled_bytes: int
     pushed_bytes: int
     num_sampled: int = 0
+    num_partitions: int | None = None
+
+    def largest_bytes(self, num_owners):
+        """Bytes of the table at the owner with the most of its partitions."""
+        number = min(self.num_partitions or num_owners, self.num_rows)
+        return self.table_bytes * math.ceil(number / num_owners) / number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,6 +274,7 @@ def _owned_rows(cutter, call, wire_dtype, seen):
             table.dim * pulled,
             table.dim * own * variable.trainable,
             call.operation.num_sampled if is_softmax(call.operation) else 0,
+            partitions_of(variable),
         )
 
 

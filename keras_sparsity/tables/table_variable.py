@@ -258,6 +258,20 @@ def pieces_of(variable):
     return [variable]
 
 
+def partitions_of(variable):
+    """The number of a variable's partitions.
+
+    Of a table in one process, as many as it is to have; None if that is the
+    number of processes, and of a variable that is no table.
+    """
+    if not isinstance(variable, TableVariable):
+        return None
+    table = variable.table
+    if table.is_sharded:
+        return table.layout.num_partitions
+    return table.requested_partitions
+
+
 def to_numpy(value):
     """The array of a variable, tensor or array."""
     # NumPy warns when it is handed a variable itself.

@@ -105,6 +105,29 @@ def test_of_a_model_that_is_not_built(scope):
     assert table == pytest.approx(1 / ROWS) and others == [None, None]
 
 
+def test_a_layer_tells_its_number_of_partitions():
+    words = keras.Input((LENGTH,), dtype="int64")
+    x = ks.layers.ShardedEmbedding(ROWS, DIM, num_partitions=2, name="t")(words)
+    model = keras.Model(words, keras.layers.Dense(1, name="out")(x))
+    model.compile("sgd", "mse")
+    data = dataset().map(lambda ids, _: (ids, tf.zeros([tf.shape(ids)[0], 1])))
+    cluster = ks.planning.Cluster(4, megabits_per_second=100.0)
+    plan = ks.plan(model, data, cluster, num_batches=BATCHES)
+    table = plan.variables[0]
+    assert table.num_partitions == 2
+    spec = ks.planning.VariableSpec(
+        "t", (ROWS, DIM), expected_alpha(4), num_partitions=2
+    )
+    cost = ks.planning.engine_bytes(spec, "ps", cluster, "native")
+    assert table.costs["ps"].busiest_bytes == pytest.approx(cost.busiest_bytes)
+    # Weights, gradients: two of four processes have half of the table each.
+    ways = {cost.way: cost for cost in plan.strategies if cost.num_tails < 2}
+    outputs = 4 * (BATCH // 4) * LENGTH * (DIM + 1)
+    assert ways["data parallelism"].memory_bytes == (
+        2 * 4 * (ROWS * DIM / 2 + DIM + 1) + outputs,
+    )
+
+
 def test_without_a_variable_to_train_it_is_refused():
     model = new_model()
     model.trainable = False
