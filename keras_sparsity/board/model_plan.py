@@ -15,6 +15,7 @@ from keras_sparsity.board.written_plan import (
 )
 from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
 from keras_sparsity.planning import transfer_cost
+from keras_sparsity.tables.table_variable import partitions_of
 
 # Of dense variables so many are listed one by one.
 _MOST_DENSE = 10
@@ -169,11 +170,15 @@ def of_running(model):
         reducer = placement.reducers[is_of_rows]
         path = reducer.path
         num_partitions = placement.num_partitions(communicator.size, is_of_rows)
-        spec = as_sent(facts.spec(num_partitions), placements.options)
+        # Elsewhere, those that it would have on servers.
+        on_servers = partitions_of(variable)
+        if path in transfer_cost.PARTITIONED:
+            on_servers = num_partitions
+        spec = as_sent(facts.spec(on_servers), placements.options)
         traffic = Traffic.of(
-            variable, placements, facts.largest_rows, numbers[path]
+            variable, placements, facts.largest_rows, numbers[reducer]
         )
-        numbers[path] += 1
+        numbers[reducer] += 1
         costs = {
             name: planning.engine_bytes(spec, name, *traffic.facts())
             for name in transfer_cost.architectures_of(spec)

@@ -28,7 +28,7 @@ class Choice:
 
     Args:
         variable: `VariableSpec`.
-        architecture: the architecture with the fewest bytes.
+        architecture: the architecture that `plan` chooses.
         costs: dict from each possible architecture to its `TransferBytes`.
 
     Raises:
@@ -97,8 +97,10 @@ def plan(
 
     Counted at the busiest machine, sent and received together. Among equals
     "allreduce" comes before "ps", and "ps" before "allgather", which by these
-    equations never has fewer. The partitions of all variables on servers take
-    turns on the machines.
+    equations never has fewer. A dense variable gets "allreduce" if it may: by
+    the equations "ps" never has fewer, and with an `engine`, whose ring goes
+    through all processes, strategies choose it nevertheless. The partitions
+    of all variables on servers take turns on the machines.
 
     Args:
         variables: list of `VariableSpec`.
@@ -174,7 +176,9 @@ def plan(
             f"such that {variable.name!r} has one: it is dense, and "
             "'allgather' gathers rows",
         )
-        choice = Choice(variable, _cheapest(costs), costs)
+        dense = None if variable.is_sparse else "allreduce"
+        name = dense if dense in costs else _cheapest(costs)
+        choice = Choice(variable, name, costs)
         choices.append(choice)
         if choice.architecture in PARTITIONED:
             next_machine += num_partitions(variable, cluster)

@@ -2,6 +2,8 @@
 
 import math
 
+import numpy as np
+
 from keras_sparsity._tf import checks
 from keras_sparsity.machines.capacities import capacity
 from keras_sparsity.machines.settings import ENGINES
@@ -13,6 +15,7 @@ from keras_sparsity.planning.specs import (
 )
 from keras_sparsity.planning.transfer_cost import (
     ARCHITECTURES,
+    check_first_machine,
     merged,
     narrowest_index,
     on_each,
@@ -39,7 +42,16 @@ def engine_bytes(
 
     As `transfer_bytes` of unique rows, with indices in the narrowest integer
     that holds them, but "ps" of a sparse variable is a `sharded_table_bytes`,
-    and the native engine pads the rows that it exchanges.
+    and the native engine pads the rows that it exchanges. Under "ps", a dense
+    gradient is summed in even parts at all processes, or at one of them if
+    the variable has one partition. With w its bytes, a machine sends, and
+    receives, in the first case
+
+        2 L w (N-1)/N
+
+    and with local aggregation, in which a machine's processes sum before they
+    push, 2 w (N-1)/N. The native engine pads each part to the next capacity,
+    and parts for one server to those for all.
 
     Args:
         variable: `VariableSpec`.
@@ -48,7 +60,9 @@ def engine_bytes(
         engine: `"native"`, `"horovod"`, or `"local"`, which moves nothing.
         largest_rows: as for `sharded_table_bytes`.
         first_machine: as for `transfer_bytes`, of a dense variable.
-        local_aggregation, pulled_bytes: as for `sharded_table_bytes`.
+        local_aggregation: as for `sharded_table_bytes`; under "ps" of a dense
+            variable, too.
+        pulled_bytes: as for `sharded_table_bytes`.
 
     Returns:
         `TransferBytes`.
@@ -86,12 +100,52 @@ def engine_bytes(
             local_aggregation,
             pulled_bytes,
         )
+    if architecture == "ps":
+        return _served(
+            variable,
+            cluster,
+            engine == "native",
+            first_machine,
+            local_aggregation,
+        )
     return transfer_bytes(
         variable,
         architecture,
         cluster,
         index_bytes=_index_of_all(variable),
         first_machine=first_machine,
+    )
+
+
+def _served(variable, cluster, padded, first_machine, local_aggregation):
+    """A dense gradient that servers sum."""
+    check_first_machine(first_machine, cluster)
+    is_even = variable.num_partitions in (None, cluster.size)
+    if padded:
+        largest = variable.num_elements / cluster.size
+        if not is_even:
+            largest = variable.num_elements * max(
+                shares(variable, cluster, cluster.size)
+            )
+        part = capacity(math.ceil(largest - 1e-9))
+        part *= dtype_bytes("dtype", variable.dtype)
+        local_size = cluster.processes_per_machine
+        others = cluster.size - local_size
+        if local_aggregation:
+            others = cluster.num_machines - 1
+        return on_each(cluster, 2 * local_size * others * part)
+    owned = np.full(cluster.num_machines, 1 / cluster.num_machines)
+    if not is_even:
+        owned = shares(variable, cluster, cluster.num_machines)
+        owned = np.roll(owned, first_machine)
+    return parameter_server(
+        variable,
+        variable.num_bytes(),
+        cluster,
+        owned,
+        "both" if local_aggregation else "none",
+        pull_index_bytes=0,
+        push_index_bytes=0,
     )
 
 

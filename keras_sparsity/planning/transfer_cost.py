@@ -175,16 +175,20 @@ def transfer_bytes(
         index_bytes,
         "a number of bytes: 4 for int32, 8 for int64, 0 for none",
     )
+    check_first_machine(first_machine, cluster)
+    equation = _EQUATIONS[architecture]
+    return equation(
+        variable, w, cluster, local_aggregation, index_bytes, first_machine
+    )
+
+
+def check_first_machine(first_machine, cluster):
     checks.check(
         checks.is_integer(first_machine)
         and 0 <= first_machine < cluster.num_machines,
         "first_machine",
         first_machine,
         f"a machine's number, 0 to {cluster.num_machines - 1}",
-    )
-    equation = _EQUATIONS[architecture]
-    return equation(
-        variable, w, cluster, local_aggregation, index_bytes, first_machine
     )
 
 

@@ -1,5 +1,6 @@
 """The bytes of a step of this library: by engine, and counted ones."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -32,6 +33,72 @@ def test_what_each_engine_moves():
         assert of_rows["allreduce"] == on_ring["allreduce"]
     plan = planning.plan([dense(), table], Cluster(), engine="local")
     assert plan.total.busiest_bytes == 0
+
+
+def on_servers(variable, cluster, engine="horovod", **options):
+    cost = planning.engine_bytes(variable, "ps", cluster, engine, **options)
+    assert sum(cost.index_bytes) == 0
+    return list(zip(cost.sent_bytes, cost.received_bytes, strict=True))
+
+
+def test_dense_variables_are_summed_in_even_parts():
+    # Also of fewer rows than there are processes.
+    variable = VariableSpec("bias", (3, 16_000))
+    num_bytes = 4 * 48_000
+    for num_partitions in (None, 4):
+        variable = VariableSpec("bias", (3, 16_000), None, "float32", None)
+        for engine in ("horovod", "native"):
+            # A worker sends three quarters, and a server its sum to three.
+            each = 2 * num_bytes * 3 / 4
+            found = on_servers(
+                dataclasses.replace(variable, num_partitions=num_partitions),
+                Cluster(4),
+                engine,
+            )
+            # The native engine pads 12,000 elements to 12,288.
+            each *= 12_288 / 12_000 if engine == "native" else 1
+            assert found == [pytest.approx((each, each))] * 4
+    # The two processes of each machine sum first, or each for itself.
+    for cluster, engine in (
+        (Cluster(3, 2), "horovod"),
+        (Cluster(3, 2), "native"),
+    ):
+        padded = 8_192 / 8_000 if engine == "native" else 1
+        each = padded * 2 * num_bytes * 2 / 3
+        assert (
+            on_servers(variable, cluster, engine)
+            == [pytest.approx((each, each))] * 3
+        )
+        assert (
+            on_servers(variable, cluster, engine, local_aggregation=False)
+            == [pytest.approx((2 * each, 2 * each))] * 3
+        )
+
+
+def test_a_dense_variable_at_one_server():
+    variable = VariableSpec("kernel", (100, 100), num_partitions=1)
+    num_bytes = 4 * 10_000
+    found = on_servers(variable, Cluster(3), first_machine=1)
+    assert found == [
+        (num_bytes, num_bytes),
+        (2 * num_bytes, 2 * num_bytes),
+        (num_bytes, num_bytes),
+    ]
+    # All parts are as long: each sends two others its gradient, and a sum.
+    each = 2 * 2 * 4 * 10_240
+    assert on_servers(variable, Cluster(3), "native") == [(each, each)] * 3
+
+
+def test_dense_variables_are_all_reduced_though_servers_send_less():
+    cluster = Cluster(2, 2)
+    (choice,) = planning.plan([dense()], cluster, engine="horovod").choices
+    costs = {name: each.busiest_bytes for name, each in choice.costs.items()}
+    assert costs["ps"] < costs["allreduce"]
+    assert choice.architecture == "allreduce"
+    (choice,) = planning.plan(
+        [dense()], cluster, ("ps",), engine="horovod"
+    ).choices
+    assert choice.architecture == "ps"
 
 
 def test_padding_is_that_of_the_native_engine():
