@@ -3,6 +3,8 @@
 The paper compares its architecture with these.
 """
 
+import dataclasses
+
 from keras_sparsity.data import empty_parts
 from keras_sparsity.placement import server_sums
 from keras_sparsity.placement.base import Placement, Reducer
@@ -43,9 +45,8 @@ class NaiveServers(Reducer):
 
     @classmethod
     def transfer_bytes(cls, spec, traffic):
-        machine = traffic.number % traffic.cluster.size
-        machine %= traffic.cluster.num_machines
-        return engine_bytes(spec, cls.path, *traffic.facts(machine))
+        spec = dataclasses.replace(spec, num_partitions=1)
+        return engine_bytes(spec, cls.path, *traffic.facts(traffic.machine))
 
 
 class Served(Placement):

@@ -14,7 +14,8 @@ class Traffic:
     Attributes:
         cluster, engine, largest_rows, local_aggregation, pulled_bytes: as for
             `planning.engine_bytes`.
-        number: how many variables with the same path come before.
+        machine: the machine of the server that sums a dense gradient, where
+            servers take turns.
     """
 
     cluster: Cluster
@@ -22,7 +23,7 @@ class Traffic:
     largest_rows: float | None = None
     local_aggregation: bool = True
     pulled_bytes: float | None = None
-    number: int = 0
+    machine: int = 0
 
     def facts(self, first_machine=0):
         """The arguments of `planning.engine_bytes`, from the cluster on."""
@@ -37,15 +38,21 @@ class Traffic:
 
     @classmethod
     def of(cls, variable, placements, largest_rows=None, number=0):
-        """Of a model's variable under running `Placements`."""
+        """Of a model's variable under running `Placements`.
+
+        Args:
+            largest_rows: as the attribute.
+            number: how many variables with the same reducer come before.
+        """
         communicator = placements.communicator
+        cluster = running_cluster(communicator)
         return cls(
-            running_cluster(communicator),
+            cluster,
             communicator.engine,
             largest_rows,
             placements.options.goes_through_machines(communicator),
             getattr(getattr(variable, "table", None), "pulled_bytes", None),
-            number,
+            _machine_of(number % communicator.size, communicator, cluster),
         )
 
 
@@ -60,6 +67,14 @@ def running_cluster(communicator):
     if len(of_machines) == 1 or len(set(of_machines)) > 1:
         return Cluster(communicator.size)
     return Cluster(len(of_machines), max(of_machines))
+
+
+def _machine_of(rank, communicator, cluster):
+    """The number of a rank's machine in the running `Cluster`."""
+    if cluster.num_machines == communicator.size:
+        return rank
+    machines = communicator.machines
+    return list(dict.fromkeys(machines)).index(machines[rank])
 
 
 def as_sent(spec, options):

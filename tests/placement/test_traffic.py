@@ -4,6 +4,7 @@ import types
 
 import pytest
 
+from keras_sparsity.exchange import options
 from keras_sparsity.placement import traffic
 from keras_sparsity.planning.specs import Cluster
 
@@ -23,3 +24,27 @@ from keras_sparsity.planning.specs import Cluster
 def test_the_running_cluster(machines, expected):
     communicator = types.SimpleNamespace(size=len(machines), machines=machines)
     assert traffic.running_cluster(communicator) == expected
+
+
+@pytest.mark.parametrize(
+    ("machines", "expected"),
+    [
+        ((0, 0, 1, 1), [0, 0, 1, 1, 0]),
+        ((3, 5, 3, 5), [0, 1, 0, 1, 0]),
+        # As many machines of one process.
+        ((0, 0, 0), [0, 1, 2, 0, 1]),
+        ((0, 0, 1), [0, 1, 2, 0, 1]),
+    ],
+)
+def test_servers_that_take_turns_are_ranks(machines, expected):
+    communicator = types.SimpleNamespace(
+        size=len(machines), machines=machines, engine="native"
+    )
+    placements = types.SimpleNamespace(
+        communicator=communicator, options=options.Options()
+    )
+    found = [
+        traffic.Traffic.of(object(), placements, number=number).machine
+        for number in range(5)
+    ]
+    assert found == expected
