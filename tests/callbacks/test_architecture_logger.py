@@ -80,6 +80,38 @@ def test_reports_on_a_terminal(tmp_path, capsys):
     assert re.search(r"seconds: update\s+[0-9.]+ ms", report)
 
 
+def test_a_report_is_of_the_last_figures_of_the_latest_training(
+    tmp_path, capsys
+):
+    plan = "| variable | alpha |\n| --- | --- |\n| {} | 1 |"
+
+    def write(name, steps):
+        writer = tf.summary.create_file_writer(str(tmp_path / written_plan.RUN))
+        for step, figures in steps.items():
+            with writer.as_default(step=step):
+                tf.summary.text("plan", plan.format(name))
+                for tag, value in figures.items():
+                    tf.summary.scalar(tag, value)
+        writer.close()
+
+    write("first", {900: {"bytes/allgather/sent": 1e3, "seconds/step": 9.0}})
+    later = {"bytes/allgather/received": 1e3, "seconds/step": 7.0}
+    write(
+        "second", {8: later, 16: {"bytes/push/sent": 5e3, "seconds/step": 2.0}}
+    )
+    # Without a figure so far.
+    tf.summary.create_file_writer(str(tmp_path / written_plan.RUN)).close()
+    _, shown = command(["report", str(tmp_path)], capsys)
+    assert "second" in shown and "first" not in shown
+    assert "after 16 steps" in shown
+    assert "2,000.000 ms" in shown and "5.000 kB" in shown
+    assert "allgather" not in shown and "7,000.000 ms" not in shown
+    # Such as of the next model, which is not trained yet.
+    write("third", {0: {}})
+    _, shown = command(["report", str(tmp_path)], capsys)
+    assert "third" in shown and "per step" not in shown
+
+
 def command(arguments, capsys):
     """Exit code and output of `keras-sparsity`."""
     try:
