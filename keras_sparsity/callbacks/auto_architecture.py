@@ -5,7 +5,7 @@ import collections
 import keras
 
 from keras_sparsity import planning, sparsity
-from keras_sparsity.callbacks import move_times, rank_zero
+from keras_sparsity.callbacks import cycles, move_times, rank_zero
 from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.conversion import saving
 from keras_sparsity.moves import moving
@@ -13,6 +13,9 @@ from keras_sparsity.placement.traffic import Traffic, as_sent, running_cluster
 
 # Steps before the first decision: touches of each of these are counted.
 _FIRST_STEPS = 16
+# Where times of steps are compared, updates before: steps between them add up
+# gradients alone, with `gradient_accumulation_steps`.
+_FIRST_UPDATES = 4
 # Decided anew if alpha has drifted by this factor; looked at after twice as
 # many steps each time, at most after this many.
 _DRIFT = 2.0
@@ -64,7 +67,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._earlier_steps += self._steps
         self._steps = 0
         self._longest_epoch = self._epoch = 0
-        self._next = _FIRST_STEPS
+        self._next = self._first_steps()
         self._times.forget()
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -88,7 +91,18 @@ class AutoArchitecture(keras.callbacks.Callback):
         else:
             self._decide()
         interval = min(2 * self._steps, self._steps + _MOST_STEPS)
-        self._next = self._steps + _FIRST_STEPS if self._undo else interval
+        self._next = interval
+        if self._undo:
+            self._next = self._steps + self._first_steps()
+
+    def _first_steps(self):
+        """Steps before a first decision, and before a look back at it."""
+        if not self._times.looks_back:
+            return _FIRST_STEPS
+        return max(_FIRST_STEPS, _FIRST_UPDATES * cycles.steps_of(self.model))
+
+    def _step_seconds(self):
+        return self._times.step_seconds(cycles.steps_of(self.model))
 
     # Deciding.
 
@@ -129,7 +143,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         if not places or not pays:
             return
         if self._times.looks_back:
-            self._before = self._times.step_seconds()
+            self._before = self._step_seconds()
             self._undo = [(place, place.target) for place in places]
         self._move([(place, chosen[place.path]) for place in places])
 
@@ -259,7 +273,7 @@ class AutoArchitecture(keras.callbacks.Callback):
 
     def _compare(self):
         """Takes back moves that have made steps slower."""
-        after = self._times.step_seconds()
+        after = self._step_seconds()
         undo, self._undo = self._undo, None
         if after <= (1 + _LOSS) * self._before:
             return

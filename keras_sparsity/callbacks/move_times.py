@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 
+from keras_sparsity.callbacks.cycles import Cycles
 from keras_sparsity.collectives import speeds
 from keras_sparsity.collectives.speeds import Speed
 
@@ -78,7 +79,7 @@ class Measured:
     def forget(self):
         """Forgets the steps so far: the next one is traced."""
         # A long training has many steps between decisions: the last count.
-        self._seconds = collections.deque(maxlen=_MOST_TIMES)
+        self._executions = collections.deque(maxlen=_MOST_TIMES)
 
     def begin(self):
         """Notes that steps begin."""
@@ -87,15 +88,26 @@ class Measured:
     def end(self, num_steps):
         """Notes that some steps have ended."""
         seconds = time.perf_counter() - self._start
-        if not self._seconds:  # with the tracing
+        if not self._executions:  # with the tracing
             self.trace_seconds = max(self.trace_seconds, seconds)
-        self._seconds.append(seconds / num_steps)
+        self._executions.append((seconds, num_steps))
 
-    def step_seconds(self):
-        """Seconds of a step since the last move, on the slowest rank."""
+    def step_seconds(self, cycle_steps=1):
+        """Seconds of a step since the last move, on the slowest rank.
+
+        Args:
+            cycle_steps: steps that make one update: whole cycles count, if
+                there has been one.
+        """
+        executions = list(self._executions)
+        executions = executions[2:] or executions  # without the tracing
+        cycles = Cycles(cycle_steps)
+        whole = [cycles.add(*execution) for execution in executions]
+        whole = [each for each in whole if each] or [
+            tuple(map(sum, zip(*executions, strict=True)))
+        ]
         # The lower quartile: other work on a machine only adds time.
-        seconds = list(self._seconds)
-        seconds = seconds[2:] or seconds  # without the tracing
+        seconds = [seconds / number for seconds, number in whole]
         of_ranks = self._communicator.gather_objects(
             float(np.quantile(seconds, 0.25)), name="auto_architecture/seconds"
         )

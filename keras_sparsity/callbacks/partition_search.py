@@ -8,7 +8,7 @@ import keras
 
 from keras_sparsity import moves
 from keras_sparsity._tf import checks
-from keras_sparsity.callbacks import rank_zero, saved_partitions
+from keras_sparsity.callbacks import cycles, rank_zero, saved_partitions
 from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.callbacks.step_seconds import StepEnd, StepSeconds
 from keras_sparsity.callbacks.table_groups import TableMemory, groups_of
@@ -26,9 +26,10 @@ class PartitionSearch(keras.callbacks.Callback):
     the result of training does not depend on the search.
 
     A step's time is that of the slowest rank, and the median over the steps
-    counts. A sample ends early once its median is known well enough. When
-    training ends before the search does, the best so far is kept; another
-    `fit` with the same callback goes on.
+    counts; with `gradient_accumulation_steps`, over the means of steps that
+    end in an update together. A sample ends early once its median is known
+    well enough. When training ends before the search does, the best so far is
+    kept; another `fit` with the same callback goes on.
 
     Tables whose layers have the same `partition_group` get the same number of
     partitions; those without one are a group together. With several groups,
@@ -189,7 +190,7 @@ class PartitionSearch(keras.callbacks.Callback):
         # Of rank 0, whose local rank every machine has.
         num_machines = self._of_rank_zero(lambda: self._collectives.cross_size)
         num_servers = self._collectives.num_servers
-        optimizer = self.model.optimizer
+        optimizer, num_steps = self.model.optimizer, cycles.steps_of(self.model)
         self._memory = TableMemory(
             self._tables, optimizer, self.memory_limit_bytes
         )
@@ -205,6 +206,7 @@ class PartitionSearch(keras.callbacks.Callback):
             "engine": self._collectives.engine,
             "optimizer": _describe(optimizer),
             **({"servers": num_servers} if num_servers else {}),
+            **({"steps of an update": num_steps} if num_steps > 1 else {}),
             **{
                 f"table '{table.owner_name}'": (
                     f"{table.num_rows} x {table.dim} "
@@ -249,6 +251,7 @@ class PartitionSearch(keras.callbacks.Callback):
                     self.num_steps,
                     self.num_warm_up_steps,
                     left / self._num_samples_left(),
+                    cycles.steps_of(self.model),
                 )
                 return
         self._save()

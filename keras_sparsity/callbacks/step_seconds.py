@@ -8,6 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity.callbacks.cycles import Cycles
+
 # A median is known well enough when it has come from so many measurements,
 # over so many seconds, with so small a standard error. Other work on the
 # machine comes in bursts: that a second's steps agree says something, that a
@@ -47,13 +49,17 @@ class StepSeconds:
             always is: it traces.
         max_seconds: after which the known steps are enough, by the first
             rank's clock.
+        cycle_steps: steps that make one update: whole cycles count.
     """
 
-    def __init__(self, collectives, num_steps, num_dropped, max_seconds):
+    def __init__(
+        self, collectives, num_steps, num_dropped, max_seconds, cycle_steps=1
+    ):
         self._collectives = collectives
         self._num_steps = num_steps
         self._num_left_to_drop = max(1, num_dropped)
         self._max_seconds = max_seconds
+        self._cycles = Cycles(cycle_steps)
         self._start = time.monotonic()
         self._own = []
         self._num_measured = 0
@@ -69,6 +75,10 @@ class StepSeconds:
         if self._num_left_to_drop > 0:
             self._num_left_to_drop -= num_steps
             return None
+        of_cycle = self._cycles.add(seconds, num_steps)
+        if of_cycle is None:
+            return None
+        seconds, num_steps = of_cycle
         self._own.append(seconds / num_steps)
         self._num_measured += num_steps
         is_last = self._num_measured >= self._num_steps

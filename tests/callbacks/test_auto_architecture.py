@@ -445,6 +445,28 @@ def test_one_process_has_nothing_to_find(architecture):
     assert model.get_layer("large").table.architecture is None
 
 
+@pytest.mark.parametrize(
+    ("architecture", "steps_of_update", "expected"),
+    [
+        ("measured", None, auto_architecture._FIRST_STEPS),
+        # Their times are compared, of whole cycles.
+        ("measured", 10, 40),
+        ("auto", 10, auto_architecture._FIRST_STEPS),
+    ],
+)
+def test_steps_before_a_decision(architecture, steps_of_update, expected):
+    strategy = ks.HybridStrategy(architecture=architecture)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    with strategy.scope():
+        model.compile(
+            keras.optimizers.SGD(gradient_accumulation_steps=steps_of_update)
+        )
+    callback = auto_architecture.AutoArchitecture(strategy)
+    callback.set_model(model)
+    callback.on_train_begin()
+    assert callback._next == expected
+
+
 def test_auto_is_asked_for_and_not_moved_to():
     config = ks.layers.ShardedEmbedding(9, 2, architecture="auto").get_config()
     assert config["architecture"] == "auto"

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import time
 
 import keras
@@ -25,7 +26,10 @@ ON_HOROVOD = pytest.mark.parametrize("engine", engines(usually="horovod"))
 
 
 class TakesTime(keras.layers.Layer):
-    """Waits as long as a function of a table's number of partitions says."""
+    """Waits as long as a function of a table's number of partitions says.
+
+    That gives seconds, or a function that gives those of a step.
+    """
 
     def __init__(self, embedding, seconds):
         super().__init__()
@@ -39,7 +43,7 @@ class TakesTime(keras.layers.Layer):
         seconds = self._seconds(table.layout.num_partitions)
 
         def wait(values):
-            time.sleep(seconds)
+            time.sleep(seconds() if callable(seconds) else seconds)
             return values
 
         # The same bits in another tensor.
@@ -290,6 +294,25 @@ def test_seconds_are_those_of_the_slowest_ranks_steps(cluster, engine):
         # Of one step, without what callbacks do: with it, 4 of them at least.
         assert STEP_SECONDS <= sample.seconds < 4 * STEP_SECONDS
         assert partitions == [FIRST_PARTITIONS]
+
+
+def time_updates():
+    """One sample, of steps of which each fourth is slow, as updates are."""
+    seconds = itertools.cycle([0.0, 0.0, 0.0, 4 * STEP_SECONDS])
+    model = built(
+        lambda count: seconds.__next__,
+        optimizer=keras.optimizers.SGD(gradient_accumulation_steps=4),
+    )
+    callback = search(start=FIRST_PARTITIONS, num_steps=12)
+    trained(model, callback, epochs=2)
+    return callback.result["tables"].samples[0]
+
+
+@ON_HOROVOD
+def test_accumulating_steps_count_with_their_update(cluster, engine):
+    first, other = cluster(engine, 2).run(time_updates)
+    assert first == other
+    assert first.seconds >= STEP_SECONDS
 
 
 # Two groups of tables, a limit of memory and interruptions, run eagerly:

@@ -58,6 +58,12 @@ SAMPLES = {
     "short steps: all of them": (itertools.repeat(0.001), {}, 105, 105),
     "no time left: three": (noisy(), {"max_seconds": 1e-9}, 8, 8),
     "the first one traces": (noisy(), {"num_dropped": 0}, 101, 101),
+    "whole cycles: four of 25 steps": (
+        noisy(),
+        {"cycle_steps": 25},
+        5 + 4 * 25,
+        5 + 4 * 25,
+    ),
     "executions of 40 steps: the first, then three": (
         noisy(),
         {"steps_per_execution": 40},
@@ -65,6 +71,12 @@ SAMPLES = {
         4,
     ),
 }
+
+
+def test_steps_between_updates_count_with_them():
+    sample = step_seconds.StepSeconds(EqualRanks(), 12, 1, 1e9, cycle_steps=4)
+    found = [sample.add(s, 1) for s in [50.0, *[1.0, 1.0, 1.0, 9.0] * 3]]
+    assert found == [None] * 12 + [(3.0, 0.0)]
 
 
 @pytest.mark.parametrize(
