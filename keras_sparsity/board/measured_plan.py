@@ -49,7 +49,11 @@ def measured(model, dataset, cluster, engine, num_batches):
         _look_at(model, dataset.take(num_batches), cluster, placements)
         found = sparsity.measured(model)
     specs = [
-        as_sent(facts.spec(partitions_of(variable)), placements.options)
+        as_sent(
+            facts.spec(partitions_of(variable)),
+            placements.options,
+            communicator,
+        )
         for facts, variable in zip(
             found, model.trainable_variables, strict=True
         )

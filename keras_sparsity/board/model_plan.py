@@ -174,7 +174,7 @@ def of_running(model):
         on_servers = partitions_of(variable)
         if path in transfer_cost.PARTITIONED:
             on_servers = num_partitions
-        spec = as_sent(facts.spec(on_servers), placements.options)
+        spec = as_sent(facts.spec(on_servers), placements.options, communicator)
         traffic = Traffic.of(
             variable, placements, facts.largest_rows, numbers[reducer]
         )

@@ -229,9 +229,9 @@ class AutoArchitecture(keras.callbacks.Callback):
 
     def _seconds_of(self, variable, spec, placement, num_slots):
         _, reducer = placement.reducers
+        sent = as_sent(spec, self._placements.options, self._collectives)
         cost = reducer.transfer_bytes(
-            as_sent(spec, self._placements.options),
-            Traffic.of(variable, self._placements),
+            sent, Traffic.of(variable, self._placements)
         )
         path = self._speeds[reducer.path]
         seconds = path.seconds(cost.busiest_bytes)
@@ -242,7 +242,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         if optimizer.updates_rows_of(variable) or optimizer.may_keep_rows_of(
             variable
         ):
-            own = spec.alpha * whole
+            own = sent.alpha * whole
         updated = reducer.updated_bytes(
             own, whole, self._collectives.size, num_slots
         )

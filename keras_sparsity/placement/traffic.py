@@ -77,8 +77,16 @@ def _machine_of(rank, communicator, cluster):
     return list(dict.fromkeys(machines)).index(machines[rank])
 
 
-def as_sent(spec, options):
-    """A `VariableSpec` in the dtype, and in the rows, in which it travels."""
+def as_sent(spec, options, communicator=None):
+    """A `VariableSpec` in the dtype, and in the rows, in which it travels.
+
+    Args:
+        communicator: `Collectives` of the processes that are planned for, if
+            they run. Costs count all of them as workers: rows that workers
+            touch are spread over dedicated servers, too.
+    """
+    if spec.is_sparse and communicator is not None:
+        spec = _of_all_processes(spec, communicator)
     row_bytes = None
     if spec.is_sparse:
         width = math.prod(spec.shape[1:])
@@ -86,3 +94,14 @@ def as_sent(spec, options):
     return dataclasses.replace(
         spec, dtype=options.wire(spec.dtype).dtype.name, row_bytes=row_bytes
     )
+
+
+def _of_all_processes(spec, communicator):
+    """The spec with the means over all processes in place of workers."""
+    machines, num_workers = communicator.machines, communicator.num_workers
+    alpha = spec.alpha * num_workers / communicator.size
+    together = spec.alpha_machine
+    if together is not None:
+        together *= len(set(machines[:num_workers])) / len(set(machines))
+        together = max(together, alpha)
+    return dataclasses.replace(spec, alpha=alpha, alpha_machine=together)

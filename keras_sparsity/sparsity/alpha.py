@@ -30,12 +30,13 @@ class VariableSparsity:
         name: the variable's path.
         shape: of the whole variable.
         dtype: its dtype.
-        alpha: the fraction of the rows, and so of the elements, that one rank
-            touches in a step, averaged over ranks and sampled steps. None
-            where the gradient is dense (alpha counts as 1), and where no step
-            was sampled yet.
-        alpha_machine: the fraction that all ranks of one machine touch
-            together, averaged over machines and sampled steps. None where
+        alpha: the fraction of the rows, and so of the elements, that one
+            worker touches in a step, averaged over workers and sampled steps.
+            Dedicated servers touch nothing, and are none. None where the
+            gradient is dense (alpha counts as 1), and where no step was
+            sampled yet.
+        alpha_machine: the fraction that all workers of one machine touch
+            together, averaged over their machines and sampled steps. None where
             alpha is, and under "allreduce" with several ranks on a machine:
             each then knows of its own touches only.
         num_steps: the sampled steps behind it; of a dense one 0.
@@ -109,7 +110,7 @@ def measured(model):
 
     The first 16 steps in which a `ks.HybridOptimizer` updates a variable by
     rows are sampled, and then every 16th; only training counts. With N the
-    number of rows and T_rs the set of those that rank r touches in step s
+    number of rows and T_rs the set of those that worker r touches in step s
 
         alpha          = mean over r, s of |T_rs| / N
         alpha_machine  = mean over machines m, s of |union of T_rs, r on m| / N
@@ -304,7 +305,8 @@ def _sparsity(variable, readings, communicator):
     busiest_share = owner_shares = alpha_machine = None
     # Rows that several ranks touch are not known where each counts its own.
     if not told[0].is_of_rank or len(set(machines)) == len(machines):
-        alpha_machine = num_together / (len(set(machines)) * num_elements)
+        of_workers = machines[: communicator.num_workers]
+        alpha_machine = num_together / (len(set(of_workers)) * num_elements)
     if num_touches and not told[0].is_of_rank:
         busiest = _sum_of_largest(
             [reading.busiest for reading in told], _num_busiest(variable)
@@ -319,7 +321,7 @@ def _sparsity(variable, readings, communicator):
     num_asked = sum(reading.num_asked for reading in told) or num_touches
     return dataclasses.replace(
         sparsity,
-        alpha=num_asked / (len(machines) * num_elements),
+        alpha=num_asked / (communicator.num_workers * num_elements),
         alpha_machine=alpha_machine,
         num_steps=num_steps,
         busiest_share=busiest_share,

@@ -6,7 +6,7 @@ import pytest
 
 from keras_sparsity.exchange import options
 from keras_sparsity.placement import traffic
-from keras_sparsity.planning.specs import Cluster
+from keras_sparsity.planning.specs import Cluster, VariableSpec
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,30 @@ from keras_sparsity.planning.specs import Cluster
 def test_the_running_cluster(machines, expected):
     communicator = types.SimpleNamespace(size=len(machines), machines=machines)
     assert traffic.running_cluster(communicator) == expected
+
+
+@pytest.mark.parametrize(
+    ("machines", "num_workers", "alpha", "alpha_machine"),
+    [
+        ((0, 0, 1, 1), 4, 0.4, 0.6),
+        # The servers' machine, too.
+        ((0, 0, 1, 1), 2, 0.2, 0.3),
+        ((0, 1, 0, 1), 2, 0.2, 0.6),
+        ((0, 0, 1), 2, 0.4 * 2 / 3, 0.3),
+    ],
+)
+def test_costs_count_servers_as_workers(
+    machines, num_workers, alpha, alpha_machine
+):
+    communicator = types.SimpleNamespace(
+        size=len(machines), machines=machines, num_workers=num_workers
+    )
+    spec = VariableSpec("t", (10, 2), 0.4, alpha_machine=0.6)
+    sent = traffic.as_sent(spec, options.Options(), communicator)
+    assert sent.alpha == pytest.approx(alpha)
+    assert sent.alpha_machine == pytest.approx(alpha_machine)
+    dense = VariableSpec("kernel", (10, 2))
+    assert traffic.as_sent(dense, options.Options(), communicator) == dense
 
 
 @pytest.mark.parametrize(

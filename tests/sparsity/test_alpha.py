@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.board import model_plan
 from keras_sparsity.layers import sampled_softmax
 from keras_sparsity.sparsity import touches
 from tests.conftest import engines
@@ -320,6 +321,33 @@ def test_fit_of_several_processes(cluster, engine, num_processes, machines):
     )
     check_all(results[0], expected_of_all(num_processes, machines))
     assert all(found == results[0] for found in results)
+
+
+def alpha_beside_a_server():
+    """Alpha of each variable of rows, and rows of a process in its costs."""
+    found, model = fit_all()
+    costs = [v.costs for v in model_plan.of_running(model).variables]
+    # In a ring of three on one machine, which count as machines.
+    gathered = [each["allgather"].index_bytes[0] for each in costs[:3]]
+    # A hop sends, and receives, two bytes for each row.
+    rows = [number / (2 * 2 * 2) for number in gathered]
+    return [found[name].alpha for name in NAMES[:3]], rows
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_dedicated_servers_are_no_workers(cluster, engine):
+    results = cluster(engine, 2, num_servers=1).run(alpha_beside_a_server)
+    ids, both = (
+        zipf_ids(),
+        np.concatenate([zipf_ids(), zipf_ids() * 2 % ROWS], 1),
+    )
+    of_workers = [count(steps_of(each, 2)).alpha for each in (ids, both, ids)]
+    for of_worker, rows_of_process in results:
+        np.testing.assert_allclose(of_worker, of_workers, rtol=1e-12)
+        # Of all three, one of which touches nothing.
+        assert rows_of_process == [
+            math.ceil(alpha * ROWS * 2 / 3) for alpha in of_workers
+        ]
 
 
 # Loops of one's own.
