@@ -9,12 +9,19 @@ _graph_numbers = weakref.WeakKeyDictionary()
 _next_graph_number = itertools.count(1)
 
 
+def current():
+    """The graph being traced; None when eager."""
+    if tf.executing_eagerly():
+        return None
+    return tf.compat.v1.get_default_graph()
+
+
 def outermost_graph():
     """The outermost `tf.function` graph being traced; None when eager.
 
     `FuncGraph.outer_graph`.
     """
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = current()
     while isinstance(getattr(graph, "outer_graph", None), tf.Graph):
         if not hasattr(graph.outer_graph, "outer_graph"):
             break
@@ -52,7 +59,7 @@ def innermost_function():
     """
     from tensorflow.python.ops import control_flow_v2_func_graphs
 
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = current()
     while isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):
         graph = graph.outer_graph
     return graph
@@ -126,7 +133,7 @@ def around_control_flow(entered):
     from tensorflow.python.ops import control_flow_v2_func_graphs
 
     found = None
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graph = current()
     while graph is not None and graph is not entered:
         outer = getattr(graph, "outer_graph", None)
         if isinstance(graph, control_flow_v2_func_graphs.ControlFlowFuncGraph):

@@ -8,10 +8,12 @@ gradients, losses, metrics and statistics. They are replaced, not multiplied:
 zero times NaN is NaN.
 """
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import contexts, keras_models
+from keras_sparsity._tf import contexts, keras_models, tf_graphs
 
 # Attributes of `keras.layers.BatchNormalization`.
 _STATISTICS = (
@@ -40,7 +42,8 @@ class Part:
     def __init__(self, counts, collectives, is_of_run=False):
         self._counts, self.is_of_run = counts, is_of_run
         self._collectives = collectives
-        self._share = None
+        self._graph = tf_graphs.current()
+        self._share = None  # the graph that it is of, and its tensor
         known = tf.get_static_value(counts)
         self.has_examples = counts[0] > 0 if known is None else bool(known[0])
 
@@ -52,16 +55,24 @@ class Part:
     @property
     def share(self):
         """This rank's fraction of the batch's examples: a float32 scalar."""
-        if self._share is None:
-            total = self._counts[-1]
-            if self._counts.shape[0] == 1:
-                (total,) = self._collectives.all_reduce(
-                    [total], name="model/examples"
-                )
-            self._share = tf.math.divide_no_nan(
-                tf.cast(self.number, tf.float32), tf.cast(total, tf.float32)
+        # Every rank takes part in its message, whatever branch it goes into.
+        found = tf_graphs.around_control_flow(self._graph)
+        graph = tf_graphs.current() if found is None else found[1]
+        if self._share is None or self._share[0] is not graph:
+            is_eager = graph is None
+            with contextlib.nullcontext() if is_eager else graph.as_default():
+                self._share = graph, self._counted_share()
+        return self._share[1]
+
+    def _counted_share(self):
+        total = self._counts[-1]
+        if self._counts.shape[0] == 1:
+            (total,) = self._collectives.all_reduce(
+                [total], name="model/examples"
             )
-        return self._share
+        return tf.math.divide_no_nan(
+            tf.cast(self.number, tf.float32), tf.cast(total, tf.float32)
+        )
 
 
 def of_rank(counts, collectives):

@@ -4,9 +4,16 @@ import contextlib
 import functools
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_sparsity._tf import contexts, keras_losses, keras_scopes, patches
+from keras_sparsity._tf import (
+    contexts,
+    keras_losses,
+    keras_scopes,
+    patches,
+    tf_graphs,
+)
 from keras_sparsity.data import empty_parts
 from keras_sparsity.global_batch import loss_scale, whole_batch_metrics
 from keras_sparsity.global_batch.metrics import combined, values_of
@@ -75,6 +82,7 @@ class _GlobalState:
             return stock(*args, **kwargs)
         if self._is_of_loss(metric):
             return stock(*args, **_without_stand_ins(kwargs))
+        args, kwargs = _of_share(metric, args, kwargs)
         of_batch = self._of_batch(metric, *args, **kwargs)
         skipped = {id(metric) for metric, *_ in of_batch}
 
@@ -148,13 +156,41 @@ class _GlobalState:
             }
             values = combined(list(new.values()), self._collectives)
             for variable, value in zip(new.values(), values, strict=True):
-                self._values[id(variable)] = variable, _graph(), value
+                graph = tf_graphs.current()
+                self._values[id(variable)] = variable, graph, value
         return [(v, self._values[id(v)][2]) for v in variables]
 
     def _is_known(self, variable):
         known = self._values.get(id(variable))
         # A tensor of a branch or a loop stays within.
-        return known is not None and known[1] is _graph()
+        return known is not None and known[1] is tf_graphs.current()
+
+
+def _of_share(metric, args, kwargs):
+    """Arguments of an update, of a `Mean` by one number of the rank's part.
+
+    One process counts one for the number of a batch. The ranks count their
+    shares of the batch, which sum to one.
+    """
+    given = dict(zip(("values", "sample_weight"), args, strict=False))
+    given.update(kwargs)
+    part = empty_parts.current()
+    if (
+        part is None
+        or type(metric).update_state is not keras.metrics.Mean.update_state
+        or given.get("sample_weight") is not None
+        or not _is_number(given.get("values"))
+    ):
+        return args, kwargs
+    given["sample_weight"] = tf.cast(part.share, metric.dtype)
+    return (), given
+
+
+def _is_number(value):
+    if value is None:
+        return False
+    shape = value.shape if hasattr(value, "shape") else np.shape(value)
+    return tf.TensorShape(shape).rank == 0
 
 
 def _without_stand_ins(kwargs):
@@ -167,9 +203,3 @@ def _without_stand_ins(kwargs):
         empty_parts.has_examples(), tf.cast(weight, tf.float32), 0.0
     )
     return {**kwargs, "sample_weight": weight}
-
-
-def _graph():
-    if tf.executing_eagerly():
-        return None
-    return tf.compat.v1.get_default_graph()

@@ -275,3 +275,79 @@ def messages_of_a_step():
 def test_metrics_of_a_stock_step_are_one_message(cluster):
     for counts in cluster("native", 2).run(messages_of_a_step):
         assert counts == [False]
+
+
+class OwnTracker(keras.Model):
+    """Tracks numbers of each batch, as in Keras's guide on `train_step`."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = keras.layers.Dense(1, kernel_initializer="ones")
+        self.loss_of = keras.losses.MeanSquaredError()
+        self.trackers = {
+            name: keras.metrics.Mean(name=name)
+            for name in ("plain", "global", "number", "odd")
+        }
+        self.batches = self.add_weight(
+            dtype="int32", trainable=False, initializer="zeros"
+        )
+
+    def call(self, x):
+        return self.out(x)
+
+    def step(self, data, training):
+        x, y = data
+        outputs = self(x, training=training)
+        plain = tf.reduce_mean(tf.square(outputs - y))
+        self.batches.assign_add(1)
+        # First in a branch: what a rank asks others there, it knows outside.
+        tf.cond(
+            tf.equal(self.batches % 2, 1),
+            lambda: self.trackers["odd"].update_state(plain),
+            lambda: None,
+        )
+        self.trackers["plain"].update_state(values=plain)
+        self.trackers["global"].update_state(self.loss_of(y, outputs), None)
+        self.trackers["number"].update_state(3.0)
+        return {name: each.result() for name, each in self.trackers.items()}
+
+    def train_step(self, data):
+        return self.step(data, True)
+
+    def test_step(self, data):
+        return self.step(data, False)
+
+
+def own_trackers(scope, run_eagerly, shard=lambda batches: batches):
+    """Logs of uneven batches; the last one is smaller than the ranks are."""
+    x = np.random.default_rng(0).normal(size=(22, 3)).astype("float32")
+    batches = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(10)
+    model = OwnTracker()
+    with scope():
+        model.compile(run_eagerly=run_eagerly)
+    batches = shard(batches)
+    logs = model.fit(batches, epochs=2, shuffle=False, verbose=0).history
+    evaluated = model.evaluate(batches, return_dict=True, verbose=0)
+    return {**logs, **{f"test_{k}": v for k, v in evaluated.items()}}
+
+
+def own_trackers_distributed(run_eagerly, is_sharded):
+    strategy = ks.HybridStrategy()
+    # Of a sharded dataset no rank knows how many examples others have.
+    shard = [strategy.shard] * is_sharded
+    return own_trackers(strategy.scope, run_eagerly, *shard)
+
+
+@pytest.mark.parametrize(
+    ("run_eagerly", "is_sharded"), [(False, True), (True, False)]
+)
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_own_trackers_count_each_batch_once(
+    cluster, engine, run_eagerly, is_sharded
+):
+    expected = own_trackers(contextlib.nullcontext, run_eagerly)
+    assert len(expected) == 8
+    arguments = run_eagerly, is_sharded
+    for found in cluster(engine, 3).run(own_trackers_distributed, *arguments):
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, 1e-5, err_msg=name)
