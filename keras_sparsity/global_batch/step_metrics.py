@@ -100,6 +100,9 @@ class _GlobalState:
                     )
             for _, stock_of_metric, *arguments in of_batch:
                 whole_batch_metrics.update(stock_of_metric, *arguments)
+        # Others assign them where this rank has no examples.
+        for variable in metric.variables:
+            self.forget(variable)
 
     def _of_batch(self, compiled, *args, **kwargs):
         """The updates by one number for the batch, which `compile` asks for.
