@@ -2,6 +2,7 @@
 
 import contextlib
 
+import keras
 import tensorflow as tf
 
 # `fit`, `evaluate` and `predict` call this before their first step.
@@ -80,6 +81,86 @@ def empty_logs_are_metrics(model):
             object.__setattr__(model, RESULTS_OR_LOGS, stock)
         else:
             object.__delattr__(model, RESULTS_OR_LOGS)
+
+
+@contextlib.contextmanager
+def losses_and_metrics_may_fail(model):
+    """While entered, a symbolic build ends though their code needs values.
+
+    They are built before their code runs. `Trainer._compute_loss`.
+    """
+    names = "compute_metrics", "_compute_loss"
+    stock = {name: getattr(model, name) for name in names}
+    own = {name: vars(model)[name] for name in names if name in vars(model)}
+
+    def without_errors(function):
+        def run(*args, **kwargs):
+            with contextlib.suppress(Exception):
+                return function(*args, **kwargs)
+            return {}
+
+        return run
+
+    for name in names:
+        object.__setattr__(model, name, without_errors(stock[name]))
+    try:
+        yield
+    finally:
+        for name in names:
+            if name in own:
+                object.__setattr__(model, name, own[name])
+            else:
+                object.__delattr__(model, name)
+
+
+@contextlib.contextmanager
+def losses_and_metrics_wait(model):
+    """While entered, a symbolic build builds no losses and no metrics.
+
+    `CompileMetrics.built` and `CompileLoss.built`.
+    """
+    waiting = [each for each in _compiled(model) if not each.built]
+    for each in waiting:
+        each.built = True
+    try:
+        yield
+    finally:
+        for each in waiting:
+            each.built = False
+
+
+def is_built(model):
+    """Whether a symbolic build calls nothing of the model."""
+    parts = model, *all_layers(model), *_compiled(model)
+    return all(part.built for part in parts)
+
+
+def _compiled(model):
+    """`Model._compile_metrics`, `_compile_loss`."""
+    both = model._compile_metrics, model._compile_loss
+    return [each for each in both if each is not None]
+
+
+def can_be_called_on_shapes(model, inputs):
+    """Whether a symbolic build can call the model.
+
+    Args:
+        inputs: tensors, or their specs. `backend.compute_output_spec`.
+    """
+    from keras.src import backend
+
+    def symbolic(leaf):
+        if leaf is None:
+            return None
+        dtype = backend.standardize_dtype(leaf.dtype)
+        return keras.KerasTensor(leaf.shape, dtype)
+
+    try:
+        symbols = keras.tree.map_structure(symbolic, inputs)
+        backend.compute_output_spec(model, symbols, training=False)
+    except Exception:
+        return False
+    return True
 
 
 def all_layers(model):

@@ -74,11 +74,11 @@ class _GlobalState:
     def update(self, metric, stock, *args, **kwargs):
         if self._updates_within is not None:
             return self._updates_within(metric, stock, *args, **kwargs)
-        if (
-            self._is_updating
-            or not getattr(metric, "built", True)
-            or keras_scopes.is_tracing_shapes()
-        ):
+        if self._is_updating or keras_scopes.is_tracing_shapes():
+            return stock(*args, **kwargs)
+        if not getattr(metric, "built", True) and len(args) > 1:
+            metric.build(*args[:2])  # compiled ones, of eager steps
+        if not getattr(metric, "built", True):
             return stock(*args, **kwargs)
         if self._is_of_loss(metric):
             return stock(*args, **_without_stand_ins(kwargs))

@@ -39,15 +39,29 @@ def _can_be_gathered(x):
 
 
 def _returns_a_number(metric, y_true, y_pred):
-    """Traces the function, which then does not run once more."""
+    """Traces the function, which then does not run once more.
+
+    One of an eager step may need values: it runs on the whole batch, as a
+    part may have too few examples.
+    """
     function = keras_losses.metric_function(metric)
-
-    def traced():
-        return tf.convert_to_tensor(function(y_true, y_pred))
-
+    is_eager = tf.executing_eagerly()
     with loss_scale.of_own_part(), of_gathered():
-        traced = tf.function(traced, autograph=False).get_concrete_function()
-    return traced.structured_outputs.shape.rank == 0
+        try:
+            found = _traced(function, y_true, y_pred)
+        except Exception:
+            if not is_eager:
+                raise
+            batch = map(gather_batch, (y_true, y_pred))
+            found = tf.convert_to_tensor(function(*batch))
+    return found.shape.rank == 0
+
+
+def _traced(function, *batch):
+    traced = tf.function(
+        lambda: tf.convert_to_tensor(function(*batch)), autograph=False
+    )
+    return traced.get_concrete_function().structured_outputs
 
 
 def update(stock, y_true, y_pred, sample_weight=None):

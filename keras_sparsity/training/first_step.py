@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_input, keras_models
 from keras_sparsity.conversion.saving import tables_of
-from keras_sparsity.data import following
-from keras_sparsity.data.stand_ins import without_counts
+from keras_sparsity.data import following, stand_ins
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.health import agreement
 from keras_sparsity.moves import moving
@@ -58,9 +57,7 @@ class FirstStep(Binding):
         # Some models have steps of their own alone, as adversarial ones.
         if type(self._model).call is not keras.Model.call:
             with self._optimizer_synchronises_the_model():
-                self._stock[keras_models.SYMBOLIC_BUILD](
-                    data_batch=without_counts(data_batch)
-                )
+                self._build_from(stand_ins.without_counts(data_batch))
         strategy = self._model.distribute_strategy
         if begins_fit and self._collectives.size > 1 and strategy.prefetch:
             reason = prefetching.why_not(
@@ -69,6 +66,31 @@ class FirstStep(Binding):
             prefetching.tell(self._model, reason)
             if reason is None:
                 keras_input.change_input(iterator, following.with_following)
+
+    def _build_from(self, batch):
+        """As Keras; code of eager steps that needs values waits for them."""
+        model, context = self._model, contextlib.nullcontext
+        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        if model.run_eagerly and not keras_models.is_built(model):
+            context = keras_models.losses_and_metrics_may_fail
+            if not keras_models.can_be_called_on_shapes(model, inputs):
+                context = keras_models.losses_and_metrics_wait
+                with contextlib.suppress(Exception):  # which Keras explains
+                    self._call_once(inputs)
+        with context(model):
+            self._stock[keras_models.SYMBOLIC_BUILD](data_batch=batch)
+
+    def _call_once(self, inputs):
+        """Builds layers whose calls need values.
+
+        On zeros, where only the shapes of a batch are known: to read a
+        generator's batch would lose it.
+        """
+        leaves = tf.nest.flatten(inputs)
+        if any(isinstance(leaf, tf.TypeSpec) for leaf in leaves):
+            inputs = stand_ins.zeros(stand_ins.nothing_of(inputs))
+        with self._model.distribute_strategy.scope():
+            self._model(inputs, training=False)
 
     def _make_function(self, name, *args, **kwargs):
         self._synchronise()

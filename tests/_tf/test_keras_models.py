@@ -103,3 +103,52 @@ def test_place_of_a_layer():
     assert not keras_models.calls_with_more_arguments(attention, "mask")
     attention([outputs, outputs], mask=[outputs, outputs])
     assert keras_models.calls_with_more_arguments(attention, "mask")
+
+
+class OfValues(keras.Model):
+    """Needs values: the value of a symbol raises."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.out = keras.layers.Dense(1)
+        self.needs_values = name
+
+    def call(self, x):
+        self._needs(x, "call")
+        return self.out(x)
+
+    def loss_of(self, y_true, y_pred):
+        self._needs(y_true, "loss")
+        return keras.losses.mean_squared_error(y_true, y_pred)
+
+    def _needs(self, tensor, name):
+        if self.needs_values == name:
+            tensor.numpy()
+
+
+def test_a_symbolic_build_of_code_that_needs_values():
+    batch = tf.zeros([2, 3]), tf.zeros([2, 1])
+    model = OfValues("loss")
+    model.compile("sgd", model.loss_of, metrics=[model.loss_of])
+    keras_models.set_distribute_strategy(model, tf.distribute.get_strategy())
+    build = getattr(model, keras_models.SYMBOLIC_BUILD)
+    with pytest.raises(AttributeError, match="numpy"):
+        build(data_batch=batch)
+    assert not keras_models.is_built(model)
+    with keras_models.losses_and_metrics_may_fail(model):
+        build(data_batch=batch)
+    assert keras_models.is_built(model)
+
+
+def test_can_be_called_on_shapes():
+    batch = tf.zeros([2, 3]), tf.zeros([2, 1])
+    assert keras_models.can_be_called_on_shapes(OfValues(None), batch[0])
+    model = OfValues("call")
+    model.compile("sgd", "mse", metrics=["mae"])
+    assert not keras_models.can_be_called_on_shapes(model, batch[0])
+    model(batch[0])
+    keras_models.set_distribute_strategy(model, tf.distribute.get_strategy())
+    with keras_models.losses_and_metrics_wait(model):
+        getattr(model, keras_models.SYMBOLIC_BUILD)(data_batch=batch)
+    assert model.optimizer.built
+    assert not keras_models.is_built(model)
