@@ -81,7 +81,7 @@ class _GlobalState:
         if not getattr(metric, "built", True):
             return stock(*args, **kwargs)
         if self._is_of_loss(metric):
-            return stock(*args, **_without_stand_ins(kwargs))
+            return stock(*_without_stand_ins(*args, **kwargs))
         args, kwargs = _of_share(metric, args, kwargs)
         of_batch = self._of_batch(metric, *args, **kwargs)
         skipped = {id(metric) for metric, *_ in of_batch}
@@ -196,13 +196,12 @@ def _is_number(value):
     return tf.TensorShape(shape).rank == 0
 
 
-def _without_stand_ins(kwargs):
+def _without_stand_ins(values, sample_weight=None):
     """Arguments of a loss metric's update, of a rank's examples alone."""
-    weight = kwargs.get("sample_weight")
-    if weight is None:  # each rank counts one
-        return kwargs
+    if sample_weight is None:  # each rank counts one
+        return values, None
     # The size of the rank's part, where Keras knows it, as in eager steps.
-    weight = tf.where(
-        empty_parts.has_examples(), tf.cast(weight, tf.float32), 0.0
-    )
-    return {**kwargs, "sample_weight": weight}
+    weight = tf.cast(sample_weight, tf.float32)
+    if weight.shape.rank == 0:
+        values = tf.reduce_mean(values)  # NaN of no values
+    return empty_parts.selected([values, weight])

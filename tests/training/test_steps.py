@@ -17,7 +17,7 @@ from tests.conftest import engines
 pytestmark = pytest.mark.smoke
 
 
-def two_outputs(run_eagerly):
+def two_outputs(run_eagerly, are_reduced=True):
     """Losses of two outputs; the last batch has one example.
 
     In eager steps Keras knows the sizes of batches, by which it weights them.
@@ -26,11 +26,15 @@ def two_outputs(run_eagerly):
     inputs = keras.Input((3,))
     outputs = {n: keras.layers.Dense(1, name=n)(inputs) for n in ("a", "b")}
     model = keras.Model(inputs, outputs)
+    reduction = "sum_over_batch_size" if are_reduced else None
     strategy = ks.HybridStrategy()
     with strategy.scope():
         model.compile(
             keras.optimizers.SGD(0.1),
-            {"a": "mse", "b": "mae"},
+            {
+                "a": keras.losses.MeanSquaredError(reduction),
+                "b": keras.losses.MeanAbsoluteError(reduction),
+            },
             run_eagerly=run_eagerly,
         )
     x = np.random.default_rng(0).normal(size=(7, 3)).astype("float32")
@@ -39,12 +43,14 @@ def two_outputs(run_eagerly):
     return model.fit(x, labels, epochs=2, **options).history
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize(
+    "arguments", [(False,), (True,), (True, False)], ids=str
+)
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_losses_of_outputs_count_batches_as_keras(cluster, engine, run_eagerly):
-    expected = two_outputs(run_eagerly)
+def test_losses_of_outputs_count_batches_as_keras(cluster, engine, arguments):
+    expected = two_outputs(*arguments)
     assert set(expected) == {"a_loss", "b_loss", "loss"}
-    for found in cluster(engine, 3).run(two_outputs, run_eagerly):
+    for found in cluster(engine, 3).run(two_outputs, *arguments):
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, 1e-5, err_msg=name)
 
