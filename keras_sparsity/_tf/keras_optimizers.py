@@ -88,6 +88,16 @@ def set_built_variables(optimizer, variables):
     optimizer.__dict__["_trainable_variables"] = variables
 
 
+def update_averages(optimizer):
+    """Takes a step's weights into the averages of `use_ema`, if there are any.
+
+    `_update_model_variables_moving_average`.
+    """
+    optimizer._update_model_variables_moving_average(
+        built_variables(optimizer)
+    )
+
+
 def variable_index(optimizer, variable):
     """A variable's place among them (`_get_variable_index`)."""
     return optimizer._get_variable_index(variable)

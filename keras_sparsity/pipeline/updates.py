@@ -162,16 +162,35 @@ class Updates:
         has_none = all(gradient is None for gradient in gradients)
         if not self.trained or (has_none and not is_whole):
             if self._optimizer is not None:
-                # As one optimizer of all stages counts its steps, which
-                # Keras's does not without any gradient.
-                rule = optimizer_arguments.rule_of(self._optimizer)
-                keras_optimizers.iterations(rule).assign_add(1)
+                self._count_step()
             return
         if self._of_rows is None:
             self._optimizer.apply(gradients, self.trained)
             return
         with choice.entering(self._placements), touches.left_out():
             self._of_rows.apply(gradients, self.trained)
+
+    def _count_step(self):
+        """As one optimizer of all stages does in a step.
+
+        Keras's does nothing without any gradient.
+
+        Raises:
+            ValueError: if this stage could not agree with others on a scale.
+        """
+        rule = optimizer_arguments.rule_of(self._optimizer)
+        if self.trained and rule is not self._optimizer:
+            raise ValueError(
+                "With loss scaling each stage needs gradients, by which all "
+                "agree on the scale. Received: a stage whose weights have "
+                f"none, as no loss depends on {[v.path for v in self.trained]}"
+                ". Cut the model elsewhere (`stages`), freeze these weights, "
+                'or use the policy "mixed_bfloat16", which needs no loss '
+                "scaling."
+            )
+        if self.trained:
+            keras_optimizers.update_averages(rule)
+        keras_optimizers.iterations(rule).assign_add(1)
 
     def _release(self):
         """Leaves the rows, up to date, to another optimizer."""

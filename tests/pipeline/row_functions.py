@@ -1,13 +1,16 @@
 """Functions that the processes of tests of rows in stages run."""
 
+import contextlib
 import functools
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity._tf.current_variable import keeper_of
+from keras_sparsity.health import watch
 from keras_sparsity.update.kept_rows import KeptRows
 from tests import pipeline_functions
 
@@ -35,6 +38,56 @@ def train_in_flight(cases, cuts, num_examples, model, replicas=1):
         )
         for rule, schedule, target in cases
     ]
+
+
+def _of_one_loss(scope, rule):
+    """The weights after a training of two heads, the first of which has a loss.
+
+    With averages of the weights; the second has rows and a kernel.
+    """
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(5, "tanh")(inputs)
+    first = keras.layers.Dense(2, name="first")(hidden)
+    # Keras has layers in the order of their distance from the outputs.
+    later = keras.layers.ReLU()(keras.layers.ReLU()(first))
+    rows = keras.layers.Embedding(8, 2, name="rows")(inputs)
+    pooled = keras.layers.GlobalAveragePooling1D()(rows)
+    second = keras.layers.Dense(2)(keras.layers.Add()([later, pooled]))
+    network = keras.Model(inputs, [first, second])
+    with scope:
+        network.compile(rule, ["mse", None])
+    x, y = pipeline_functions.data("dense", 24)
+    x = np.abs(x).round().clip(0, 7)
+    network.fit(x, [y, y], 8, shuffle=False, verbose=0)
+    return network.get_weights()
+
+
+def _averaging():
+    return keras.optimizers.Adam(0.1, use_ema=True, ema_momentum=0.5)
+
+
+def fit_one_loss():
+    """The weights in one process, and in stages.
+
+    The last stage has the head without a loss.
+    """
+    strategy = ks.PipelineStrategy("gpipe", stages=["first"])
+    return (
+        _of_one_loss(contextlib.nullcontext(), _averaging()),
+        _of_one_loss(strategy.scope(), _averaging()),
+    )
+
+
+def fit_one_loss_scaled():
+    """As a program does that ends with the error of a rank."""
+    strategy = ks.PipelineStrategy("gpipe", stages=["first"])
+    scaled = keras.optimizers.LossScaleOptimizer(_averaging())
+    try:
+        _of_one_loss(strategy.scope(), scaled)
+    except ValueError as error:
+        watch.report_exception(error)
+        raise
 
 
 def check_rows(network, keeps=True):

@@ -9,6 +9,7 @@ import pytest
 
 import keras_sparsity as ks
 from tests import pipeline_functions
+from tests.cluster import ClusterError
 from tests.conftest import engines
 from tests.oracles import DenseGradients
 from tests.pipeline import row_functions, test_in_flight, test_steps
@@ -113,6 +114,18 @@ def test_a_table_that_is_also_read_as_a_whole(cluster, case):
         *(rule, ["scores"], schedule, target, num_examples, model),
     )
     test_in_flight.check(ranks, *case, ["scores"], num_examples, model)
+
+
+def test_a_stage_without_a_loss(cluster):
+    """Its averages are its weights, which stay."""
+    for stock, found in cluster("native", 2).run(row_functions.fit_one_loss):
+        for expected, weights in zip(stock, found, strict=True):
+            np.testing.assert_allclose(weights, expected, 1e-5, 1e-6)
+
+
+def test_a_stage_without_a_loss_knows_no_scale(cluster):
+    with pytest.raises(ClusterError, match="each stage needs gradients"):
+        cluster("native", 2).run(row_functions.fit_one_loss_scaled)
 
 
 # Of one stage, in this process.
