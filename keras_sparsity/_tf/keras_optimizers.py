@@ -93,9 +93,7 @@ def update_averages(optimizer):
 
     `_update_model_variables_moving_average`.
     """
-    optimizer._update_model_variables_moving_average(
-        built_variables(optimizer)
-    )
+    optimizer._update_model_variables_moving_average(built_variables(optimizer))
 
 
 def variable_index(optimizer, variable):

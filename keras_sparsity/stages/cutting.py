@@ -130,6 +130,11 @@ class Cutter:
         """See `keras_functional.without_examples`."""
         return keras_functional.without_examples(self._functional, self.calls)
 
+    @property
+    def num_examples(self):
+        """The number of examples of every batch; None of any number."""
+        return self._functional.inputs[0].shape[0]
+
     def new_variables(self, kind="trainable_variables"):
         """For each call, the variables of its layer that no earlier one has.
 

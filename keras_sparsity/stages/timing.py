@@ -34,7 +34,9 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
 
     Args:
         cutter: `Cutter`.
-        num_examples: the number of examples in a pass.
+        num_examples: the number of examples in a pass. That of a model with
+            batches of a fixed size is measured with these, and counts by its
+            number.
         has_backward: whether the backward pass counts.
 
     Returns:
@@ -155,9 +157,9 @@ def wire_size(dtype, wire_dtype):
 
 
 def _seconds(cutter, part, num_examples, has_backward=True, measure=None):
-    draws = np.random.default_rng(0)
+    draws, drawn = np.random.default_rng(0), cutter.num_examples or num_examples
     tensors = [
-        _drawn(draws, [num_examples, *cutter.example_shape(each)], each.dtype)
+        _drawn(draws, [drawn, *cutter.example_shape(each)], each.dtype)
         for each in part.arriving
     ]
     # A process may not have the model's weights, or not yet.
@@ -175,7 +177,8 @@ def _seconds(cutter, part, num_examples, has_backward=True, measure=None):
 
     tensors += [_in_place_of(variable) for variable in trained]
     with foreseen.by(_NoRows()):
-        return pass_seconds(compute, [], tensors, has_backward, measure)
+        found = pass_seconds(compute, [], tensors, has_backward, measure)
+    return found if measure else found * num_examples / drawn
 
 
 def _in_place_of(variable):

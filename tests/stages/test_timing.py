@@ -112,3 +112,18 @@ def test_weights_need_not_be_here():
     timing.whole_seconds(cutting.Cutter(model), 3, measure=measure)
     for before, after in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+def test_batches_of_a_fixed_size(monkeypatch):
+    """A stateful layer refuses any other; times count by the number asked."""
+    inputs = keras.Input(batch_shape=(8, 2, 3))
+    states = keras.layers.LSTM(4, stateful=True)(inputs)
+    cutter = cutting.Cutter(keras.Model(inputs, keras.layers.Dense(1)(states)))
+    assert all(each > 0 for each in timing.call_seconds(cutter))
+
+    def number_of(run, tensors):
+        del run
+        return float(tensors[0].shape[0])
+
+    monkeypatch.setattr(timing, "median_seconds", number_of)
+    assert timing.whole_seconds(cutter, 800) == 800
