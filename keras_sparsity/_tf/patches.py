@@ -149,6 +149,12 @@ TAKE = Patch(
     during="`strategy.run`, which is the tracing of a step",
     reason="`keras.layers.Embedding` reads rows by it, of the whole variable.",
 )
+VECTORIZED_MAP = Patch(
+    "tensorflow",
+    "vectorized_map",
+    during="`strategy.run`, which is the tracing of a step",
+    reason="Messages of tables have no vectorized form; `keras.ops` calls it.",
+)
 EMBEDDING_WEIGHT = Patch(
     "keras:layers.Embedding",
     "add_weight",
@@ -348,38 +354,6 @@ def current_rows_are_taken():
         return take
 
     return TAKE.by(make)
-
-
-def array_orders_change(seed):
-    """Keras shuffles arrays anew in each epoch, though the seed is fixed.
-
-    TensorFlow restarts a seeded operation in a dataset's function with every
-    iteration, so `fit(x, y)` repeats one order as soon as a seed is set.
-    While entered, the datasets that Keras makes of arrays draw from `seed`, the
-    same on all ranks, and a count of their iterations; None changes nothing.
-    """
-    if seed is None:
-        return contextlib.nullcontext()
-
-    def make(stock):
-        def get_tf_dataset(self):
-            with tf.device("CPU:0"):
-                count = tf.Variable(0, dtype=tf.int64, trainable=False)
-
-            def shuffle(values):
-                number = count.assign_add(1)
-                return tf.random.experimental.stateless_shuffle(
-                    values, seed=[tf.constant(seed, tf.int64), number]
-                )
-
-            with SHUFFLE.by(lambda stock: shuffle):
-                dataset = stock(self)
-            dataset._keras_sparsity_count = count  # keeps it alive
-            return dataset
-
-        return get_tf_dataset
-
-    return ARRAY_DATASET.by(make)
 
 
 def epoch_iterators_are_made_in(scope):

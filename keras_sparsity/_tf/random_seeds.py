@@ -4,6 +4,8 @@ import contextlib
 
 import tensorflow as tf
 
+from keras_sparsity._tf import patches
+
 
 def global_seed():
     """TensorFlow's global random seed; None if it was not set.
@@ -58,3 +60,35 @@ def random_operations_seeded(change):
     finally:
         global_state.set_global_attribute(name, own)
         setattr(owner, attribute, seed)
+
+
+def array_orders_change(seed):
+    """Keras shuffles arrays anew in each epoch, though the seed is fixed.
+
+    TensorFlow restarts a seeded operation in a dataset's function with every
+    iteration, so `fit(x, y)` repeats one order as soon as a seed is set.
+    While entered, the datasets that Keras makes of arrays draw from `seed`, the
+    same on all ranks, and a count of their iterations; None changes nothing.
+    """
+    if seed is None:
+        return contextlib.nullcontext()
+
+    def make(stock):
+        def get_tf_dataset(self):
+            with tf.device("CPU:0"):
+                count = tf.Variable(0, dtype=tf.int64, trainable=False)
+
+            def shuffle(values):
+                number = count.assign_add(1)
+                return tf.random.experimental.stateless_shuffle(
+                    values, seed=[tf.constant(seed, tf.int64), number]
+                )
+
+            with patches.SHUFFLE.by(lambda stock: shuffle):
+                dataset = stock(self)
+            dataset._keras_sparsity_count = count  # keeps it alive
+            return dataset
+
+        return get_tf_dataset
+
+    return patches.ARRAY_DATASET.by(make)

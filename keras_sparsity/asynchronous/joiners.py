@@ -6,7 +6,7 @@ import time
 
 import keras
 
-from keras_sparsity._tf import keras_callbacks, keras_variables, patches
+from keras_sparsity._tf import keras_callbacks, keras_variables, random_seeds
 from keras_sparsity.asynchronous import meeting
 from keras_sparsity.training import resuming
 
@@ -88,7 +88,7 @@ def begun(model, callbacks, arguments, number):
         if checkpoint:
             stack.callback(checkpoint.end)
             order_seed = checkpoint.join(model, callbacks, epoch, order_seed)
-        stack.enter_context(patches.array_orders_change(order_seed))
+        stack.enter_context(random_seeds.array_orders_change(order_seed))
         yield checkpoint, epoch - first
 
 

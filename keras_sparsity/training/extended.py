@@ -8,7 +8,7 @@ from keras_sparsity._tf import patches, tf_graphs, xla
 from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.data import distribution, empty_parts
 from keras_sparsity.global_batch import losses
-from keras_sparsity.tables import control_flow
+from keras_sparsity.tables import control_flow, vectorized
 from keras_sparsity.training import foresight, prefetching
 
 _REDUCE = {
@@ -143,6 +143,7 @@ class HybridExtended(tf.distribute.StrategyExtended):
             context,
             losses.of_global_batch(self._collectives),
             patches.current_rows_are_taken(),
+            vectorized.maps_pull_before(self._collectives),
             self._without_examples_on_servers(),
             foresight.calls_pull_together(
                 self._collectives, self._strategy.options

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import logging
 
-from keras_sparsity._tf import keras_input, keras_models, patches, random_seeds
+from keras_sparsity._tf import keras_input, keras_models, random_seeds
 from keras_sparsity.callbacks.sharded_checkpoint import (
     ShardedCheckpoint,
     saves_within,
@@ -57,7 +57,7 @@ def resuming(model, callbacks, arguments, communicator=None, trains=True):
             order_seed = checkpoint.order_seed(order_seed)
             if saves_within(model):  # so that an epoch may be resumed
                 stack.enter_context(keras_models.empty_logs_are_metrics(model))
-        stack.enter_context(patches.array_orders_change(order_seed))
+        stack.enter_context(random_seeds.array_orders_change(order_seed))
         yield checkpoint
 
 

@@ -80,25 +80,6 @@ def test_roots_stay_roots():
     assert float(stock) == 2.0
 
 
-def test_array_orders_change():
-    from keras.src.trainers.data_adapters import array_data_adapter
-
-    def orders():
-        keras.utils.set_random_seed(4)
-        stock = tf.random.shuffle
-        with patches.array_orders_change(5):
-            dataset = array_data_adapter.ArrayDataAdapter(
-                np.arange(12), batch_size=5, shuffle=True
-            ).get_tf_dataset()
-        assert tf.random.shuffle is stock
-        return [np.concatenate(list(dataset)).tolist() for _ in range(3)]
-
-    first, second, third = orders()
-    assert sorted(first) == sorted(second) == list(range(12))
-    assert first != second != third
-    assert orders() == [first, second, third]
-
-
 def test_epoch_iterators_are_made_in():
     numbers = []
 

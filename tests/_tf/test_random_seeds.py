@@ -53,3 +53,22 @@ def test_random_operations_seeded():
     tf.random.set_seed(4)
     for one, two in zip(traced(0), traced(5), strict=True):
         assert np.abs(one - two).min() > 1e-4
+
+
+def test_array_orders_change():
+    from keras.src.trainers.data_adapters import array_data_adapter
+
+    def orders():
+        keras.utils.set_random_seed(4)
+        stock = tf.random.shuffle
+        with random_seeds.array_orders_change(5):
+            dataset = array_data_adapter.ArrayDataAdapter(
+                np.arange(12), batch_size=5, shuffle=True
+            ).get_tf_dataset()
+        assert tf.random.shuffle is stock
+        return [np.concatenate(list(dataset)).tolist() for _ in range(3)]
+
+    first, second, third = orders()
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second != third
+    assert orders() == [first, second, third]
