@@ -15,7 +15,7 @@ from keras_sparsity.collectives.base import Collectives, end_groups
 from keras_sparsity.collectives.engine import Engine
 from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.collectives.wire import Wire
-from keras_sparsity.health import channel, journal, launcher, watch
+from keras_sparsity.health import journal, launcher, watch
 from keras_sparsity.machines import door
 from keras_sparsity.machines.topology import Topology
 
@@ -52,7 +52,6 @@ def lasting(collectives):
 
 def _tell_launcher(servers, collectives):
     """Connects, before a process is lost; says how new processes join."""
-    one_machine = channel.is_one_machine(collectives.gather_objects)
     facts = problem = None
     if servers.is_first:
         if door.is_wanted():
@@ -61,7 +60,7 @@ def _tell_launcher(servers, collectives):
                 "servers": collectives.num_servers,
                 "machines": collectives.machines,
                 "addresses": servers.addresses,
-                "watch": watch.open_door(collectives.size, one_machine),
+                "watch": watch.open_door(collectives.size),
             }
         launcher.tell(collectives.rank, facts=facts)
         problem = launcher.problem(collectives.rank)

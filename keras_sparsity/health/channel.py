@@ -81,21 +81,21 @@ def connect(rank, size, gather_objects, root=0):
     """Connects every rank with the root. A collective call.
 
     Returns:
-        This rank's `Channel` to the root, and on the root a dict of the
-        `Channel` to each rank, else None.
+        This rank's `Channel` to the root; on the root a dict of the `Channel`
+        to each rank, else None; and whether all ranks are on one machine.
     """
-    one_machine = is_one_machine(gather_objects)
+    one_machine = _is_one_machine(gather_objects)
     server = offer = None
     if rank == root:
         server, hosts = listen(one_machine, size, root)
         offer = _facts(server, hosts)
     offer = gather_objects(offer, "watch/address")[root]
     if rank != root:
-        return call(offer, rank, f"Rank {root}"), None
+        return call(offer, rank, f"Rank {root}"), None, one_machine
     own, far = connection.Pipe()
     with server:
         others = _accept_all(server, size, offer, root)
-    return Channel(own), {root: Channel(far), **others}
+    return Channel(own), {root: Channel(far), **others}, one_machine
 
 
 def _facts(server, hosts):
@@ -152,8 +152,7 @@ def listen(one_machine, size, rank):
     return server, _own_addresses(rank)
 
 
-def is_one_machine(gather_objects):
-    """Whether all ranks are on one machine. A collective call."""
+def _is_one_machine(gather_objects):
     return len(set(gather_objects(_place(), "watch/place"))) == 1
 
 

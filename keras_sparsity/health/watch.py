@@ -31,6 +31,7 @@ _AFTER_CAUSE_SECONDS = 0.5
 _EXPLAIN_SECONDS = 6.0
 
 _watch = _coordinator = None
+_one_machine = None  # whether the ranks that started together are on one
 
 
 def start(collectives, journal, abort, close, timeout_seconds):
@@ -41,10 +42,10 @@ def start(collectives, journal, abort, close, timeout_seconds):
         close: `Engine.close`, called at exit when all ranks have ended.
         timeout_seconds: How long a living rank may keep others waiting.
     """
-    global _coordinator
+    global _coordinator, _one_machine
     # Training may go on without a worker, but not without a server.
     root = collectives.num_workers % collectives.size
-    channel, all_channels = channels.connect(
+    channel, all_channels, _one_machine = channels.connect(
         collectives.rank, collectives.size, collectives.gather_objects, root
     )
     if all_channels:
@@ -60,13 +61,13 @@ def _begin(*arguments):
     _watch.start()
 
 
-def open_door(size, one_machine):
+def open_door(size):
     """On the rank that decides: lets new processes of lost ranks `join`.
 
     Returns:
         Facts for them, of the types of JSON.
     """
-    server, hosts = channels.listen(one_machine, size, _watch.rank)
+    server, hosts = channels.listen(_one_machine, size, _watch.rank)
     facts = channels.Door(server, hosts, _coordinator.admit).facts
     return {**facts, "timeout": _watch.timeout_seconds}
 

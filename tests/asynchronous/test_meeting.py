@@ -1,9 +1,12 @@
 """Messages of ranks of which some are lost."""
 
+import types
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_sparsity.asynchronous import meeting as meetings
 from keras_sparsity.asynchronous.meeting import Meeting
 
 
@@ -33,3 +36,17 @@ def test_the_root_alone_sends_a_broadcast(is_lost):
     np.testing.assert_array_equal(found, own if is_lost else roots)
     assert letters.sent[0] is None
     np.testing.assert_array_equal(letters.sent[1:], [own] * is_lost)
+
+
+def test_the_launcher_is_told_by_one_message():
+    """The ranks know since they began whether they are on one machine."""
+    sent = []
+
+    def gather_objects(value, name):
+        sent.append(name)
+        return [value]
+
+    ranks = types.SimpleNamespace(rank=1, gather_objects=gather_objects)
+    servers = types.SimpleNamespace(is_first=False)
+    meetings._tell_launcher(servers, ranks)
+    assert sent == ["servers/launcher"]
