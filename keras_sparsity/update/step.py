@@ -199,19 +199,21 @@ class Clipping:
         Returns:
             Dictionary from the `id` of each of the model's variables.
         """
-        squares = {id(v): tf.zeros([]) for v in self.spread}
+        wide = _wide([*grads, *self.spread])
+        squares = {id(v): tf.zeros([], wide) for v in self.spread}
         for gradient, update in zip(grads, updates, strict=True):
-            square = tf.reduce_sum(tf.square(tf.cast(gradient, tf.float32)))
+            square = tf.reduce_sum(tf.square(tf.cast(gradient, wide)))
             key = id(update.whole)
             squares[key] = squares[key] + square if key in squares else square
         spread = [id(v) for v in self.spread]
         if spread and self.communicator.size > 1:
             # One number for each table, all in one message (EuroSys 4.3).
+            sent = tf.stack([squares[key] for key in spread])
             (summed,) = self.communicator.all_reduce(
-                [tf.stack([squares[key] for key in spread])],
-                name="optimizer/norms",
+                [tf.cast(sent, _wide(self.spread))], name="optimizer/norms"
             )
-            squares.update(zip(spread, tf.unstack(summed), strict=True))
+            summed = tf.unstack(tf.cast(summed, wide))
+            squares.update(zip(spread, summed, strict=True))
         return squares
 
     def take_part(self, rule):
@@ -221,7 +223,7 @@ class Clipping:
             tf.cond(
                 (keras_optimizers.iterations(rule).value + 1) % steps == 0,
                 lambda: tf.add_n(list(self.squared_norms([], []).values())),
-                lambda: tf.zeros([]),
+                lambda: tf.zeros([], _wide(self.spread)),
             )
 
     def is_finite(self, updates):
@@ -235,6 +237,12 @@ class Clipping:
             )
             finite = votes > 0
         return finite
+
+
+def _wide(tensors):
+    """The dtype of sums over tensors, or variables, or of their messages."""
+    are_double = any(tf.as_dtype(x.dtype) == tf.float64 for x in tensors)
+    return tf.float64 if are_double else tf.float32
 
 
 def _scale_to(gradient, squared_norm, limit, is_global=False):

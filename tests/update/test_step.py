@@ -1,5 +1,7 @@
 """Mean or sum, of dense gradients and of gradients of rows."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -112,3 +114,38 @@ def test_aggregation_is_part_of_the_configuration():
     assert copy.sparse_aggregation == "sum"
     assert copy.dense_aggregation == "mean"
     assert copy.transform_gradients is None
+
+
+CLIPPED = ({"clipnorm": 0.01}, {"global_clipnorm": 0.01})
+
+
+def fit_clipped_in_double(scope, embedding):
+    """Weights of float64 after a step, by each way to clip."""
+    ids = np.arange(16).reshape(8, 2)
+    weights = np.random.default_rng(0).normal(size=(16, DIM))
+    options = {"kernel_initializer": "ones", "dtype": "float64"}
+    found = []
+    for clip in CLIPPED:
+        inputs = keras.Input((2,), dtype="int32")
+        rows = embedding(16, DIM, weights=weights, dtype="float64")(inputs)
+        flat = keras.layers.Flatten(dtype="float64")(rows)
+        model = keras.Model(inputs, keras.layers.Dense(1, **options)(flat))
+        with scope():
+            model.compile(keras.optimizers.SGD(1.0, **clip), "mse")
+        model.fit(ids, ids[:, :1] / 4, 8, shuffle=False, verbose=0)
+        found += model.get_weights()
+    return found
+
+
+def fit_clipped_in_double_distributed():
+    scope = ks.HybridStrategy(architecture="ps").scope
+    return fit_clipped_in_double(scope, ks.layers.ShardedEmbedding)
+
+
+def test_norms_of_double_gradients_are_double(cluster):
+    stock = contextlib.nullcontext, keras.layers.Embedding
+    expected = fit_clipped_in_double(*stock)
+    for found in cluster("native", 2).run(fit_clipped_in_double_distributed):
+        for ours_, theirs in zip(found, expected, strict=True):
+            assert theirs.dtype == "float64"
+            np.testing.assert_allclose(ours_, theirs, 1e-13)
