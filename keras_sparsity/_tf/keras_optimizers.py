@@ -157,6 +157,21 @@ def momentum_product(optimizer):
     return optimizer._u_product
 
 
+def advance_without_variables(optimizer):
+    """What a step changes but variables and their slots, of a rank of none.
+
+    Nadam's product of momentums, as in `Nadam._backend_update_step`.
+    """
+    if isinstance(optimizer, keras.optimizers.Nadam):
+        product, ops = momentum_product(optimizer), keras.ops
+        power = ops.power(0.96, ops.cast(optimizer.iterations + 1, "float32"))
+        following = product * optimizer.beta_1 * (1.0 - 0.5 * power)
+        steps = optimizer.gradient_accumulation_steps or 1
+        is_update = (iterations(optimizer).value + 1) % steps == 0
+        product.assign(ops.where(is_update, following, product))
+    iterations(optimizer).assign_add(1)
+
+
 class _Iterations:
     """In place of an optimizer's count of steps: of its updates."""
 

@@ -297,7 +297,7 @@ class Step:
         rule = self.rule
         if not updates:  # a rank that owns no row, of a model of tables only
             self.clipping.take_part(rule)
-            keras_optimizers.iterations(rule).assign_add(1)
+            keras_optimizers.advance_without_variables(rule)
         elif rule.gradient_accumulation_steps and any(
             isinstance(u.gradient, tf.IndexedSlices) for u in updates
         ):

@@ -149,3 +149,38 @@ def test_norms_of_double_gradients_are_double(cluster):
         for ours_, theirs in zip(found, expected, strict=True):
             assert theirs.dtype == "float64"
             np.testing.assert_allclose(ours_, theirs, 1e-13)
+
+
+ACCUMULATED = None, 2
+
+
+def nadams(scope, embedding, **options):
+    """Nadam's product of momentums after training, with and without sums."""
+    ids, targets = np.arange(8)[:, None], np.ones((8, DIM))
+    found = []
+    for steps in ACCUMULATED:
+        rule = keras.optimizers.Nadam(gradient_accumulation_steps=steps)
+        model = keras.Sequential(
+            [
+                keras.Input((1,), dtype="int32"),
+                embedding(8, DIM, **options),
+                keras.layers.Flatten(),
+            ]
+        )
+        with scope():
+            model.compile(rule, "mse")
+        model.fit(ids, targets, 2, epochs=2, shuffle=False, verbose=0)
+        found.append(float(rule._u_product.value))
+    return found
+
+
+def nadams_distributed():
+    scope = ks.HybridStrategy(architecture="ps").scope
+    return nadams(scope, ks.layers.ShardedEmbedding, num_partitions=1)
+
+
+def test_ranks_without_rows_count_momentums(cluster):
+    expected = nadams(contextlib.nullcontext, keras.layers.Embedding)
+    assert len({1.0, *expected}) == 3
+    for found in cluster("native", 2).run(nadams_distributed):
+        np.testing.assert_allclose(found, expected, 1e-6)
