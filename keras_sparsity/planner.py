@@ -93,6 +93,9 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
 
 def _best_strategy(plan, asynchronous):
     """The strategy of the fastest way; see `ModelPlan.strategy`."""
+    size = collectives.start().size
+    if size == plan.cluster.size == 1:
+        return HybridStrategy()  # There is nothing to compare.
     if plan.comparison is None:
         raise ValueError(
             "The ways to train this model were not compared: that takes a "
@@ -102,7 +105,6 @@ def _best_strategy(plan, asynchronous):
             f"cluster={plan.cluster}. Train another model under "
             "`ks.HybridStrategy`."
         )
-    size = collectives.start().size
     if size != plan.cluster.size:
         raise ValueError(
             f"The plan is for {plan.cluster.size} processes, and there "

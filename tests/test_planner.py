@@ -258,6 +258,14 @@ def test_plan_for_a_described_cluster(capsys):
         plan.strategy()
 
 
+def test_one_process_has_one_way():
+    """So the script of several processes runs in one."""
+    model = planner_functions.new_model()
+    plan = ks.plan(model, planner_functions.data())
+    assert plan.strategies == ()
+    assert isinstance(plan.strategy(), ks.HybridStrategy)
+
+
 def test_without_the_rate_of_links_nothing_is_compared():
     plan = described()
     assert plan.strategies == ()

@@ -1,5 +1,6 @@
 """How many partitions should a table have?
 
+    pip install '.[tensorboard]'
     keras-sparsity run -n 2 tutorials/03_partition_search.py
     keras-sparsity report logs
 
@@ -27,9 +28,8 @@ log_dir = pathlib.Path(args.log_dir)
 # "hybrid" keeps tables on their owners; others have no partitions.
 strategy = ks.HybridStrategy(architecture="hybrid")
 
-# As in a text, few words occur often. Keras's Adam updates all rows of the
-# table in each step (their moments decay), so it matters how many processes and
-# cores share them.
+# As in a text, few words occur often. A step pulls, updates and pushes the rows
+# of its words, in as many pieces as there are partitions.
 random = np.random.default_rng(0)
 texts = (random.zipf(1.2, size=(4_096, LENGTH)) % NUM_WORDS).astype("int32")
 labels = (texts.min(axis=1, keepdims=True) < 3).astype("float32")
@@ -47,8 +47,8 @@ with strategy.scope():
 
 # The search starts with one partition per machine, doubles the number as long
 # as steps get faster, then halves it, fits a curve to the samples and takes the
-# best number. All of these steps train; the result of training does not depend
-# on the search, to the bit. A file keeps the choice for the next run.
+# best number. All of these steps train, and the result of training depends on
+# the search by rounding only. A file keeps the choice for the next run.
 search = ks.callbacks.PartitionSearch(
     num_steps=12, num_warm_up_steps=2, path=log_dir / "partitions.json"
 )

@@ -86,7 +86,8 @@ class ModelPlan:
 
         Returns:
             `ks.HybridStrategy`, `ks.LayerPlacementStrategy` or
-            `ks.PipelineStrategy`. Make the model anew in its scope.
+            `ks.PipelineStrategy`; in one process, with a plan for it, always
+            `ks.HybridStrategy`. Make the model anew in its scope.
 
         Raises:
             ValueError: if the ways were not compared, or for another number of

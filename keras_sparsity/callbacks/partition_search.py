@@ -23,7 +23,7 @@ class PartitionSearch(keras.callbacks.Callback):
     While `fit` trains, the tables are given one number of partitions after
     another (see `ks.planning.PartitionSampler`: at most seven), some steps are
     timed with each, and the best is kept. These steps train as any others do:
-    the result of training does not depend on the search.
+    the result of training depends on the search by rounding only.
 
     A step's time is that of the slowest rank, and the median over the steps
     counts; with `gradient_accumulation_steps`, over the means of steps that

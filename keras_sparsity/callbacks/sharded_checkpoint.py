@@ -66,8 +66,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     Args:
         directory: folder that all ranks see, made if it is not there; one for
             each `fit`.
-        every_steps: save after so many steps, too; a multiple of
-            `steps_per_execution` is kept best.
+        every_steps: save after so many steps, too; choose a multiple of
+            `steps_per_execution`.
         every_seconds: save after so many seconds, too. A checkpoint is made
             at the end of each epoch and of the training, too.
         keep: how many of the latest complete checkpoints to keep.

@@ -46,7 +46,8 @@ def run(
 
     The collectives have started when the function is called. The output of
     rank 0 is shown at once; the other ranks' is part of the error if one
-    fails.
+    fails. A script calls it below `if __name__ == "__main__":`, as each
+    process runs the script once more to find the function.
 
     Args:
         function: A function at the top level of a module or script (each
@@ -233,6 +234,13 @@ def describe_call(function, args, kwargs):
     """A dict from which a process finds a function and calls it."""
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", "")
+    if module == "__mp_main__":
+        raise ValueError(
+            "Each process runs the script once more to find `function`, and "
+            "would start processes of its own. Received: a call of "
+            f"`launch.run({qualname}, ...)` in such a process. Put the call "
+            'below `if __name__ == "__main__":`.'
+        )
     if not _is_importable(function, module, qualname):
         raise ValueError(
             "`function` must stand at the top level of a module or script, "

@@ -28,9 +28,9 @@ _OPTIONS = {
     "--servers": (
         number_from_zero,
         "S",
-        "with -n: as many further processes on this machine, dedicated "
-        "servers, which own the rows of sharded tables and compute nothing; "
-        "on hosts: a:2+1",
+        "with -n: start S more processes on this machine, dedicated servers, "
+        "which own the rows of sharded tables and train on no examples; with "
+        "--hosts write a:2+1",
     ),
     "--engine": (
         functools.partial(one_of, choices=ENGINES),
@@ -47,24 +47,23 @@ _OPTIONS = {
     "--timeout": (
         positive_number,
         "SECONDS",
-        "end everything after so long, with each rank's position",
+        "end the run after that time, and print the line at which each rank is",
     ),
     "--rank-timeout": (
         float,
         "SECONDS",
-        "end everything when a rank has kept the others waiting for so long, "
+        "end the run when a rank has kept the others waiting for that long, "
         f"by default ${TIMEOUT_VARIABLE} or 600; HybridStrategy(timeout=...) "
         "in the script takes precedence",
     ),
     "--max-restarts": (
         number_from_zero,
         "K",
-        "when a rank fails, restart all of them, up to K times; the script, "
-        "which must resume by itself (from a checkpoint), gets the same "
-        "arguments and random seed, and the number of restarts in "
-        f"${RESTARTS_VARIABLE}; a worker without which asynchronous training "
-        "goes on, and a server but the first one, which goes back to the last "
-        "checkpoint, is restarted alone, up to K times, and joins the others",
+        "restart all ranks after a failure, up to K times. Each attempt has "
+        "the same arguments and random seed, and the number of restarts in "
+        f"${RESTARTS_VARIABLE}; the script resumes by a ShardedCheckpoint. In "
+        "asynchronous training with dedicated servers a lost worker, or a lost "
+        "server other than the first, is restarted alone, up to K times",
     ),
     "--python": (
         str,
@@ -233,6 +232,8 @@ def _target(options):
         hint = ""
         if name.startswith("-"):
             hint = " For the options of keras-sparsity see --help."
+        elif name.startswith("python"):
+            hint = " Leave the interpreter out: keras-sparsity run train.py."
         raise ValueError(f"there is no script {name!r}.{hint}")
     return options.script
 

@@ -38,7 +38,8 @@ class ShardedEmbedding(keras.layers.Embedding):
             processes, regularizers must add up over rows (L1, L2, L1L2) and
             constraints act on each row by itself (`axis=1`).
         num_partitions: number of partitions of the table; by default the
-            number of processes. The result of training does not depend on it.
+            number of processes. The result of training depends on it by
+            rounding only.
         partition_group: tables with the same one get the same number of
             partitions from `ks.callbacks.PartitionSearch`.
         architecture: `"ps"`, `"allgather"`, `"allreduce"` or `"auto"`, see

@@ -2,6 +2,7 @@
 
 import functools
 
+from keras_sparsity._tf import keras_losses
 from keras_sparsity.checkpoint import state
 from keras_sparsity.pipeline.slots import Slots
 from keras_sparsity.pipeline.tables import is_spread
@@ -76,14 +77,17 @@ class SavedState:
     def _of_metrics(self):
         """Each rank of the last stage counts whole batches.
 
-        Of what layers count, each rank of a stage has its part.
+        Of the losses of outputs, and of what layers count, each rank of a
+        stage has its part.
         """
+        losses = keras_losses.loss_metrics(self._model)
+        in_parts = {*self._ranks, *(id(v) for m in losses for v in m.variables)}
         return [
             self._entry(
                 "metrics",
                 variable,
                 self._ranks.get(id(variable), self._ranks_of_last),
-                is_replicated=id(variable) not in self._ranks,
+                is_replicated=id(variable) not in in_parts,
             )
             for variable in self._model.metrics_variables
         ]

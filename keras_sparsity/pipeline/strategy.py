@@ -46,8 +46,9 @@ class PipelineStrategy(StagedStrategy):
             of a batch come N - 1 batches late (0 at first); those of an
             epoch are exact.
             `"1f1b"`, `"gpipe"`: micro-batches of one mini-batch, and an update
-            when all have come back: the result of one process. `"gpipe"` holds
-            the activations of all micro-batches, `"1f1b"` at stage k those of
+            when all have come back: the result of one process that accumulates
+            their gradients, weighted by examples. `"gpipe"` holds the
+            activations of all micro-batches, `"1f1b"` at stage k those of
             N - k.
         stages: where the model is cut. None, or the number N of stages: so
             that the slowest stage or message is as fast as can be, by the

@@ -35,15 +35,15 @@ class ShardedTable:
     With several processes each one stores only the partitions that it owns:
     `gather` pulls the rows of a batch from their owners, and its gradient
     pushes the rows' gradients back. In one process it is one ordinary
-    variable. Make one in a layer of your own and assign `table.variable` to
-    an attribute, as a weight:
+    variable. A layer of your own makes one and assigns `table.variable` to an
+    attribute, as a weight.
 
     Args:
         num_rows: number of rows.
         dim: length of a row.
         num_partitions: number of partitions; by default the number of
-            processes, or of dedicated servers. The result of training does
-            not depend on it.
+            processes, or of dedicated servers. The result of training depends
+            on it by rounding only.
         initializer: as for `keras.layers.Embedding`. The values do not depend
             on the number of processes or partitions.
         dtype: dtype of the rows; by default Keras's floatx.

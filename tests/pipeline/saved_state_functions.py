@@ -140,6 +140,37 @@ def train_and_resume(kind, arguments, folder, num_examples, number):
     return whole, stopped, fit(network, parts, num_examples)
 
 
+def losses_of_outputs(folder):
+    """The histories of an undisturbed epoch and of one that was resumed.
+
+    Of a model with two outputs, each on two replicas.
+    """
+    num_examples, found = 4 * BATCH_SIZE, []
+    x, y = pipeline_functions.data("masks", num_examples)
+    strategy = ks.PipelineStrategy("1f1b", 1, replicas=2)
+    for stops in ([None], [2, None]):
+        for stop in stops:
+            network = pipeline_functions.made("masks")
+            with strategy.scope():
+                network.compile("adam", ["mse", "mae"])
+            callbacks = [
+                ks.callbacks.ShardedCheckpoint(
+                    f"{folder}/{len(stops)}", every_steps=1
+                )
+            ]
+            if stop:
+                callbacks.append(Before(stop, interrupt))
+            with contextlib.suppress(Interruption):
+                network.fit(
+                    *(x, y, BATCH_SIZE),
+                    shuffle=False,
+                    verbose=0,
+                    callbacks=callbacks,
+                )
+        found.append(network.history.history)
+    return found
+
+
 def interrupted(folder, num_examples, number, *arguments):
     """Trains until it is interrupted; saves the model as it is then."""
     network = pipeline(*arguments)

@@ -179,6 +179,15 @@ def test_on_other_numbers_of_stages(cluster, tmp_path):
             np.testing.assert_array_equal(value, expected)
 
 
+def test_losses_of_outputs_over_replicas(cluster, tmp_path):
+    """Of which each rank counts its part of the batches."""
+    for whole, resumed in cluster("native", 2).run(
+        functions.losses_of_outputs, str(tmp_path)
+    ):
+        assert {"loss", "tokens_loss", "two_loss"} <= whole.keys()
+        assert resumed == whole
+
+
 def _distance(values, others):
     return np.sqrt(
         sum(
