@@ -156,7 +156,7 @@ def keras_object(name, value, get, expected):
     try:
         found = get(value)
         if not (found is None or callable(found) or hasattr(found, "apply")):
-            raise ValueError(f"{type(found).__name__} is none.")
+            raise ValueError(f"{type(found).__name__} is no such object.")
         return found
     except Exception as error:  # whatever an object's own method raises
         raise ValueError(

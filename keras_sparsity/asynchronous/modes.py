@@ -44,7 +44,7 @@ def checked(
     if staleness_aware and (synchronous or delay == "fixed"):
         other = "synchronous=False" if synchronous else 'delay="bounded"'
         raise ValueError(
-            "`staleness_aware` is of workers that pull and push by themselves. "
+            "`staleness_aware` needs workers that pull and push by themselves. "
             f"Received: staleness_aware=True, synchronous={synchronous}, "
             f"delay={delay!r}. Use `{other}`, or leave `staleness_aware` out."
         )

@@ -25,8 +25,8 @@ def check(optimizer, sparse_updates, of_rows):
         keras.optimizers, name
     ):
         raise ValueError(
-            "Servers apply the rules whose state belongs to one variable "
-            f"each. {received}. Expected: one of {', '.join(_RULES)}, of "
+            "Servers apply rules whose state belongs to one variable each. "
+            f"{received}. Expected: one of {', '.join(_RULES)}, of "
             "`keras.optimizers`."
         )
     for option in (

@@ -94,9 +94,9 @@ def check_nothing_reads_ahead(dataset):
         dataset = keras_input.dataset_inputs(dataset)[0]
     if reads_ahead and getattr(dataset, _IN_STEP):
         raise ValueError(
-            "How many batches this dataset has is not known beforehand, so "
-            "the ranks agree in each step whether any has one left; nothing "
-            f"may read ahead of that. Received: {reads_ahead} behind "
+            "The number of this dataset's batches is not known beforehand, so "
+            "the ranks agree in each step whether any has one left, and no "
+            f"step behind may read ahead. Received: {reads_ahead} behind "
             "`strategy.shard(dataset)`. Shard it last: it prefetches itself. "
             "`fit(class_weight=...)` is such a map of Keras's: have the "
             "dataset give sample weights in its place, `(x, y, weights)`."

@@ -41,8 +41,8 @@ def checked_timeout(seconds=None, name="`timeout`"):
     if not _SHORTEST_TIMEOUT_SECONDS <= number < math.inf:
         raise ValueError(
             f"{name} must be a number of seconds, at least "
-            f"{_SHORTEST_TIMEOUT_SECONDS:g} (less passes without any "
-            f"failure). Received: {reprlib.repr(seconds)}."
+            f"{_SHORTEST_TIMEOUT_SECONDS:g} (ranks may be silent for less "
+            f"without any failure). Received: {reprlib.repr(seconds)}."
         )
     return number
 

@@ -98,8 +98,9 @@ def _check_further(name, optimizer):
     is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     if not isinstance(optimizer, HybridOptimizer) and (options or is_scaling):
         raise ValueError(
-            "A further optimizer of a model clips, or scales the loss, by each "
-            f"process's own part of the gradients. Received: '{name}', of "
+            "A model's further optimizer that is not wrapped would clip, or "
+            "scale the loss, by this process's part of the gradients alone. "
+            f"Received: '{name}', of "
             f"{type(optimizer).__name__}({', '.join(options)}). Wrap it: "
             f"`model.{name} = ks.HybridOptimizer(...)`."
         )

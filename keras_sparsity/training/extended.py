@@ -50,8 +50,9 @@ class ProcessStrategy(tf.distribute.Strategy):
 
 
 _OF_ANOTHER = (
-    "`strategy.run` ran an object of another strategy, or of none, for example "
-    "a Keras optimizer made outside of `strategy.scope()`. Wrap it: "
+    "A function that `strategy.run` ran used an object of another strategy, or "
+    "of none, for example a Keras optimizer made outside of "
+    "`strategy.scope()`. Wrap it: "
     "`ks.HybridOptimizer(optimizer)`."
 )
 
