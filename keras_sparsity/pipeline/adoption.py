@@ -232,17 +232,22 @@ def _check_losses(model, size):
             )
 
 
+# Options of `keras.Input`, and the functions that make such tensors dense.
+_NOT_DENSE = {"sparse": "tf.sparse.to_dense", "ragged": "rows.to_tensor()"}
+
+
 def _check_inputs(model):
     functional = keras_functional.functional_of(model)
     for tensor in functional.inputs if functional else []:
-        if getattr(tensor, "sparse", False):
-            raise ValueError(
-                "Models in stages divide mini-batches into parts, which a "
-                "sparse tensor cannot be. Received: the input "
-                f"'{tensor.name}', with sparse=True. Expected: dense inputs. "
-                "Leave out `sparse`, and make the batches dense "
-                "(`tf.sparse.to_dense` in `dataset.map`)."
-            )
+        for kind, to_dense in _NOT_DENSE.items():
+            if getattr(tensor, kind, False):
+                raise ValueError(
+                    "Models in stages divide mini-batches into parts, which a "
+                    f"{kind} tensor cannot be. Received: the input "
+                    f"'{tensor.name}', with {kind}=True. Expected: dense "
+                    f"inputs. Leave out `{kind}`, and make the batches dense "
+                    f"(`{to_dense}` in `dataset.map`)."
+                )
 
 
 def _check_has_no_tables(model):

@@ -14,6 +14,7 @@ COMMAND_LINE = [
     ("-n -1 SCRIPT", "argument -n.*: must be a positive integer.*: '-1'"),
     ("-n two SCRIPT", "argument -n.*: must be a positive integer.*: 'two'"),
     ("-n 2 missing.py", "there is no script 'missing.py'"),
+    ("-n 2 python train.py", "there is no script 'python'. Leave the"),
     ("-n 2 --unknown SCRIPT", "unrecognized arguments: --unknown"),
     ("-n 2 --hosts a:2 SCRIPT", "--hosts: not allowed with argument -n"),
     (

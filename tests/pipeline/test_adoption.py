@@ -1,5 +1,7 @@
 """What `compile` cuts in stages, and what it refuses."""
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -21,6 +23,16 @@ def test_sparse_inputs_are_refused(strategy):
     model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
     with strategy().scope():
         with pytest.raises(ValueError, match=r"sparse.*'words'.*to_dense"):
+            model.compile("sgd", "mse")
+
+
+def test_ragged_inputs_are_refused():
+    if "ragged" not in inspect.signature(keras.Input).parameters:
+        pytest.skip("this Keras has none")
+    inputs = keras.Input((None,), dtype="int32", name="words", ragged=True)
+    model = keras.Model(inputs, keras.layers.Embedding(4, 2)(inputs))
+    with ks.PipelineStrategy("1f1b").scope():
+        with pytest.raises(ValueError, match=r"ragged.*'words'.*to_tensor"):
             model.compile("sgd", "mse")
 
 

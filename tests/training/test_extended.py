@@ -143,7 +143,7 @@ def test_an_optimizer_of_another_strategy_is_refused():
         variable = keras.Variable(1.0)
     step = lambda: optimizer.apply([tf.constant(1.0)], [variable])  # noqa: E731
     message = raised(lambda: strategy.run(step), ValueError)
-    assert "ran an object of another strategy" in message
+    assert "used an object of another strategy" in message
     assert float(variable) == 1.0
 
 
