@@ -46,6 +46,15 @@ def on_rank(callbacks, rank, **options):
                 "process at once, which loses them on several processes. Use "
                 "`ks.callbacks.ShardedCheckpoint`."
             )
+        # Of newer versions of Keras.
+        if isinstance(
+            callback, getattr(keras.callbacks, "OrbaxCheckpoint", ())
+        ):
+            raise ValueError(
+                "OrbaxCheckpoint writes the same files from every process, and "
+                "of tables each process's slots as if they were all. Use "
+                "`ks.callbacks.ShardedCheckpoint`."
+            )
     callbacks = histograms.of_whole_weights(callbacks, rank, **options)
     if rank == 0:
         return callbacks

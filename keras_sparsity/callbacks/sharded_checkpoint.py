@@ -45,10 +45,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     `ModelCheckpoint`, and `History` are as they were. On as many processes
     the result is the same to the bit as that of a run that saves in the same
     steps; the number of processes, of partitions and of stages may change.
-    Without a flush, all mini-batches come back before a checkpoint. What Python
-    code outside of Keras remembers (your own callbacks, TensorFlow's stateful
-    random operations) starts anew, and
-    `EarlyStopping(restore_best_weights=True)` has no weights from before.
+    Without a flush, all mini-batches come back before a checkpoint. The guide
+    "Saving and resuming" lists the state that starts anew.
 
     While the model's weights have NaN, or are infinite and the loss is no
     number, nothing is written, and rank 0 says so once: the latest checkpoint
@@ -248,7 +246,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._first = self._epoch = first
         self._epoch_steps = EpochSteps(self)
         self._logs = {}
-        self._said_spoiled = self._has_rest = False
+        self._said_spoiled = self._is_cut = self._has_rest = False
 
     def end(self):
         """Lets other trainings have the directory, when `fit` has ended."""
@@ -322,8 +320,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             self._epoch_steps.begin(self._found.position["step"])
             self._restore_progress()
         elif epoch > self._first:
-            # Here and not at the end of the one before: now all other
-            # callbacks have seen that end.
+            # Not at the end of the one before, which now all have seen.
             self._save(epoch)
 
     def on_train_batch_end(self, batch, logs=None):
@@ -331,19 +328,22 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         # Not by `batch`: Keras's versions count executions differently.
         self._save_times.add_steps(self._epoch_steps.add_execution())
         in_epoch = self.params.get("steps")
+        # A callback has ended this run, as by a clock, not the training.
+        self._is_cut = self.model.stop_training
         # At the end of the epoch there is more to come before it is saved.
         if in_epoch and self._epoch_steps.number >= in_epoch:
             return
-        # A callback has ended this run within an epoch, as by a clock.
-        self._has_rest = self.model.stop_training and saves_within(self.model)
+        self._has_rest = self._is_cut and saves_within(self.model)
         if self._save_times.is_due(self._collectives) or self._has_rest:
             self._save(self._epoch, self._epoch_steps.number)
 
     def on_train_end(self, logs=None):
         if self._found:  # it had ended
+            # Keras has set the weights to their averages, if there are any.
+            self._found.restore(self.model, self._collectives, ("model",))
             self._restore_progress()
         elif not self._has_rest:
-            self._save(self._epoch + 1)
+            self._save(self._epoch + 1, has_begun=False)
 
     def _restore_progress(self):
         self._found.restore_progress(
@@ -351,15 +351,15 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         )
         self._found = None
 
-    def _save(self, epoch, step=0):
+    def _save(self, epoch, step=0, has_begun=True):
         if (epoch, step) == self._latest:
             return
         history = self.model.history
         position = {
             "epoch": epoch,
             "step": step,
-            "has_stopped": bool(self.model.stop_training)
-            and not self._has_rest,
+            "has_begun": has_begun,
+            "has_stopped": bool(self.model.stop_training) and not self._is_cut,
             "seed": random_seeds.global_seed(),
             "order_seed": self._order_seed,
             "history": [history.epoch, history.history],

@@ -3,7 +3,9 @@
 import copy
 import logging
 
-from keras_sparsity._tf import keras_callbacks, random_seeds
+import keras
+
+from keras_sparsity._tf import keras_callbacks, keras_variables, random_seeds
 from keras_sparsity.checkpoint import storage
 
 
@@ -23,6 +25,7 @@ class FoundCheckpoint:
         self._path, self._contents = path, contents
         self.position = position = contents["position"]
         self.has_ended = position["has_stopped"] or position["epoch"] >= epochs
+        self._rate = None  # the variable, and its value at the checkpoint
         keras_callbacks.check_learnt(position["callbacks"], path)
 
     def tell(self, is_first):
@@ -61,11 +64,20 @@ class FoundCheckpoint:
         storage.restore(
             model, self._path, self._contents, collectives, sections
         )
+        if "optimizer" in sections:
+            rate = getattr(model.optimizer, "learning_rate", None)
+            if keras_variables.is_variable(rate):
+                self._rate = rate, keras.ops.convert_to_numpy(rate)
 
     def restore_progress(self, model, collectives, callbacks):
         """Restores state that Keras and its callbacks reset at the start."""
         if self.position["step"]:
             self.restore(model, collectives, ("metrics",))
+        if self._rate and self.position["has_begun"]:
+            # Saved when callbacks had changed it for this epoch, as a
+            # `LearningRateScheduler` has done once more.
+            rate, value = self._rate
+            rate.assign(value)
         history = model.history
         history.epoch, values = map(copy.copy, self.position["history"])
         history.history.clear()

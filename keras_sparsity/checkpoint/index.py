@@ -183,7 +183,9 @@ def _check_record(record, num_processes):
 
 
 def _check_training(position):
-    _get(position, "has_stopped", lambda v: isinstance(v, bool))
+    position.setdefault("has_begun", True)  # Earlier versions did not say it.
+    for name in ("has_begun", "has_stopped"):
+        _get(position, name, lambda v: isinstance(v, bool))
     _get(position, "seed", lambda v: v is None or _is_integer(v))
     _get(position, "order_seed", lambda v: v is None or _is_integer(v))
     _get(

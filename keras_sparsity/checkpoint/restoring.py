@@ -177,8 +177,10 @@ def restore_own(entry, values, place, num_holders):
     else:
         # One row for each example of the rank's part of the batch, as the
         # states of a stateful layer: cut as batches are.
-        part = split_batch(np.concatenate(values), place, num_holders)
-        if part.shape != tuple(variable.shape):
+        part = None
+        if entry.shape:
+            part = split_batch(np.concatenate(values), place, num_holders)
+        if part is None or part.shape != tuple(variable.shape):
             raise ValueError(
                 f"{entry.name} had a value of its own on each of the "
                 f"{len(values)} processes that saved it, of shape "

@@ -193,6 +193,18 @@ def test_callbacks_as_on_one_process(cluster, engine, tmp_path):
 # Callbacks that change the course, and those that only watch.
 
 
+def test_orbax_is_refused(monkeypatch):
+    """It is not installed, and older versions of Keras have none."""
+
+    class Orbax(keras.callbacks.Callback):
+        pass
+
+    name = "OrbaxCheckpoint"
+    monkeypatch.setattr(keras.callbacks, name, Orbax, raising=False)
+    with pytest.raises(ValueError, match="OrbaxCheckpoint.*ShardedCheckpoint"):
+        rank_zero.on_rank([Orbax()], 0)
+
+
 def run_more(folder):
     """ReduceLROnPlateau, TerminateOnNaN and TensorBoard."""
     results = {}

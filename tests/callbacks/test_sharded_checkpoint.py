@@ -95,6 +95,32 @@ def test_a_stop_within_an_epoch_leaves_its_rest(tmp_path):
     assert_same(undisturbed, functions.train(tmp_path, every_steps=None))
 
 
+def test_a_stop_at_the_last_step_of_an_epoch_leaves_the_others(tmp_path):
+    undisturbed = functions.train()
+    functions.train(tmp_path, callbacks=[_At(STEPS)])
+    assert_same(undisturbed, functions.train(tmp_path))
+
+
+def test_a_schedule_that_goes_on_from_the_present_rate(tmp_path):
+    """Interrupted behind an epoch's first step, and within the third."""
+
+    def callbacks():
+        return [
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+        ]
+
+    undisturbed = functions.train(callbacks=callbacks())
+    for number in (STEPS, STEPS + 3, None):
+        resumed = functions.train(
+            tmp_path, interrupt_after=number, callbacks=callbacks()
+        )
+    assert_same(undisturbed, resumed)
+    # One more epoch begins with another rate.
+    epochs = functions.EPOCHS + 1
+    longer = functions.train(tmp_path, epochs=epochs, callbacks=callbacks())
+    assert_same(functions.train(epochs=epochs, callbacks=callbacks()), longer)
+
+
 def test_what_layers_have_adapted_to_comes_back(tmp_path):
     x = np.arange(8, dtype="float32")[:, None]
     found = []
@@ -192,6 +218,24 @@ def test_early_stopping_is_not_trained_past(tmp_path):
     again = functions.train(tmp_path, callbacks=[stop()], epochs=9)
     assert len(once[3]["loss"]) == 2
     assert_same(once, again)
+
+
+def test_a_training_that_has_ended_keeps_the_weights_of_its_end(tmp_path):
+    """Not the averages, which Keras would set once more."""
+
+    def ended():
+        stop = keras.callbacks.EarlyStopping(
+            monitor="loss",
+            patience=0,
+            min_delta=100.0,
+            restore_best_weights=True,
+        )
+        optimizer = keras.optimizers.Adam(use_ema=True)
+        return functions.train(
+            tmp_path, callbacks=[stop], epochs=9, optimizer=optimizer
+        )
+
+    assert_same(ended(), ended())
 
 
 def test_more_epochs_go_on_from_the_end(tmp_path):

@@ -21,6 +21,7 @@ def found_at(epoch, step, has_stopped=False):
     position = {
         "epoch": epoch,
         "step": step,
+        "has_begun": True,
         "has_stopped": has_stopped,
         "callbacks": [],
         "seed": 5,

@@ -104,3 +104,9 @@ def test_random_states_of_a_stage():
     assert more[0] == [10, 10]
     assert [counter for _, counter in more] == [10] * 3
     assert len({seed for seed, _ in more}) == 3
+
+
+def test_one_number_of_each_process_is_of_as_many_only():
+    record = {"each_rank": True}
+    with pytest.raises(ValueError, match="own on each of the 2 proc.*Resume"):
+        _restored("model", _number, record, 2, None, 3, False)

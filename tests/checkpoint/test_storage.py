@@ -114,6 +114,7 @@ CHANGES = [
             (["position"], (KeyError, None, [], 3)),
             (["position", "epoch"], (KeyError, None, -1, "1", 1.5, True)),
             (["position", "step"], (KeyError, None, -1, 10**400)),
+            (["position", "has_begun"], (None, 0)),
             (["position", "has_stopped"], (KeyError, None, 0)),
             (["position", "seed"], (KeyError, "5", 1.5)),
             (["position", "order_seed"], (KeyError, "5", -1)),
