@@ -14,7 +14,6 @@ from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.callbacks.stopping import Stopping
 from keras_sparsity.data import distribution, marks
-from keras_sparsity.data.batches import split_batch
 from keras_sparsity.data.stand_ins import counted_part
 from keras_sparsity.training import prefetching
 from keras_sparsity.training.binding import RunBinding, bound_arguments
@@ -147,10 +146,7 @@ class Runs(RunBinding):
         arguments = bound_arguments(self._stock[name], args, kwargs)
         place = self._collectives.rank, self._collectives.num_workers
         for key in ("x", "y", "sample_weight"):
-            if arguments.get(key) is None:
-                continue
-            if self._collectives.size == 1:
-                arguments[key] = split_batch(arguments[key], *place)
+            if arguments.get(key) is None or self._collectives.size == 1:
                 continue
             part = counted_part(arguments[key], *place)
             arguments[key] = part if key == "x" else part.batch

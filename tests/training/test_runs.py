@@ -117,6 +117,24 @@ def test_inputs_without_labels_keep_their_structure(cluster, engine):
                 )
 
 
+def test_one_process_takes_batches_that_no_other_could_share():
+    """Such as a graph's nodes and edges, of other numbers."""
+
+    class Graph(keras.Model):
+        def call(self, inputs):
+            nodes, edges = inputs["nodes"], inputs["edges"]
+            return keras.ops.take(nodes, edges[:, 1], axis=0)
+
+    model = Graph()
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    nodes = np.arange(3, dtype="float32")[:, None]
+    x = {"nodes": nodes, "edges": np.array([[0, 1], [1, 2], [2, 2], [2, 0]])}
+    expected = nodes[[1, 2, 2, 0]]
+    np.testing.assert_array_equal(model.predict_on_batch(x), expected)
+    assert model.test_on_batch(x, expected) == 0
+
+
 def predictions_of_sharded():
     """What `predict` gives for a dataset that is split by elements."""
     strategy = ks.HybridStrategy()
