@@ -134,6 +134,29 @@ def either(of_examples, of_none):
     return tf.cond(is_some, of_examples, of_none)
 
 
+def of_examples(values):
+    """Values of any structure, or zeros where this rank has no examples.
+
+    Of `tf.IndexedSlices`, no rows.
+    """
+    if has_examples() is True:
+        return values
+    flat = tf.nest.flatten(values)
+    dense = [
+        place
+        for place, value in enumerate(flat)
+        if not isinstance(value, tf.IndexedSlices)
+    ]
+    found = selected([flat[place] for place in dense]) if dense else []
+    for place, value in zip(dense, found, strict=True):
+        flat[place] = value
+    flat = [
+        cut_slices(value) if isinstance(value, tf.IndexedSlices) else value
+        for value in flat
+    ]
+    return tf.nest.pack_sequence_as(values, flat)
+
+
 def run_if(condition, function):
     """Runs a function where a condition, a bool or a scalar tensor, holds."""
 

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional
 from keras_sparsity.data.empty_parts import run_if
-from keras_sparsity.pipeline.micro_batches import MicroBatches
+from keras_sparsity.pipeline.micro_batches import MicroBatches, start
 from keras_sparsity.pipeline.stage import Pass, floats
 from keras_sparsity.stages.schedule import Kind
 
@@ -41,7 +41,7 @@ class FlushedRun:
         self.batches = MicroBatches(
             functional, data, schedule.num_batches, schedule.num_pieces
         )
-        self._passes, self._outputs = {}, {}
+        self._passes, self._outputs, self._counted = {}, {}, {}
         self._whole_outputs = None
         self.gradients, self.loss = None, tf.zeros([])
         self._previous = []
@@ -118,9 +118,13 @@ class FlushedRun:
         is_empty, before = self.batches.is_empty(batch), []
         if is_empty is not False:
             before = [tf.convert_to_tensor(v.value) for v in stage.states]
+        self._counted[batch] = self._together.counted(
+            self.batches, batch, first=start(self._tasks[0].batch)
+        )
         with tf.GradientTape() as tape:
             tape.watch(floats(received))
-            outputs, losses = stage.compute(inputs, received, training)
+            with self._together.counting(self._counted[batch]):
+                outputs, losses = stage.compute(inputs, received, training)
             own = self._own(batch, labels, outputs, losses)
             to_derive = own
             if own is not None and self._training:
@@ -150,7 +154,9 @@ class FlushedRun:
 
     def _backward(self, batch, upstream):
         found, stage = self._passes.pop(batch), self._stage
-        gradients, of_received = found.gradients(upstream)
+        gradients, of_received = self._together.gradients(
+            found, upstream, self._counted[batch]
+        )
         if not stage.is_first:
             stage.before.of(batch).send_gradients(of_received)
         self.gradients = added(self.gradients, gradients)

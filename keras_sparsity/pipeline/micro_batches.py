@@ -66,8 +66,7 @@ class MicroBatches:
 
         The weights have their `share_of_weights`.
         """
-        first = place.start if isinstance(place, range) else place
-        begin = tf.minimum(self._begin(first), self.num_examples - 1)
+        begin = tf.minimum(self._begin(start(place)), self.num_examples - 1)
         end = begin + self.size(place)
         part = keras.tree.map_structure(
             lambda tensor: None if tensor is None else tensor[begin:end],
@@ -124,6 +123,11 @@ class MicroBatches:
         parts = tf.split(rows, [self.number(place) for place in places])
         order = sorted(range(len(places)), key=lambda i: places[i].start)
         return tf.concat([parts[i] for i in order], 0)
+
+
+def start(place):
+    """The number of the first part of a place."""
+    return place.start if isinstance(place, range) else place
 
 
 def _tensor(value):

@@ -1,11 +1,14 @@
 """What ranks add up in a step, and the decisions of all stages by it."""
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_losses
 from keras_sparsity.data import empty_parts
 from keras_sparsity.layers import sampled_softmax_loss
+from keras_sparsity.pipeline.micro_batches import start
 from keras_sparsity.pipeline.stage import merged
 
 
@@ -39,6 +42,58 @@ class Together:
         self._may_skip = isinstance(optimizer, scaling)
         rule = optimizer.inner_optimizer if self._may_skip else optimizer
         self._largest_norm = getattr(rule, "global_clipnorm", None)
+
+    def counted(self, batches, place, first):
+        """The number of a part's examples in sums that its layers make.
+
+        Args:
+            batches: `MicroBatches`.
+            place: that of the part.
+            first: the start of this rank's first place. Of the stage's first
+                rank it is 0, so that this has, at the same time, the part so
+                many places before.
+
+        Returns:
+            int32 scalar. 0 of a stand-in example; but 1 where all ranks of the
+            stage have one, as there are no batch statistics of nothing.
+        """
+        earliest = batches.number(start(place) - first)
+        return tf.where(earliest > 0, batches.number(place), 1)
+
+    def counting(self, number):
+        """Context of a pass: sums over the stage's ranks leave out stand-ins.
+
+        Such as those of `BatchNormalization(synchronized=True)`.
+
+        Args:
+            number: as `counted` returns it.
+        """
+        if self._peers.size == 1 or self._are_alike:
+            return contextlib.nullcontext()
+        counts = tf.stack([number, number])
+        return empty_parts.computing_on(empty_parts.Part(counts, self._peers))
+
+    def gradients(self, made, upstream, number):
+        """The gradients of a `Pass`; of a stand-in zeros.
+
+        Through sums over the stage's ranks, a stand-in that does not count has
+        a gradient, too.
+
+        Args:
+            upstream: as for `Pass.gradients`.
+            number: as `counted` returns it.
+        """
+        with self.counting(number):
+            gradients, received = made.gradients(upstream)
+            received = empty_parts.of_examples(received)
+            # Those that are spread are of all ranks already.
+            own = {
+                place: gradient
+                for place, gradient in enumerate(gradients)
+                if gradient is not None and not self._are_spread[place]
+            }
+            own = empty_parts.of_examples(own)
+        return [own.get(i, g) for i, g in enumerate(gradients)], received
 
     def scaled(self, loss):
         """The loss whose gradients the optimizer takes."""

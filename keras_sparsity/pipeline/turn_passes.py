@@ -140,9 +140,9 @@ class TurnPasses:
         """
         stage = self._stage
         inputs, *labels = batches.part(place)
-        share = batches.share(place)
+        share, number = batches.share(place), self._counted(batches, place)
         num_drawing = len(tf_graphs.drawing_operations())
-        with weights.given() as scope:
+        with weights.given() as scope, self._together.counting(number):
             outputs, losses = stage.compute(inputs, received, True)
         _check_draws(tf_graphs.drawing_operations()[num_drawing:])
         own = self._objective.of_training(labels, outputs, losses, share)
@@ -152,7 +152,7 @@ class TurnPasses:
         before = [tf.convert_to_tensor(v.value) for v in self._changed]
         _assign_updates(scope, batches.is_empty(place))
         send(waiting, outputs, loss if own is None else loss + own)
-        waiting.put_pass(inputs, received, share)
+        waiting.put_pass(inputs, received, share, number)
         waiting.put_sizes(batches.size(place), outputs)
         return outputs, before
 
@@ -172,10 +172,10 @@ class TurnPasses:
             self.waiting, messages, before, strict=True
         ):
             with tf.control_dependencies(earlier):
-                inputs, received, share = waiting.take_pass()
+                inputs, received, share, number = waiting.take_pass()
                 given = zip(self._changed, others, strict=True)
                 found, *_ = self._computed(
-                    inputs, None, received, share, weights, given
+                    inputs, None, received, share, number, weights, given
                 )
             earlier = operations(found.outputs)
             self._arrived.put(message)
@@ -185,7 +185,9 @@ class TurnPasses:
             # a shape between them, and then takes the shape for a constant.
             with tf.control_dependencies(found.outputs):
                 *upstream, row = self._arrived.take()
-            gradients, of_received = found.gradients(upstream)
+            gradients, of_received = self._together.gradients(
+                found, upstream, number
+            )
             sums = added(sums, gradients)
             results.append(of_received)
         self._finish(sums, results, row)
@@ -203,13 +205,16 @@ class TurnPasses:
         total = tf.zeros([])
         for place, (received, loss) in zip(self.places, arrived, strict=True):
             inputs, *labels = batches.part(place)
+            number = self._counted(batches, place)
             with tf.control_dependencies(earlier):
                 found, own, scope = self._computed(
                     *(inputs, labels, received, batches.share(place)),
-                    *(weights, ()),
+                    *(number, weights, ()),
                 )
                 _assign_updates(scope, batches.is_empty(place))
-                gradients, of_received = found.gradients([])
+                gradients, of_received = self._together.gradients(
+                    found, [], number
+                )
             made = [each for each in gradients if each is not None]
             earlier = operations([*made, *of_received])
             sums = added(sums, gradients)
@@ -244,12 +249,20 @@ class TurnPasses:
             for each in zip(*parts, strict=True)
         ]
 
-    def _computed(self, inputs, labels, received, share, weights, others):
+    def _counted(self, batches, place):
+        """See `Together.counted`."""
+        first = self.places[0].start
+        return self._together.counted(batches, place, first)
+
+    def _computed(
+        self, inputs, labels, received, share, number, weights, others
+    ):
         """A recorded `Pass`, its loss, and the scope of `Weights.given`."""
         stage = self._stage
         with tf.GradientTape() as tape:
             tape.watch([*weights.tensors, *floats(received)])
-            with weights.given(others) as scope:
+            counting = self._together.counting(number)
+            with weights.given(others) as scope, counting:
                 outputs, losses = stage.compute(inputs, received, True)
             own = self._objective.of_training(labels, outputs, losses, share)
             to_derive = own

@@ -29,6 +29,7 @@ class Waiting:
                 *(tf.TensorSpec(each.shape, each.dtype) for each in inputs),
                 *stage.received.specs,
                 tf.TensorSpec([]),
+                tf.TensorSpec([], tf.int32),
             ],
             forward,
             backward,
@@ -58,12 +59,13 @@ class Waiting:
         """`tf.TensorSpec`s of a message of the stage behind."""
         return _message(self._stage.sent)
 
-    def put_pass(self, inputs, received, share):
+    def put_pass(self, inputs, received, share, number):
         """Keeps what a backward pass computes with.
 
         Args:
             inputs, received: as `Stage.compute` takes them.
             share: the micro-batch's share of the mini-batch.
+            number: as `Together.counted` returns it.
         """
         stage = self._stage
         self.passes.put(
@@ -71,18 +73,19 @@ class Waiting:
                 *(inputs[place] for place in stage.part.inputs),
                 *stage.received.with_masks(received),
                 share,
+                number,
             ]
         )
 
     def take_pass(self):
-        """The oldest entry: `(inputs, received, share)`."""
+        """The oldest entry: `(inputs, received, share, number)`."""
         stage = self._stage
         values = iter(self.passes.take())
         inputs = {place: next(values) for place in stage.part.inputs}
         received = stage.received.without_masks(
             [next(values) for _ in stage.received.specs]
         )
-        return inputs, received, next(values)
+        return inputs, received, *values
 
     def put_sizes(self, num_examples, outputs):
         """Keeps the sizes of the gradients that will come."""

@@ -17,20 +17,6 @@ _REDUCE = {
 }
 
 
-def _of_examples(value):
-    """A rank's values, or zeros where it has no examples."""
-    if empty_parts.has_examples() is True:
-        return value
-    flat = tf.nest.flatten(value)
-    selected = [
-        empty_parts.cut_slices(each)
-        if isinstance(each, tf.IndexedSlices)
-        else empty_parts.selected([each])[0]
-        for each in flat
-    ]
-    return tf.nest.pack_sequence_as(value, selected)
-
-
 class ProcessStrategy(tf.distribute.Strategy):
     """A strategy of several processes, by its `collectives`.
 
@@ -184,7 +170,7 @@ class HybridExtended(tf.distribute.StrategyExtended):
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         del options
         if reduce_op == tf.distribute.ReduceOp.SUM:
-            value = _of_examples(value)
+            value = empty_parts.of_examples(value)
         return self._reduce_all(reduce_op, value, "strategy/all_reduce")
 
     def _reduce_all(self, reduce_op, value, name):
