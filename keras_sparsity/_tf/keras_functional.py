@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import math
 import typing
 
 import keras
@@ -198,12 +199,12 @@ def inputs_stay(functional):
             tensor._keras_history = history
 
 
-# Of a trace: a number that is no other size, and one that many divide.
-_NUM_EXAMPLES, _UNKNOWN_SIZE = 97, 480
+# Of traces: numbers that are no other sizes, and one that many divide.
+_NUM_EXAMPLES, _MORE_EXAMPLES, _UNKNOWN_SIZE = 97, 101, 480
 
 
-def without_examples(functional, calls):
-    """The tensors whose first axis is not that of a batch's examples.
+def mixed(functional, calls):
+    """The tensors that are not a row for each of a batch's examples.
 
     `compute_output_spec`, of the whole model for batches of a known size.
 
@@ -211,27 +212,49 @@ def without_examples(functional, calls):
         calls: the model's `Call`s.
 
     Returns:
-        Dict from their ids to the names of the calls that make them; without
-        those of which TensorFlow knows no size.
+        `(without, pairs)`: dicts from tensors' ids to the names of the calls
+        that make them; without those of which TensorFlow knows no size. Of
+        tensors whose first axis is not that of the examples; and of those
+        with numbers for pairs of examples, as (batch, batch).
     """
-    found = {}
+    fixed = functional.inputs[0].shape[0]
+    found = _shapes_of(functional, calls, _NUM_EXAMPLES)
+    names = {id(x): call.name for call in calls for x in call.outputs}
+    expected = None, fixed or _NUM_EXAMPLES
+    without = {
+        key: names[key]
+        for key, shape in found.items()
+        if (shape[0] if shape else 0) not in expected
+    }
+    few = {
+        key: math.prod(shape)
+        for key, shape in found.items()
+        if None not in shape and math.prod(shape) % _NUM_EXAMPLES**2 == 0
+    }
+    if fixed or not few:
+        return without, {}
+    # Another size may be the same number by chance.
+    many = _shapes_of(functional, calls, _MORE_EXAMPLES)
+    return without, {
+        key: names[key]
+        for key, number in few.items()
+        if math.prod(many.get(key, [0])) * _NUM_EXAMPLES
+        > number * _MORE_EXAMPLES
+    }
+
+
+def _shapes_of(functional, calls, num_examples):
+    """Dict from the ids of the tensors that calls make to their shapes."""
     # Not all layers take any size.
     for size in (_UNKNOWN_SIZE, None):
         shapes = [
-            (x.shape[0] or _NUM_EXAMPLES, *(s or size for s in x.shape[1:]))
+            (x.shape[0] or num_examples, *(s or size for s in x.shape[1:]))
             for x in functional.inputs
         ]
         with contextlib.suppress(Exception):  # whatever a layer raises
             found = _specs(functional, calls, shapes)
-            break
-    fixed = functional.inputs[0].shape[0]
-    expected = None, fixed or _NUM_EXAMPLES
-    names = {id(x): call.name for call in calls for x in call.outputs}
-    return {
-        key: names[key]
-        for key, spec in found.items()
-        if (spec.shape[0] if spec.shape else 0) not in expected
-    }
+            return {key: tuple(spec.shape) for key, spec in found.items()}
+    return {}
 
 
 def shapes_for(functional, calls, inputs):

@@ -45,6 +45,7 @@ class Adoption:
         self._profile = strategy.profile(cutter, model.optimizer)
         places = cuts.places(cutter, strategy, self._profile)
         self.parts = cutter.parts(places)
+        self._pairs = cutter.pairs
         _hold_unused(self.parts, model)
         tables.check_places(self.parts, strategy)
         tables.check(model.optimizer, self.parts, strategy)
@@ -80,7 +81,14 @@ class Adoption:
             strategy.peers.rank,
         )
         strategy.divide_columns(stage, self.parts, self._profile, optimizer)
-        why = whole_batches.why_whole(model)
+        divided = {
+            name
+            for place, part in enumerate(self.parts)
+            if not strategy.computes_whole(place)
+            for name in part.names
+        }
+        pairs = [name for name in self._pairs if name in divided]
+        why = whole_batches.why_whole(model, pairs)
         passes = strategy.passes(stage, optimizer, is_whole=why is not None)
         num_parts = strategy.num_parts(*passes)
         asked = strategy.asked_micro_batches

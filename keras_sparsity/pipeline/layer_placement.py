@@ -319,6 +319,10 @@ class LayerPlacementStrategy(StagedStrategy):
             [v.dtype for v in weights],
         )
 
+    def computes_whole(self, stage):
+        is_alone = self._splits.num_tails == 1 and not self._by_worker
+        return stage > 0 and is_alone
+
     def passes(self, stage, optimizer, is_whole):
         del optimizer, is_whole
         if self.size == 1:

@@ -121,6 +121,11 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
     def head_sums(self, parts):
         """The `HeadSums` of the first stage's gradients, or None."""
 
+    def computes_whole(self, stage):
+        """Whether each pass of a stage, by its number, is of a whole batch."""
+        del stage
+        return False
+
     @abc.abstractmethod
     def passes(self, stage, optimizer, is_whole):
         """`(Schedule of a mini-batch's parts, Versions or None)` of a stage.

@@ -108,9 +108,10 @@ class PipelineStrategy(StagedStrategy):
             both sides of a cut, or if, without a flush, the optimizer needs a
             number of all stages (`global_clipnorm`, loss scaling), if a stage
             exceeds `memory_bytes`, if mini-batches are divided that an input of
-            a fixed batch size or a stateful layer takes whole, or if another
-            model in stages has some of the weights on other processes. By
-            training: if `trainable` of a layer has changed since `compile`.
+            a fixed batch size, a stateful layer or one that computes with pairs
+            of examples takes whole, or if another model in stages has some of
+            the weights on other processes. By training: if `trainable` of a
+            layer has changed since `compile`.
         tf.errors.InvalidArgumentError: in the first step, on every rank, if a
             stage exceeds `memory_bytes` by the layers' outputs.
 

@@ -4,8 +4,11 @@ from keras_sparsity._tf import keras_functional
 from keras_sparsity.pipeline.stage import recurrent_layers
 
 
-def why_whole(model):
+def why_whole(model, pairs=()):
     """Why a model computes with whole mini-batches only; None if it does not.
+
+    Args:
+        pairs: names of the calls that make numbers of pairs of examples.
 
     Example:
 
@@ -19,6 +22,8 @@ def why_whole(model):
             return f"its input '{tensor.name}' has batches of {tensor.shape[0]}"
     for layer in recurrent_layers(model):
         return f"its layer '{layer.name}' is stateful"
+    for name in pairs:
+        return f"'{name}' computes with pairs of a mini-batch's examples"
     return None
 
 
@@ -39,5 +44,5 @@ def check(model, why, num_parts, asked):
         f"(num_micro_batches={asked}). Expected: one part. Use "
         "`ks.PipelineStrategy(num_micro_batches=1)` with one process for each "
         "stage, or a model whose inputs have no batch size and whose layers "
-        "are not stateful."
+        "are neither stateful nor compute with pairs of examples."
     )

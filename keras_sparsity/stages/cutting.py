@@ -126,9 +126,21 @@ class Cutter:
         return found
 
     @functools.cached_property
+    def _mixed(self):
+        return keras_functional.mixed(self._functional, self.calls)
+
+    @property
     def mixed(self):
-        """See `keras_functional.without_examples`."""
-        return keras_functional.without_examples(self._functional, self.calls)
+        """Dict from tensors' ids to calls' names.
+
+        Of the tensors whose first axis is not that of the examples.
+        """
+        return self._mixed[0]
+
+    @property
+    def pairs(self):
+        """Names of the calls that make numbers of pairs of examples."""
+        return list(dict.fromkeys(self._mixed[1].values()))
 
     @property
     def num_examples(self):

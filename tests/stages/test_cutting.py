@@ -274,6 +274,33 @@ def test_tensors_without_a_row_for_each_example_do_not_cross(mix, length):
     assert not model.losses
 
 
+def _time_first(x):
+    """The examples are on another axis in between."""
+    x = keras.ops.transpose(x, (1, 0, 2))
+    return keras.ops.transpose(keras.ops.tanh(x), (1, 0, 2))
+
+
+@pytest.mark.parametrize(
+    ("mix", "is_of_pairs"),
+    [
+        (lambda x: keras.ops.matmul(x, keras.ops.transpose(x)), True),
+        (lambda x: keras.ops.einsum("ai,bi->abi", x, x), True),
+        (lambda x: keras.ops.reshape(x[:, None] * x[None], (-1, 4)), True),
+        # A trace has 97 examples.
+        (keras.layers.Dense(97 * 97), False),
+        (lambda x: _time_first(keras.ops.expand_dims(x, 1)), False),
+        (lambda x: _folded(keras.layers.RepeatVector(3)(x)), False),
+        (lambda x: x - keras.ops.mean(x, axis=0, keepdims=True), False),
+    ],
+)
+def test_numbers_of_pairs_of_examples(mix, is_of_pairs):
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, mix(inputs))
+    calls = {call.name for call in Cutter(model).calls}
+    pairs = Cutter(model).pairs
+    assert bool(pairs) == is_of_pairs and calls.issuperset(pairs)
+
+
 class _Subclass(keras.Model):
     def call(self, inputs):
         return inputs

@@ -1,0 +1,124 @@
+"""Models that compute with pairs of a mini-batch's examples: whole ones."""
+
+import contextlib
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_sparsity as ks
+from tests import pipeline_functions
+
+# Of 33 examples, no number of parts makes them even.
+_BATCH_SIZE, _NUM_EXAMPLES = 33, 66
+
+
+@keras.saving.register_keras_serializable("tests")
+class _Scores(keras.layers.Layer):
+    """Of each example of one tower with all of the other."""
+
+    def call(self, towers):
+        first, second = towers
+        return keras.ops.matmul(first, keras.ops.transpose(second))
+
+
+def _model():
+    keras.utils.set_random_seed(3)
+    inputs = [keras.Input((6,), name=name) for name in "ab"]
+    towers = [keras.layers.Dense(4, name=f"tower_{x.name}")(x) for x in inputs]
+    scores = keras.layers.Rescaling(2.0)(_Scores(name="scores")(towers))
+    return keras.Model(inputs, scores)
+
+
+def _loss(labels, scores):
+    """Other examples are wrong ones."""
+    own = tf.range(tf.shape(scores)[0])
+    return tf.nn.sparse_softmax_cross_entropy_with_logits(own, scores)
+
+
+def trained(make=None):
+    """Losses, predictions and weights.
+
+    Args:
+        make: function that makes a strategy; None: stock Keras.
+    """
+    draws = np.random.default_rng(1)
+    x = list(draws.normal(size=(2, _NUM_EXAMPLES, 6)).astype("float32"))
+    y = np.zeros(_NUM_EXAMPLES)
+    model = _model()
+    with make().scope() if make else contextlib.nullcontext():
+        model.compile(keras.optimizers.SGD(0.1), _loss)
+    options = {"batch_size": _BATCH_SIZE, "verbose": 0}
+    history = model.fit(
+        x, y, validation_data=(x, y), epochs=2, shuffle=False, **options
+    ).history
+    evaluated = model.evaluate(x, y, **options)
+    predicted = model.predict(x, **options)
+    losses = *history["loss"], *history["val_loss"], evaluated
+    return losses, predicted, model.get_weights()
+
+
+_expected = functools.cache(trained)
+
+
+def _check(found):
+    losses, predicted, weights = _expected()
+    assert predicted.shape == (_NUM_EXAMPLES, _BATCH_SIZE)
+    np.testing.assert_allclose(found[0], losses, rtol=1e-5)
+    for value, expected in zip(
+        [found[1], *found[2]], [predicted, *weights], strict=True
+    ):
+        np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["spectrain", "1f1b"])
+def test_one_process(schedule):
+    number = 1 if schedule == "1f1b" else None
+    _check(trained(lambda: ks.PipelineStrategy(schedule, None, number)))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"schedule": "gpipe"}, r"4 parts.*None\).*num_micro_batches=1\)`"),
+        ({"num_micro_batches": 2}, r"2 parts \(num_micro_batches=2\)"),
+    ],
+)
+def test_parts_are_refused(options, expected):
+    with ks.PipelineStrategy(**options).scope():
+        with pytest.raises(ValueError, match=f"'scores' computes.*{expected}"):
+            _model().compile("sgd", _loss)
+
+
+def on_three():
+    """Two results of `trained`, and the messages of two refusals."""
+    towers = ["tower_a", "tower_b"]
+    results = [
+        trained(lambda: ks.PipelineStrategy("1f1b", towers, 1)),
+        # One worker has all examples of the tail.
+        trained(lambda: ks.LayerPlacementStrategy(["tower_b"])),
+    ]
+
+    def message(strategy):
+        with strategy.scope():
+            return pipeline_functions.message_of(
+                lambda: _model().compile("sgd", _loss)
+            )
+
+    return results, [
+        message(ks.LayerPlacementStrategy(["scores"])),
+        message(ks.PipelineStrategy("stash", ["tower_b"], replicas=[2, 1])),
+    ]
+
+
+def test_stages(cluster):
+    for results, messages in cluster("native", 3, has_groups=True).run(
+        on_three
+    ):
+        for found in results:
+            _check(found)
+        for message in messages:
+            assert "'scores' computes with pairs" in message
+            assert "into 2 parts" in message
