@@ -1,8 +1,9 @@
 """Warns of layers and losses that mix the examples of a batch.
 
-Each process sees its own part of the batch, so they differ from those of one
-process, silently. They are looked for in the graph of a step, once, when it is
-traced. Where the graph does not tell, nothing is said.
+Each process, or pass of a model in stages, sees its own part of the batch, so
+they differ from those of one process, silently. They are looked for in the
+graph of a step, once, when it is traced. Where the graph does not tell, nothing
+is said.
 """
 
 import contextlib
@@ -31,11 +32,17 @@ _OF_METRICS = frozenset(["update_state", "compute_metrics"])
 
 
 class Mixing:
-    """What is known to mix the examples of one adopted model."""
+    """What is known to mix the examples of one adopted model.
 
-    def __init__(self, model, communicator):
-        self._model, self._size = model, communicator.size
-        self._is_teller = communicator.rank == 0 and communicator.size > 1
+    Args:
+        is_teller: whether this rank warns.
+        parts: what computes parts of a batch, for the warning.
+        advice: what to use instead, for the warning.
+    """
+
+    def __init__(self, model, is_teller, parts, advice):
+        self._model, self._is_teller = model, is_teller
+        self._parts, self._advice = parts, advice
         self._told = set()
 
     @contextlib.contextmanager
@@ -63,17 +70,43 @@ class Mixing:
             return
         self._told.add(place)
         logging.getLogger(__name__).warning(
-            "The model '%s' mixes the examples of a batch, and each of %d "
-            "processes has its own part of it: the result is another one than "
-            "in one process. Found: %s of '%s'%s. Gather the rows of all "
-            "processes first, `ks.gather_batch(x)`, or give `compile` a loss "
-            "`ks.losses.GlobalMean(loss, whole_batch=True)`.",
+            "The model '%s' mixes the examples of a batch, and each %s has its "
+            "own part of it: the result is another one than in one process. "
+            "Found: %s of '%s'%s. %s.",
             self._model.name,
-            self._size,
+            self._parts,
             op.type,
             op.name,
             place,
+            self._advice,
         )
+
+
+def of_processes(model, communicator):
+    """`Mixing` of a model whose batches the processes divide."""
+    size = communicator.size
+    return Mixing(
+        model,
+        communicator.rank == 0 and size > 1,
+        f"of {size} processes",
+        "Gather the rows of all processes first, `ks.gather_batch(x)`, or give "
+        "`compile` a loss `ks.losses.GlobalMean(loss, whole_batch=True)`",
+    )
+
+
+def of_passes(model, peers):
+    """`Mixing` of a model in stages, whose passes may be of parts.
+
+    Args:
+        peers: `Collectives` of the ranks of this rank's stage.
+    """
+    return Mixing(
+        model,
+        peers.rank == 0,
+        "pass of its stages",
+        "Use `ks.PipelineStrategy(num_micro_batches=1)` with one process for "
+        "each stage",
+    )
 
 
 def _place(op):

@@ -23,10 +23,18 @@ class FlushedRun:
     """
 
     def __init__(
-        self, model, stage, objective, schedule, data, training, together
+        self,
+        model,
+        stage,
+        objective,
+        schedule,
+        data,
+        training,
+        together,
+        mixing,
     ):
         self._stage, self._objective = stage, objective
-        self._together = together
+        self._together, self._mixing = together, mixing
         self._tasks = schedule.stages[stage.number]
         if tf.executing_eagerly():
             # A message that is sent waits for its receiver: with passes in
@@ -123,9 +131,10 @@ class FlushedRun:
         )
         with tf.GradientTape() as tape:
             tape.watch(floats(received))
-            with self._together.counting(self._counted[batch]):
-                outputs, losses = stage.compute(inputs, received, training)
-            own = self._own(batch, labels, outputs, losses)
+            with self._looked_for(batch, [inputs, labels, received]):
+                with self._together.counting(self._counted[batch]):
+                    outputs, losses = stage.compute(inputs, received, training)
+                own = self._own(batch, labels, outputs, losses)
             to_derive = own
             if own is not None and self._training:
                 to_derive = self._together.scaled(own)
@@ -142,6 +151,10 @@ class FlushedRun:
                 tape, stage.variables, received, outputs, to_derive
             )
         self._previous = operations(outputs)
+
+    def _looked_for(self, batch, given):
+        is_part = self.batches.is_part(batch)
+        return self._mixing.looked_for(given if is_part else [])
 
     def _own(self, batch, labels, outputs, losses):
         """The stage's share of a micro-batch's loss."""

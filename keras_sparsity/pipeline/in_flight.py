@@ -20,14 +20,16 @@ class InFlight:
         SpecTrain (arXiv:1809.02839), 3; PipeDream (arXiv:1806.03377), 3.2.
     """
 
-    def __init__(self, model, stage, objective, logs, versions, together):
+    def __init__(
+        self, model, stage, objective, logs, versions, together, mixing
+    ):
         self._model, turns = model, versions.turns
         self._num_draining = turns.backward(0)
         self._num_before_logs = turns.backward(stage.number)
         with tf.init_scope():
             self._turn = tf.Variable(0, trainable=False)
         self._passes = TurnPasses(
-            model, stage, objective, logs, versions, together
+            model, stage, objective, logs, versions, together, mixing
         )
         make = MessagesAhead if turns.messages_ahead else MessagesInTurn
         self._messages = make(stage, self._passes, turns, logs, self._turn)

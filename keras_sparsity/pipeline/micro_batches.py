@@ -100,6 +100,11 @@ class MicroBatches:
             return False
         return tf.equal(self.number(place), 0)
 
+    def is_part(self, place):
+        """Whether it is not the whole batch."""
+        width = len(place) if isinstance(place, range) else 1
+        return width < self._number * self._num_pieces
+
     def share(self, place):
         """float32 scalar: a part's share of the batch."""
         return tf.cast(self.number(place) / self.num_examples, tf.float32)

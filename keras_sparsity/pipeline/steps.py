@@ -6,7 +6,7 @@ import dataclasses
 import tensorflow as tf
 
 from keras_sparsity._tf import contexts, keras_functional, keras_scopes
-from keras_sparsity.global_batch import loss_scale
+from keras_sparsity.global_batch import loss_scale, mixing
 from keras_sparsity.pipeline.flushed import FlushedRun
 from keras_sparsity.pipeline.in_flight import InFlight
 from keras_sparsity.pipeline.links import Crossing
@@ -61,6 +61,7 @@ class Steps(Binding):
             head_sums,
             stage.columns is not None,
         )
+        self._mixing = mixing.of_passes(model, model.distribute_strategy.peers)
         self._in_flight = versions and InFlight(
             model,
             stage,
@@ -68,6 +69,7 @@ class Steps(Binding):
             self._logs,
             versions,
             self._together,
+            self._mixing,
         )
 
     @property
@@ -235,6 +237,7 @@ class Steps(Binding):
             data,
             training,
             self._together,
+            self._mixing,
         )
         run.run()
         return run

@@ -1,5 +1,7 @@
 """The passes of a turn, without a flush: of all of a rank's micro-batches."""
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
@@ -23,9 +25,11 @@ class TurnPasses:
         waiting: list of the `Waiting` of each micro-batch.
     """
 
-    def __init__(self, model, stage, objective, logs, versions, together):
+    def __init__(
+        self, model, stage, objective, logs, versions, together, mixing
+    ):
         self._model, self._stage = model, stage
-        self._together = together
+        self._together, self._mixing = together, mixing
         strategy = model.distribute_strategy
         self._num_parts = strategy.num_micro_batches
         self._num_pieces, own = strategy.pieces
@@ -142,7 +146,8 @@ class TurnPasses:
         inputs, *labels = batches.part(place)
         share, number = batches.share(place), self._counted(batches, place)
         num_drawing = len(tf_graphs.drawing_operations())
-        with weights.given() as scope, self._together.counting(number):
+        passing = self._passing(number, inputs, received)
+        with weights.given() as scope, passing:
             outputs, losses = stage.compute(inputs, received, True)
         _check_draws(tf_graphs.drawing_operations()[num_drawing:])
         own = self._objective.of_training(labels, outputs, losses, share)
@@ -254,6 +259,16 @@ class TurnPasses:
         first = self.places[0].start
         return self._together.counted(batches, place, first)
 
+    @contextlib.contextmanager
+    def _passing(self, number, *given):
+        """Context of a pass of the layers, which are given such tensors."""
+        with self._together.counting(number), self._looked_for(*given):
+            yield
+
+    def _looked_for(self, *given):
+        is_part = len(self.places[0]) < self._num_parts * self._num_pieces
+        return self._mixing.looked_for(given if is_part else [])
+
     def _computed(
         self, inputs, labels, received, share, number, weights, others
     ):
@@ -261,10 +276,13 @@ class TurnPasses:
         stage = self._stage
         with tf.GradientTape() as tape:
             tape.watch([*weights.tensors, *floats(received)])
-            counting = self._together.counting(number)
-            with weights.given(others) as scope, counting:
+            passing = self._passing(number, inputs, received)
+            with weights.given(others) as scope, passing:
                 outputs, losses = stage.compute(inputs, received, True)
-            own = self._objective.of_training(labels, outputs, losses, share)
+            with self._looked_for(labels, outputs):
+                own = self._objective.of_training(
+                    labels, outputs, losses, share
+                )
             to_derive = own
             if own is not None:
                 to_derive = self._together.scaled(own)

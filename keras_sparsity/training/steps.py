@@ -20,10 +20,10 @@ from keras_sparsity.exchange import row_wire
 from keras_sparsity.global_batch import (
     loss_scale,
     metrics,
+    mixing,
     random_states,
     step_metrics,
 )
-from keras_sparsity.global_batch.mixing import Mixing
 from keras_sparsity.training import foresight, jit
 from keras_sparsity.training.binding import Binding
 
@@ -34,7 +34,9 @@ class Steps(Binding):
     def __init__(self, model, joint_pull):
         self._is_in_step = False
         self._joint_pull = joint_pull
-        self._mixing = Mixing(model, model.distribute_strategy.collectives)
+        self._mixing = mixing.of_processes(
+            model, model.distribute_strategy.collectives
+        )
         super().__init__(model, ["get_metrics_result"])
         if self._collectives.size > 1:
             self._bind("call", self.call)

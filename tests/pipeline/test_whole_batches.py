@@ -1,4 +1,4 @@
-"""Models that compute with pairs of a mini-batch's examples: whole ones."""
+"""Models that mix the examples of a mini-batch take whole ones, or warn."""
 
 import contextlib
 import functools
@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from tests import pipeline_functions
+from tests.logged import with_messages_of
 
 # Of 33 examples, no number of parts makes them even.
 _BATCH_SIZE, _NUM_EXAMPLES = 33, 66
@@ -122,3 +123,57 @@ def test_stages(cluster):
         for message in messages:
             assert "'scores' computes with pairs" in message
             assert "into 2 parts" in message
+
+
+def _apart_from_others(y_true, y_pred):
+    """A loss of outputs less their mean."""
+    apart = y_pred - tf.reduce_mean(y_pred, 0, keepdims=True)  # found here
+    return tf.reduce_mean(tf.square(apart - y_true), -1)
+
+
+def _centered():
+    inputs = keras.Input((6,))
+    x = keras.layers.Dense(4)(inputs)
+    x = x - keras.ops.mean(x, axis=0, keepdims=True)
+    return keras.Model(inputs, keras.layers.Dense(2)(x))
+
+
+@with_messages_of("keras_sparsity.global_batch.mixing")
+def _warned(lines, model, loss, schedule, num_micro_batches):
+    """Warnings of a training, and of a training and an evaluation."""
+    strategy = ks.PipelineStrategy(schedule, None, num_micro_batches)
+    with strategy.scope():
+        model.compile("sgd", loss)
+    x = np.ones((8, 6), "float32")
+    model.fit(x, x[:, :2], batch_size=8, epochs=2, verbose=0)
+    of_training = list(lines)
+    model.evaluate(x, x[:, :2], batch_size=8, verbose=0)
+    return of_training, lines
+
+
+@pytest.mark.parametrize(
+    ("schedule", "number", "num_of_training", "num"),
+    [
+        ("1f1b", None, 1, 1),
+        ("1f1b", 1, 0, 0),
+        ("stash", 2, 1, 1),
+        ("spectrain", None, 0, 1),  # Evaluation has parts.
+        ("spectrain", 1, 0, 0),
+    ],
+)
+def test_means_over_parts_are_told_of(schedule, number, num_of_training, num):
+    of_training, lines = _warned(_centered(), "mse", schedule, number)
+    assert (len(of_training), len(lines)) == (num_of_training, num), lines
+    for line in lines:
+        assert "each pass of its stages has its own part" in line
+        assert "Found: Mean" in line and "num_micro_batches=1)`" in line
+
+
+def test_losses_of_parts_are_told_of():
+    inputs = keras.Input((6,))
+    x = keras.layers.BatchNormalization()(keras.layers.Dense(2)(inputs))
+    model = keras.Model(inputs, x)
+    of_training, lines = _warned(model, _apart_from_others, "gpipe", 2)
+    # Evaluation takes the loss of the whole mini-batch.
+    assert len(of_training) == len(lines) == 1
+    assert "test_whole_batches.py:" in lines[0] and "# found here" in lines[0]
