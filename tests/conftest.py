@@ -204,9 +204,9 @@ def _leave_out(items, are_all):
     """Leaves the tests of two lists to `make test-long` and `make test-all`.
 
     Those of the first take 3 seconds or more where `make test` has another
-    cell of their function, or 14. Those of the second take long, too, and
-    mostly other cells or tests run the same code, or it is a smoke test, which
-    runs on the oldest and the newest versions all the same.
+    cell of their function, most of the others 14. Those of the second take
+    long, too, and mostly other cells or tests run the same code, or it is a
+    smoke test, which runs on the oldest and the newest versions all the same.
 
     Args:
         items: The collected tests.
