@@ -81,14 +81,7 @@ class Adoption:
             strategy.peers.rank,
         )
         strategy.divide_columns(stage, self.parts, self._profile, optimizer)
-        divided = {
-            name
-            for place, part in enumerate(self.parts)
-            if not strategy.computes_whole(place)
-            for name in part.names
-        }
-        pairs = [name for name in self._pairs if name in divided]
-        why = whole_batches.why_whole(model, pairs)
+        why = whole_batches.why_whole(model, self._divided_pairs(strategy))
         passes = strategy.passes(stage, optimizer, is_whole=why is not None)
         num_parts = strategy.num_parts(*passes)
         asked = strategy.asked_micro_batches
@@ -104,6 +97,16 @@ class Adoption:
             weights,
             Runs(model, steps, weights, self._updates),
             steps,
+        ]
+
+    def _divided_pairs(self, strategy):
+        """Names of calls with pairs of examples, in stages that get parts."""
+        return [
+            name
+            for place, part in enumerate(self.parts)
+            if not strategy.computes_whole(place)
+            for name in part.names
+            if name in self._pairs
         ]
 
     def settle(self):

@@ -43,25 +43,24 @@ class Steps(Binding):
         self._is_in_step = False
         names = ["train_step", "test_step", "predict_step"]
         super().__init__(model, [*names, "get_metrics_result"])
-        self._objective = Objective(
-            model, stage.is_last, model.distribute_strategy.peers.size
-        )
+        peers = model.distribute_strategy.peers
+        self._objective = Objective(model, stage.is_last, peers.size)
         self._logs = Logs(
             model,
             self._objective,
             self._stock["get_metrics_result"],
             stage,
-            model.distribute_strategy.peers,
+            peers,
         )
         self._together = Together(
             getattr(model, "optimizer", None),
             self._collectives,
-            model.distribute_strategy.peers,
+            peers,
             stage.are_spread,
             head_sums,
             stage.columns is not None,
         )
-        self._mixing = mixing.of_passes(model, model.distribute_strategy.peers)
+        self._mixing = mixing.of_passes(model, peers)
         self._in_flight = versions and InFlight(
             model,
             stage,

@@ -280,12 +280,17 @@ def _time_first(x):
     return keras.ops.transpose(keras.ops.tanh(x), (1, 0, 2))
 
 
+def _products(x):
+    first, second = (keras.ops.expand_dims(x, axis) for axis in (0, 1))
+    return keras.ops.reshape(first * second, (-1, 4))
+
+
 @pytest.mark.parametrize(
     ("mix", "is_of_pairs"),
     [
         (lambda x: keras.ops.matmul(x, keras.ops.transpose(x)), True),
         (lambda x: keras.ops.einsum("ai,bi->abi", x, x), True),
-        (lambda x: keras.ops.reshape(x[:, None] * x[None], (-1, 4)), True),
+        (_products, True),
         # A trace has 97 examples.
         (keras.layers.Dense(97 * 97), False),
         (lambda x: _time_first(keras.ops.expand_dims(x, 1)), False),
