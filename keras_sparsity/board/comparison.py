@@ -1,7 +1,5 @@
 """All ways to train a model, compared by measurements of it."""
 
-import dataclasses
-
 import keras
 
 from keras_sparsity._tf import keras_functional, keras_models
@@ -68,15 +66,15 @@ def compared(model, dataset, cluster, engine, specs, communicator):
     except AttemptError as error:
         failures = dict.fromkeys(WAYS, str(error))
         return StrategyPlan((), cluster, number, failures)
-    plan = costs_of(found.facts, found.cluster, number, engine)
-    return dataclasses.replace(plan, unknown_size=cutter.unknown_size)
+    return plan_of(found.facts, cutter, found.cluster, number, engine)
 
 
-def costs_of(facts, cluster, num_examples, engine="native"):
+def plan_of(facts, cutter, cluster, num_examples, engine="native"):
     """The `StrategyPlan` of a measured model.
 
     Args:
         facts, cluster, num_examples, engine: as for `strategy_costs`.
+        cutter: the model's `Cutter`.
     """
     failures = {}
 
@@ -84,4 +82,6 @@ def costs_of(facts, cluster, num_examples, engine="native"):
         failures[way] = described(error)
 
     costs = strategy_costs(facts, cluster, num_examples, engine, on_error)
-    return StrategyPlan(costs, cluster, num_examples, failures)
+    return StrategyPlan(
+        costs, cluster, num_examples, failures, cutter.unknown_size
+    )

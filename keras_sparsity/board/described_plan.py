@@ -1,6 +1,5 @@
 """The ways to train a saved model on a described cluster, in one process."""
 
-import dataclasses
 import warnings
 
 import keras
@@ -8,7 +7,7 @@ import keras
 # Registers the layers that a saved model may have.
 from keras_sparsity import layers as layers
 from keras_sparsity._tf import checks
-from keras_sparsity.board.comparison import can_be_cut, costs_of
+from keras_sparsity.board.comparison import can_be_cut, plan_of
 from keras_sparsity.stages import model_facts
 from keras_sparsity.stages.cutting import Cutter
 
@@ -47,8 +46,7 @@ def described(path, cluster, num_examples=None, alpha=None):
     specs = model_facts.variable_specs(cutter, alpha, of_process)
     optimizer = getattr(model, "optimizer", None) or keras.optimizers.Adam()
     facts = model_facts.measured(cutter, num_examples, optimizer, specs)
-    plan = costs_of(facts, cluster, num_examples)
-    return dataclasses.replace(plan, unknown_size=cutter.unknown_size)
+    return plan_of(facts, cutter, cluster, num_examples)
 
 
 def _loaded(path):
