@@ -50,7 +50,10 @@ with strategy.scope():
 # best number. All of these steps train, and the result of training depends on
 # the search by rounding only. A file keeps the choice for the next run.
 search = ks.callbacks.PartitionSearch(
-    num_steps=12, num_warm_up_steps=2, path=log_dir / "partitions.json"
+    num_steps=12,
+    num_warm_up_steps=2,
+    max_seconds=60,  # then the best so far is kept
+    path=log_dir / "partitions.json",
 )
 # TensorBoard shows samples, curve and choice.
 logger = ks.callbacks.ArchitectureLogger(log_dir, every_steps=50)

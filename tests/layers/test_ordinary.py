@@ -394,7 +394,7 @@ def test_two_layers_of_one_weight_are_one_table(cluster):
 
 def growth_of_large(optimizer):
     """MiB of a rank's rows, and by how much building a model grows it."""
-    layer = keras.layers.Embedding(1_000_000, 64)
+    layer = keras.layers.Embedding(2_000_000, 64)
     model = keras.Sequential([layer, keras.layers.Flatten()])
     with servers().scope():
         model.compile(optimizer, "mse")
@@ -415,7 +415,7 @@ def test_a_rank_stores_its_rows_and_slots_once(optimizer, num_slots):
     finally:
         processes.stop()
     for rows, growth in found:
-        assert rows > 120
-        # 110 MiB for blocks of the table, and the step; with a copy of the
-        # rows, which TensorFlow's allocator keeps, it was 180 and more.
-        assert growth - (1 + num_slots) * rows < 145, found
+        assert rows > 240
+        # Blocks of the table, and the step, are 74 to 181 MiB; a copy of the
+        # rows, which TensorFlow's allocator would keep, comes on top.
+        assert growth - (1 + num_slots) * rows < rows, found
