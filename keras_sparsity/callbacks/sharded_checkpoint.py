@@ -197,11 +197,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 "earlier training, which resume=False would overwrite. Use "
                 "another directory, or resume=True to go on from them."
             )
-        return self._go_on(found, first, arguments.get("epochs", 1))
+        return self._go_on(found, first, arguments)
 
-    def _go_on(self, found, first, epochs):
+    def _go_on(self, found, first, arguments):
         """Takes the checkpoint found; the epoch in which `fit` is to begin."""
-        self._found = FoundCheckpoint(*found, epochs)
+        self._found = FoundCheckpoint(*found, arguments.get("epochs", 1))
         position = self._found.position
         if position["epoch"] < first:
             raise ValueError(
@@ -212,9 +212,9 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             )
         keras_callbacks.append_logs(self._others)
         self._latest = position["epoch"], position["step"]
-        self._found.tell(self._collectives.rank == 0)
+        self._found.tell(self._collectives.rank == 0, arguments.get("x"))
         if self._found.has_ended:
-            return max(epochs, position["epoch"])
+            return max(arguments.get("epochs", 1), position["epoch"])
         return position["epoch"]
 
     def join(self, model, callbacks, epoch, order_seed):

@@ -4,9 +4,13 @@ import copy
 import logging
 
 import keras
+import tensorflow as tf
 
 from keras_sparsity._tf import keras_callbacks, keras_variables, random_seeds
 from keras_sparsity.checkpoint import storage
+from keras_sparsity.data import dataset_graph
+
+_LOG = logging.getLogger(__name__)
 
 
 class FoundCheckpoint:
@@ -28,10 +32,13 @@ class FoundCheckpoint:
         self._rate = None  # the variable, and its value at the checkpoint
         keras_callbacks.check_learnt(position["callbacks"], path)
 
-    def tell(self, is_first):
+    def tell(self, is_first, data=None):
         """Prints where the training goes on, on the first rank.
 
         Warns on every rank whose orders will differ.
+
+        Args:
+            data: `fit`'s `x`.
         """
         position = self.position
         if is_first:
@@ -44,8 +51,15 @@ class FoundCheckpoint:
             print(f"Resuming from {self._path}: {then}.", flush=True)
         seed = random_seeds.global_seed()
         is_within = position["step"] and not self.has_ended
-        if is_within and position["seed"] != seed:
-            logging.getLogger(__name__).warning(
+        if is_within and seed is None and _is_unseeded(data):
+            _LOG.warning(
+                "A shuffle of the dataset has no seed: it gives another order "
+                "than before the interruption, so that examples of this epoch "
+                "are seen twice or not at all. Before the dataset is made, "
+                "call `keras.utils.set_random_seed`."
+            )
+        elif is_within and position["seed"] != seed:
+            _LOG.warning(
                 "The random seed is %s, and was %s before the interruption. "
                 "A shuffle without a seed of its own now gives another order, "
                 "so that examples of this epoch are seen twice or not at all. "
@@ -85,3 +99,9 @@ class FoundCheckpoint:
         keras_callbacks.set_all_learnt(
             callbacks, self.position["callbacks"], not self.has_ended
         )
+
+
+def _is_unseeded(data):
+    return isinstance(
+        data, tf.data.Dataset
+    ) and dataset_graph.has_unseeded_shuffle(data)

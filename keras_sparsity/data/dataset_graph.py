@@ -23,6 +23,8 @@ _MAPS = {"MapDataset", "ParallelMapDataset", "ParallelMapDatasetV2"}
 _NEUTRAL = {"PrefetchDataset", "OptionsDataset", "ModelDataset"}
 _CACHES = {"CacheDataset", "CacheDatasetV2"}
 _SHUFFLES = {"ShuffleDataset", "ShuffleDatasetV2", "ShuffleDatasetV3"}
+# Among a shuffle's inputs. Both are zero where no seed was set.
+_SEEDS = 2, 3
 _READING = {
     "FlatMapDataset",
     "InterleaveDataset",
@@ -290,9 +292,7 @@ class DatasetGraph:
         )
 
     def _is_seeded(self, shuffle):
-        return bool(self._constant(shuffle, 2)) or bool(
-            self._constant(shuffle, 3)
-        )
+        return any(self._constant(shuffle, place) for place in _SEEDS)
 
     def _is_file_cache(self, node):
         # Ranks on one machine would write the same file.
@@ -327,6 +327,30 @@ def _graph_of(dataset):
     if len(serialized) > _MAX_GRAPH_BYTES:
         raise CannotSplit("its data is in memory, and large")
     return tf.compat.v1.GraphDef.FromString(serialized)
+
+
+def has_unseeded_shuffle(dataset):
+    """Whether the order of its elements differs in another process.
+
+    Shuffles of datasets that a function makes are not looked for.
+    """
+    try:
+        graph = _graph_of(dataset)
+    except CannotSplit:
+        return False
+    nodes = {node.name: node for node in graph.node}
+
+    def is_zero(name):
+        node = nodes[name.partition(":")[0]]
+        return node.op == "Const" and not tf.make_ndarray(
+            node.attr["value"].tensor
+        )
+
+    return any(
+        all(is_zero(shuffle.input[place]) for place in _SEEDS)
+        for shuffle in graph.node
+        if shuffle.op in _SHUFFLES
+    )
 
 
 def _add_constant(graph, name, value):

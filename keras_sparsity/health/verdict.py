@@ -116,7 +116,8 @@ def _difference(begun):
     return (
         f"the ranks {problem}, and would wait for each other forever.\n"
         "All ranks must make the same calls: remove calls that one rank makes "
-        "alone (`if rank == 0:`)."
+        "alone (`if rank == 0:`); set `model.stop_training` within an epoch "
+        "after the same step on all ranks."
     )
 
 

@@ -1,6 +1,7 @@
 """A training that goes on from a checkpoint."""
 
 import pytest
+import tensorflow as tf
 
 from keras_sparsity._tf import random_seeds
 from keras_sparsity.checkpoint.found import FoundCheckpoint
@@ -45,6 +46,36 @@ def test_another_seed_is_told_within_an_epoch(
     monkeypatch.setattr(random_seeds, "global_seed", lambda: seed)
     found_at(epoch, step).tell(is_first=False)
     assert ("The random seed is" in caplog.text) == is_told
+
+
+@pytest.fixture
+def no_global_seed():
+    before = random_seeds.global_seed()
+    tf.random.set_seed(None)
+    yield
+    tf.random.set_seed(before)
+
+
+@pytest.mark.parametrize(
+    ("step", "seeds", "is_told"),
+    [
+        (3, [None], True),
+        (3, [1, None], True),
+        (3, [1], False),
+        (3, [], False),
+        (0, [None], False),  # between epochs
+    ],
+)
+def test_a_shuffle_without_a_seed_is_told_of(
+    no_global_seed, caplog, step, seeds, is_told
+):
+    dataset = tf.data.Dataset.range(8).batch(2).prefetch(1)
+    for seed in seeds:
+        dataset = dataset.shuffle(4, seed=seed).map(lambda x: x)
+    found = found_at(1, step)
+    found.position["seed"] = None
+    found.tell(False, dataset)
+    assert ("shuffle of the dataset has no seed" in caplog.text) == is_told
 
 
 @pytest.mark.parametrize(
