@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import contexts, keras_models, tf_graphs
+from keras_sparsity._tf.own_variable import OwnVariable
 
 # Attributes of `keras.layers.BatchNormalization`.
 _STATISTICS = (
@@ -23,6 +24,7 @@ _STATISTICS = (
 )
 
 _parts = []  # of the steps being computed or traced, the inmost last
+_stored = {}  # by the number of counts: variables of eager steps' counts
 
 
 class Part:
@@ -35,8 +37,6 @@ class Part:
         is_of_run: whether it is of a `strategy.run`, which does not know what
             others have: a model's own step in it replaces it.
 
-    Attributes:
-        has_examples: a scalar bool tensor, or a bool if it is known.
     """
 
     def __init__(self, counts, collectives, is_of_run=False):
@@ -45,12 +45,40 @@ class Part:
         self._graph = tf_graphs.current()
         self._share = None  # the graph that it is of, and its tensor
         known = tf.get_static_value(counts)
-        self.has_examples = counts[0] > 0 if known is None else bool(known[0])
+        self._has_examples = counts[0] > 0 if known is None else bool(known[0])
+        # A server never has any.
+        can_change = collectives is None or not collectives.is_server
+        self._is_stored = tf.executing_eagerly() and can_change
+
+    def store(self):
+        """Tells functions that an eager step calls of its counts.
+
+        They are traced in one step, and run in others.
+        """
+        if self._is_stored and tf.executing_eagerly():
+            counts = tf.cast(self._counts, tf.int64)
+            number = counts.shape[0]
+            if number not in _stored:
+                _stored[number] = OwnVariable(counts, tf.int64)
+            _stored[number].assign(counts)
+
+    @property
+    def _present_counts(self):
+        if self._is_stored and not tf.executing_eagerly():
+            return _stored[self._counts.shape[0]].read()
+        return self._counts
+
+    @property
+    def has_examples(self):
+        """A scalar bool tensor, or a bool if it is known."""
+        if self._is_stored and not tf.executing_eagerly():
+            return self._present_counts[0] > 0
+        return self._has_examples
 
     @property
     def number(self):
         """The number of this rank's examples: a scalar."""
-        return self._counts[0]
+        return self._present_counts[0]
 
     @property
     def share(self):
@@ -65,13 +93,13 @@ class Part:
         return self._share[1]
 
     def _counted_share(self):
-        total = self._counts[-1]
+        number, total = self._present_counts[0], self._present_counts[-1]
         if self._counts.shape[0] == 1:
             (total,) = self._collectives.all_reduce(
                 [total], name="model/examples"
             )
         return tf.math.divide_no_nan(
-            tf.cast(self.number, tf.float32), tf.cast(total, tf.float32)
+            tf.cast(number, tf.float32), tf.cast(total, tf.float32)
         )
 
 
@@ -88,9 +116,14 @@ def of_rank(counts, collectives):
     return Part(counts, collectives)
 
 
+@contextlib.contextmanager
 def computing_on(part):
     """While entered, a step is computed, or traced, on a `Part`."""
-    return contexts.on_top(_parts, part)
+    with contexts.on_top(_parts, part):
+        part.store()
+        yield
+    if _parts:
+        _parts[-1].store()
 
 
 def current():

@@ -18,6 +18,9 @@ from keras_sparsity.data import empty_parts
 from keras_sparsity.global_batch import loss_scale, whole_batch_metrics
 from keras_sparsity.global_batch.metrics import combined, values_of
 
+# Set on a metric that has been updated in an eager step.
+_IS_MADE = "_keras_sparsity_is_made"
+
 
 @contextlib.contextmanager
 def results_are_global(metrics, collectives, of_losses=list):
@@ -90,14 +93,17 @@ class _GlobalState:
             if id(metric) not in skipped:
                 stock(*args, **kwargs)
 
+        is_some = empty_parts.has_examples()
+        if tf.executing_eagerly():
+            if not is_some and not hasattr(metric, _IS_MADE):
+                with contexts.attribute(self, "_updates_within", _make):
+                    _make(metric, stock, *args, **kwargs)
+            object.__setattr__(metric, _IS_MADE, True)
         with contexts.attribute(self, "_is_updating", True):
             with contexts.attribute(self, "_updates_within", update):
                 # A metric may be one of Keras's losses.
                 with loss_scale.of_own_part():
-                    empty_parts.run_if(
-                        empty_parts.has_examples(),
-                        lambda: stock(*args, **kwargs),
-                    )
+                    empty_parts.run_if(is_some, lambda: stock(*args, **kwargs))
             for _, stock_of_metric, *arguments in of_batch:
                 whole_batch_metrics.update(stock_of_metric, *arguments)
         # Others assign them where this rank has no examples.
@@ -167,6 +173,19 @@ class _GlobalState:
         known = self._values.get(id(variable))
         # A tensor of a branch or a loop stays within.
         return known is not None and known[1] is tf_graphs.current()
+
+
+def _make(metric, stock, *args, **kwargs):
+    """Has a metric make its variables, by a stand-in that does not count.
+
+    In eager steps the first update may make them, on ranks with examples.
+    """
+    before = [(variable, variable.numpy()) for variable in metric.variables]
+    with contextlib.suppress(Exception):  # one example may be too few
+        stock(*args, **kwargs)
+    metric.reset_state()
+    for variable, value in before:
+        variable.assign(value)
 
 
 def _of_share(metric, args, kwargs):

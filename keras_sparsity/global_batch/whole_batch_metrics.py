@@ -44,23 +44,20 @@ def _returns_a_number(metric, y_true, y_pred):
     One of an eager step may need values: it runs on the whole batch, as a
     part may have too few examples.
     """
-    function = keras_losses.metric_function(metric)
-    is_eager = tf.executing_eagerly()
+    function, made = keras_losses.metric_function(metric), _traced
+    if tf.executing_eagerly():
+        y_true, y_pred = map(gather_batch, (y_true, y_pred))
+        made = _called
     with loss_scale.of_own_part(), of_gathered():
-        try:
-            found = _traced(function, y_true, y_pred)
-        except Exception:
-            if not is_eager:
-                raise
-            batch = map(gather_batch, (y_true, y_pred))
-            found = tf.convert_to_tensor(function(*batch))
-    return found.shape.rank == 0
+        return made(function, y_true, y_pred).shape.rank == 0
+
+
+def _called(function, *batch):
+    return tf.convert_to_tensor(function(*batch))
 
 
 def _traced(function, *batch):
-    traced = tf.function(
-        lambda: tf.convert_to_tensor(function(*batch)), autograph=False
-    )
+    traced = tf.function(lambda: _called(function, *batch), autograph=False)
     return traced.get_concrete_function().structured_outputs
 
 

@@ -230,11 +230,17 @@ class Job:
         return os.path.join(self._folder, name)
 
 
+def _is_script_run_again():
+    """Whether the script runs to define the functions that it called."""
+    script = sys.modules.get("__mp_main__")
+    return script is not None and script is not sys.modules["__main__"]
+
+
 def describe_call(function, args, kwargs):
     """A dict from which a process finds a function and calls it."""
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", "")
-    if module == "__mp_main__":
+    if _is_script_run_again():
         raise ValueError(
             "Each process runs the script once more to find `function`, and "
             "would start processes of its own. Received: a call of "

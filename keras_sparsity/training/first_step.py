@@ -84,10 +84,17 @@ class FirstStep(Binding):
         """Builds layers whose calls need values.
 
         On zeros, where only the shapes of a batch are known: to read a
-        generator's batch would lose it.
+        generator's batch would lose it. Not if sizes are unknown, for which
+        layers would be built.
         """
-        leaves = tf.nest.flatten(inputs)
-        if any(isinstance(leaf, tf.TypeSpec) for leaf in leaves):
+        specs = [
+            leaf
+            for leaf in tf.nest.flatten(inputs)
+            if isinstance(leaf, tf.TypeSpec)
+        ]
+        if not all(spec.shape[1:].is_fully_defined() for spec in specs):
+            return
+        if specs:
             inputs = stand_ins.zeros(stand_ins.nothing_of(inputs))
         with self._model.distribute_strategy.scope():
             self._model(inputs, training=False)

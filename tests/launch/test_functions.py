@@ -125,12 +125,14 @@ def test_run_takes_a_function_of_the_script_itself(
     assert _said(done.stdout, "results") == ["results [21]"], done.stderr
 
 
-def test_a_script_that_calls_it_without_a_guard_is_told_so(tmp_path):
+@pytest.mark.parametrize("call", ["main, 1", "print, 1, args=(Own(),)"])
+def test_a_script_that_calls_it_without_a_guard_is_told_so(tmp_path, call):
     script = tmp_path / "train.py"
     script.write_text(
         "from keras_sparsity import launch\n"
+        "class Own: pass\n"
         "def main(): pass\n"
-        "launch.run(main, 1)\n"
+        f"launch.run({call})\n"
     )
     done = _run([script], tmp_path)
     assert 'below `if __name__ == "__main__":`' in done.stderr

@@ -19,9 +19,9 @@ def of_examples(y_true, y_pred):
 
 
 def of_batch(y_true, y_pred):
-    """One number, of no single example: as scores of scikit-learn."""
-    if len(y_true) < 2:
-        raise ValueError("One example has no score.")
+    """One number, of no rank's part: as scores of scikit-learn."""
+    if len(y_true) in (1, 3, 4):
+        raise ValueError("Few examples have no score.")
     return float(
         np.corrcoef(y_true.numpy().ravel(), y_pred.numpy().ravel())[0, 1]
     )
@@ -86,6 +86,14 @@ def trained(scope):
         options = {"batch_size": 10, "verbose": 0, "return_dict": True}
         found.append(model.evaluate(*data, **options))
         found.append(dict(enumerate(model.get_weights())))
+    for make in (functional, CallOfValues):
+        metrics = [of_examples, keras.metrics.F1Score(name="late to build")]
+        model = make()
+        with scope():
+            model.compile("sgd", "mse", metrics=metrics, run_eagerly=True)
+        one = [array[:1] for array in data]
+        found.append(model.evaluate(*one, verbose=0, return_dict=True))
+        found.append(model.evaluate(*data, verbose=0, return_dict=True))
     model = CallOfValues()
     with scope():
         model.compile("sgd", "mse", metrics=[of_batch], run_eagerly=True)
@@ -112,3 +120,62 @@ def test_losses_metrics_and_calls_may_need_values(cluster, engine):
                 np.testing.assert_allclose(
                     ours[name], values, 1e-4, 1e-6, err_msg=name
                 )
+
+
+class StepOfAFunction(keras.Model):
+    """Its eager steps call a function that is traced in the first ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = keras.layers.Dense(1, kernel_initializer="ones")
+        self.mean = keras.metrics.Mean(name="mean")
+        self.loss_of = keras.losses.MeanSquaredError()
+
+    def call(self, x):
+        return self.out(x)
+
+    @tf.function
+    def step(self, x, y):
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.loss_of(y, outputs)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, weights), weights, strict=True)
+        )
+        self.mean.update_state(tf.reduce_mean(tf.square(outputs - y)))
+
+    def train_step(self, data):
+        self.step(*data)
+        return {"mean": self.mean.result()}
+
+
+def train_by_function(scope):
+    """Batches of one example, of few and of more: parts are of 0, 1 or 2."""
+    x = np.random.default_rng(0).normal(size=(10, 3)).astype("float32")
+    batches = [
+        (x[start:stop], x[start:stop, :1])
+        for start, stop in ((0, 1), (1, 3), (3, 6), (6, 7), (7, 10))
+    ]
+    model = StepOfAFunction()
+    model(x)
+    with scope():
+        model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    dataset = functools.reduce(
+        tf.data.Dataset.concatenate,
+        map(tf.data.Dataset.from_tensors, batches),
+    )
+    history = model.fit(dataset, epochs=2, shuffle=False, verbose=0).history
+    return history["mean"], model.get_weights()
+
+
+def train_by_function_distributed():
+    return train_by_function(ks.HybridStrategy().scope)
+
+
+def test_a_function_of_the_users_is_not_of_the_step_that_traced_it(cluster):
+    losses, weights = train_by_function(contextlib.nullcontext)
+    for found in cluster("native", 2).run(train_by_function_distributed):
+        np.testing.assert_allclose(found[0], losses, 1e-5)
+        for ours, theirs in zip(found[1], weights, strict=True):
+            np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
