@@ -179,6 +179,12 @@ EPOCH_ITERATOR = Patch(
     during="`fit`, `evaluate` and `predict`",
     reason="`fit` makes the iterator and its dataset in one function.",
 )
+SAVE_MODEL = Patch(
+    "keras.src.saving.saving_lib",
+    "save_model",
+    during="the process, once several train a model",
+    reason="`keras.saving.save_model` calls no method of the model's.",
+)
 _OF_BATCHES = "train_on_batch", "test_on_batch", "predict_on_batch"
 RUNS = "fit", "evaluate", "predict", *_OF_BATCHES  # of a model
 MODEL_METHODS = {
@@ -286,6 +292,11 @@ def first_tape_is_told(on_begin, on_end):
         TAPE_RESET.by(make_reset),
     ):
         yield
+
+
+def models_are_saved_by(save):
+    """`save(stock, model, ...)` in place of `keras.saving.save_model`."""
+    return SAVE_MODEL.by(lambda stock: functools.partial(save, stock))
 
 
 def losses_are_not_scaled():

@@ -15,6 +15,7 @@ from keras_sparsity.callbacks import rank_zero
 from keras_sparsity.callbacks.architecture_logger import ArchitectureLogger
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.callbacks.stopping import Stopping
+from keras_sparsity.conversion import saving
 from keras_sparsity.global_batch import metrics, random_states
 from keras_sparsity.health import watch
 from keras_sparsity.training import resuming
@@ -252,7 +253,7 @@ class Runs(RunBinding):
             first = min(failed)
             if rank == first:
                 try:
-                    self._stock[name](*args, **kwargs)
+                    saving.write(self._model, self._stock[name], args, kwargs)
                 except Exception as failure:
                     error = failure
         if error is not None:

@@ -5,12 +5,39 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import keras_models, patches
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables import whole
 from keras_sparsity.tables.table_variable import TableVariable
 
 _DONE, _FAILED = -1, -2
+
+_being_written = set()  # `id`s of models
+_replacements = contextlib.ExitStack()
+
+
+def have_models_save():
+    """Has `keras.saving.save_model` call `model.save`, if that is bound.
+
+    Each rank would write the same file.
+    """
+
+    def save(stock, model, *args, **kwargs):
+        if "save" in vars(model) and id(model) not in _being_written:
+            return model.save(*args, **kwargs)
+        return stock(model, *args, **kwargs)
+
+    if not patches.SAVE_MODEL.is_in_place:
+        _replacements.enter_context(patches.models_are_saved_by(save))
+
+
+def write(model, method, args, kwargs):
+    """Calls Keras's method of a model that writes its file."""
+    _being_written.add(id(model))
+    try:
+        method(*args, **kwargs)
+    finally:
+        _being_written.discard(id(model))
 
 
 def tables_of(model):
@@ -95,13 +122,35 @@ def optimizers_of(model):
     Its own, those of the models in it, and those that either keeps beside, as
     adversarial models do.
     """
-    found = {}
-    for layer in [model, *keras_models.all_layers(model)]:
-        for value in vars(layer).values():
-            kept = value if isinstance(value, (list, tuple)) else [value]
-            found.update(
-                (id(each), each)
-                for each in kept
-                if isinstance(each, keras.optimizers.Optimizer)
-            )
+    layers = [model, *keras_models.all_layers(model)]
+    found = {
+        id(optimizer): optimizer
+        for layer in layers
+        for _, optimizer in named_optimizers(layer)
+    }
     return list(found.values())
+
+
+def named_optimizers(layer):
+    """Pairs of the places where a layer keeps optimizers, and these.
+
+    Example:
+
+    >>> model.critics = {"first": keras.optimizers.Adam()}
+    >>> [name for name, _ in named_optimizers(model)]
+    ["optimizer", "critics['first']"]
+    """
+    for name, value in vars(layer).items():
+        yield from _optimizers_in(name, value)
+
+
+def _optimizers_in(name, value):
+    """Those of a value that may be a container, with the places in it."""
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _optimizers_in(f"{name}[{key!r}]", each)
+    elif isinstance(value, (list, tuple)):
+        for place, each in enumerate(value):
+            yield from _optimizers_in(f"{name}[{place}]", each)

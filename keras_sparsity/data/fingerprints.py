@@ -41,9 +41,12 @@ _FIX = (
     "made, `dataset.shuffle(n, seed=seed)`) and the generators "
     "(`numpy.random.default_rng(seed)`, `torch.manual_seed(seed)` for a torch "
     "`DataLoader`), with the same seed on every rank, "
-    "and read files in a sorted order. A Python generator that goes on after "
-    "an iteration has lost the batches that were read ahead, on each rank "
-    "other ones: use a `tf.data.Dataset`."
+    "and read files in a sorted order. Draw random numbers inside of "
+    "`dataset.map` by `tf.random.stateless_uniform` and the like, with seeds "
+    "of the dataset's own (`tf.data.Dataset.random(seed=seed)`): other "
+    "operations draw in the order of the parallel calls. A Python generator "
+    "that goes on after an iteration has lost the batches that were read "
+    "ahead, on each rank other ones: use a `tf.data.Dataset`."
 )
 
 

@@ -7,6 +7,7 @@ import types
 import keras
 
 from keras_sparsity._tf import patches
+from keras_sparsity.conversion import saving
 from keras_sparsity.health import agreement
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.training import jit
@@ -37,6 +38,8 @@ class Binding:
         self._model = model
         self._collectives = model.distribute_strategy.collectives
         self._stock = {}
+        if "save" in names and self._collectives.size > 1:
+            saving.have_models_save()
         for name in names:
             self._bind(name, getattr(self, name))
         for name, own_name in (private or {}).items():
@@ -81,11 +84,9 @@ class Binding:
                 "`model.optimizer = ks.HybridOptimizer(optimizer)`."
             )
         if self._collectives.size > 1:
-            for name, value in vars(self._model).items():
-                if name != "optimizer" and isinstance(
-                    value, keras.optimizers.Optimizer
-                ):
-                    _check_further(name, value)
+            for name, further in saving.named_optimizers(self._model):
+                if name != "optimizer":
+                    _check_further(name, further)
 
 
 def _check_further(name, optimizer):

@@ -33,7 +33,7 @@ def keep(rule, pieces, slots, table, are_zero):
         return "the gradient of its regularizer touches all of them"
     storages = [piece.value for piece in pieces]
     if any(keeper_of(v) is not None for v in storages):
-        return "the optimizer of another model keeps its rows"
+        return "another optimizer, of this model or of another, keeps them"
     if any(getattr(v, "is_traced", True) for v in storages):
         # Which would read rows that are behind.
         return (

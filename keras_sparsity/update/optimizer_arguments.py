@@ -166,5 +166,7 @@ def check_is_rule(optimizer):
             f"{type(rule_of(optimizer)).__name__} has an `{name}` of its own, "
             "so its gradients cannot be aggregated before. Use one optimizer "
             "that updates each variable by `update_step`, as Adam does; "
-            "`transform_gradients` changes all gradients before."
+            "`transform_gradients` changes all gradients before. For different "
+            "rules of different variables write a `train_step` that applies "
+            "several `ks.HybridOptimizer`s, each to its variables."
         )

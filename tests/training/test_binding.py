@@ -50,6 +50,20 @@ def test_a_further_optimizer_may_not_look_at_parts(optimizer, message):
         binding._check_further("second", optimizer)
 
 
+def test_further_optimizers_in_containers_may_not_look_at_parts():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse")
+    model.critics = {"first": [keras.optimizers.Adam(clipnorm=1.0)]}
+    bound = Doubling(model, [])
+    bound._collectives = types.SimpleNamespace(
+        size=2, check_equal=lambda *told: None
+    )
+    place = r"critics\['first'\]\[0\]"
+    with pytest.raises(ValueError, match=f"{place}.*Adam.*model.{place} = "):
+        bound._check_optimizer()
+
+
 def test_ranks_of_which_one_has_made_another_model():
     """Keras then gives the next model other names there."""
     one, other = (

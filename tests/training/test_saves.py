@@ -13,14 +13,23 @@ ROWS = 2000
 IDS = np.arange(24).reshape(12, 2) * 7
 
 
+class Kept(Second):
+    """Its second optimizer is in a dictionary."""
+
+    @property
+    def second(self):
+        return self.further["second"]
+
+
 def second(folder):
     """Saves, and resumes, a model of two optimizers with slots."""
     keras.utils.set_random_seed(1)
-    model = Second(ks.layers.ShardedEmbedding(ROWS, 4, name="words"))
+    model = Kept(ks.layers.ShardedEmbedding(ROWS, 4, name="words"))
     model(IDS)
     with ks.HybridStrategy(architecture="hybrid").scope():
         model.compile(keras.optimizers.Adam(0.01), "mse")
-        model.second = ks.HybridOptimizer(keras.optimizers.Adam(0.01))
+        optimizer = ks.HybridOptimizer(keras.optimizers.Adam(0.01))
+        model.further = {"second": optimizer}
     checkpoint = ks.callbacks.ShardedCheckpoint(f"{folder}/checkpoints")
     model.fit(
         *(IDS, np.ones((12, 1)), 6),
@@ -30,17 +39,22 @@ def second(folder):
     )
     model.save_weights(f"{folder}/saved.weights.h5")
     model.save(f"{folder}/saved.keras")
+    rank = model.distribute_strategy.rank
+    keras.saving.save_model(model, f"{folder}/by_function_{rank}.keras")
     return model.get_weights()
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_second_optimizers_slots_are_saved(cluster, engine, tmp_path):
+    files = "saved.weights.h5", "saved.keras", "by_function_0.keras"
+    loaded = Second(ks.layers.ShardedEmbedding(ROWS, 4, name="words"))
+    loaded(IDS)
     for weights in cluster(engine, 2).run(second, str(tmp_path)):
-        loaded = Second(ks.layers.ShardedEmbedding(ROWS, 4, name="words"))
-        loaded(IDS)
-        loaded.load_weights(tmp_path / "saved.weights.h5")
-        for one, other in zip(weights, loaded.get_weights(), strict=True):
-            np.testing.assert_array_equal(one, other)
+        for file in files:
+            loaded.load_weights(tmp_path / file)
+            for one, other in zip(weights, loaded.get_weights(), strict=True):
+                np.testing.assert_array_equal(one, other)
+    assert not (tmp_path / "by_function_1.keras").exists()
 
 
 def test_a_checkpoint_says_which_optimizers_it_leaves_out(tmp_path, caplog):
