@@ -5,13 +5,10 @@ import functools
 
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_optimizers
+from keras_sparsity._tf import keras_optimizers, tf_graphs
 from keras_sparsity._tf.current_variable import stored_rows
 from keras_sparsity.exchange.ahead import is_same
 from keras_sparsity.update.accumulate import RowAccumulator
-
-# The collection of the rows that a graph has pulled.
-_PULLED = "keras_sparsity/pulled"
 
 
 @dataclasses.dataclass
@@ -23,12 +20,17 @@ class Piece:
         slots: dict from kinds of slots to `tf.Variable`s.
         steps: `tf.Variable`: the step of each row.
         accumulator: `RowAccumulator`, or None.
+        pulled: list of `(graph, rows)`: the `CurrentRows` that the outermost
+            function being traced has pulled, and the graph of each.
+        pulled_in: the graph of that function.
     """
 
     weights: tf.Variable
     slots: dict
     steps: tf.Variable
     accumulator: RowAccumulator | None = None
+    pulled: list = dataclasses.field(default_factory=list)
+    pulled_in: tf.Graph | None = None
 
     @property
     def num_rows(self):
@@ -114,19 +116,24 @@ class _StoredSlots(dict):
 
 
 def note(rows):
-    """Keeps the `CurrentRows` that a traced step has pulled."""
-    if not tf.executing_eagerly():
-        graph = tf.compat.v1.get_default_graph()
-        graph.add_to_collection(_PULLED, (graph, rows))
+    """Keeps the `CurrentRows` that a traced step has pulled.
+
+    The piece keeps them, and not the graph: TensorFlow never frees the graph
+    of a function that has custom gradients, nor then the piece's variables.
+    """
+    graph, outermost = tf_graphs.current(), tf_graphs.outermost_graph()
+    if graph is None:
+        return
+    if rows.piece.pulled_in is not outermost:
+        rows.piece.pulled, rows.piece.pulled_in = [], outermost
+    rows.piece.pulled.append((graph, rows))
 
 
 def noted(piece):
     """The `CurrentRows` of a piece that this graph has pulled last, or None."""
-    if tf.executing_eagerly():
-        return None
-    graph = tf.compat.v1.get_default_graph()
-    for of_graph, rows in graph.get_collection(_PULLED)[::-1]:
-        # A branch shares the collection, and has tensors of its own.
-        if of_graph is graph and rows.piece is piece:
+    graph = tf_graphs.current()
+    for of_graph, rows in piece.pulled[::-1]:
+        # A branch has tensors of its own.
+        if of_graph is graph:
             return rows
     return None
