@@ -195,23 +195,13 @@ def _by_itself():
 
 def with_gradient_of(rows, result):
     """A result, of the shape of the rows, whose gradient is theirs."""
-    if tf.executing_eagerly():
-        return _with_gradient_of(rows, result)
-    result = _function_with_gradient_of(rows, result)
+
+    @tf.custom_gradient
+    def replaced(rows, result):
+        return tf.identity(result), lambda upstream: (upstream, None)
+
     result.set_shape(rows.shape)
-    return result
-
-
-@tf.custom_gradient
-def _with_gradient_of(rows, result):
-    return tf.identity(result), lambda upstream: (upstream, None)
-
-
-# TensorFlow never frees a graph that has custom gradients: let it be this small
-# one, not that of a step, which would keep all tables and slots.
-_function_with_gradient_of = tf.function(
-    _with_gradient_of, autograph=False, reduce_retracing=True
-)
+    return replaced(rows, result)
 
 
 def make_current(variable):

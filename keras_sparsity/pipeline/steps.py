@@ -5,7 +5,12 @@ import dataclasses
 
 import tensorflow as tf
 
-from keras_sparsity._tf import contexts, keras_functional, keras_scopes
+from keras_sparsity._tf import (
+    contexts,
+    custom_gradients,
+    keras_functional,
+    keras_scopes,
+)
 from keras_sparsity.global_batch import loss_scale, mixing
 from keras_sparsity.pipeline.flushed import FlushedRun
 from keras_sparsity.pipeline.in_flight import InFlight
@@ -226,6 +231,7 @@ class Steps(Binding):
             loss_scale.of_own_part(),
         ):
             yield
+        custom_gradients.forget_with(self._model)
 
     def _run(self, schedule, data, training):
         run = FlushedRun(

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import (
     contexts,
+    custom_gradients,
     keras_losses,
     keras_scopes,
     keras_variables,
@@ -131,6 +132,8 @@ class Steps(Binding):
         is_outermost = not self._is_in_step
         with contexts.attribute(self, "_is_in_step", True):
             yield is_outermost
+        if is_outermost:
+            custom_gradients.forget_with(self._model)
 
     def _logs_of(self, name, batch, part, is_outermost):
         step = self._stock[name]

@@ -118,8 +118,8 @@ class _StoredSlots(dict):
 def note(rows):
     """Keeps the `CurrentRows` that a traced step has pulled.
 
-    The piece keeps them, and not the graph: TensorFlow never frees the graph
-    of a function that has custom gradients, nor then the piece's variables.
+    The piece keeps them, and not the graph, which stays until the model is
+    freed (`custom_gradients`): the optimizer may refer to the model.
     """
     graph, outermost = tf_graphs.current(), tf_graphs.outermost_graph()
     if graph is None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import gc
+import weakref
 from unittest import mock
 
 import keras
@@ -358,3 +360,56 @@ def test_own_trackers_count_each_batch_once(
     for found in cluster(engine, 3).run(own_trackers_distributed, *arguments):
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, 1e-5, err_msg=name)
+
+
+class Seeing(keras.layers.Layer):
+    """Notes the graphs in which it is called."""
+
+    seen = []
+
+    def call(self, rows):
+        if not keras.backend.is_keras_tensor(rows):
+            self.seen.append(weakref.ref(rows.graph))
+        return rows
+
+
+def left_of_a_model(is_in_stages):
+    """What is left of a model, its variables and graphs, once dropped."""
+    Seeing.seen.clear()
+    strategy = ks.HybridStrategy()
+    if is_in_stages:
+        strategy = ks.PipelineStrategy(schedule="gpipe")
+
+    def train():
+        with strategy.scope():
+            # Larger tables are updated by the rows that were pulled.
+            layers = [keras.layers.Embedding(2000, 32), keras.layers.Flatten()]
+            if not is_in_stages:
+                layers[0] = ks.layers.ShardedEmbedding(2000, 32)
+            last = Seeing(), keras.layers.Dense(1)
+            model = keras.Sequential([keras.Input((2,), dtype="int32")])
+            for layer in (*layers, *last):
+                model.add(layer)
+            model.compile("adam", "mse")
+        x = np.ones((4, 2), "int32")
+        model.fit(x, np.ones((4, 1)), shuffle=False, verbose=0)
+        model.predict(x, verbose=0)
+        Seeing.seen.extend(map(weakref.ref, (model, *model.weights)))
+
+    train()
+    keras.utils.clear_session()
+    gc.collect()
+    assert len(Seeing.seen) > 4  # and graphs
+    return [str(held()) for held in Seeing.seen if held() is not None]
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_processes", "is_in_stages"),
+    [("local", 1, False), ("native", 2, False), ("native", 2, True)],
+)
+def test_a_model_that_is_dropped_is_freed(
+    cluster, engine, num_processes, is_in_stages
+):
+    """With the graph of its step, which holds the memory of variables."""
+    left = cluster(engine, num_processes).run(left_of_a_model, is_in_stages)
+    assert left == [[]] * num_processes

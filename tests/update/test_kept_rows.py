@@ -1,8 +1,6 @@
 """Rows that zero gradients move are updated when they are read."""
 
-import gc
 import shutil
-import weakref
 
 import keras
 import numpy as np
@@ -897,33 +895,6 @@ def assert_close(first, second):
 def flat(weights_and_state):
     weights, state = weights_and_state
     return [*weights, *state]
-
-
-def test_a_model_that_is_dropped_frees_its_table():
-    """And its step's graph, which holds the memory of table and slots."""
-    seen = []
-
-    class Graph(keras.layers.Layer):
-        def call(self, rows):
-            if not keras.backend.is_keras_tensor(rows):
-                seen.append(weakref.ref(rows.graph))
-            return rows
-
-    def train():
-        words = ks.layers.ShardedEmbedding(ROWS, DIM)
-        layers = [words, Graph(), keras.layers.Flatten()]
-        model = keras.Sequential([*layers, keras.layers.Dense(1)])
-        with ks.HybridStrategy().scope():
-            model.compile("adam", "mse")
-        model.fit(np.ones((4, 2), "int32"), np.ones((4, 1)), shuffle=False)
-        assert keeper_of(words.embeddings.value) is not None
-        seen.append(weakref.ref(words.embeddings))
-
-    train()
-    keras.utils.clear_session()
-    gc.collect()
-    assert len(seen) > 1
-    assert not [held for held in seen if held() is not None]
 
 
 # "accumulating" goes on below, "averaged" of ordinary embeddings above.
