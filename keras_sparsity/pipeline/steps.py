@@ -27,6 +27,9 @@ class Steps(Binding):
         versions: `Versions`, for training without a flush; else None.
         limit: the `Limit` of the stages' memory, or None.
         head_sums: `HeadSums`, or None.
+
+    Attributes:
+        mixing: `Mixing` of the model.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class Steps(Binding):
             head_sums,
             stage.columns is not None,
         )
-        self._mixing = mixing.of_passes(model, peers)
+        self.mixing = mixing.of_passes(model, peers)
         self._in_flight = versions and InFlight(
             model,
             stage,
@@ -68,7 +71,7 @@ class Steps(Binding):
             self._logs,
             versions,
             self._together,
-            self._mixing,
+            self.mixing,
         )
 
     @property
@@ -236,7 +239,7 @@ class Steps(Binding):
             data,
             training,
             self._together,
-            self._mixing,
+            self.mixing,
         )
         run.run()
         return run
