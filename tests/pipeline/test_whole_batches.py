@@ -93,13 +93,21 @@ def test_parts_are_refused(options, expected):
             _model().compile("sgd", _loss)
 
 
+def _two_tails(split):
+    return ks.LayerPlacementStrategy(
+        ["tower_a"], num_tail_workers=2, tail_split=split
+    )
+
+
 def on_three():
-    """Two results of `trained`, messages of two refusals, and warnings."""
+    """Results of `trained`, messages of two refusals, and warnings."""
     towers = ["tower_a", "tower_b"]
     results = [
         trained(lambda: ks.PipelineStrategy("1f1b", towers, 1)),
         # One worker has all examples of the tail.
         trained(lambda: ks.LayerPlacementStrategy(["tower_b"])),
+        # Each of two has them, too.
+        trained(lambda: _two_tails("columns")),
     ]
 
     def message(strategy):
@@ -112,6 +120,7 @@ def on_three():
         results,
         [
             message(ks.LayerPlacementStrategy(["scores"])),
+            message(_two_tails("batch")),
             message(ks.PipelineStrategy("stash", ["tower_b"], replicas=[2, 1])),
         ],
         _warned(
