@@ -38,6 +38,8 @@ class StrategyPlan(WrittenPlan):
         unknown_size: the number that sizes count as that neither the model nor
             the batch tells, such as a sequence's length; None if there are
             none.
+        pairs: tuple of the names of the calls that compute with pairs of
+            examples.
     """
 
     costs: tuple
@@ -45,6 +47,7 @@ class StrategyPlan(WrittenPlan):
     num_examples: int
     failures: dict = dataclasses.field(default_factory=dict)
     unknown_size: int | None = None
+    pairs: tuple = ()
 
     def best(self, asynchronous=False):
         """The fastest `StrategyCost` that fits the memory of a process.
@@ -104,10 +107,21 @@ class StrategyPlan(WrittenPlan):
             "step on the busiest link, in one direction; memory is that of "
             "the process with the most."
         )
-        text += of_unknown(self.unknown_size)
+        text += of_unknown(self.unknown_size) + _of_pairs(self.pairs)
         if left_out:
             text += f" Slower ways that are not shown: {left_out}."
         return text
+
+
+def _of_pairs(names):
+    if not names:
+        return ""
+    return (
+        f" '{names[0]}' computes with pairs of a mini-batch's examples: layer "
+        "placement and pipelines that divide mini-batches there are left out, "
+        "and under data parallelism the pairs are those of a process's part, "
+        "unless the model gathers them (`ks.gather_batch`)."
+    )
 
 
 def described(cost):
