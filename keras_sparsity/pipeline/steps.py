@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import contexts, keras_functional, keras_scopes
 from keras_sparsity.global_batch import loss_scale, mixing
+from keras_sparsity.pipeline import dense_inputs
 from keras_sparsity.pipeline.flushed import FlushedRun
 from keras_sparsity.pipeline.in_flight import InFlight
 from keras_sparsity.pipeline.links import Crossing
@@ -152,6 +153,9 @@ class Steps(Binding):
     def train_step(self, data):
         self.check_compiled()
         self.check_trains()
+        waits = self._in_flight is not None and self._collectives.size > 1
+        if waits or self._limit:
+            dense_inputs.refuse_ragged(self._functional, data)
         first = [self._limit.checked(data)] if self._limit else []
         with self._in_step(data), tf.control_dependencies(first):
             if self._in_flight:
