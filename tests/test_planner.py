@@ -232,6 +232,7 @@ def test_a_plan_tells_of_unknown_sizes_and_of_pairs(capsys):
     printed = " ".join(capsys.readouterr().out.split())
     assert "lengths of sequences, count as 16" in printed
     assert "'scores' computes with pairs of a mini-batch's examples" in printed
+    assert "if it gathers" in printed
     of_pipelines = [c for c in plan.strategies if c.schedule]
     assert of_pipelines
     assert {cost.num_micro_batches for cost in of_pipelines} == {1}

@@ -10,7 +10,11 @@ from keras_sparsity.board.written_plan import (
     in_seconds,
     of_unknown,
 )
-from keras_sparsity.stages.costs import LAYER_PLACEMENT, PIPELINE
+from keras_sparsity.stages.costs import (
+    DATA_PARALLELISM,
+    LAYER_PLACEMENT,
+    PIPELINE,
+)
 
 _HEAD = (
     "strategy",
@@ -94,8 +98,15 @@ class StrategyPlan(WrittenPlan):
             if number < _MOST_ROWS or cost.way not in ways[:number]
         ]
         about = self._about(len(self.costs) - len(shown))
-        rows = [*map(_row, shown), *map(_failed_row, self.failures.items())]
+        rows = [_row(cost, self._exact(cost)) for cost in shown]
+        rows += map(_failed_row, self.failures.items())
         return as_table(_HEAD, rows, about)
+
+    def _exact(self, cost):
+        """Whether its result is that of one process, in words."""
+        if self.pairs and cost.way == DATA_PARALLELISM:
+            return "if it gathers"
+        return "yes" if cost.is_exact else "no"
 
     def _about(self, left_out):
         cluster, rate = self.cluster, self.cluster.megabits_per_second
@@ -138,7 +149,7 @@ def described(cost):
     return cost.way
 
 
-def _row(cost):
+def _row(cost, exact):
     return [
         described(cost),
         _processes(cost),
@@ -146,7 +157,7 @@ def _row(cost):
         in_bytes(cost.busiest_bytes),
         in_bytes(max(cost.memory_bytes)),
         str(cost.missed_updates),
-        "yes" if cost.is_exact else "no",
+        exact,
         cost.bound,
     ]
 
