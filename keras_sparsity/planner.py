@@ -27,7 +27,9 @@ def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     2 and more stages by each schedule, with as many replicas as there are
     processes for, or, of at most 12 processes, with more of them for slower
     stages; with sharded layers no pipelines, and layer placement with
-    embeddings in its head and a `SampledSoftmax` on its one tail worker. Tied
+    embeddings in its head and a `SampledSoftmax` on its one tail worker. Of a
+    model that computes with pairs of examples, ways in stages that divide
+    mini-batches there are left out, as `compile` refuses them. Tied
     weights (a `SampledSoftmax` with `table`) leave data parallelism alone.
     Rank 0 measures the layers, with unknown sizes as in the first batch; the
     times of steps are predicted for the running

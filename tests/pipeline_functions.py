@@ -957,9 +957,23 @@ def planned_branches():
     return plan, all(map(np.array_equal, before, model.get_weights()))
 
 
+class Refusing(keras.layers.Dense):
+    """Raises once it is told to."""
+
+    refuses = False
+
+    def call(self, inputs):
+        if self.refuses:
+            raise ValueError("ids begin at 1")
+        return super().call(inputs)
+
+
 def planned_often():
-    """TensorFlow's warnings of several plans of the same model."""
-    layers = [keras.layers.Dense(4, name=f"dense_{i}") for i in range(2)]
+    """TensorFlow's warnings of several plans of the same model.
+
+    And the error of one where the second stage raises.
+    """
+    layers = [Refusing(4, name=f"dense_{i}") for i in range(2)]
     model = keras.Sequential([keras.Input((4,)), *layers])
     with PipelineStrategy("1f1b", stages=["dense_0"]).scope():
         model.compile("sgd", "mse")
@@ -967,7 +981,13 @@ def planned_often():
     with mock.patch.object(tf.get_logger(), "handle") as handle:
         for _ in range(6):  # TensorFlow warns of the fifth trace in a row
             ks.plan(model, data)
-    return [call.args[0].getMessage() for call in handle.call_args_list]
+    layers[1].refuses, error = True, None
+    try:
+        ks.plan(model, data)
+    except RuntimeError as raised:
+        error = str(raised)
+    warnings = [call.args[0].getMessage() for call in handle.call_args_list]
+    return warnings, error
 
 
 def cut_by_slow_links(speed):

@@ -211,7 +211,7 @@ def test_unknown_sizes_are_those_of_the_batch(capsys):
     assert whole.memory_bytes == (2 * 4 * weights + 2 * 4 * outputs,)
 
 
-def test_a_plan_tells_the_size_that_unknown_ones_count_as(capsys):
+def test_a_plan_tells_of_unknown_sizes_and_of_pairs(capsys):
     cluster = ks.planning.Cluster(2, megabits_per_second=100.0)
 
     def even(x):
@@ -220,13 +220,22 @@ def test_a_plan_tells_the_size_that_unknown_ones_count_as(capsys):
     inputs = keras.Input((9, 2))
     x = keras.layers.Lambda(even, output_shape=(None, 2), name="even")(inputs)
     x = keras.layers.GlobalAveragePooling1D(name="mean")(x)
-    model = keras.Model(inputs, keras.layers.Dense(1, name="out")(x))
+    x = keras.layers.Dense(1, name="out")(x)
+    scores = keras.layers.Lambda(
+        lambda x: keras.ops.matmul(x, keras.ops.transpose(x)), name="scores"
+    )
+    model = keras.Model(inputs, scores(x))
     model.compile("sgd", "mse")
     batch = np.zeros((4, 9, 2), "float32"), np.zeros((4, 1))
     plan = ks.plan(model, tf.data.Dataset.from_tensors(batch), cluster)
     assert plan.comparison.unknown_size == 16
     printed = " ".join(capsys.readouterr().out.split())
     assert "lengths of sequences, count as 16" in printed
+    assert "'scores' computes with pairs of a mini-batch's examples" in printed
+    assert "if it gathers" in printed
+    of_pipelines = [c for c in plan.strategies if c.schedule]
+    assert of_pipelines
+    assert {cost.num_micro_batches for cost in of_pipelines} == {1}
 
 
 def described(**options):

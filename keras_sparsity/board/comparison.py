@@ -83,5 +83,10 @@ def plan_of(facts, cutter, cluster, num_examples, engine="native"):
 
     costs = strategy_costs(facts, cluster, num_examples, engine, on_error)
     return StrategyPlan(
-        costs, cluster, num_examples, failures, cutter.unknown_size
+        costs,
+        cluster,
+        num_examples,
+        failures,
+        cutter.unknown_size,
+        tuple(facts.profile.names[place] for place in facts.pairs),
     )

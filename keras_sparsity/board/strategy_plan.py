@@ -10,7 +10,11 @@ from keras_sparsity.board.written_plan import (
     in_seconds,
     of_unknown,
 )
-from keras_sparsity.stages.costs import LAYER_PLACEMENT, PIPELINE
+from keras_sparsity.stages.costs import (
+    DATA_PARALLELISM,
+    LAYER_PLACEMENT,
+    PIPELINE,
+)
 
 _HEAD = (
     "strategy",
@@ -38,6 +42,8 @@ class StrategyPlan(WrittenPlan):
         unknown_size: the number that sizes count as that neither the model nor
             the batch tells, such as a sequence's length; None if there are
             none.
+        pairs: tuple of the names of the calls that compute with pairs of
+            examples.
     """
 
     costs: tuple
@@ -45,6 +51,7 @@ class StrategyPlan(WrittenPlan):
     num_examples: int
     failures: dict = dataclasses.field(default_factory=dict)
     unknown_size: int | None = None
+    pairs: tuple = ()
 
     def best(self, asynchronous=False):
         """The fastest `StrategyCost` that fits the memory of a process.
@@ -91,8 +98,15 @@ class StrategyPlan(WrittenPlan):
             if number < _MOST_ROWS or cost.way not in ways[:number]
         ]
         about = self._about(len(self.costs) - len(shown))
-        rows = [*map(_row, shown), *map(_failed_row, self.failures.items())]
+        rows = [_row(cost, self._exact(cost)) for cost in shown]
+        rows += map(_failed_row, self.failures.items())
         return as_table(_HEAD, rows, about)
+
+    def _exact(self, cost):
+        """Whether its result is that of one process, in words."""
+        if self.pairs and cost.way == DATA_PARALLELISM:
+            return "if it gathers"
+        return "yes" if cost.is_exact else "no"
 
     def _about(self, left_out):
         cluster, rate = self.cluster, self.cluster.megabits_per_second
@@ -104,10 +118,21 @@ class StrategyPlan(WrittenPlan):
             "step on the busiest link, in one direction; memory is that of "
             "the process with the most."
         )
-        text += of_unknown(self.unknown_size)
+        text += of_unknown(self.unknown_size) + _of_pairs(self.pairs)
         if left_out:
             text += f" Slower ways that are not shown: {left_out}."
         return text
+
+
+def _of_pairs(names):
+    if not names:
+        return ""
+    return (
+        f" '{names[0]}' computes with pairs of a mini-batch's examples: layer "
+        "placement and pipelines that divide mini-batches there are left out, "
+        "and under data parallelism the pairs are those of a process's part, "
+        "unless the model gathers them (`ks.gather_batch`)."
+    )
 
 
 def described(cost):
@@ -124,7 +149,7 @@ def described(cost):
     return cost.way
 
 
-def _row(cost):
+def _row(cost, exact):
     return [
         described(cost),
         _processes(cost),
@@ -132,7 +157,7 @@ def _row(cost):
         in_bytes(cost.busiest_bytes),
         in_bytes(max(cost.memory_bytes)),
         str(cost.missed_updates),
-        "yes" if cost.is_exact else "no",
+        exact,
         cost.bound,
     ]
 

@@ -164,15 +164,18 @@ class PartitionSearch(keras.callbacks.Callback):
             return
         seconds = self.step_end.seconds - self._step_start
         known = self._sample.add(seconds, num_steps)
-        if known is None:
-            return
+        if known is not None:
+            self._record(*known)
+        if known is not None or self._sample.is_late:
+            self._next()
+
+    def _record(self, seconds, error_seconds):
         group, count = self._groups[0], self._sampled_count
-        group.sampler.record(count, *known)
+        group.sampler.record(count, seconds, error_seconds)
         self._say(
             f"{count} partitions for '{group.name}': "
-            f"{1e3 * known[0]:.4g} ms a step (+- {1e3 * known[1]:.2g})."
+            f"{1e3 * seconds:.4g} ms a step (+- {1e3 * error_seconds:.2g})."
         )
-        self._next()
 
     def on_train_end(self, logs=None):
         if not self._groups:
@@ -252,6 +255,7 @@ class PartitionSearch(keras.callbacks.Callback):
                     self.num_warm_up_steps,
                     left / self._num_samples_left(),
                     cycles.steps_of(self.model),
+                    left,
                 )
                 return
         self._save()

@@ -1,9 +1,14 @@
-"""The steps of a training after which a checkpoint is due."""
+"""The steps of a training after which a checkpoint is due, or may be made."""
 
 import math
 import time
 
 import tensorflow as tf
+
+
+def saves_within(model):
+    """Whether a model may be saved within an epoch: no gradients wait."""
+    return getattr(model.distribute_strategy, "synchronous", True)
 
 
 class SaveTimes:

@@ -16,18 +16,14 @@ from keras_sparsity._tf import (
     random_seeds,
 )
 from keras_sparsity.callbacks.epoch_steps import EpochSteps
-from keras_sparsity.callbacks.save_times import SaveTimes
+from keras_sparsity.callbacks.save_times import SaveTimes, saves_within
+from keras_sparsity.callbacks.stopping import Stopping
 from keras_sparsity.checkpoint import folder, index, lock, state, storage
 from keras_sparsity.checkpoint.found import FoundCheckpoint
 from keras_sparsity.checkpoint.replay import replay
 from keras_sparsity.collectives.startup import single_process
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.machines import door
-
-
-def saves_within(model):
-    """Whether a model may be saved within an epoch: no gradients wait."""
-    return getattr(model.distribute_strategy, "synchronous", True)
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):
@@ -336,6 +332,10 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._has_rest = self._is_cut and saves_within(self.model)
         if self._save_times.is_due(self._collectives) or self._has_rest:
             self._save(self._epoch, self._epoch_steps.number)
+
+    def on_epoch_end(self, epoch, logs=None):
+        of_all = [c.is_cut for c in self._others if isinstance(c, Stopping)]
+        self._is_cut = any(of_all or [self._is_cut])
 
     def on_train_end(self, logs=None):
         if self._found:  # it had ended

@@ -8,14 +8,24 @@ class Stopping(keras.callbacks.Callback):
 
     At the end of an epoch, behind the callbacks that may set it: one that
     looks at its own clock sets it on some ranks alone.
+
+    Attributes:
+        is_cut: whether a rank's callback has stopped it behind the epoch's
+            last step already, which cuts this run off rather than ends the
+            training; known at the end of an epoch.
     """
 
     def __init__(self, collectives):
         super().__init__()
         self._collectives = collectives
+        self.is_cut = self._cuts = False
+
+    def on_train_batch_end(self, batch, logs=None):
+        self._cuts = bool(self.model.stop_training)
 
     def on_epoch_end(self, epoch, logs=None):
-        stops = self._collectives.gather_objects(
-            bool(self.model.stop_training), name="fit/stops"
+        found = self._collectives.gather_objects(
+            (bool(self.model.stop_training), self._cuts), name="fit/stops"
         )
-        self.model.stop_training = any(stops)
+        stops, cuts = zip(*found, strict=True)
+        self.model.stop_training, self.is_cut = any(stops), any(cuts)

@@ -43,7 +43,12 @@ class Mixing:
     def __init__(self, model, is_teller, parts, advice):
         self._model, self._is_teller = model, is_teller
         self._parts, self._advice = parts, advice
-        self._told = set()
+        self._told = {}
+
+    @property
+    def told(self):
+        """Dict from places to the warnings of them so far, texts."""
+        return dict(self._told)
 
     @contextlib.contextmanager
     def looked_for(self, batch):
@@ -66,20 +71,21 @@ class Mixing:
 
     def _tell(self, op):
         place = _place(op)
-        if place is None or place in self._told:
+        if place is None:
             return
-        self._told.add(place)
-        logging.getLogger(__name__).warning(
-            "The model '%s' mixes the examples of a batch, and each %s has its "
-            "own part of it: the result is another one than in one process. "
-            "Found: %s of '%s'%s. %s.",
-            self._model.name,
-            self._parts,
-            op.type,
-            op.name,
+        self.tell(
             place,
-            self._advice,
+            f"The model '{self._model.name}' mixes the examples of a batch, "
+            f"and each {self._parts} has its own part of it: the result is "
+            f"another one than in one process. Found: {op.type} of "
+            f"'{op.name}'{place}. {self._advice}.",
         )
+
+    def tell(self, place, text):
+        """Warns of a place once, this rank's or another one's."""
+        if place not in self._told:
+            self._told[place] = text
+            logging.getLogger(__name__).warning("%s", text)
 
 
 def of_processes(model, communicator):

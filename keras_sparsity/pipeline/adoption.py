@@ -3,7 +3,6 @@
 import keras
 
 from keras_sparsity._tf import (
-    keras_functional,
     keras_models,
     keras_optimizers,
 )
@@ -12,7 +11,12 @@ from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.global_batch.losses import GlobalMean
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
-from keras_sparsity.pipeline import cuts, tables, whole_batches
+from keras_sparsity.pipeline import (
+    cuts,
+    dense_inputs,
+    tables,
+    whole_batches,
+)
 from keras_sparsity.pipeline.runs import Runs
 from keras_sparsity.pipeline.saved_state import SavedState
 from keras_sparsity.pipeline.stage import Stage
@@ -203,7 +207,7 @@ def _check(model, strategy):
         why = "XLA cannot compile the messages between stages"
         jit.refuse(model, why, "train in one process, ")
     _check_losses(model, size)
-    _check_inputs(model)
+    dense_inputs.check_declared(model)
     if strategy.spreads_tables:
         tables.check_not_tied(model)
     else:
@@ -241,24 +245,6 @@ def _check_losses(model, size):
                 'the sum of its values: use `reduction="sum"` for the same '
                 "training, or the default for that of their mean."
             )
-
-
-# Options of `keras.Input`, and the functions that make such tensors dense.
-_NOT_DENSE = {"sparse": "tf.sparse.to_dense", "ragged": "rows.to_tensor()"}
-
-
-def _check_inputs(model):
-    functional = keras_functional.functional_of(model)
-    for tensor in functional.inputs if functional else []:
-        for kind, to_dense in _NOT_DENSE.items():
-            if getattr(tensor, kind, False):
-                raise ValueError(
-                    "Models in stages divide mini-batches into parts, which a "
-                    f"{kind} tensor cannot be. Received: the input "
-                    f"'{tensor.name}', with {kind}=True. Expected: dense "
-                    f"inputs. Leave out `{kind}`, and make the batches dense "
-                    f"(`{to_dense}` in `dataset.map`)."
-                )
 
 
 def _check_has_no_tables(model):

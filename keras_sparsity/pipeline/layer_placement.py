@@ -147,6 +147,7 @@ class LayerPlacementStrategy(StagedStrategy):
         self._wire_dtype = wire_dtype
         self.options = dataclasses.replace(self.options, wire_dtype=wire_dtype)
         self._hybrid = None  # the strategy of models that gain nothing
+        self._divides_columns = False  # of the model that was cut last
         communicator = start_without_servers(engine, timeout, self)
         self._splits = self._splits_among(communicator)
         if communicator.size == 1:
@@ -294,12 +295,13 @@ class LayerPlacementStrategy(StagedStrategy):
         )
 
     def divide_columns(self, stage, parts, profile, optimizer):
-        splits = self._splits
+        splits, self._divides_columns = self._splits, False
         if splits.num_tails < 2 or splits.tail_split == "batch":
             return
         layers, place = self._to_divide(parts, optimizer), len(parts[0].names)
         if not splits.divides_columns(profile, place - 1):
             layers = []
+        self._divides_columns = bool(layers)  # each has whole batches then
         random_states.share(parts[1].model.variables, bool(layers))
         if stage.is_last and layers:
             stage.columns = columns.Columns(layers, optimizer, self.peers)
@@ -321,7 +323,7 @@ class LayerPlacementStrategy(StagedStrategy):
 
     def computes_whole(self, stage):
         is_alone = self._splits.num_tails == 1 and not self._by_worker
-        return stage > 0 and is_alone
+        return stage > 0 and (is_alone or self._divides_columns)
 
     def passes(self, stage, optimizer, is_whole):
         del optimizer, is_whole

@@ -33,6 +33,8 @@ class MicroBatches:
 
     def __init__(self, functional, data, number, num_pieces=1):
         x, *rest = keras.utils.unpack_x_y_sample_weight(data)
+        # As Keras makes inputs that say nothing of it dense.
+        x = keras.tree.map_structure(_dense, x)
         # An eager `train_on_batch` hands arrays on.
         y, sample_weight = keras.tree.map_structure(_tensor, rest)
         self.batch = x, y, sample_weight
@@ -133,6 +135,11 @@ class MicroBatches:
 def start(place):
     """The number of the first part of a place."""
     return place.start if isinstance(place, range) else place
+
+
+def _dense(value):
+    is_sparse = isinstance(value, tf.SparseTensor)
+    return tf.sparse.to_dense(value) if is_sparse else value
 
 
 def _tensor(value):

@@ -93,8 +93,16 @@ class Planner:
             taken = [inputs[place] for place in stage.part.inputs]
             return [*taken, *arrived], batches.num_examples
 
-        # A plan traces once: TensorFlow would warn of the fifth one's call.
-        tensors, number = forward.get_concrete_function()()
+        traced = []
+
+        def trace():
+            # A plan traces once: TensorFlow would warn of the fifth one's call.
+            traced.append(forward.get_concrete_function())
+
+        # A layer that raised on its rank alone would leave the others waiting
+        # for its messages.
+        attempted(self._strategy.collectives, trace, "pipeline/traced")
+        tensors, number = traced[0]()
         return tensors, int(number)
 
     def _batches(self, functional, data):

@@ -10,6 +10,7 @@ from keras_sparsity.callbacks import ema_swap, rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.callbacks.stopping import Stopping
+from keras_sparsity.pipeline.mixing_told import MixingTold
 from keras_sparsity.training.binding import Binding, bound_arguments
 from keras_sparsity.training.resuming import Input, checkpoint_last, resuming
 
@@ -86,6 +87,7 @@ class Runs(Binding):
         callbacks = self._on_rank(callbacks)
         callbacks = [
             InputCheck(self._collectives),
+            MixingTold(self._collectives, self._steps.mixing),
             *checkpoint_last([*callbacks, Stopping(self._collectives)]),
         ]
         arguments["callbacks"] = callbacks

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_losses, keras_models
 from keras_sparsity.global_batch import random_states
+from keras_sparsity.pipeline import dense_inputs
 from keras_sparsity.pipeline.links import Crossing
 from keras_sparsity.pipeline.tables import is_spread
 from keras_sparsity.placement import slices
@@ -91,6 +92,7 @@ class Stage:
     def send(self, outputs, loss):
         """Sends the tensors and the loss so far to the stage behind."""
         if not self.is_last:
+            dense_inputs.check_sent(outputs, self.part.names[-1])
             self.behind.send_activations(self.sent, outputs, loss)
 
     def compute(self, inputs, received, training):

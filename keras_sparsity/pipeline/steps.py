@@ -12,6 +12,7 @@ from keras_sparsity._tf import (
     keras_scopes,
 )
 from keras_sparsity.global_batch import loss_scale, mixing
+from keras_sparsity.pipeline import dense_inputs
 from keras_sparsity.pipeline.flushed import FlushedRun
 from keras_sparsity.pipeline.in_flight import InFlight
 from keras_sparsity.pipeline.links import Crossing
@@ -32,6 +33,9 @@ class Steps(Binding):
         versions: `Versions`, for training without a flush; else None.
         limit: the `Limit` of the stages' memory, or None.
         head_sums: `HeadSums`, or None.
+
+    Attributes:
+        mixing: `Mixing` of the model.
     """
 
     def __init__(
@@ -65,7 +69,7 @@ class Steps(Binding):
             head_sums,
             stage.columns is not None,
         )
-        self._mixing = mixing.of_passes(model, peers)
+        self.mixing = mixing.of_passes(model, peers)
         self._in_flight = versions and InFlight(
             model,
             stage,
@@ -73,7 +77,7 @@ class Steps(Binding):
             self._logs,
             versions,
             self._together,
-            self._mixing,
+            self.mixing,
         )
 
     @property
@@ -154,6 +158,9 @@ class Steps(Binding):
     def train_step(self, data):
         self.check_compiled()
         self.check_trains()
+        waits = self._in_flight is not None and self._collectives.size > 1
+        if waits or self._limit:
+            dense_inputs.refuse_ragged(self._functional, data)
         first = [self._limit.checked(data)] if self._limit else []
         with self._in_step(data), tf.control_dependencies(first):
             if self._in_flight:
@@ -242,7 +249,7 @@ class Steps(Binding):
             data,
             training,
             self._together,
-            self._mixing,
+            self.mixing,
         )
         run.run()
         return run

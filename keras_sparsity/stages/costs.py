@@ -27,6 +27,8 @@ class ModelFacts:
         num_averages: values that `"spectrain"` keeps for each trained weight.
         specs: tuple of the `planning.VariableSpec`s of the trained variables,
             as they travel.
+        pairs: tuple of the places of the calls that compute with pairs of
+            examples: they take whole mini-batches.
     """
 
     profile: Profile
@@ -37,6 +39,7 @@ class ModelFacts:
     num_slots: float
     num_averages: int
     specs: tuple
+    pairs: tuple = ()
 
     @property
     def has_tables(self):

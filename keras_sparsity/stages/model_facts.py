@@ -95,6 +95,11 @@ def measured(cutter, num_examples, optimizer, specs=None, wire_dtype=None):
         num_slots=num_slots,
         num_averages=predictor_of(optimizer).num_averages if optimizer else 0,
         specs=tuple(specs or variable_specs(cutter)),
+        pairs=tuple(
+            place
+            for place, call in enumerate(cutter.calls)
+            if call.name in cutter.pairs
+        ),
     )
 
 

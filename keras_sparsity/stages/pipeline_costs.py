@@ -125,6 +125,8 @@ class PipelineCosts:
             return
         least = min(self._parts)
         numbers = [n for n in _MICRO_BATCHES if n <= least] or [1]
+        if self._facts.pairs:
+            numbers = [1]  # as `compile` refuses parts
         for name, make in schedules.FLUSHED.items():
             tried = [self._flushed(name, make, number) for number in numbers]
             tried.sort(key=lambda cost: cost.step_seconds)

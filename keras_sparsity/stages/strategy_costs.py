@@ -39,7 +39,9 @@ def strategy_costs(
     memory of a process; if none does, that of the least memory. The ranks of a
     stage are consecutive. Models with sharded tables are not trained in
     pipelines; layer placement has the tables in its head, and those of a
-    `SampledSoftmax` on one tail worker.
+    `SampledSoftmax` on one tail worker. Of a model that computes with pairs of
+    examples, layer placement and pipelines are left out that divide
+    mini-batches there.
 
     Pipelines are simulated, with their messages; without a flush, the time of
     a step is that of a mini-batch more once the pipeline is full. Under data
@@ -100,8 +102,9 @@ def _order(cost):
 def _all_placed(facts, cluster, num_examples):
     most = min(1 if facts.has_samples else _MOST_TAILS, cluster.size // 2)
     return [
-        _placed(facts, cluster, num_examples, num_tails)
+        cost
         for num_tails in range(1, most + 1)
+        for cost in _placed(facts, cluster, num_examples, num_tails)
     ]
 
 
@@ -109,9 +112,12 @@ def _pipelines(facts, cluster, num_examples):
     if facts.has_tables:
         return []
     most = len(facts.profile.crossing_bytes) + 1
+    # Several ranks of a stage would divide mini-batches.
+    fewest = cluster.size if facts.pairs else 2
+    most = min(cluster.size, most, _MOST_STAGES)
     return [
         cost
-        for num_stages in range(2, min(cluster.size, most, _MOST_STAGES) + 1)
+        for num_stages in range(fewest, most + 1)
         if not cluster.size % num_stages or cluster.size <= _MOST_SHARED
         for is_flushed in (True, False)
         for cost in PipelineCosts(
@@ -121,6 +127,7 @@ def _pipelines(facts, cluster, num_examples):
 
 
 def _placed(facts, cluster, num_examples, num_tails):
+    """List of the cost of the fastest split; empty if none is possible."""
     profile = facts.profile
     num_workers = cluster.size - num_tails
     splits = [
@@ -134,13 +141,26 @@ def _placed(facts, cluster, num_examples, num_tails):
             cluster,
             tail_split=way,
         )
+        if not _divides_pairs(cost, facts.pairs, num_workers, num_tails)
     ]
+    if not splits:
+        return []
     splits.sort(key=lambda cost: cost.seconds)
     placed = (
         _of_split(each, facts, num_workers, num_tails, num_examples)
         for each in splits
     )
-    return fastest_that_fits(placed, cluster)
+    return [fastest_that_fits(placed, cluster)]
+
+
+def _divides_pairs(split, pairs, num_workers, num_tails):
+    """Whether a `SplitCost` has parts of mini-batches at one of some calls.
+
+    `compile` refuses it.
+    """
+    in_head = num_workers > 1
+    in_tail = num_tails > 1 and split.tail_split == "batch"
+    return any(in_head if call <= split.place else in_tail for call in pairs)
 
 
 def _of_split(split, facts, num_workers, num_tails, num_examples):

@@ -5,10 +5,8 @@ import itertools
 import logging
 
 from keras_sparsity._tf import keras_input, keras_models, random_seeds
-from keras_sparsity.callbacks.sharded_checkpoint import (
-    ShardedCheckpoint,
-    saves_within,
-)
+from keras_sparsity.callbacks.save_times import saves_within
+from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.collectives import agreed_seed
 from keras_sparsity.conversion.saving import optimizers_of
 

@@ -297,7 +297,10 @@ def test_seconds_are_those_of_the_slowest_ranks_steps(cluster, engine):
 
 
 def time_updates():
-    """One sample, of steps of which each fourth is slow, as updates are."""
+    """One sample, of steps of which each fourth is slow, as updates are.
+
+    And the lines of a search whose time ends within such a cycle.
+    """
     seconds = itertools.cycle([0.0, 0.0, 0.0, 4 * STEP_SECONDS])
     model = built(
         lambda count: seconds.__next__,
@@ -305,14 +308,19 @@ def time_updates():
     )
     callback = search(start=FIRST_PARTITIONS, num_steps=12)
     trained(model, callback, epochs=2)
-    return callback.result["tables"].samples[0]
+    short = search(start=FIRST_PARTITIONS, max_seconds=3 * STEP_SECONDS)
+    with printed() as lines:
+        trained(model, short, epochs=1)
+    return callback.result["tables"].samples[0], lines
 
 
 @ON_HOROVOD
 def test_accumulating_steps_count_with_their_update(cluster, engine):
-    first, other = cluster(engine, 2).run(time_updates)
+    (first, lines), (other, _) = cluster(engine, 2).run(time_updates)
     assert first == other
     assert first.seconds >= STEP_SECONDS
+    assert "seconds ended before the search did" in lines[0]
+    assert "'tables' stays as it was" in lines[1]
 
 
 # Two groups of tables, a limit of memory and interruptions, run eagerly:

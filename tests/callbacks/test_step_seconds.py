@@ -64,6 +64,12 @@ SAMPLES = {
         5 + 4 * 25,
         5 + 4 * 25,
     ),
+    "no time left: a cycle, which looks do not end": (
+        noisy(),
+        {"max_seconds": 1e-9, "cycle_steps": 25},
+        5 + 25,
+        5 + 25,
+    ),
     "executions of 40 steps: the first, then three": (
         noisy(),
         {"steps_per_execution": 40},
@@ -77,6 +83,16 @@ def test_steps_between_updates_count_with_them():
     sample = step_seconds.StepSeconds(EqualRanks(), 12, 1, 1e9, cycle_steps=4)
     found = [sample.add(s, 1) for s in [50.0, *[1.0, 1.0, 1.0, 9.0] * 3]]
     assert found == [None] * 12 + [(3.0, 0.0)]
+
+
+def test_no_time_for_a_whole_cycle():
+    options = {"cycle_steps": 25, "last_seconds": 1e-9}
+    sample = step_seconds.StepSeconds(EqualRanks(), 100, 1, 1e9, **options)
+    count = 0
+    while not sample.is_late:
+        assert sample.add(1.0, 1) is None
+        count += 1
+    assert count == 1 + 3
 
 
 @pytest.mark.parametrize(

@@ -1,39 +1,10 @@
 """What `compile` cuts in stages, and what it refuses."""
 
-import inspect
-
-import keras
 import numpy as np
 import pytest
 
 import keras_sparsity as ks
 from tests import pipeline_functions
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        lambda: ks.PipelineStrategy("1f1b"),
-        lambda: ks.PipelineStrategy("vanilla"),
-        lambda: ks.LayerPlacementStrategy(),
-    ],
-)
-def test_sparse_inputs_are_refused(strategy):
-    inputs = keras.Input((6,), name="words", sparse=True)
-    model = keras.Model(inputs, keras.layers.Dense(2)(inputs))
-    with strategy().scope():
-        with pytest.raises(ValueError, match=r"sparse.*'words'.*to_dense"):
-            model.compile("sgd", "mse")
-
-
-def test_ragged_inputs_are_refused():
-    if "ragged" not in inspect.signature(keras.Input).parameters:
-        pytest.skip("this Keras has none")
-    inputs = keras.Input((None,), dtype="int32", name="words", ragged=True)
-    model = keras.Model(inputs, keras.layers.Embedding(4, 2)(inputs))
-    with ks.PipelineStrategy("1f1b").scope():
-        with pytest.raises(ValueError, match=r"ragged.*'words'.*to_tensor"):
-            model.compile("sgd", "mse")
 
 
 def refusals():

@@ -157,6 +157,8 @@ def test_rows_of_an_embedding_that_a_layer_holds():
     assert stage.row_bytes == num_rows * (16 + 2)
 
 
-def test_plans_are_no_reason_to_warn(cluster):
-    for warnings in cluster("native", 2).run(pipeline_functions.planned_often):
+def test_plans_do_not_warn_and_raise_on_all_ranks(cluster):
+    ranks = cluster("native", 2).run(pipeline_functions.planned_often)
+    for warnings, error in ranks:
         assert not warnings
+        assert error.startswith("On rank 1: ") and "ids begin at 1" in error

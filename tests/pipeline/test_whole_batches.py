@@ -93,13 +93,21 @@ def test_parts_are_refused(options, expected):
             _model().compile("sgd", _loss)
 
 
+def _two_tails(split):
+    return ks.LayerPlacementStrategy(
+        ["tower_a"], num_tail_workers=2, tail_split=split
+    )
+
+
 def on_three():
-    """Two results of `trained`, and the messages of two refusals."""
+    """Results of `trained`, messages of two refusals, and warnings."""
     towers = ["tower_a", "tower_b"]
     results = [
         trained(lambda: ks.PipelineStrategy("1f1b", towers, 1)),
         # One worker has all examples of the tail.
         trained(lambda: ks.LayerPlacementStrategy(["tower_b"])),
+        # Each of two has them, too.
+        trained(lambda: _two_tails("columns")),
     ]
 
     def message(strategy):
@@ -108,16 +116,26 @@ def on_three():
                 lambda: _model().compile("sgd", _loss)
             )
 
-    return results, [
-        message(ks.LayerPlacementStrategy(["scores"])),
-        message(ks.PipelineStrategy("stash", ["tower_b"], replicas=[2, 1])),
-    ]
+    return (
+        results,
+        [
+            message(ks.LayerPlacementStrategy(["scores"])),
+            message(_two_tails("batch")),
+            message(ks.PipelineStrategy("stash", ["tower_b"], replicas=[2, 1])),
+        ],
+        _warned(
+            _centered(), _apart_from_others, "1f1b", 2, ["first", "centered"]
+        ),
+    )
 
 
 def test_stages(cluster):
-    for results, messages in cluster("native", 3, has_groups=True).run(
-        on_three
-    ):
+    returned = cluster("native", 3, has_groups=True).run(on_three)
+    of_rank_zero, lines = returned[0][-1]
+    assert len(of_rank_zero) == len(lines) == 2, lines
+    # Of the second stage, and of the loss, which the third computes.
+    assert sum("# found here" in line for line in lines) == 1
+    for results, messages, _ in returned:
         for found in results:
             _check(found)
         for message in messages:
@@ -133,15 +151,16 @@ def _apart_from_others(y_true, y_pred):
 
 def _centered():
     inputs = keras.Input((6,))
-    x = keras.layers.Dense(4)(inputs)
+    x = keras.layers.Dense(4, name="first")(inputs)
     x = x - keras.ops.mean(x, axis=0, keepdims=True)
+    x = keras.layers.Rescaling(2.0, name="centered")(x)
     return keras.Model(inputs, keras.layers.Dense(2)(x))
 
 
 @with_messages_of("keras_sparsity.global_batch.mixing")
-def _warned(lines, model, loss, schedule, num_micro_batches):
+def _warned(lines, model, loss, schedule, num_micro_batches, stages=None):
     """Warnings of a training, and of a training and an evaluation."""
-    strategy = ks.PipelineStrategy(schedule, None, num_micro_batches)
+    strategy = ks.PipelineStrategy(schedule, stages, num_micro_batches)
     with strategy.scope():
         model.compile("sgd", loss)
     x = np.ones((8, 6), "float32")

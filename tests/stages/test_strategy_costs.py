@@ -451,6 +451,42 @@ def test_several_tails_divide_what_is_faster():
     assert placed.step_seconds < by_bytes.seconds
 
 
+def with_pairs(number, pairs, **changes):
+    """Costs of ways in stages, of a model with pairs at some calls."""
+    made = dataclasses.replace(facts(**changes), pairs=pairs)
+    cluster = Cluster(number, megabits_per_second=RATE)
+    whole, *others = sorted(
+        strategy_costs(made, cluster, EXAMPLES),
+        key=lambda cost: cost.way != "data parallelism",
+    )
+    assert whole.way == "data parallelism"
+    return others
+
+
+def test_pairs_of_examples_stay_in_whole_mini_batches():
+    # As many stages as processes, without micro-batches.
+    found = with_pairs(3, (1,))
+    pipelines = [cost for cost in found if cost.schedule]
+    assert {"1f1b", "gpipe", "stash"} <= {cost.schedule for cost in pipelines}
+    for cost in pipelines:
+        assert cost.stages == ("a", "b") and cost.num_micro_batches == 1
+        assert (cost.num_replicas, cost.ranks_of_stages) == (1, ())
+    # One tail worker has them; the workers of a head have parts.
+    placed = [cost for cost in found if not cost.schedule]
+    assert [(cost.stages, cost.num_tails) for cost in placed] == [(("a",), 1)]
+    assert with_pairs(3, (0,)) == pipelines
+    # A single worker has whole mini-batches, too.
+    assert any(not cost.schedule for cost in with_pairs(2, (0,)))
+
+
+def test_pairs_in_tails_that_divide_columns():
+    columns = None, None, ColumnSize(40_000, 10, 40)
+    found = with_pairs(4, (2,), columns=columns)
+    divided = {cost.num_tails: cost.tail_split for cost in found}
+    assert divided == {1: "batch", 2: "columns"}
+    assert [cost.num_tails for cost in with_pairs(4, (2,))] == [1]
+
+
 @pytest.mark.parametrize(("alpha", "share"), [(0.2, 1 / 2), (1.0, 1)])
 def test_memory_of_tables_that_each_process_has_whole(alpha, share):
     owned = OwnedRows("table", 100, 400, 1, 4, 4)
