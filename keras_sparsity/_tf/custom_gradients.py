@@ -20,15 +20,15 @@ _KIND, _GRADIENT, _PREFIX = "IdentityN", "_gradient_op_type", "CustomGradient-"
 def forget_with(owner):
     """Has TensorFlow forget custom gradients when an object is freed.
 
-    Those of the `tf.function` that is being traced, outside of its branches
-    and loops. Functions that it calls may have other callers.
+    Those of the graph that is being traced, of a function or a branch, so far.
+    Not those of functions that are called in it: they may have other callers.
 
     Args:
-        owner: an object without which nobody calls the function.
+        owner: an object without which nobody runs the graph.
     """
     if tf.executing_eagerly():
         return
-    operations = tf_graphs.innermost_function().get_operations()
+    operations = tf_graphs.current().get_operations()
     names = [_name(each) for each in operations if each.type == _KIND]
     weakref.finalize(owner, _forget, names).atexit = False
 

@@ -5,7 +5,12 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, keras_models, tf_graphs
+from keras_sparsity._tf import (
+    custom_gradients,
+    keras_functional,
+    keras_models,
+    tf_graphs,
+)
 from keras_sparsity.pipeline.flushed import added, operations
 from keras_sparsity.pipeline.micro_batches import MicroBatches
 from keras_sparsity.pipeline.stage import Pass, floats
@@ -104,6 +109,7 @@ class TurnPasses:
             earlier = operations(outputs)
             states += before
         self._keep(states, weights)
+        custom_gradients.forget_with(self._model)
         return earlier
 
     def _keep(self, states, weights):
@@ -299,6 +305,7 @@ class TurnPasses:
         if not self._stage.is_first:
             for waiting, of_received in zip(self.waiting, results, strict=True):
                 waiting.results.put([*of_received, row])
+        custom_gradients.forget_with(self._model)
 
 
 def _check_draws(operations):

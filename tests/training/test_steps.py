@@ -373,18 +373,18 @@ class Seeing(keras.layers.Layer):
         return rows
 
 
-def left_of_a_model(is_in_stages):
+def left_of_a_model(schedule):
     """What is left of a model, its variables and graphs, once dropped."""
     Seeing.seen.clear()
     strategy = ks.HybridStrategy()
-    if is_in_stages:
-        strategy = ks.PipelineStrategy(schedule="gpipe")
+    if schedule:
+        strategy = ks.PipelineStrategy(schedule=schedule)
 
     def train():
         with strategy.scope():
             # Larger tables are updated by the rows that were pulled.
             layers = [keras.layers.Embedding(2000, 32), keras.layers.Flatten()]
-            if not is_in_stages:
+            if not schedule:
                 layers[0] = ks.layers.ShardedEmbedding(2000, 32)
             last = Seeing(), keras.layers.Dense(1)
             model = keras.Sequential([keras.Input((2,), dtype="int32")])
@@ -404,12 +404,13 @@ def left_of_a_model(is_in_stages):
 
 
 @pytest.mark.parametrize(
-    ("engine", "num_processes", "is_in_stages"),
-    [("local", 1, False), ("native", 2, False), ("native", 2, True)],
+    ("engine", "size", "schedule"),
+    [
+        ("local", 1, None),
+        *[("native", 2, each) for each in (None, "gpipe", "spectrain")],
+    ],
 )
-def test_a_model_that_is_dropped_is_freed(
-    cluster, engine, num_processes, is_in_stages
-):
+def test_a_model_that_is_dropped_is_freed(cluster, engine, size, schedule):
     """With the graph of its step, which holds the memory of variables."""
-    left = cluster(engine, num_processes).run(left_of_a_model, is_in_stages)
-    assert left == [[]] * num_processes
+    left = cluster(engine, size).run(left_of_a_model, schedule)
+    assert left == [[]] * size
