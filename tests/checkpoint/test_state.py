@@ -55,3 +55,16 @@ def test_which_variables_are_the_same_on_all_ranks():
     table = types.SimpleNamespace(num_rows=6, layout=Layout(6, 2))
     frozen = state._entry("model", [rows, rows], table, is_replicated=False)
     assert frozen.is_replicated and frozen.shape == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [((5, 3), [(0, 2), (2, 4), (4, 5)]), ((3, 3), [(0, 2), (2, 3)])],
+)
+def test_blocks_of_a_variable(monkeypatch, shape, expected):
+    monkeypatch.setattr(state, "_BLOCK_BYTES", 24)
+    values = np.arange(15, dtype="float32").reshape(5, 3)
+    found = list(state._pieces(keras.Variable(values), shape))
+    assert [(place.start, place.stop) for place, _ in found] == expected
+    for place, block in found:
+        np.testing.assert_array_equal(block, values[place])
