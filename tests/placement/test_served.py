@@ -13,7 +13,8 @@ NUM_BYTES = 4 * 100 * 100
 @pytest.mark.parametrize("num_partitions", [None, 3])
 def test_bytes_of_a_gradient(num_partitions):
     spec = VariableSpec("kernel", (100, 100), num_partitions=num_partitions)
-    traffic = Traffic(Cluster(3), "horovod", machine=1)
+    # The one server is on the second machine.
+    traffic = Traffic(Cluster(3), "horovod", None, True, None, 1)
     # Of one server, the two others send it a gradient and receive the sum.
     naive = NaiveServers.transfer_bytes(spec, traffic)
     assert naive.sent_bytes == (NUM_BYTES, 2 * NUM_BYTES, NUM_BYTES)
