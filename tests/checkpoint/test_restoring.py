@@ -107,6 +107,17 @@ def test_random_states_of_a_stage():
     assert len({seed for seed, _ in more}) == 3
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_of_each_process_are_cut_as_batches_are(size):
+    """The states of a stateful layer, a row for each example."""
+    rows = np.arange(8, dtype="float32").reshape(4, 2)
+    variables = [keras.Variable(np.ones((4 // size, 2))) for _ in range(size)]
+    for rank, variable in enumerate(variables):
+        entry = _entry("model", variable, None, is_replicated=False)
+        restoring.restore_own(entry, np.split(rows, 2), rank, size)
+    np.testing.assert_array_equal(np.concatenate(variables), rows)
+
+
 def test_one_number_of_each_process_is_of_as_many_only():
     record = {"each_rank": True}
     with pytest.raises(ValueError, match="own on each of the 2 proc.*Resume"):
