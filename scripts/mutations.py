@@ -10,8 +10,9 @@ the mutant computes the same.
     .venv-horovod/bin/python scripts/mutations.py --only exchange/pull.py:57
 
 Before a mutation counts as found, the failing test must pass without it. Tests
-on Horovod run after the others of their folder. Takes half a minute to
-two minutes per mutation, many for a survivor.
+on Horovod run after the others of their folder, then those that `make test`
+leaves to CI. Takes some seconds to two minutes per mutation, many for a
+survivor.
 """
 
 import argparse
@@ -93,8 +94,10 @@ WIDER = {
     ],
 }
 USUALLY = ["placement", "exchange", "update", "checkpoint"]
-_OF_NATIVE = "not horovod and not drawn"
-_OF_HOROVOD = "horovod and not drawn"
+# Options of pytest.
+_OF_NATIVE = ["-k", "not horovod and not drawn"]
+_OF_HOROVOD = ["-k", "horovod and not drawn"]
+_LONG = ["-k", "not drawn", "-m", "long and not all_cells"]
 # Constants that no mutation changes: other numbers give the same results.
 LEFT_OUT = {
     "_BLOCK_BYTES": "memory that is taken at a time",
@@ -232,7 +235,7 @@ def draw(folders, count, seed):
 
 
 def selections(path):
-    """Keywords and tests to run one after the other: mirror, folder, users."""
+    """pytest's options and tests to run in turn: mirror, folder, users."""
     path = pathlib.Path(path)
     folder = path.parts[0]
     mirror = f"tests/{path.parent}/test_{path.name}"
@@ -241,8 +244,10 @@ def selections(path):
     return [
         *((_OF_NATIVE, [tests]) for tests in near),
         (_OF_HOROVOD, near[-1:]),
+        (_LONG, near[-1:]),
         *((_OF_NATIVE, [tests]) for tests in wider),
         (_OF_HOROVOD, wider),
+        (_LONG, wider),
     ]
 
 
@@ -256,12 +261,12 @@ def copy(folder):
             shutil.copy2(ROOT / name, folder / name)
 
 
-def failure(folder, keyword, tests):
+def failure(folder, options, tests):
     """The first test that fails in a copy of the tree, or None."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "--tb=no"]
     command += ["-p", "no:cacheprovider", "-o", "timeout=180"]
     process = subprocess.Popen(
-        [*command, "-k", keyword, *tests],
+        [*command, *options, *tests],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(folder)},
         stdout=subprocess.PIPE,
@@ -286,14 +291,14 @@ def judge(mutation):
         folder = pathlib.Path(name)
         copy(folder)
         mutation.apply(folder)
-        for keyword, tests in selections(mutation.path):
-            found = failure(folder, keyword, tests)
+        for options, tests in selections(mutation.path):
+            found = failure(folder, options, tests)
             if found is None:
                 continue
             original = ROOT / PACKAGE / mutation.path
             shutil.copy2(original, folder / PACKAGE / mutation.path)
             again = [found] if "::" in found else tests
-            if failure(folder, keyword, again):
+            if failure(folder, options, again):
                 sys.exit(f"Fails without a mutation, too: {found}")
             return found
     return None

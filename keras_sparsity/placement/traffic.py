@@ -20,10 +20,10 @@ class Traffic:
 
     cluster: Cluster
     engine: str
-    largest_rows: float | None = None
-    local_aggregation: bool = True
-    pulled_bytes: float | None = None
-    machine: int = 0
+    largest_rows: float | None
+    local_aggregation: bool
+    pulled_bytes: float | None
+    machine: int
 
     def facts(self, first_machine=0):
         """The arguments of `planning.engine_bytes`, from the cluster on."""

@@ -54,3 +54,15 @@ def test_all_is_on_disk_before_the_name_and_the_name_at_last(
         assert os.listdir(tmp_path) == [NAME]
         assert len(os.listdir("/proc/self/fd")) <= num_open
     assert len(replaced) == 1
+
+
+def test_as_many_as_asked_for_stay_and_the_one_just_written(tmp_path):
+    names = [folder.name_of(*place) for place in ((0, 5), (0, 40), (1, 2))]
+    for number, name in enumerate(names, 1):
+        folder.begin(tmp_path, name)
+        folder.commit(tmp_path, name, keep=2)
+        assert sorted(os.listdir(tmp_path)) == names[:number][-2:]
+    # Of a new training in the same folder, though later ones are there.
+    folder.begin(tmp_path, names[0])
+    folder.commit(tmp_path, names[0], keep=2)
+    assert sorted(os.listdir(tmp_path)) == names

@@ -8,6 +8,7 @@ import pytest
 
 from keras_sparsity.checkpoint import restoring
 from keras_sparsity.checkpoint.state import Entry
+from keras_sparsity.exchange.layout import Layout
 
 SAVED = [np.float32(1.0), np.float32(5.0)]  # by two processes
 
@@ -106,7 +107,62 @@ def test_random_states_of_a_stage():
     assert len({seed for seed, _ in more}) == 3
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_of_each_process_are_cut_as_batches_are(size):
+    """The states of a stateful layer, a row for each example."""
+    rows = np.arange(8, dtype="float32").reshape(4, 2)
+    variables = [keras.Variable(np.ones((4 // size, 2))) for _ in range(size)]
+    for rank, variable in enumerate(variables):
+        entry = _entry("model", variable, None, is_replicated=False)
+        restoring.restore_own(entry, np.split(rows, 2), rank, size)
+    np.testing.assert_array_equal(np.concatenate(variables), rows)
+
+
 def test_one_number_of_each_process_is_of_as_many_only():
     record = {"each_rank": True}
     with pytest.raises(ValueError, match="own on each of the 2 proc.*Resume"):
         _restored("model", _number, record, 2, None, 3, False)
+
+
+PARTITIONED = {"num_partitions": 3, "owners": [1, 0]}
+
+
+@pytest.mark.parametrize(
+    ("record", "layout"),
+    [
+        (PARTITIONED, Layout(7, 2, (0, 1))),
+        (PARTITIONED, Layout(7, 5, (1,))),
+        (PARTITIONED, None),
+        ({}, Layout(7, 2, (1, 0))),
+    ],
+)
+def test_rows_of_other_partitions(record, layout):
+    whole = np.arange(14, dtype="float32").reshape(7, 2)
+    count = record.get("num_partitions", 1)
+
+    def file(name):
+        def dataset(names, shape, dtype):
+            number, *partition = names
+            assert (number, dtype) == ("3", "float32")
+            source = int(partition[0]) if partition else 0
+            ranks = ["rank-00001.h5", "rank-00000.h5"]
+            assert name == (ranks[source % 2] if record else "dense.h5")
+            assert shape == whole[source::count].shape
+            return whole[source::count]
+
+        return types.SimpleNamespace(dataset=dataset)
+
+    for rank in range(2):
+        owned, new_count = [0], 1
+        if layout is not None:
+            owned, new_count = (
+                layout.owned_partitions(rank),
+                layout.num_partitions,
+            )
+        expected = [whole[partition::new_count] for partition in owned]
+        pieces = [keras.Variable(-np.ones_like(rows)) for rows in expected]
+        entry = Entry("model", "it", (7, 2), "float32", pieces, layout)
+        ranks = types.SimpleNamespace(rank=rank, size=2)
+        restoring.restore(entry, 3, record, file, 2, ranks)
+        for piece, rows in zip(pieces, expected, strict=True):
+            np.testing.assert_array_equal(piece, rows)

@@ -53,6 +53,9 @@ def test_equal_values_are_written_once(tmp_path, ranks, differing, writers):
         entry = Entry("model", "it", (), "float32", variables, ranks=ranks)
         communicator = types.SimpleNamespace(rank=rank, size=3)
         storage._write_files(tmp_path, [entry], differing, communicator)
+        (record,) = storage._records([entry], differing, communicator)
+        assert record.get("each_rank", False) == bool(differing)
+        assert record.get("ranks") == (ranks and writers)
         with h5py.File(tmp_path / folder.rank_file(rank)) as file:
             found += [rank] * ("0" in file)
     with h5py.File(tmp_path / folder.DENSE) as file:

@@ -18,9 +18,18 @@ def test_several_processes_have_the_same_rows(num_processes):
     )
 
 
+class OwnCall(keras.layers.Embedding):
+    """May read its weights in other ways, too."""
+
+    def call(self, inputs):
+        return super().call(inputs) + keras.ops.sum(self.embeddings)
+
+
 def test_other_layers_and_their_variables_are_none():
     with ks.HybridStrategy().scope():
-        layer = keras.layers.Dense(2)
+        layer, own_call = keras.layers.Dense(2), OwnCall(4, 2)
         layer.build((None, 4))
-    lookups.mark([layer, keras.layers.Embedding(4, 2)], 2)
+        own_call.build(None)
+    lookups.mark([layer, own_call, keras.layers.Embedding(4, 2)], 2)
     assert lookups.owner_of(layer.kernel) is None
+    assert lookups.owner_of(own_call.embeddings) is None

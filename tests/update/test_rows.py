@@ -4,6 +4,7 @@ import contextlib
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity._tf import keras_optimizers
@@ -36,6 +37,22 @@ def test_pieces_are_decayed_as_what_they_replace():
     for variable in found:
         is_decayed = keras_optimizers.uses_weight_decay(rule, variable)
         assert is_decayed == all(variable is not v for v in not_decayed)
+
+
+def test_rows_stand_in_for_their_variable_alone():
+    variable, other = variables((4, 2), (3,))
+    rule = keras.optimizers.SGD(0.5, momentum=0.9)
+    rule.build([variable, other])
+    ids = tf.constant([2, 0])
+    copy, stand_ins = rows.stand_in_for(rule, [(variable, ids, None)])
+    assert copy.iterations is rule.iterations
+    assert stand_ins.keys() == {id(variable)}
+    stand_in = stand_ins[id(variable)]
+    copy.apply([tf.ones([2, 2]), tf.ones([3])], [stand_in, other])
+    stand_in.write_back()
+    np.testing.assert_array_equal(variable, [[0.5] * 2, [1] * 2] * 2)
+    np.testing.assert_array_equal(other, [0.5] * 3)
+    assert rule.iterations == 1
 
 
 def trained(layer, strategy=None):
