@@ -7,7 +7,13 @@ import keras
 import numpy as np
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import contexts, keras_input, keras_models, patches
+from keras_sparsity._tf import (
+    contexts,
+    custom_gradients,
+    keras_input,
+    keras_models,
+    patches,
+)
 from keras_sparsity.asynchronous import joiners, meeting
 from keras_sparsity.asynchronous.epochs import Epochs
 from keras_sparsity.asynchronous.training import Training
@@ -29,6 +35,10 @@ from keras_sparsity.training.binding import (
 _numbers = itertools.count()
 
 
+class _Traces:
+    """Lives as long as the functions that a `fit` traces."""
+
+
 class Runs(RunBinding):
     """Binds `fit` and its steps; rank 0 reports, and writes files.
 
@@ -39,7 +49,8 @@ class Runs(RunBinding):
     optimizer = None
 
     def __init__(self, model):
-        self._training = self._epochs = None  # while `fit` runs
+        # While `fit` runs.
+        self._training = self._epochs = self._traces = None
         self._results = None  # of all workers, while an epoch ends
         names = ["fit", "train_on_batch", "train_step", "get_metrics_result"]
         names += ["evaluate", "predict", "test_on_batch", "predict_on_batch"]
@@ -56,6 +67,7 @@ class Runs(RunBinding):
         arguments = bound_arguments(self._stock["fit"], args, kwargs)
         self._check_optimizer()
         self._check_same_call("fit", arguments)
+        self._traces = _Traces()
         try:
             return self._fit(arguments)
         except BaseException as error:
@@ -65,7 +77,7 @@ class Runs(RunBinding):
         finally:
             # A function that was traced pushes to the servers of this `fit`.
             self._model.train_function = None
-            self._training = self._epochs = None
+            self._training = self._epochs = self._traces = None
 
     def _fit(self, arguments):
         if arguments.get("steps_per_epoch"):
@@ -140,7 +152,9 @@ class Runs(RunBinding):
     def train_step(self, data):
         with random_states.drawn_by_rank(self._collectives.rank):
             step = self._stock["train_step"]
-            return self._training.worker.step(step, data)
+            logs = self._training.worker.step(step, data)
+        custom_gradients.forget_with(self._traces)
+        return logs
 
     def get_metrics_result(self):
         if self._results is not None:

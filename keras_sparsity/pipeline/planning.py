@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import (
+    custom_gradients,
     keras_functional,
     keras_optimizers,
     keras_variables,
@@ -91,6 +92,7 @@ class Planner:
             outputs, _ = stage.compute(inputs, received, False)
             stage.send(outputs, loss)
             taken = [inputs[place] for place in stage.part.inputs]
+            custom_gradients.forget_with(self)
             return [*taken, *arrived], batches.num_examples
 
         traced = []

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_sparsity._tf import (
     checks,
     current_variable,
+    custom_gradients,
     keras_scopes,
     patches,
     tf_graphs,
@@ -115,6 +116,7 @@ class Scouted:
                 layer, is_training, _ = getattr(outputs, ORIGIN, [None] * 3)
                 if is_training and layer.may_come_with_others():
                     self._softmax = layer
+            custom_gradients.forget_with(self)
 
         self._tensors = [flat[place] for place in places]
         specs = [tf.TensorSpec(x.shape, x.dtype) for x in self._tensors]

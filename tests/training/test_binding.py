@@ -1,9 +1,12 @@
 """Methods that are bound on one model, and the arguments of their calls."""
 
 import contextlib
+import gc
 import types
+import weakref
 
 import keras
+import numpy as np
 import pytest
 
 import keras_sparsity as ks
@@ -88,3 +91,63 @@ def test_arguments_that_a_call_gives_by_name():
     assert bound_arguments(function, (1,), {}) == {"a": 1}
     given = bound_arguments(function, (1, 5), {"c": 4, "d": 6})
     assert given == {"a": 1, "b": 5, "c": 4, "d": 6}
+
+
+_SCHEDULES = None, "gpipe", "spectrain", "bounded"
+
+
+class Seeing(keras.layers.Layer):
+    """Notes the graphs in which it is called."""
+
+    seen = []
+
+    def call(self, rows):
+        if not keras.backend.is_keras_tensor(rows):
+            self.seen.append(weakref.ref(rows.graph))
+        return rows
+
+
+def left_of_a_model(schedule):
+    """What is left of a model, its variables and graphs, once dropped."""
+    Seeing.seen.clear()
+    strategy = ks.HybridStrategy()
+    if schedule == "bounded":
+        strategy = ks.HybridStrategy(synchronous=False, max_staleness=1)
+    elif schedule:
+        strategy = ks.PipelineStrategy(schedule=schedule)
+
+    def train():
+        with strategy.scope():
+            # Larger tables are updated by the rows that were pulled.
+            layers = [keras.layers.Embedding(2000, 32), keras.layers.Flatten()]
+            if not schedule:
+                layers[0] = ks.layers.ShardedEmbedding(2000, 32)
+            last = Seeing(), keras.layers.Dense(1)
+            model = keras.Sequential([keras.Input((2,), dtype="int32")])
+            for layer in (*layers, *last):
+                model.add(layer)
+            rule = "adagrad" if schedule == "bounded" else "adam"
+            model.compile(rule, "mse")
+        x = np.ones((4, 2), "int32")
+        model.fit(x, np.ones((4, 1)), shuffle=False, verbose=0)
+        model.predict(x, verbose=0)
+        Seeing.seen.extend(map(weakref.ref, (model, *model.weights)))
+
+    train()
+    keras.utils.clear_session()
+    gc.collect()
+    assert len(Seeing.seen) > 4  # and graphs
+    return [str(held()) for held in Seeing.seen if held() is not None]
+
+
+@pytest.mark.parametrize(
+    ("engine", "size", "schedule"),
+    [
+        ("local", 1, None),
+        *[("native", 2, each) for each in _SCHEDULES],
+    ],
+)
+def test_a_model_that_is_dropped_is_freed(cluster, engine, size, schedule):
+    """With the graph of its step, which holds the memory of variables."""
+    left = cluster(engine, size).run(left_of_a_model, schedule)
+    assert left == [[]] * size

@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import gc
-import weakref
 from unittest import mock
 
 import keras
@@ -360,57 +358,3 @@ def test_own_trackers_count_each_batch_once(
     for found in cluster(engine, 3).run(own_trackers_distributed, *arguments):
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, 1e-5, err_msg=name)
-
-
-class Seeing(keras.layers.Layer):
-    """Notes the graphs in which it is called."""
-
-    seen = []
-
-    def call(self, rows):
-        if not keras.backend.is_keras_tensor(rows):
-            self.seen.append(weakref.ref(rows.graph))
-        return rows
-
-
-def left_of_a_model(schedule):
-    """What is left of a model, its variables and graphs, once dropped."""
-    Seeing.seen.clear()
-    strategy = ks.HybridStrategy()
-    if schedule:
-        strategy = ks.PipelineStrategy(schedule=schedule)
-
-    def train():
-        with strategy.scope():
-            # Larger tables are updated by the rows that were pulled.
-            layers = [keras.layers.Embedding(2000, 32), keras.layers.Flatten()]
-            if not schedule:
-                layers[0] = ks.layers.ShardedEmbedding(2000, 32)
-            last = Seeing(), keras.layers.Dense(1)
-            model = keras.Sequential([keras.Input((2,), dtype="int32")])
-            for layer in (*layers, *last):
-                model.add(layer)
-            model.compile("adam", "mse")
-        x = np.ones((4, 2), "int32")
-        model.fit(x, np.ones((4, 1)), shuffle=False, verbose=0)
-        model.predict(x, verbose=0)
-        Seeing.seen.extend(map(weakref.ref, (model, *model.weights)))
-
-    train()
-    keras.utils.clear_session()
-    gc.collect()
-    assert len(Seeing.seen) > 4  # and graphs
-    return [str(held()) for held in Seeing.seen if held() is not None]
-
-
-@pytest.mark.parametrize(
-    ("engine", "size", "schedule"),
-    [
-        ("local", 1, None),
-        *[("native", 2, each) for each in (None, "gpipe", "spectrain")],
-    ],
-)
-def test_a_model_that_is_dropped_is_freed(cluster, engine, size, schedule):
-    """With the graph of its step, which holds the memory of variables."""
-    left = cluster(engine, size).run(left_of_a_model, schedule)
-    assert left == [[]] * size
