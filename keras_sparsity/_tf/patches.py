@@ -179,12 +179,24 @@ EPOCH_ITERATOR = Patch(
     during="`fit`, `evaluate` and `predict`",
     reason="`fit` makes the iterator and its dataset in one function.",
 )
-SAVE_MODEL = Patch(
-    "keras.src.saving.saving_lib",
-    "save_model",
-    during="the process, once several train a model",
-    reason="`keras.saving.save_model` calls no method of the model's.",
-)
+SAVES = {
+    Patch(
+        owner,
+        name,
+        during="the process, once several train a model",
+        reason="`keras.saving.save_model` and `save_weights` call no method of "
+        "the model's.",
+    ): method
+    for owner, name, method in (
+        ("keras.src.saving.saving_lib", "save_model", "save"),
+        ("keras.src.saving.saving_lib", "save_weights_only", "save_weights"),
+        (
+            "keras.src.legacy.saving.legacy_h5_format",
+            "save_model_to_hdf5",
+            "save",
+        ),
+    )
+}
 _OF_BATCHES = "train_on_batch", "test_on_batch", "predict_on_batch"
 RUNS = "fit", "evaluate", "predict", *_OF_BATCHES  # of a model
 MODEL_METHODS = {
@@ -198,6 +210,7 @@ MODEL_METHODS = {
 }
 ALL = (
     *(named for named in vars().values() if isinstance(named, Patch)),
+    *SAVES,
     *MODEL_METHODS.values(),
 )
 
@@ -294,9 +307,22 @@ def first_tape_is_told(on_begin, on_end):
         yield
 
 
+@contextlib.contextmanager
 def models_are_saved_by(save):
-    """`save(stock, model, ...)` in place of `keras.saving.save_model`."""
-    return SAVE_MODEL.by(lambda stock: functools.partial(save, stock))
+    """`save(stock, method, model, ...)` in place of `keras.saving`'s functions.
+
+    `method` is the name of the model's own.
+    """
+    with contextlib.ExitStack() as stack:
+        for patch, method in SAVES.items():
+            stack.enter_context(
+                patch.by(
+                    lambda stock, method=method: functools.partial(
+                        save, stock, method
+                    )
+                )
+            )
+        yield
 
 
 def losses_are_not_scaled():

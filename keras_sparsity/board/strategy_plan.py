@@ -102,9 +102,13 @@ class StrategyPlan(WrittenPlan):
         rows += map(_failed_row, self.failures.items())
         return as_table(_HEAD, rows, about)
 
+    @property
+    def _divides_pairs(self):
+        return bool(self.pairs) and self.cluster.size > 1
+
     def _exact(self, cost):
         """Whether its result is that of one process, in words."""
-        if self.pairs and cost.way == DATA_PARALLELISM:
+        if self._divides_pairs and cost.way == DATA_PARALLELISM:
             return "if it gathers"
         return "yes" if cost.is_exact else "no"
 
@@ -118,7 +122,9 @@ class StrategyPlan(WrittenPlan):
             "step on the busiest link, in one direction; memory is that of "
             "the process with the most."
         )
-        text += of_unknown(self.unknown_size) + _of_pairs(self.pairs)
+        text += of_unknown(self.unknown_size) + _of_pairs(
+            self.pairs if self._divides_pairs else ()
+        )
         if left_out:
             text += f" Slower ways that are not shown: {left_out}."
         return text

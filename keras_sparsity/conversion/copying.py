@@ -153,8 +153,8 @@ class Copier:
                     for kind, (test, store) in attribute.items()
                 }
                 continue
-            is_bound = _is_of_this_package(attribute)
-            while _is_of_this_package(attribute):  # one around another
+            is_bound = is_of_this_package(attribute)
+            while is_of_this_package(attribute):  # one around another
                 attribute = attribute.__wrapped__
             if is_bound and _is_of_class(attribute, value, name):
                 continue
@@ -314,7 +314,7 @@ def _is_filled(cell):
     return True
 
 
-def _is_of_this_package(value):
+def is_of_this_package(value):
     """Whether this package has bound a method, around the stock one."""
     return (
         isinstance(value, types.FunctionType)

@@ -1,43 +1,53 @@
 """Saving a model with sharded tables: rank 0 writes it whole."""
 
 import contextlib
+import inspect
 
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_models, patches
+from keras_sparsity._tf import contexts, keras_models, patches
+from keras_sparsity.conversion.copying import is_of_this_package
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.tables import whole
 from keras_sparsity.tables.table_variable import TableVariable
 
 _DONE, _FAILED = -1, -2
 
-_being_written = set()  # `id`s of models
+_being_written = []  # models
 _replacements = contextlib.ExitStack()
 
 
 def have_models_save():
     """Has `keras.saving.save_model` call `model.save`, if that is bound.
 
-    Each rank would write the same file.
+    Each rank would write the same file. `save_weights` likewise.
     """
 
-    def save(stock, model, *args, **kwargs):
-        if "save" in vars(model) and id(model) not in _being_written:
-            return model.save(*args, **kwargs)
-        return stock(model, *args, **kwargs)
+    def save(stock, method, model, *args, **kwargs):
+        # What a model's own `save` saves beside is rank 0's alone, too.
+        is_bound = is_of_this_package(vars(model).get(method))
+        if _being_written or not is_bound:
+            return stock(model, *args, **kwargs)
+        given = inspect.signature(stock).bind(model, *args, **kwargs).arguments
+        del given["model"]
+        given = {k: v for k, v in given.items() if v is not None}
+        # Each rank has been asked already.
+        given.pop("overwrite", None)
+        return getattr(model, method)(**given)
 
-    if not patches.SAVE_MODEL.is_in_place:
+    if not _replacements_are_made():
         _replacements.enter_context(patches.models_are_saved_by(save))
+
+
+def _replacements_are_made():
+    return all(patch.is_in_place for patch in patches.SAVES)
 
 
 def write(model, method, args, kwargs):
     """Calls Keras's method of a model that writes its file."""
-    _being_written.add(id(model))
-    try:
+    with contexts.on_top(_being_written, model):
         method(*args, **kwargs)
-    finally:
-        _being_written.discard(id(model))
 
 
 def tables_of(model):
@@ -148,9 +158,13 @@ def _optimizers_in(name, value):
     """Those of a value that may be a container, with the places in it."""
     if isinstance(value, keras.optimizers.Optimizer):
         yield name, value
-    elif isinstance(value, dict):
-        for key, each in value.items():
-            yield from _optimizers_in(f"{name}[{key!r}]", each)
+        return
+    items = ()
+    if isinstance(value, dict):
+        items = value.items()
     elif isinstance(value, (list, tuple)):
-        for place, each in enumerate(value):
-            yield from _optimizers_in(f"{name}[{place}]", each)
+        items = enumerate(value)
+    for key, each in items:
+        # Vocabularies are long.
+        if isinstance(each, (keras.optimizers.Optimizer, dict, list, tuple)):
+            yield from _optimizers_in(f"{name}[{key!r}]", each)

@@ -24,7 +24,7 @@ _STATISTICS = (
 )
 
 _parts = []  # of the steps being computed or traced, the inmost last
-_stored = {}  # by the number of counts: variables of eager steps' counts
+_stored = []  # the variable of eager steps' counts, once there is one
 
 
 class Part:
@@ -40,9 +40,11 @@ class Part:
     """
 
     def __init__(self, counts, collectives, is_of_run=False):
-        self._counts, self.is_of_run = counts, is_of_run
-        self._collectives = collectives
+        self.is_of_run, self._collectives = is_of_run, collectives
         self._graph = tf_graphs.current()
+        if self._graph is None and not is_of_run:
+            counts = _of_all(counts, collectives)
+        self._counts = counts
         self._share = None  # the graph that it is of, and its tensor
         known = tf.get_static_value(counts)
         self._has_examples = counts[0] > 0 if known is None else bool(known[0])
@@ -56,16 +58,14 @@ class Part:
         They are traced in one step, and run in others.
         """
         if self._is_stored and tf.executing_eagerly():
-            counts = tf.cast(self._counts, tf.int64)
-            number = counts.shape[0]
-            if number not in _stored:
-                _stored[number] = OwnVariable(counts, tf.int64)
-            _stored[number].assign(counts)
+            if not _stored:
+                _stored.append(OwnVariable(self._counts, tf.int64))
+            _stored[0].assign(self._counts)
 
     @property
     def _present_counts(self):
         if self._is_stored and not tf.executing_eagerly():
-            return _stored[self._counts.shape[0]].read()
+            return _stored[0].read()
         return self._counts
 
     @property
@@ -93,14 +93,20 @@ class Part:
         return self._share[1]
 
     def _counted_share(self):
-        number, total = self._present_counts[0], self._present_counts[-1]
-        if self._counts.shape[0] == 1:
-            (total,) = self._collectives.all_reduce(
-                [total], name="model/examples"
-            )
+        counts = _of_all(self._present_counts, self._collectives)
+        number, total = tf.unstack(counts)
         return tf.math.divide_no_nan(
             tf.cast(number, tf.float32), tf.cast(total, tf.float32)
         )
+
+
+def _of_all(counts, collectives):
+    """The number of this rank's examples, and of all: int64 `(2,)`."""
+    counts = tf.cast(counts, tf.int64)
+    if counts.shape[0] == 2:
+        return counts
+    total = collectives.all_reduce([counts], name="model/examples")
+    return tf.concat([counts, *total], axis=0)
 
 
 def of_rank(counts, collectives):

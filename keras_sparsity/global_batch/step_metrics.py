@@ -181,7 +181,8 @@ def _make(metric, stock, *args, **kwargs):
     In eager steps the first update may make them, on ranks with examples.
     """
     before = [(variable, variable.numpy()) for variable in metric.variables]
-    with contextlib.suppress(Exception):  # one example may be too few
+    # One example may be too few.
+    with loss_scale.of_own_part(), contextlib.suppress(Exception):
         stock(*args, **kwargs)
     metric.reset_state()
     for variable, value in before:

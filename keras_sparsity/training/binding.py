@@ -37,7 +37,7 @@ class Binding:
     def __init__(self, model, names, private=None):
         self._model = model
         self._collectives = model.distribute_strategy.collectives
-        self._stock = {}
+        self._stock, self._has_looked = {}, False
         if "save" in names and self._collectives.size > 1:
             saving.have_models_save()
         for name in names:
@@ -71,7 +71,13 @@ class Binding:
             facts, "The model and its method that is called", _EVERY_RANK
         )
 
-    def _check_optimizer(self):
+    def _check_optimizer(self, of_batch=False):
+        """Raises for optimizers that look at a rank's gradients alone.
+
+        Args:
+            of_batch: whether it is asked for each batch: the optimizers beside
+                the model's own are then looked at once.
+        """
         jit.settle(self._model, self._collectives)
         optimizer = getattr(self._model, "optimizer", None)
         if optimizer is not None and not isinstance(optimizer, HybridOptimizer):
@@ -83,7 +89,8 @@ class Binding:
                 "`with strategy.scope(): model.compile(...)`, or "
                 "`model.optimizer = ks.HybridOptimizer(optimizer)`."
             )
-        if self._collectives.size > 1:
+        if self._collectives.size > 1 and not (of_batch and self._has_looked):
+            self._has_looked = True
             for name, further in saving.named_optimizers(self._model):
                 if name != "optimizer":
                     _check_further(name, further)

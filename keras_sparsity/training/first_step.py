@@ -84,15 +84,15 @@ class FirstStep(Binding):
         """Builds layers whose calls need values.
 
         On zeros, where only the shapes of a batch are known: to read a
-        generator's batch would lose it. Not if sizes are unknown, for which
-        layers would be built.
+        generator's batch would lose it. Not if sizes are unknown that weights
+        may have.
         """
         specs = [
             leaf
             for leaf in tf.nest.flatten(inputs)
             if isinstance(leaf, tf.TypeSpec)
         ]
-        if not all(spec.shape[1:].is_fully_defined() for spec in specs):
+        if any(_may_size_weights(spec) for spec in specs):
             return
         if specs:
             inputs = stand_ins.zeros(stand_ins.nothing_of(inputs))
@@ -174,3 +174,10 @@ class FirstStep(Binding):
                 communicator.num_servers,
                 self._model.name,
             )
+
+
+def _may_size_weights(spec):
+    """Whether weights may have a size of a batch that is not known."""
+    if spec.shape.rank is None:
+        return True
+    return spec.dtype.is_floating and None in spec.shape[1:][-1:]

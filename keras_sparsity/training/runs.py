@@ -142,7 +142,7 @@ class Runs(RunBinding):
         return self._on_batch("predict_on_batch", args, kwargs)
 
     def _on_batch(self, name, args, kwargs):
-        self._check_optimizer()
+        self._check_optimizer(of_batch=True)
         arguments = bound_arguments(self._stock[name], args, kwargs)
         place = self._collectives.rank, self._collectives.num_workers
         for key in ("x", "y", "sample_weight"):

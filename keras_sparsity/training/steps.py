@@ -61,7 +61,7 @@ class Steps(Binding):
             return self._stock["call"](*args, **kwargs)
 
     def train_step(self, batch):
-        self._check_optimizer()
+        self._check_optimizer(of_batch=tf.executing_eagerly())
         following = None
         if isinstance(batch, Followed):
             batch, *following = batch

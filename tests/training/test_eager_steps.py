@@ -150,8 +150,11 @@ class StepOfAFunction(keras.Model):
         return {"mean": self.mean.result()}
 
 
-def train_by_function(scope):
-    """Batches of one example, of few and of more: parts are of 0, 1 or 2."""
+def train_by_function(scope, shard=lambda dataset: dataset):
+    """Batches of one example, of few and of more: parts are of 0, 1 or 2.
+
+    First of a dataset whose parts do not tell the size of the whole batch.
+    """
     x = np.random.default_rng(0).normal(size=(10, 3)).astype("float32")
     batches = [
         (x[start:stop], x[start:stop, :1])
@@ -161,16 +164,19 @@ def train_by_function(scope):
     model(x)
     with scope():
         model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(3)
+    first = model.fit(shard(dataset), shuffle=False, verbose=0).history
     dataset = functools.reduce(
         tf.data.Dataset.concatenate,
         map(tf.data.Dataset.from_tensors, batches),
     )
     history = model.fit(dataset, epochs=2, shuffle=False, verbose=0).history
-    return history["mean"], model.get_weights()
+    return first["mean"] + history["mean"], model.get_weights()
 
 
 def train_by_function_distributed():
-    return train_by_function(ks.HybridStrategy().scope)
+    strategy = ks.HybridStrategy()
+    return train_by_function(strategy.scope, strategy.shard)
 
 
 def test_a_function_of_the_users_is_not_of_the_step_that_traced_it(cluster):

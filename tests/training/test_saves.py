@@ -41,12 +41,14 @@ def second(folder):
     model.save(f"{folder}/saved.keras")
     rank = model.distribute_strategy.rank
     keras.saving.save_model(model, f"{folder}/by_function_{rank}.keras")
+    keras.saving.save_weights(model, f"{folder}/of_rank_{rank}.weights.h5")
     return model.get_weights()
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
 def test_a_second_optimizers_slots_are_saved(cluster, engine, tmp_path):
-    files = "saved.weights.h5", "saved.keras", "by_function_0.keras"
+    files = ["saved.weights.h5", "of_rank_0.weights.h5"]
+    files += ["saved.keras", "by_function_0.keras"]
     loaded = Second(ks.layers.ShardedEmbedding(ROWS, 4, name="words"))
     loaded(IDS)
     for weights in cluster(engine, 2).run(second, str(tmp_path)):
@@ -54,7 +56,7 @@ def test_a_second_optimizers_slots_are_saved(cluster, engine, tmp_path):
             loaded.load_weights(tmp_path / file)
             for one, other in zip(weights, loaded.get_weights(), strict=True):
                 np.testing.assert_array_equal(one, other)
-    assert not (tmp_path / "by_function_1.keras").exists()
+    assert not list(tmp_path.glob("*_1.*"))
 
 
 def test_a_checkpoint_says_which_optimizers_it_leaves_out(tmp_path, caplog):
@@ -63,6 +65,13 @@ def test_a_checkpoint_says_which_optimizers_it_leaves_out(tmp_path, caplog):
         record.message for record in caplog.records if "alone" in record.message
     ]
     assert "Received: 1 further optimizers (Adam)" in said
+
+
+class Beside(keras.Sequential):
+    """Its `save` writes a model that it holds."""
+
+    def save(self, path):
+        keras.saving.save_model(self.held, path)
 
 
 def exported(folder):
@@ -74,6 +83,13 @@ def exported(folder):
     model.fit(np.ones((4, 3)), np.ones((4, 1)), verbose=0)
     for name in ("first", "second"):
         model.export(f"{folder}/{name}", verbose=False)
+    rank = model.distribute_strategy.rank
+    keras.saving.save_model(model, f"{folder}/of_rank_{rank}.h5")
+    beside = Beside([keras.Input((3,)), keras.layers.Dense(1)])
+    with ks.HybridStrategy().scope():
+        beside.compile("sgd", "mse")
+    beside.held = model
+    beside.save(f"{folder}/of_rank_{rank}.keras")
     return model.get_weights()
 
 
@@ -84,3 +100,7 @@ def test_one_process_exports(cluster, engine, tmp_path):
             loaded = tf.saved_model.load(tmp_path / name)
             served = loaded.serve(np.eye(3))
             np.testing.assert_allclose(served, kernel + bias, rtol=1e-6)
+        for name in ("of_rank_0.h5", "of_rank_0.keras"):
+            loaded = keras.saving.load_model(tmp_path / name, compile=False)
+            np.testing.assert_array_equal(loaded.get_weights()[0], kernel)
+    assert not list(tmp_path.glob("of_rank_[12]*"))
