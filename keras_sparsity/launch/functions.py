@@ -231,9 +231,14 @@ class Job:
 
 
 def _is_script_run_again():
-    """Whether the script runs to define the functions that it called."""
+    """Whether the script runs to define the functions that it called.
+
+    By the name: multiprocessing gives the main module this alias, and notebooks
+    replace that module.
+    """
     script = sys.modules.get("__mp_main__")
-    return script is not None and script is not sys.modules["__main__"]
+    is_main = script is sys.modules["__main__"]
+    return not is_main and getattr(script, "__name__", None) == "__mp_main__"
 
 
 def describe_call(function, args, kwargs):

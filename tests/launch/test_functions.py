@@ -6,11 +6,12 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 
 from keras_sparsity import launch
-from keras_sparsity.launch.functions import Job
+from keras_sparsity.launch.functions import Job, describe_call
 from tests import launch_functions
 from tests.conftest import engines
 
@@ -123,6 +124,13 @@ def test_run_takes_a_function_of_the_script_itself(
     (package / "main.py").write_text(_OF_ITSELF.format(imports=imports))
     done = _run(arguments, tmp_path)
     assert _said(done.stdout, "results") == ["results [21]"], done.stderr
+
+
+def test_a_main_module_may_be_another_one_than_its_alias(monkeypatch):
+    """As in a notebook."""
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    assert sys.modules["__mp_main__"] is not sys.modules["__main__"]
+    describe_call(len, (), {})
 
 
 @pytest.mark.parametrize("call", ["main, 1", "print, 1, args=(Own(),)"])
