@@ -30,20 +30,20 @@ def forget_with(owner):
         return
     operations = tf_graphs.current().get_operations()
     names = [_name(each) for each in operations if each.type == _KIND]
+    names = [name for name in names if name.startswith(_PREFIX)]
     weakref.finalize(owner, _forget, names).atexit = False
 
 
 def _name(operation):
-    """That of an operation's gradient in the registry, or None."""
+    """That of an operation's gradient in the registry."""
     try:
         return operation.get_attr(_GRADIENT).decode()
     except ValueError:  # It has TensorFlow's own.
-        return None
+        return ""
 
 
 def _forget(names):
     from tensorflow.python.framework import ops
 
     for name in names:
-        if name and name.startswith(_PREFIX):
-            ops.gradient_registry._registry.pop(name, None)
+        ops.gradient_registry._registry.pop(name, None)

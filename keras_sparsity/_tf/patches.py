@@ -179,7 +179,7 @@ EPOCH_ITERATOR = Patch(
     during="`fit`, `evaluate` and `predict`",
     reason="`fit` makes the iterator and its dataset in one function.",
 )
-SAVES = {
+SAVES = {  # each with the name of the model's own method
     Patch(
         owner,
         name,
@@ -304,24 +304,6 @@ def first_tape_is_told(on_begin, on_end):
         TAPE_EXIT.by(make_exit),
         TAPE_RESET.by(make_reset),
     ):
-        yield
-
-
-@contextlib.contextmanager
-def models_are_saved_by(save):
-    """`save(stock, method, model, ...)` in place of `keras.saving`'s functions.
-
-    `method` is the name of the model's own.
-    """
-    with contextlib.ExitStack() as stack:
-        for patch, method in SAVES.items():
-            stack.enter_context(
-                patch.by(
-                    lambda stock, method=method: functools.partial(
-                        save, stock, method
-                    )
-                )
-            )
         yield
 
 

@@ -267,7 +267,7 @@ class Runs(RunBinding):
             first = min(failed)
             if rank == first:
                 try:
-                    saving.write(self._model, self._stock[name], args, kwargs)
+                    saving.write(self._stock[name], args, kwargs)
                 except Exception as failure:
                     error = failure
         if error is not None:

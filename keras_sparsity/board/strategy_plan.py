@@ -103,12 +103,13 @@ class StrategyPlan(WrittenPlan):
         return as_table(_HEAD, rows, about)
 
     @property
-    def _divides_pairs(self):
-        return bool(self.pairs) and self.cluster.size > 1
+    def _divided_pairs(self):
+        """The names of the calls whose pairs several processes divide."""
+        return self.pairs if self.cluster.size > 1 else ()
 
     def _exact(self, cost):
         """Whether its result is that of one process, in words."""
-        if self._divides_pairs and cost.way == DATA_PARALLELISM:
+        if self._divided_pairs and cost.way == DATA_PARALLELISM:
             return "if it gathers"
         return "yes" if cost.is_exact else "no"
 
@@ -122,9 +123,7 @@ class StrategyPlan(WrittenPlan):
             "step on the busiest link, in one direction; memory is that of "
             "the process with the most."
         )
-        text += of_unknown(self.unknown_size) + _of_pairs(
-            self.pairs if self._divides_pairs else ()
-        )
+        text += of_unknown(self.unknown_size) + _of_pairs(self._divided_pairs)
         if left_out:
             text += f" Slower ways that are not shown: {left_out}."
         return text

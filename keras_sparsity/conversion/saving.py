@@ -1,6 +1,7 @@
 """Saving a model with sharded tables: rank 0 writes it whole."""
 
 import contextlib
+import functools
 import inspect
 
 import keras
@@ -14,7 +15,7 @@ from keras_sparsity.tables.table_variable import TableVariable
 
 _DONE, _FAILED = -1, -2
 
-_being_written = []  # models
+_being_written = []  # methods of `write`
 _replacements = contextlib.ExitStack()
 
 
@@ -36,17 +37,17 @@ def have_models_save():
         given.pop("overwrite", None)
         return getattr(model, method)(**given)
 
-    if not _replacements_are_made():
-        _replacements.enter_context(patches.models_are_saved_by(save))
+    def calling(method):
+        return lambda stock: functools.partial(save, stock, method)
+
+    for patch, method in patches.SAVES.items():
+        if not patch.is_in_place:
+            _replacements.enter_context(patch.by(calling(method)))
 
 
-def _replacements_are_made():
-    return all(patch.is_in_place for patch in patches.SAVES)
-
-
-def write(model, method, args, kwargs):
+def write(method, args, kwargs):
     """Calls Keras's method of a model that writes its file."""
-    with contexts.on_top(_being_written, model):
+    with contexts.on_top(_being_written, method):
         method(*args, **kwargs)
 
 

@@ -36,7 +36,6 @@ class Part:
         collectives: the processes that share the batch.
         is_of_run: whether it is of a `strategy.run`, which does not know what
             others have: a model's own step in it replaces it.
-
     """
 
     def __init__(self, counts, collectives, is_of_run=False):
@@ -71,9 +70,8 @@ class Part:
     @property
     def has_examples(self):
         """A scalar bool tensor, or a bool if it is known."""
-        if self._is_stored and not tf.executing_eagerly():
-            return self._present_counts[0] > 0
-        return self._has_examples
+        counts = self._present_counts
+        return self._has_examples if counts is self._counts else counts[0] > 0
 
     @property
     def number(self):

@@ -163,7 +163,7 @@ class Weights(Binding):
         # The others wait for the file, or for its error.
         with self._whole(is_writer), saving.on_rank_zero(self._model):
             if is_writer:
-                saving.write(self._model, self._stock[name], args, kwargs)
+                saving.write(self._stock[name], args, kwargs)
 
     @contextlib.contextmanager
     def shown_on_rank_zero(self):

@@ -52,4 +52,4 @@ class Saves(Binding):
         self._replicas.check()
         with saving.on_rank_zero(self._model) as is_writer:
             if is_writer:
-                saving.write(self._model, self._stock[name], args, kwargs)
+                saving.write(self._stock[name], args, kwargs)
