@@ -127,7 +127,7 @@ class Runs(RunBinding):
             _check_callback(callback)
         callbacks = rank_zero.on_rank(callbacks, self._collectives.rank)
         # A checkpoint saves whether all stop.
-        callbacks.append(Stopping(self._collectives))
+        callbacks.append(Stopping(self._collectives, is_in_steps=False))
         return resuming.checkpoint_last(callbacks)
 
     def build(self, iterator=None, data_batch=None):

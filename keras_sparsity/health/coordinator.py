@@ -10,6 +10,7 @@ from multiprocessing import connection
 from keras_sparsity.health import verdict
 from keras_sparsity.health.report import Report, to_lists
 from keras_sparsity.health.returning import Returning
+from keras_sparsity.health.stops import LastStep
 
 _TICK_SECONDS = 0.25
 # Time for the ranks' answers to `ask`. They take milliseconds, unless a rank
@@ -34,11 +35,12 @@ class Coordinator:
     ends its program), `leaving` (an exception ends its `fit`, perhaps not its
     program), `trouble` (a collective failed), `timeout` (a new one), `alive`,
     `spare` (ranks without which the others go on), `joined` (of a lost rank's
-    new process: it takes part). Messages to all ranks: `ask` (report now, also
+    new process: it takes part), `stop` (it wants to end a `fit`), `bound` (its
+    step, see `Stops`). Messages to all ranks: `ask` (report now, also
     how often some calls have ended), `timeout` (a new one), `failure`,
     `farewell`, `alive`, `without` (a rank that is lost), `back` (an awaited
-    rank takes part again). To those that leave: `all_leave` (none of them is
-    lost).
+    rank takes part again), `hold` and `last` (see `Stops.hear`). To those that
+    leave: `all_leave` (none of them is lost).
 
     Args:
         channels: dict from rank to `Channel`.
@@ -63,7 +65,7 @@ class Coordinator:
         self._spare, self._lost = set(), set()
         self._leaving = {}  # from a rank to its problem, and since when
         self._lost_at = -math.inf
-        self.returning = Returning()
+        self.returning, self._last_step = Returning(), LastStep()
         self._admitted = queue.SimpleQueue()
         self._new = set()  # of lost ranks' new processes, that have not joined
         self._thread = threading.Thread(
@@ -156,6 +158,15 @@ class Coordinator:
 
     def _hear_spare(self, rank, ranks):
         self._spare.update(set(ranks) - self._lost)
+
+    def _hear_stop(self, rank, fit):
+        if self._last_step.begin(fit):
+            self._tell(kind="hold", fit=fit)
+
+    def _hear_bound(self, rank, fit, step):
+        last = self._last_step.found(rank, fit, step, self._channels)
+        if last is not None:
+            self._tell(kind="last", fit=fit, step=last)
 
     def _hear_raised(self, rank, error):
         if self._goes_on_without(rank, f"rank {rank} raised {error}"):

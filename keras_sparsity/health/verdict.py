@@ -116,8 +116,7 @@ def _difference(begun):
     return (
         f"the ranks {problem}, and would wait for each other forever.\n"
         "All ranks must make the same calls: remove calls that one rank makes "
-        "alone (`if rank == 0:`); set `model.stop_training` within an epoch "
-        "after the same step on all ranks."
+        "alone (`if rank == 0:`)."
     )
 
 

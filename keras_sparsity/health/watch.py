@@ -19,6 +19,7 @@ from keras_sparsity.health import ending, errors, launcher, verdict
 from keras_sparsity.health.coordinator import GO_ON, LEAVE_SECONDS, Coordinator
 from keras_sparsity.health.observer import Observer
 from keras_sparsity.health.report import Report, from_lists
+from keras_sparsity.health.stops import Stops
 from keras_sparsity.machines import door
 
 _POLL_SECONDS = 0.5
@@ -31,6 +32,7 @@ _AFTER_CAUSE_SECONDS = 0.5
 _EXPLAIN_SECONDS = 6.0
 
 _watch = _coordinator = None
+_alone = Stops(lambda **message: False)
 _one_machine = None  # whether the ranks that started together are on one
 
 
@@ -133,6 +135,11 @@ def leave(error):
         _watch.leave(error)
 
 
+def stops():
+    """The `Stops` of this rank."""
+    return _alone if _watch is None else _watch.stops
+
+
 class _Watch:
     """Reports this rank's state, and ends its process on a failure."""
 
@@ -152,23 +159,18 @@ class _Watch:
         self._on_change, self._lost = (lambda rank, is_lost: None), []
         self._is_spare, self._all_leave = False, threading.Event()
         self._left_by = None  # the error by which this rank has left
-        self._channel = channel
-        self._abort = abort
-        self._close = close
+        self._channel, self.stops = channel, Stops(channel.send)
+        self._abort, self._close = abort, close
         self.timeout_seconds = timeout_seconds
-        self._journal = journal
-        self._observer = Observer(journal)
+        self._journal, self._observer = journal, Observer(journal)
         self._pid = os.getpid()
         self._sent = None
         self._asked_calls = ()  # that other ranks were in, when last asked
         self._heard = time.monotonic()
-        self._has_ended = False
-        self._has_raised = False
-        self._exit_code = 1
-        self._note = ""
+        self._has_ended = self._has_raised = False
+        self._exit_code, self._note = 1, ""
         self._is_over = threading.Event()
-        self._announcing = threading.Lock()
-        self._is_announced = False
+        self._announcing, self._is_announced = threading.Lock(), False
         self._thread = threading.Thread(
             target=self._run, name="keras_sparsity watch", daemon=True
         )
@@ -260,6 +262,7 @@ class _Watch:
                     self._on_change(message["rank"], False)
                 if message["kind"] == "all_leave":
                     self._all_leave.set()
+                self.stops.hear(**message)
                 asked = message["kind"] == "ask"
                 if asked:
                     self._asked_calls = from_lists(message["calls"])

@@ -188,6 +188,7 @@ class LayerPlacementStrategy(StagedStrategy):
             num_tails=min(num_tails, size - 1),
             is_star=is_star,
             tail_split="batch" if self._by_worker else self.tail_split,
+            is_by_worker=self._by_worker,
         )
 
     spreads_tables = True

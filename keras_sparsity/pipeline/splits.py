@@ -23,6 +23,7 @@ class Splits:
         num_workers, num_tails: of the processes.
         is_star: whether the head's gradients are summed by tail workers.
         tail_split: what several tail workers divide; None: the cheaper one.
+        is_by_worker: whether the tail computes parts one after the other.
     """
 
     rule: str
@@ -33,6 +34,7 @@ class Splits:
     num_tails: int
     is_star: bool
     tail_split: str | None
+    is_by_worker: bool = False
 
     @property
     def num_batch_examples(self):
@@ -52,7 +54,10 @@ class Splits:
     def why_none(self, model):
         """The reason why `place` finds none."""
         if self.rule != "published":
-            return "no split has a shorter predicted step"
+            why = "no split has a shorter predicted step"
+            if model.measured.facts.pairs:
+                why += " and whole mini-batches where pairs of examples count"
+            return why
         sizes = layer_placement.layer_sizes(model.cutter)
         skewness = layer_placement.skewness(sizes)
         if skewness < self.threshold:
@@ -131,4 +136,6 @@ class Splits:
             measured.cluster,
             is_star=self.is_star,
             tail_split=self.tail_split,
+            pairs=measured.facts.pairs,
+            is_by_worker=self.is_by_worker,
         )

@@ -50,6 +50,8 @@ def split_costs(
     cluster=None,
     is_star=False,
     tail_split=None,
+    pairs=(),
+    is_by_worker=False,
 ):
     r"""Costs of each possible split.
 
@@ -86,6 +88,10 @@ def split_costs(
             AllReduce.
         tail_split: what several tail workers divide: `"batch"`, `"columns"`,
             or None: of each split whichever is less on the busiest link.
+        pairs: the places of calls that compute with pairs of examples, which
+            need whole mini-batches; a split that divides these is left out.
+        is_by_worker: whether the tail computes its workers' parts one after
+            the other.
 
     Returns:
         List of `SplitCost`, in the order of places.
@@ -113,6 +119,8 @@ def split_costs(
         for ranks in (range(num_workers), range(num_workers, size))
     )
     fan = _fan(num_workers, num_tails, cluster)
+    by_worker = is_by_worker and num_workers > 1
+    divided = ["batch"] if num_tails > 1 or by_worker else []
     found = []
     for place, crossing in profile.crossing_bytes.items():
         ways = ["batch"]
@@ -128,9 +136,18 @@ def split_costs(
                 is_star and num_workers > 1,
             )
             for way in ways
+            if not _divides_any(pairs, place, num_workers > 1, way in divided)
         ]
-        found.append(min(tried, key=lambda cost: cost.busiest_bytes))
+        if tried:
+            found.append(min(tried, key=lambda cost: cost.busiest_bytes))
     return found
+
+
+def _divides_any(calls, place, divides_head, divides_tail):
+    """Whether one of some calls is in a half that has parts of a batch."""
+    return any(
+        divides_head if call <= place else divides_tail for call in calls
+    )
 
 
 def _of_split(place, sent, head, tail, fan, is_star):

@@ -140,8 +140,8 @@ def _placed(facts, cluster, num_examples, num_tails):
             num_examples,
             cluster,
             tail_split=way,
+            pairs=facts.pairs,
         )
-        if not _divides_pairs(cost, facts.pairs, num_workers, num_tails)
     ]
     if not splits:
         return []
@@ -151,16 +151,6 @@ def _placed(facts, cluster, num_examples, num_tails):
         for each in splits
     )
     return [fastest_that_fits(placed, cluster)]
-
-
-def _divides_pairs(split, pairs, num_workers, num_tails):
-    """Whether a `SplitCost` has parts of mini-batches at one of some calls.
-
-    `compile` refuses it.
-    """
-    in_head = num_workers > 1
-    in_tail = num_tails > 1 and split.tail_split == "batch"
-    return any(in_head if call <= split.place else in_tail for call in pairs)
 
 
 def _of_split(split, facts, num_workers, num_tails, num_examples):

@@ -1,68 +1,82 @@
-"""A rank that stops ends the training of all, behind the same epoch."""
+"""A rank that stops ends the training of all, behind the same step."""
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from tests.conftest import engines
 
+# Where rank 1 stops, in the second of four epochs of four steps: behind one of
+# them, or the epoch.
+PLACES = {"nowhere": None, "first step": 0, "last step": 3, "epoch": "epoch"}
+
 
 class StopsOnRank1(keras.callbacks.Callback):
-    """Behind the second epoch, or its last step."""
-
-    def __init__(self, where="epoch"):
+    def __init__(self, where):
         super().__init__()
-        self._where, self._epoch = where, None
+        self._where, self._epoch, self.num_steps = PLACES[where], None, 0
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
 
     def on_train_batch_end(self, batch, logs=None):
-        self._stop("step", batch)
+        self.num_steps += 1
+        self._stop(batch)
 
     def on_epoch_end(self, epoch, logs=None):
         self._stop("epoch")
 
-    def _stop(self, where, step=1):
-        is_here = (where, step, self._epoch) == (self._where, 1, 1)
+    def _stop(self, where):
+        is_here = (where, self._epoch) == (self._where, 1)
         if is_here and ks.collectives.current().rank == 1:
             self.model.stop_training = True
 
 
-def stopped(kind, options, folder):
-    """Losses of `fit`s that rank 1 stops, and of those that go on from them.
+def stopped(kind, options, folder, knows_length=True):
+    """Of `fit`s that rank 1 stops, and of those that go on from them.
 
-    A dict from the place where it stops.
+    Returns:
+        dict from the place where it stops to a list of the losses and the
+        number of steps of each `fit`.
     """
-    strategy = kind(**options)
-    layers = [keras.layers.Dense(1) for _ in range(2)]
+    return {
+        where: [
+            _fit(kind(**options), where, f"{folder}/{where}", knows_length)
+            for _ in range(2)
+        ]
+        for where in PLACES
+    }
+
+
+def _fit(strategy, where, folder, knows_length):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(1, "tanh", name=name) for name in "ab"]
     model = keras.Sequential([keras.Input((2,)), *layers])
     with strategy.scope():
-        model.compile("sgd", "mse")
-    x = np.ones((8, 2), "float32")
-
-    def fit(where, *callbacks):
-        checkpoint = ks.callbacks.ShardedCheckpoint(f"{folder}/{where}")
-        return model.fit(
-            *(x, x[:, :1]),
-            batch_size=4,
-            epochs=4,
-            verbose=0,
-            callbacks=[checkpoint, *callbacks],
-        ).history["loss"]
-
-    return {
-        where: (fit(where, StopsOnRank1(where)), fit(where))
-        for where in ("epoch", "step")
-    }
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+    x = np.random.default_rng(0).normal(size=(16, 2)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+    if not knows_length:
+        data = data.filter(lambda *_: True)
+    stops = StopsOnRank1(where)
+    history = model.fit(
+        data,
+        epochs=4,
+        shuffle=False,
+        verbose=0,
+        callbacks=[ks.callbacks.ShardedCheckpoint(folder), stops],
+    )
+    return history.history["loss"], stops.num_steps
 
 
 _FIXED = {"synchronous": False, "max_staleness": 1, "delay": "fixed"}
 CASES = {
     "synchronous": (ks.HybridStrategy, {}),
     "fixed delay": (ks.HybridStrategy, _FIXED),
-    "stages": (ks.PipelineStrategy, {}),
+    "stages": (ks.PipelineStrategy, {"stages": ["a"], "schedule": "gpipe"}),
+    "stages without a flush": (ks.PipelineStrategy, {"stages": ["a"]}),
 }
 
 
@@ -71,9 +85,24 @@ CASES = {
 def test_one_rank_stops_all(cluster, engine, case, tmp_path):
     first, second = cluster(engine, 2).run(stopped, *CASES[case], tmp_path)
     assert first == second
-    numbers = {
-        where: [len(losses) for losses in found]
-        for where, found in first.items()
-    }
+    # Where gradients of old weights wait, an epoch that is cut is over.
+    _check(first, goes_on=case in ("synchronous", "stages"))
+
+
+def test_epochs_of_unknown_length(cluster, tmp_path):
+    told = *CASES["synchronous"], tmp_path, False
+    first, second = cluster("native", 2).run(stopped, *told)
+    assert first == second
+    _check(first, goes_on=True)
+
+
+def _check(found, goes_on):
+    (whole, num_steps), _ = found["nowhere"]
+    assert num_steps == 16
     # A stop at an epoch's end ends a training, one behind a step a run of it.
-    assert numbers == {"epoch": [2, 2], "step": [2, 4]}
+    assert found["epoch"] == [(whole[:2], 8), (whole[:2], 0)]
+    for where, numbers in {"first step": (5, 6), "last step": (8,)}.items():
+        (_, before), (losses, rest) = found[where]
+        assert before in numbers and len(losses) == 4
+        if goes_on:
+            assert losses == pytest.approx(whole) and before + rest == 16

@@ -1,5 +1,7 @@
 """Heads on all workers and a tail on one train as one process does."""
 
+import dataclasses
+import functools
 import re
 
 import keras
@@ -327,6 +329,19 @@ def test_rules_of_measured_times():
     slow = Measurable(cutter, lambda: Measured(times, cluster))
     assert splits.place(slow) is None
     assert splits.why_none(slow) == "no split has a shorter predicted step"
+    # Of calls with pairs of examples, workers and a tail by parts have parts.
+    for pairs, by_worker, place in [
+        ((2,), False, 1),
+        ((1,), False, 0),
+        ((0,), False, None),
+        ((2,), True, None),
+    ]:
+        of_pairs = dataclasses.replace(facts((1.0, 1.0, 1.0)), pairs=pairs)
+        measure = functools.partial(Measured, of_pairs, cluster)
+        found = Measurable(cutter, measure)
+        asked = dataclasses.replace(splits, is_by_worker=by_worker)
+        assert asked.place(found) == place
+    assert "whole mini-batches" in asked.why_none(found)
     *_, of_two = split_costs(
         measured.facts.profile, num_workers=2, num_tails=2, num_examples=24
     )
