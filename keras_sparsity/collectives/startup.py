@@ -84,6 +84,8 @@ def start(engine=None, timeout=None):
     if engine is not None:
         otherwise = ", or None to find it from the environment"
         checks.one_of("engine", engine, settings.ENGINES, otherwise)
+    if settings.is_of_child() and current().engine == "local":
+        engine = "local"  # Its parent is the rank.
     if _started is not None:
         if engine not in (None, _started.engine):
             raise ValueError(
@@ -109,6 +111,7 @@ def start(engine=None, timeout=None):
             arrival.end_when_late, os.getpid(), seconds, module.others()
         ):
             _started, seed = _bring_up(module, seconds, seed)
+        settings.mark_started()
     if _started.size > 1 or settings.SEED_VARIABLE in os.environ:
         _take_seed(seed)
     return _started

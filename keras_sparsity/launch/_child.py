@@ -54,7 +54,9 @@ def _run_program(kind, target):
     sys.argv = list(target)
     try:
         if kind == "script":
-            runpy.run_path(target[0], run_name="__main__")
+            # As `python` does, so that `__file__` is right in any folder.
+            path = os.path.abspath(target[0])
+            runpy.run_path(path, run_name="__main__")
         else:
             runpy.run_module(target[0], run_name="__main__", alter_sys=True)
     except SystemExit as end:

@@ -6,6 +6,8 @@ import os
 import re
 import reprlib
 
+from keras_sparsity.machines import door
+
 # Adding an engine: see CONTRIBUTING.md.
 ENGINES = ("local", "native", "horovod")
 # pip alone cannot compile it, see setup.py.
@@ -18,6 +20,8 @@ TIMEOUT_VARIABLE = "KERAS_SPARSITY_TIMEOUT"
 SEED_VARIABLE = "KERAS_SPARSITY_SEED"
 # The number of processes that are dedicated servers: the last ranks.
 SERVERS_VARIABLE = "KERAS_SPARSITY_SERVERS"
+# Set by a rank that has started: its process, and what made it that rank.
+_STARTED_VARIABLE = "KERAS_SPARSITY_STARTED"
 # Jobs of TF_CONFIG with a rank for each task, in the order of ranks.
 _JOBS = ("chief", "worker", "ps")
 # The ranks look at each other twice a second, and Python's lock may be held
@@ -92,6 +96,27 @@ def num_servers(size, tasks=()):
             f"Received: {number} servers among {size} processes, by {source}."
         )
     return number
+
+
+def mark_started():
+    """Has processes that inherit this one's environment know that it runs."""
+    os.environ[_STARTED_VARIABLE] = f"{os.getpid()} {_place()}"
+
+
+def is_of_child():
+    """Whether the place in the environment is that of a process that runs.
+
+    A rank's own child, as of `multiprocessing` by `spawn`, which imports the
+    script again, has the rank's environment and is no rank.
+    """
+    number, _, place = os.environ.get(_STARTED_VARIABLE, "").partition(" ")
+    return place == _place() and number != str(os.getpid())
+
+
+def _place():
+    """Of a rank, by whatever started it."""
+    names = "TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE", door.JOINS_VARIABLE
+    return json.dumps([os.environ.get(name) for name in names])
 
 
 def check_horovod():

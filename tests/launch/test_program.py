@@ -137,6 +137,36 @@ def test_a_script_gets_its_arguments(run, script, tmp_path):
     assert "sent each other nothing" not in done.err
 
 
+# Processes of `spawn` import the script, and are no ranks.
+_PARENT = """\
+import multiprocessing, os, tempfile
+import keras_sparsity as ks
+
+strategy = ks.HybridStrategy()
+
+def number_of_ranks(_):
+    return ks.HybridStrategy(engine="native").size
+
+if __name__ == "__main__":
+    os.chdir(tempfile.gettempdir())
+    print("hello", os.path.exists(__file__))
+    if strategy.rank == 0:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print("hello", strategy.size, pool.map(number_of_ranks, "a"))
+"""
+
+
+def test_a_script_that_leaves_its_folder_and_has_children(
+    run, tmp_path, monkeypatch
+):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "parent.py").write_text(_PARENT)
+    monkeypatch.chdir(tmp_path)
+    done = run("-n", "2", "--timeout", "60", "folder/parent.py")
+    assert done.code == 0, done.err
+    assert _said(done.out) == ["hello True", "hello 2 [1]"]
+
+
 def test_a_program_without_a_strategy(run, tmp_path):
     path = tmp_path / "plain.py"
     path.write_text(
