@@ -119,17 +119,20 @@ def _best_strategy(plan, asynchronous):
 def strategy_of(cost):
     """Makes the strategy of a `StrategyCost`."""
     if cost.way == LAYER_PLACEMENT:
-        return LayerPlacementStrategy(
+        strategy = LayerPlacementStrategy(
             list(cost.stages),
             num_tail_workers=cost.num_tails,
             tail_split=cost.tail_split,
         )
-    if cost.way == PIPELINE:
-        return PipelineStrategy(
+    elif cost.way == PIPELINE:
+        strategy = PipelineStrategy(
             cost.schedule,
             stages=list(cost.stages),
             num_micro_batches=cost.num_micro_batches,
             replicas=list(cost.ranks_of_stages) or cost.num_replicas,
             messages_ahead=cost.messages_ahead,
         )
-    return HybridStrategy()
+    else:
+        return HybridStrategy()
+    strategy.planned_cuts = cost.cuts
+    return strategy

@@ -12,16 +12,16 @@ WIDTH, EXAMPLES, NUM_ROWS = 8, 12, 1000
 
 
 def new_model(width=256):
-    """A narrow place between small layers and wide ones."""
+    """A narrow place between small layers and wide ones, without names."""
     keras.utils.set_random_seed(3)
     model = keras.Sequential(
         [
             keras.Input((WIDTH,)),
-            keras.layers.Dense(WIDTH, activation="tanh", name="first"),
-            keras.layers.Dense(2, name="narrow"),
-            keras.layers.Dense(width, activation="tanh", name="wide"),
-            keras.layers.Dense(width, activation="tanh", name="wider"),
-            keras.layers.Dense(1, name="out"),
+            keras.layers.Dense(WIDTH, activation="tanh"),
+            keras.layers.Dense(2),
+            keras.layers.Dense(width, activation="tanh"),
+            keras.layers.Dense(width, activation="tanh"),
+            keras.layers.Dense(1),
         ]
     )
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
@@ -97,7 +97,8 @@ def planned_and_trained(rate, name="dense"):
         name: of `MODELS`. All but the first have sharded tables.
 
     Returns:
-        `(plan without its function, strategy's name and cuts, weights)`.
+        `(plan without its function, strategy's name, name of the planned
+        model's second layer, weights)`.
     """
     communicator = ks.collectives.start()
     cluster = None
@@ -116,9 +117,8 @@ def planned_and_trained(rate, name="dense"):
     with strategy.scope():
         model = make()
     model.fit(batches, epochs=2, shuffle=False, verbose=0)
-    cuts = getattr(strategy, "stages", None)
-    weights = ks.export(model).get_weights()
-    return plan.comparison, type(strategy).__name__, cuts, weights
+    weights, second = ks.export(model).get_weights(), planned.layers[1].name
+    return plan.comparison, type(strategy).__name__, second, weights
 
 
 @keras.saving.register_keras_serializable("planner_functions")

@@ -23,7 +23,7 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
     for rate in (None, 0.01):
         found = run(planner_functions.planned_and_trained, rate)
         assert found[0][:3] == found[1][:3]
-        plan, name, cuts, weights = found[0]
+        plan, name, narrow, weights = found[0]
         best = next(cost for cost in plan.costs if cost.is_exact)
         assert (best.way == "data parallelism") == (name == "HybridStrategy")
         assert plan.cluster.size == 2
@@ -34,7 +34,7 @@ def test_the_planned_strategy_trains_as_one_process(cluster, engine):
             assert plan.cluster.megabits_per_second == rate
             # 2 numbers of an example in place of all gradients.
             assert name != "HybridStrategy"
-            assert cuts == ["narrow"]
+            assert best.stages == (narrow,)
             assert best.bound == "link"
             assert best.busiest_bytes == 12 * 2 * 4
         else:
@@ -298,6 +298,10 @@ def test_strategies_of_costs():
             ) as placement,
         ):
             strategy = planner.strategy_of(cost)
+        if cost.way != "data parallelism":
+            assert strategy.planned_cuts is cost.cuts
+            names = [cost.cuts.names[place] for place in cost.cuts.places]
+            assert names == list(cost.stages)
         if cost.way == "pipeline":
             if num_stages == 3:
                 assert sorted(ranks) == [1, 1, 2]

@@ -15,10 +15,12 @@ from keras_sparsity.stages.profile import gradient_sizes
 def places(cutter, strategy, profile):
     """The places of the cuts, the same on all ranks.
 
-    By `strategy.stages`; an error, if these do not fit the model or the
-    processes.
+    By `strategy.planned_cuts` or `strategy.stages`; an error, if these do not
+    fit the model or the processes.
     """
     size, stages = strategy.num_stages, strategy.stages
+    if strategy.planned_cuts is not None:
+        return strategy.planned_cuts.places_in(cutter)
     if stages is None:
         return strategy.found_places(cutter, profile)
     if stages and isinstance(stages[0], list):

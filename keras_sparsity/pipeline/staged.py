@@ -43,6 +43,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
         options: `Options` of the messages of tables' rows.
         asked_micro_batches: the number of a mini-batch's parts that the user
             asks for, or None.
+        planned_cuts: `PlannedCuts` in place of `stages`, or None.
         spreads_tables: whether sharded tables of the first stage live on all
             of its ranks; else they are refused.
 
@@ -58,6 +59,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
     options = Options(local_aggregation=False)
     spreads_tables = False
     asked_micro_batches = None
+    planned_cuts = None
 
     def __init__(self, communicator, peers, links, stages):
         self.collectives, self.peers = communicator, peers

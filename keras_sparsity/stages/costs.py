@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from keras_sparsity.stages.planned_cuts import PlannedCuts
 from keras_sparsity.stages.profile import Profile
 
 DATA_PARALLELISM = "data parallelism"
@@ -105,7 +106,8 @@ class StrategyCost:
         fits: whether the memory of a process is enough.
         schedule: of a pipeline.
         stages: tuple of the names of the stages' last layers, without the last
-            stage's.
+            stage's; as Keras numbered them in the model that was planned.
+        cuts: `PlannedCuts` after these layers.
         num_replicas: processes of a stage; of layer placement those of the
             head.
         ranks_of_stages: tuple of the numbers of the stages' processes, if they
@@ -126,6 +128,7 @@ class StrategyCost:
     fits: bool = True
     schedule: str | None = None
     stages: tuple = ()
+    cuts: PlannedCuts | None = dataclasses.field(default=None, repr=False)
     num_replicas: int = 1
     ranks_of_stages: tuple = ()
     num_tails: int = 0

@@ -209,13 +209,17 @@ class Cutter:
                 "Cuts must stand in the model's order, each before the last "
                 f"layer. Received: {names}; the model's order: {list(last)}."
             )
-        for name, place in zip(names, places, strict=True):
+        self.check_possible(places)
+        return places
+
+    def check_possible(self, places):
+        """Raises ValueError if no cut can be at a place (`forbidden`)."""
+        for place in places:
             if place in self.forbidden:
                 raise ValueError(
-                    f"The model cannot be cut after '{name}': "
-                    f"{self.forbidden[place]}"
+                    f"The model cannot be cut after '{self.calls[place].name}'"
+                    f": {self.forbidden[place]}"
                 )
-        return places
 
     def parts(self, places):
         """List of the `Part`s between cuts, by the cuts' places in order."""

@@ -18,6 +18,7 @@ from keras_sparsity.stages.machine_links import (
     ring_hops,
     shared_by,
 )
+from keras_sparsity.stages.planned_cuts import PlannedCuts
 from keras_sparsity.stages.simulation import simulate
 from keras_sparsity.stages.stage_links import StageLink
 from keras_sparsity.stages.turns import Turns
@@ -353,6 +354,7 @@ class PipelineCosts:
             missed_updates=missed,
             schedule=name,
             stages=tuple(names[place] for place in self._places),
+            cuts=PlannedCuts(names, tuple(self._places)),
             num_replicas=self._num_ranks[0] if are_equal else 1,
             ranks_of_stages=() if are_equal else self._num_ranks,
             num_micro_batches=number,

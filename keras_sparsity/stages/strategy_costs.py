@@ -14,6 +14,7 @@ from keras_sparsity.stages.costs import (
 )
 from keras_sparsity.stages.data_parallel_cost import data_parallel
 from keras_sparsity.stages.pipeline_costs import PipelineCosts
+from keras_sparsity.stages.planned_cuts import PlannedCuts
 from keras_sparsity.stages.split_costs import split_costs
 
 _MOST_TAILS = 4
@@ -173,6 +174,7 @@ def _of_split(split, facts, num_workers, num_tails, num_examples):
             facts.state_bytes(back) + of_tail * (arriving + made[1]),
         ),
         stages=(facts.profile.names[split.place],),
+        cuts=PlannedCuts(facts.profile.names, (split.place,)),
         num_replicas=num_workers,
         num_tails=num_tails,
         tail_split=split.tail_split,
