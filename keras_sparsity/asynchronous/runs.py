@@ -197,13 +197,7 @@ class Runs(RunBinding):
     def _check_has_weights(self, name):
         """Raises ValueError within an epoch, when servers have the weights."""
         if self._is_in_epoch():
-            raise ValueError(
-                "Within an epoch a worker has neither the other workers' last "
-                "updates nor all rows, and ranks take their own steps. "
-                f"Received: `model.{name}` within an epoch under `delay="
-                '"bounded"`. Call it in `on_epoch_end`, on every rank, or give '
-                "`fit` `validation_data`."
-            )
+            _raise_of_epoch(name, ", or give `fit` `validation_data`")
 
     def _on_workers(self, name, args, kwargs):
         """The results of the first worker; a server has no input.
@@ -254,6 +248,9 @@ class Runs(RunBinding):
     def _save(self, name, args, kwargs):
         if meeting.joining(self._collectives):
             return  # The others have, or will.
+        # In `on_epoch_begin` all have the weights.
+        if self._epochs is not None and self._epochs.is_in_steps:
+            _raise_of_epoch(name)
         self._check_same_call(name, {})
         rank, error, first = self._collectives.rank, None, None
 
@@ -282,6 +279,15 @@ class Runs(RunBinding):
         """The model's optimizer is Keras's own, compiled in the scope."""
         if self._model.optimizer is not self.optimizer:
             raise_of_compiled_outside(self._model)
+
+
+def _raise_of_epoch(name, instead=""):
+    raise ValueError(
+        "Within an epoch a worker has neither the other workers' last updates "
+        "nor all rows, and ranks take their own steps. Received: "
+        f'`model.{name}` within an epoch under `delay="bounded"`. Call it in '
+        f"`on_epoch_end`, on every rank{instead}."
+    )
 
 
 def _mean_logs(records):

@@ -12,6 +12,7 @@ import keras_sparsity as ks
 from tests import asynchronous_functions as functions
 
 WITHIN = ["evaluate", "predict", "test_on_batch", "predict_on_batch"]
+SAVES = {"save": "{}.keras", "save_weights": "{}.weights.h5"}
 
 
 def _compiled(model, optimizer="sgd", loss="mse", **options):
@@ -56,7 +57,7 @@ def test_metrics_read_within_an_epoch_do_not_end_it():
         np.testing.assert_allclose(one, other, 1e-5)
 
 
-def within_an_epoch(is_traced):
+def within_an_epoch(is_traced, folder):
     """What calls within an epoch raise, and the history of that `fit`."""
     model = functions.dense()
     _compiled(model)
@@ -71,28 +72,42 @@ def within_an_epoch(is_traced):
             with pytest.raises(ValueError) as error:
                 getattr(model, name)(x, *labels)
             errors[name] = str(error.value)
+        for name, path in SAVES.items():
+            with pytest.raises(ValueError) as error:
+                getattr(model, name)(f"{folder}/{path.format('within')}")
+            errors[name] = str(error.value)
 
-    history = _fit(model, _at_batch(call), validation_data=(x, y)).history
+    def save(epoch, logs):
+        for name, path in SAVES.items():
+            getattr(model, name)(f"{folder}/{path.format('between')}")
+
+    between = keras.callbacks.LambdaCallback(save, save)
+    calls = _at_batch(call), between
+    history = _fit(model, *calls, validation_data=(x, y)).history
     return errors, history, model.get_weights()
 
 
 @pytest.mark.parametrize("num_servers", [0, 1])
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_evaluation_within_an_epoch_is_refused(cluster, num_servers, is_traced):
+def test_evaluation_within_an_epoch_is_refused(
+    cluster, num_servers, is_traced, tmp_path
+):
     model = functions.dense()
     model.compile("sgd", "mse")
     expected = _fit(model, validation_data=_data()).history
     ranks = cluster("native", 1, num_servers=num_servers)
     for rank, (errors, history, weights) in enumerate(
-        ranks.run(within_an_epoch, is_traced)
+        ranks.run(within_an_epoch, is_traced, str(tmp_path))
     ):
-        assert list(errors) == ([] if rank else WITHIN)
+        assert list(errors) == ([] if rank else [*WITHIN, *SAVES])
         for name, error in errors.items():
             assert f"`model.{name}` within an epoch" in error
         for name, values in expected.items():
             np.testing.assert_allclose(history[name], values, 1e-5)
         for one, other in zip(weights, model.get_weights(), strict=True):
             np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+    assert len(list(tmp_path.glob("between*"))) == len(SAVES)
+    assert not list(tmp_path.glob("within*"))
 
 
 class OwnStep(keras.Sequential):
