@@ -217,6 +217,55 @@ def test_metrics_are_those_of_workers_that_took_a_batch(cluster):
             assert history[kind] == [1] * 6
 
 
+class WithScores(keras.Model):
+    """Its own step updates a metric that makes its variables then."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3, "softmax", kernel_initializer="ones")
+        self.mean = keras.metrics.Mean(name="loss")
+        self.scores = keras.metrics.F1Score(name="scores")  # of each class
+
+    metrics = property(lambda self: [self.mean, self.scores])
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x)
+            losses = keras.losses.categorical_crossentropy(y, outputs)
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.mean.update_state(loss)
+        self.scores.update_state(y, outputs)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def scored(is_served=True):
+    """The history of epochs of one batch."""
+    model, random = WithScores(), np.random.default_rng(0)
+    if is_served:
+        _compiled(model)
+    else:
+        model.compile("sgd")
+    x = random.normal(size=(20, 5)).astype("float32")
+    y = np.eye(3, dtype="float32")[random.integers(0, 3, 20)]
+    return model.fit(x, y, 20, epochs=3, verbose=0).history
+
+
+@pytest.mark.parametrize("num_workers, num_servers", [(1, 1), (2, 0)])
+def test_metrics_that_not_all_ranks_have(cluster, num_workers, num_servers):
+    expected = scored(is_served=False)
+    ranks = cluster("native", num_workers, num_servers=num_servers).run(scored)
+    for history in ranks:
+        assert set(history) == set(expected)
+        for name, values in history.items():
+            np.testing.assert_allclose(values, expected[name], 1e-5)
+
+
 class StopAtEnd(keras.callbacks.Callback):
     """One rank stops behind the second epoch, as by its own clock."""
 
