@@ -31,6 +31,8 @@ class Epochs(keras.callbacks.Callback):
 
     Attributes:
         is_running: whether an epoch has begun and not ended.
+        is_in_steps: whether a worker takes its steps, after all callbacks'
+            `on_epoch_begin`.
     """
 
     def __init__(self, strategy, checkpoint, progress, num_read):
@@ -41,7 +43,7 @@ class Epochs(keras.callbacks.Callback):
         self._collectives = strategy.collectives
         self._fingerprints = Fingerprints(strategy.collectives)
         self._iterator = self._training = None
-        self.is_running = self._has_begun = self._is_in_steps = False
+        self.is_running = self._has_begun = self.is_in_steps = False
 
     def use(self, iterator):
         """Takes Keras's epoch iterator of the training data."""
@@ -114,7 +116,7 @@ class Epochs(keras.callbacks.Callback):
             saved = self._checkpoint
             self._training.serve_steps(saved and saved.has(self._epoch))
             return
-        self._is_in_steps = True
+        self.is_in_steps = True
         reader = _Reader(stock(), self._iterator)
         while (number := self._next(reader)) is not None:
             step = reader.step(number)
@@ -128,7 +130,7 @@ class Epochs(keras.callbacks.Callback):
     def refuse_assigned(self, variable):
         """Raises ValueError if a callback assigns what servers have."""
         if (
-            self._is_in_steps
+            self.is_in_steps
             and tf.executing_eagerly()
             and not self.model.run_eagerly  # where steps assign what they pull
             and any(variable is each for each in self._training.store.variables)
@@ -182,7 +184,7 @@ class Epochs(keras.callbacks.Callback):
         Returns:
             The records of the workers that took a batch of it.
         """
-        self.is_running = self._is_in_steps = False
+        self.is_running = self.is_in_steps = False
         version, records = self._training.end_epoch(self._fingerprints)
         figures = EpochFigures.of_records(version, records)
         self._strategy.epoch_figures = figures

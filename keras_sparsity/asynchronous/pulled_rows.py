@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf.numpy_functions import NumpyFunctions
 from keras_sparsity.tables import foreseen
 
 
@@ -38,6 +39,7 @@ class PulledRows:
         self._read_version = read_version
         self._layer_name, self._keeps = layer_name, keeps
         self.dim = variable.shape[-1]
+        self._numpy_function = NumpyFunctions()
         self._pulled = []  # in this step, `(row numbers, rows)`
         self.end_trace()
 
@@ -73,9 +75,7 @@ class PulledRows:
 
     def read(self, ids):
         """Rows that were read in this step, by their numbers; encoded."""
-        rows = tf.numpy_function(
-            self._read, [ids], self.wire.dtype, stateful=True
-        )
+        rows = self._numpy_function(self._read, [ids], self.wire.dtype)
         return tf.ensure_shape(rows, [None, self.dim])
 
     def _read(self, ids):
@@ -103,7 +103,7 @@ class PulledRows:
         is_beside = self._begun is not None and self._begun.graph is graph
         # Operations with state wait for each other.
         after = self._begun if is_beside else self._read_version()
-        rows = tf.numpy_function(
+        rows = self._numpy_function(
             *(self._pull_now, [ids, after], self.wire.dtype),
             stateful=not is_beside,
         )

@@ -166,16 +166,35 @@ class Runs(RunBinding):
         stock, records = self._stock[keras_models.RESULTS_OR_LOGS], []
         if self._is_in_epoch():  # not in the validation behind it
             records = self._epochs.end()
-        if not records:
+        results = self._results_of(records) if records else None
+        if results is None:
             return stock(logs)
-        results = metrics.results_of_parts(
-            self._model.metrics,
-            [each["metrics"] for each in records],
-            self._stock["get_metrics_result"],
-        )
         logs = {**self._training.logs, **_mean_logs(records)}
+        if all(set(each["names"]) == set(results) for each in records):
+            logs = results  # A rank without a batch has no vectors of its own.
         with contexts.attribute(self, "_results", results):
             return stock(logs)
+
+    def _results_of(self, records):
+        """The results of all workers' metrics, on each rank.
+
+        None if those who have their variables are lost meanwhile: some metrics
+        make them when they are updated, which is not done on a server, or on a
+        worker without a batch.
+        """
+        parts = [each["metrics"] for each in records]
+        own, results = metrics.sent(self._model.metrics), None
+        if len(own) == len(parts[0]):
+            results = metrics.results_of_parts(
+                *(self._model.metrics, parts),
+                self._stock["get_metrics_result"],
+            )
+        if self._training.has_all_metrics:
+            return results
+        value = keras.tree.map_structure(keras.ops.convert_to_numpy, results)
+        gather = self._collectives.gather_objects
+        found = gather(value, "asynchronous/metrics")
+        return next((each for each in found if each is not None), None)
 
     def _is_in_epoch(self):
         return self._epochs is not None and self._epochs.is_running
@@ -197,13 +216,7 @@ class Runs(RunBinding):
     def _check_has_weights(self, name):
         """Raises ValueError within an epoch, when servers have the weights."""
         if self._is_in_epoch():
-            raise ValueError(
-                "Within an epoch a worker has neither the other workers' last "
-                "updates nor all rows, and ranks take their own steps. "
-                f"Received: `model.{name}` within an epoch under `delay="
-                '"bounded"`. Call it in `on_epoch_end`, on every rank, or give '
-                "`fit` `validation_data`."
-            )
+            _raise_of_epoch(name, ", or give `fit` `validation_data`")
 
     def _on_workers(self, name, args, kwargs):
         """The results of the first worker; a server has no input.
@@ -254,6 +267,9 @@ class Runs(RunBinding):
     def _save(self, name, args, kwargs):
         if meeting.joining(self._collectives):
             return  # The others have, or will.
+        # In `on_epoch_begin` all have the weights.
+        if self._epochs is not None and self._epochs.is_in_steps:
+            _raise_of_epoch(name)
         self._check_same_call(name, {})
         rank, error, first = self._collectives.rank, None, None
 
@@ -282,6 +298,15 @@ class Runs(RunBinding):
         """The model's optimizer is Keras's own, compiled in the scope."""
         if self._model.optimizer is not self.optimizer:
             raise_of_compiled_outside(self._model)
+
+
+def _raise_of_epoch(name, instead=""):
+    raise ValueError(
+        "Within an epoch a worker has neither the other workers' last updates "
+        "nor all rows, and ranks take their own steps. Received: "
+        f'`model.{name}` within an epoch under `delay="bounded"`. Call it in '
+        f"`on_epoch_end`, on every rank{instead}."
+    )
 
 
 def _mean_logs(records):

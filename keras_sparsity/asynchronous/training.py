@@ -38,6 +38,8 @@ class Training:
         store: `Store`.
         worker: `Worker`.
         logs: dict of this worker's last step of an epoch, as callbacks get it.
+        has_all_metrics: whether the metrics of each rank had their variables
+            at the last `end_epoch`.
     """
 
     def __init__(self, model, number):
@@ -120,6 +122,7 @@ class Training:
                 "rank": self._collectives.rank,
                 "metrics": values,
                 "logs": logs,
+                "names": list(self.logs),
                 "staleness": dict(pushing.staleness),
                 "waiting_seconds": self.store.waiting_seconds,
                 "servers": self.store.traffic,
@@ -221,9 +224,11 @@ class Training:
                 "rank": self._collectives.rank,
                 "batches": {} if is_server else fingerprints.latest(),
                 "own": (num_batches, self._own_values.changed()),
+                "metrics": len(global_metrics.sent(self._model.metrics)),
             },
             "asynchronous/epoch",
         )
+        self.has_all_metrics = len({each["metrics"] for each in of_ranks}) == 1
         check_alike({each["rank"]: each["batches"] for each in of_ranks})
         self.worker.pushing.staleness.clear()
         self.store.begin_figures()

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers, patches, tf_graphs
 from keras_sparsity._tf.current_variable import read_by
+from keras_sparsity._tf.numpy_functions import NumpyFunctions
 from keras_sparsity.asynchronous import batches
 from keras_sparsity.asynchronous.pulled_rows import PulledRows, rows_of
 from keras_sparsity.asynchronous.pushing import Pushing
@@ -41,6 +42,7 @@ class Worker:
         self._keepers = [self._keeper(layer) for layer in layers]
         # By the `id`s of what reads them.
         self._readers = {id(k.variable.value): k for k in self._keepers}
+        self._numpy_function = NumpyFunctions()
         self._versions = []  # of the pulls of this step
         self._is_pushed = False  # in the step under way
         # A worker without others trains as stock Keras does.
@@ -156,9 +158,8 @@ class Worker:
         dtypes = [wire.dtype for wire in [*wires, *wires_of_rows]]
         # Eagerly a single result comes without a list.
         version, *values = tf.nest.flatten(
-            tf.numpy_function(
-                *(pulled, [ids for _, ids, _ in lookups], [tf.int64, *dtypes]),
-                stateful=True,
+            self._numpy_function(
+                pulled, [ids for _, ids, _ in lookups], [tf.int64, *dtypes]
             )
         )
         values, rows = values[: len(dense)], values[len(dense) :]
@@ -180,7 +181,7 @@ class Worker:
             self._begin_step(True)
             return np.int64(0)
 
-        begin = tf.numpy_function(begun, [], tf.int64, stateful=True)
+        begin = self._numpy_function(begun, [], tf.int64)
         for keeper in self._keepers:
             keeper.begin_trace(begin)
 
@@ -237,7 +238,7 @@ class Worker:
             parts = self._parts(grads, variables, keepers)
             rate = tf.cast(self._optimizer.learning_rate, tf.float32)
             sent = [rate, *sum(parts, [])]
-            tf.numpy_function(pushed, sent, tf.int64, stateful=True)
+            self._numpy_function(pushed, sent, tf.int64)
 
     def _parts(self, grads, variables, keepers):
         """What a push carries of each variable, see `Store.pusher`."""

@@ -12,6 +12,7 @@ import keras_sparsity as ks
 from tests import asynchronous_functions as functions
 
 WITHIN = ["evaluate", "predict", "test_on_batch", "predict_on_batch"]
+SAVES = {"save": "{}.keras", "save_weights": "{}.weights.h5"}
 
 
 def _compiled(model, optimizer="sgd", loss="mse", **options):
@@ -56,7 +57,7 @@ def test_metrics_read_within_an_epoch_do_not_end_it():
         np.testing.assert_allclose(one, other, 1e-5)
 
 
-def within_an_epoch(is_traced):
+def within_an_epoch(is_traced, folder):
     """What calls within an epoch raise, and the history of that `fit`."""
     model = functions.dense()
     _compiled(model)
@@ -71,28 +72,42 @@ def within_an_epoch(is_traced):
             with pytest.raises(ValueError) as error:
                 getattr(model, name)(x, *labels)
             errors[name] = str(error.value)
+        for name, path in SAVES.items():
+            with pytest.raises(ValueError) as error:
+                getattr(model, name)(f"{folder}/{path.format('within')}")
+            errors[name] = str(error.value)
 
-    history = _fit(model, _at_batch(call), validation_data=(x, y)).history
+    def save(epoch, logs):
+        for name, path in SAVES.items():
+            getattr(model, name)(f"{folder}/{path.format('between')}")
+
+    between = keras.callbacks.LambdaCallback(save, save)
+    calls = _at_batch(call), between
+    history = _fit(model, *calls, validation_data=(x, y)).history
     return errors, history, model.get_weights()
 
 
 @pytest.mark.parametrize("num_servers", [0, 1])
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_evaluation_within_an_epoch_is_refused(cluster, num_servers, is_traced):
+def test_evaluation_within_an_epoch_is_refused(
+    cluster, num_servers, is_traced, tmp_path
+):
     model = functions.dense()
     model.compile("sgd", "mse")
     expected = _fit(model, validation_data=_data()).history
     ranks = cluster("native", 1, num_servers=num_servers)
     for rank, (errors, history, weights) in enumerate(
-        ranks.run(within_an_epoch, is_traced)
+        ranks.run(within_an_epoch, is_traced, str(tmp_path))
     ):
-        assert list(errors) == ([] if rank else WITHIN)
+        assert list(errors) == ([] if rank else [*WITHIN, *SAVES])
         for name, error in errors.items():
             assert f"`model.{name}` within an epoch" in error
         for name, values in expected.items():
             np.testing.assert_allclose(history[name], values, 1e-5)
         for one, other in zip(weights, model.get_weights(), strict=True):
             np.testing.assert_allclose(one, other, 1e-5, 1e-6)
+    assert len(list(tmp_path.glob("between*"))) == len(SAVES)
+    assert not list(tmp_path.glob("within*"))
 
 
 class OwnStep(keras.Sequential):
@@ -200,6 +215,55 @@ def test_metrics_are_those_of_workers_that_took_a_batch(cluster):
     for _, history in ranks:
         for kind in KINDS:
             assert history[kind] == [1] * 6
+
+
+class WithScores(keras.Model):
+    """Its own step updates a metric that makes its variables then."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(3, "softmax", kernel_initializer="ones")
+        self.mean = keras.metrics.Mean(name="loss")
+        self.scores = keras.metrics.F1Score(name="scores")  # of each class
+
+    metrics = property(lambda self: [self.mean, self.scores])
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self(x)
+            losses = keras.losses.categorical_crossentropy(y, outputs)
+            loss = tf.reduce_mean(losses)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.mean.update_state(loss)
+        self.scores.update_state(y, outputs)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def scored(is_served=True):
+    """The history of epochs of one batch."""
+    model, random = WithScores(), np.random.default_rng(0)
+    if is_served:
+        _compiled(model)
+    else:
+        model.compile("sgd")
+    x = random.normal(size=(20, 5)).astype("float32")
+    y = np.eye(3, dtype="float32")[random.integers(0, 3, 20)]
+    return model.fit(x, y, 20, epochs=3, verbose=0).history
+
+
+@pytest.mark.parametrize("num_workers, num_servers", [(1, 1), (2, 0)])
+def test_metrics_that_not_all_ranks_have(cluster, num_workers, num_servers):
+    expected = scored(is_served=False)
+    ranks = cluster("native", num_workers, num_servers=num_servers).run(scored)
+    for history in ranks:
+        assert set(history) == set(expected)
+        for name, values in history.items():
+            np.testing.assert_allclose(values, expected[name], 1e-5)
 
 
 class StopAtEnd(keras.callbacks.Callback):

@@ -1,12 +1,15 @@
 """One `fit` with variables at servers: what it leaves, and what it tells."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.asynchronous import servers
+from keras_sparsity.asynchronous import servers, store
 
 X, Y = np.ones((4, 2), "int32"), np.ones((4, 2, 2), "float32")
 
@@ -58,6 +61,27 @@ def test_servers_keep_nothing_of_an_ended_fit(monkeypatch, fails):
     # Of the table, its slot, and what workers share.
     assert len(are_there) == 10 * (1 + fails) and not any(are_there)
     assert len(sizes) == 2 * (1 + fails) and not any(sizes)
+
+
+def test_an_ended_fit_leaves_nothing_in_memory(monkeypatch):
+    """Neither its session nor the graphs, while its model lives on."""
+    calls, _ = _noted(monkeypatch, store, "LastingSession")
+    layer, graphs = keras.layers.Embedding(3, 2), []
+    _, model = _served(layer)
+    stock = layer.call
+
+    def call(ids):
+        graphs.append(weakref.ref(tf.compat.v1.get_default_graph()))
+        return stock(ids)
+
+    layer.call = call
+    for _ in range(2):
+        model.fit(X, Y, verbose=0)
+    graphs += [weakref.ref(graph) for (_, graph), _ in calls]
+    calls.clear()
+    gc.collect()
+    assert len(graphs) >= 4
+    assert not [graph() for graph in graphs if graph() is not None]
 
 
 class _Scaled(keras.layers.Embedding):
