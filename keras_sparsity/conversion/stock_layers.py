@@ -16,7 +16,8 @@ def bag(layer):
     """A small model of stock layers, for bags in a dense tensor."""
     name = layer.name
     _check_has_no_weights(layer)
-    ids = keras.Input((None,), dtype="int32", name=f"{name}_ids")
+    shape = keras_models.built_with(layer).get("inputs_shape") or (None, None)
+    ids = _input_like(shape, f"{name}_ids")
     rows = embedding(layer)(ids)
     vectors = _combined(ids, rows, layer.combiner, layer.mask_zero)
     return keras.Model(ids, vectors, name=name)
@@ -42,13 +43,13 @@ def collection(layer, stock_of):
         layer.features, layer.flat(shapes), strict=True
     ):
         # Keras asks for the keys as names.
-        ids = keras.Input(tuple(shape[1:]), dtype="int32", name=str(key))
+        ids = _input_like(shape, str(key))
+        inputs.append(ids)
         rows = stock_of(sharded)(ids)
         if combiner is not None:
             if len(shape) == 1:
                 ids, rows = ids[:, None], rows[:, None]
             rows = _combined(ids, rows, combiner, sharded.mask_zero)
-        inputs.append(ids)
         outputs.append(rows)
     return keras.Model(
         layer.packed(inputs), layer.packed(outputs), name=layer.name
@@ -82,6 +83,11 @@ def tied_dense(layer, kernel):
     tracking.replace_held(made, made.kernel, kernel)
     made.supports_masking = True
     return made
+
+
+def _input_like(shape, name):
+    """An input of ids with as many axes; bags may have another length later."""
+    return keras.Input((None,) * (len(shape) - 1), dtype="int32", name=name)
 
 
 def _combined(ids, rows, combiner, mask_zero):

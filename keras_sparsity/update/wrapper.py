@@ -102,8 +102,9 @@ class OptimizerWrapper(keras.optimizers.Optimizer):
             )
 
     def save_own_variables(self, store):
-        for i, value in enumerate(self.state()):
-            store[str(i)] = value
+        # One after the other: whole tables, of which one may fill the memory.
+        for i, place in enumerate(self.places()):
+            (store[str(i)],) = state.read([place])
 
     def load_own_variables(self, store):
         if not self.built:  # Keras's own warning, of another number

@@ -153,14 +153,17 @@ def test_a_bag_of_padding_has_no_gradient(combiner):
     assert combiner == "mean" or of_others.any()
 
 
-@pytest.mark.parametrize("combiner", COMBINERS)
-def test_exported_and_saved(combiner, tmp_path):
-    ids = keras.Input((5,), dtype="int32")
+@pytest.mark.parametrize(
+    ("combiner", "axes"),
+    list(zip(COMBINERS, [(5,), (3, 5), (2, 3, 5)], strict=True)),
+)
+def test_exported_and_saved(combiner, axes, tmp_path):
+    ids = keras.Input(axes, dtype="int32")
     bag = ks.layers.ShardedEmbeddingBag(
         ROWS, DIM, combiner=combiner, mask_zero=True, name="bag"
     )
     model = keras.Model(ids, keras.layers.Dense(1)(bag(ids)))
-    x = np.random.default_rng(0).integers(4, size=(8, 5))
+    x = np.random.default_rng(0).integers(4, size=(8, *axes))
     x[0] = 0
     expected = model.predict(x, verbose=0)
     model.save(tmp_path / "model.keras")

@@ -279,6 +279,25 @@ def test_saved_and_exported(tmp_path):
     assert not any(kind.startswith("keras_sparsity") for kind in kinds)
 
 
+def test_exported_for_bags_of_another_length():
+    class Sum(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.collection = ks.layers.ShardedEmbeddingCollection(
+                [table("a"), table("b")], ["mean", "sum"]
+            )
+
+        def call(self, ids):
+            first, whole = self.collection([ids[:, 0], ids])
+            return first + whole
+
+    model = Sum()
+    model(np.array([[1, 2, 3]]))
+    longer = np.array([[4, 5, 6, 7], [8, 9, 0, 0]])
+    expected = model(longer)
+    np.testing.assert_allclose(ks.export(model)(longer), expected, rtol=1e-6)
+
+
 def kept(folder):
     """Weights after a run, and of a model that takes its checkpoint."""
     x, y = data()

@@ -1,6 +1,7 @@
 """The state of a stock optimizer that has a table's partitions."""
 
 import types
+import weakref
 
 import keras
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from keras_sparsity.exchange.layout import Layout
 from keras_sparsity.update import state
+from keras_sparsity.update.wrapper import OptimizerWrapper
 
 NUM_ROWS, DIM = 5, 2
 
@@ -50,6 +52,24 @@ def test_slots_of_partitions_are_one_variable():
     _, (even, odd) = places[2]
     np.testing.assert_array_equal(even, first[::2])
     np.testing.assert_array_equal(odd, first[1::2])
+
+
+def test_a_file_gets_one_variable_after_the_other():
+    """So that no rank holds the slots of all tables at once."""
+    optimizer, _, variables = built()
+    places = state.places(optimizer, optimizer, variables)
+    stored = []
+
+    class Store:
+        def __setitem__(self, key, value):
+            assert not [each for _, each in stored if each() is not None]
+            stored.append((key, weakref.ref(value)))
+
+    wrapper = types.SimpleNamespace(
+        places=lambda: places, state=lambda: state.read(places)
+    )
+    OptimizerWrapper.save_own_variables(wrapper, Store())
+    assert [key for key, _ in stored] == list("012345")
 
 
 def test_another_number_of_variables_is_refused():
