@@ -8,6 +8,7 @@ Checked on TensorFlow 2.16 to 2.21 and Keras 3.5 to 3.15.
 
 import contextlib
 import functools
+import inspect
 import pkgutil
 import sys
 
@@ -208,10 +209,21 @@ MODEL_METHODS = {
     )
     for name in (*RUNS, "compute_loss")
 }
+UNADOPTED_RUNS = {
+    name: Patch(
+        "keras:Model",
+        name,
+        during="the process, once a strategy's scope was entered",
+        reason="A model that is made there and not compiled there keeps its "
+        "class's methods, and Keras gives it the strategy.",
+    )
+    for name in RUNS
+}
 ALL = (
     *(named for named in vars().values() if isinstance(named, Patch)),
     *SAVES,
     *MODEL_METHODS.values(),
+    *UNADOPTED_RUNS.values(),
 )
 
 
@@ -378,12 +390,16 @@ def current_rows_are_taken():
 def epoch_iterators_are_made_in(scope):
     """While entered, `fit` and the like make their input inside of a scope.
 
+    A run within a run, as of a callback's, makes it in the inner run's alone.
+
     Args:
         scope: function that gives a context manager, of a function that gives
             the number of an epoch's batches once Keras knows it, or None.
     """
 
     def make(stock):
+        stock = inspect.unwrap(stock)
+
         def initialize(self, *args, **kwargs):
             with scope(lambda: self.data_adapter.num_batches):
                 stock(self, *args, **kwargs)

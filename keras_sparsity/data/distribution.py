@@ -28,7 +28,9 @@ SAME_DATASET = (
     "each rank's own part already, only `strategy.shard(dataset)` can make."
 )
 
-_counts = []  # not empty while what `distribute` makes is `Counted`
+# Not empty while what `distribute` makes is `Counted`, or None on top while it
+# leaves datasets as they are.
+_counts = []
 
 
 def distribute(dataset, collectives):
@@ -42,7 +44,7 @@ def distribute(dataset, collectives):
         ValueError: if the ranks' datasets have different structures or
             numbers of batches.
     """
-    if collectives.size == 1:
+    if collectives.size == 1 or _is_undivided():
         return dataset
     check_is_dataset(dataset)
     if is_sharded(dataset):
@@ -72,7 +74,7 @@ def repeat_on_all(dataset, collectives):
     Raises:
         ValueError: if the dataset is a part, or as `distribute`.
     """
-    if collectives.size == 1:
+    if collectives.size == 1 or _is_undivided():
         return dataset
     check_is_dataset(dataset)
     if is_sharded(dataset):
@@ -115,6 +117,19 @@ def for_steps(num_batches):
             batches, where Keras knows it; else None.
     """
     return contexts.on_top(_counts, num_batches)
+
+
+def undivided():
+    """While entered, a strategy leaves datasets as they are.
+
+    For a model that no strategy has adopted: its class would not bring the
+    ranks' parts together.
+    """
+    return contexts.on_top(_counts, None)
+
+
+def _is_undivided():
+    return bool(_counts) and _counts[-1] is None
 
 
 def split_batches(dataset, rank, size, fingerprints=None):

@@ -150,9 +150,9 @@ def raise_of_another_strategy(model, strategy):
 def raise_of_compiled_outside(model):
     """Raises ValueError of a model that has an optimizer of no strategy."""
     raise ValueError(
-        f"The model '{model.name}' was compiled again outside of its "
-        "strategy's scope, and its strategy knows the optimizer of an earlier "
-        f"`compile` alone. Received: a {type(model.optimizer).__name__}. Write "
+        f"The model '{model.name}' was compiled outside of its strategy's "
+        "scope, and its strategy knows only what `compile` is given inside. "
+        f"Received: a {type(model.optimizer).__name__}. Write "
         "`with strategy.scope(): model.compile(...)` each time."
     )
 

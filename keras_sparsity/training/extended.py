@@ -9,7 +9,7 @@ from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.data import distribution, empty_parts
 from keras_sparsity.global_batch import losses
 from keras_sparsity.tables import control_flow, vectorized
-from keras_sparsity.training import foresight, prefetching
+from keras_sparsity.training import foresight, prefetching, unadopted
 
 _REDUCE = {
     tf.distribute.ReduceOp.SUM: "sum",
@@ -33,6 +33,10 @@ class ProcessStrategy(tf.distribute.Strategy):
     @property
     def size(self):
         return self.collectives.num_workers
+
+    def scope(self):
+        unadopted.have_whole_input(ProcessStrategy)
+        return super().scope()
 
 
 _OF_ANOTHER = (

@@ -130,7 +130,7 @@ CASES = {
     ),
     "compiled outside": (
         lambda: _compiled_outside(),
-        "compiled again outside of its.*SGD.*`with strategy.scope",
+        "compiled outside of its.*SGD.*`with strategy.scope",
     ),
     "weights that a layer assigns": (
         lambda: _fit_assigned(),

@@ -42,7 +42,7 @@ _REFUSALS = {
     "callback of a list": "a PartitionSearch under `ks.PipelineStrategy`",
     "backup of a list": "BackupAndRestore moves.*ShardedCheckpoint",
     "small batches": "batch_size=2 and num_micro_batches=4. Use a larger",
-    "outside": "compiled again outside of its.*SGD.*`with strategy.scope",
+    "outside": "compiled outside of its.*SGD.*`with strategy.scope",
 }
 
 
