@@ -1,5 +1,6 @@
 """Private state of Keras's optimizers. Checked on Keras 3.5 to 3.15."""
 
+import copy
 import types
 
 import keras
@@ -29,6 +30,9 @@ GRADIENT_SUMS = "_accumulated_gradients"
 # Of any rule with `use_ema`.
 AVERAGES = "_model_variables_moving_average"
 
+# Of `exclude_from_weight_decay`, which no configuration holds.
+_EXCLUDED = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern")
+
 # Arguments of any rule's constructor, but for the learning rate.
 _OPTIONS = (
     *("name", "weight_decay", "clipnorm", "clipvalue", "global_clipnorm"),
@@ -50,9 +54,24 @@ def unbuilt(optimizer):
         inner = getattr(inner, "inner_optimizer", None)
     try:
         with keras.saving.custom_object_scope(known):
-            return type(optimizer).from_config(optimizer.get_config())
+            made = type(optimizer).from_config(optimizer.get_config())
     except Exception:  # a user's class may raise any
         return _with_attributes_of(optimizer)
+    _exclude_alike(made, optimizer)
+    return made
+
+
+def _exclude_alike(made, optimizer):
+    """Excludes from weight decay as another optimizer does."""
+    while optimizer is not None:
+        attributes = vars(optimizer)
+        made.__dict__.update(
+            (name, copy.copy(attributes[name]))
+            for name in _EXCLUDED
+            if name in attributes
+        )
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+        made = getattr(made, "inner_optimizer", None)
 
 
 def _with_attributes_of(optimizer):

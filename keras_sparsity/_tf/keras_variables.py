@@ -31,6 +31,18 @@ def change_kind(variable, kind):
     variable._autocast = False
 
 
+def take_identity(value, other):
+    """Has Keras's optimizers know one `tf.Variable` as another.
+
+    `_unique_id`, by which they find variables: `Optimizer._var_key`.
+
+    Args:
+        value: the new `tf.Variable`.
+        other: the one in whose place it comes.
+    """
+    value._unique_id = other._unique_id
+
+
 def at_path(path, value, **options):
     """A variable that has a path, wherever it is made.
 

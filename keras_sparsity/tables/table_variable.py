@@ -73,7 +73,12 @@ class TableVariable(keras.Variable):
         keras.Variable.constraint.fset(self, value)
 
     def use(self, value):
-        """Takes a new `tf.Variable` as its value."""
+        """Takes a new `tf.Variable` as its value.
+
+        Under the identity of the one of before: optimizers that know this
+        variable, as one that weight decay leaves out, go on knowing it.
+        """
+        keras_variables.take_identity(value, self._value)
         self._value = value
 
     def numpy(self):

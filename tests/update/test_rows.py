@@ -4,6 +4,7 @@ import contextlib
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
@@ -87,3 +88,39 @@ def test_a_layers_name_leaves_its_table_out_of_decay(cluster):
         for found in ways:
             for value, other in zip(found, expected, strict=True):
                 np.testing.assert_allclose(value, other, atol=1e-6)
+
+
+def untouched_rows(is_built):
+    """Rows without a gradient, after a step that decays one table of five.
+
+    Args:
+        is_built: whether the rule is built before `compile`.
+    """
+    inputs = keras.Input((2,), dtype="int32")
+    layers = [
+        keras.layers.Embedding(9, 2, "ones"),  # whose variable becomes a table
+        ks.layers.ShardedEmbedding(9, 2, "ones", architecture="allgather"),
+        *(ks.layers.ShardedEmbedding(9, 2, "ones") for _ in range(3)),
+    ]
+    outputs = keras.layers.Add()([layer(inputs) for layer in layers])
+    model = keras.Model(inputs, outputs)
+    rule = keras.optimizers.SGD(0.1, weight_decay=0.5)
+    rule.exclude_from_weight_decay(
+        var_list=[layer.embeddings for layer in layers[:-1]]
+    )
+    if is_built:
+        rule.build(model.trainable_variables)
+    with ks.HybridStrategy(architecture="ps").scope():
+        model.compile(rule, "mse", run_eagerly=True)
+    spread, gathered, repartitioned = (layer.table for layer in layers[1:4])
+    ks.moves.move(model, {spread: "ps", gathered: "allreduce"})
+    ks.moves.repartition(model, {repartitioned: 3})
+    model.fit(np.zeros((2, 2)), np.zeros((2, 2, 2)), verbose=0)
+    return [layer.get_weights()[0][8, 0] for layer in layers]
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_variables_that_become_others_stay_out_of_decay(cluster, is_built):
+    several = cluster("native", 2).run(untouched_rows, is_built)
+    for found in (untouched_rows(is_built), *several):
+        np.testing.assert_allclose(found, [1] * 4 + [0.95], rtol=1e-6)
