@@ -6,8 +6,8 @@ rule here ends the trail: what follows from it is not known.
 
 import tensorflow as tf
 
-# A tensor of one number, reduced from the examples of a batch.
-REDUCED = "reduced"
+from keras_sparsity.global_batch import joins, reshapes
+from keras_sparsity.global_batch.joins import EXTREME, NUMBERS, REDUCED
 
 _SAME = frozenset(
     """
@@ -23,14 +23,18 @@ _BROADCAST = frozenset(
     """
     Add AddN AddV2 Atan2 BiasAdd DivNoNan Equal FloorDiv FloorMod Greater
     GreaterEqual Less LessEqual LogicalAnd LogicalOr Maximum Minimum Mul
-    MulNoNan NotEqual Pow RealDiv SelectV2 SquaredDifference Sub Xdivy Xlogy
+    MulNoNan NotEqual Pow RealDiv Select SelectV2 SquaredDifference Sub Xdivy
+    Xlogy
     """.split()
 )
 _REDUCTIONS = frozenset("All Any Max Mean Min Prod Sum ArgMax ArgMin".split())
+# Of all examples: the kind of the number. Of `All` and `Any` it is a guard.
+_OF_ALL = {"All": None, "Any": None, "Max": EXTREME, "Min": EXTREME}
 _OF_EXAMPLES_FIRST = frozenset(
     "AvgPool Conv2D Conv3D DepthwiseConv2dNative MaxPool".split()
 )
 _PRODUCTS = frozenset(["MatMul", "BatchMatMulV2", "BatchMatMulV3"])
+_SHAPES = frozenset("ExpandDims Reshape Squeeze StridedSlice Transpose".split())
 
 
 class BatchAxes:
@@ -42,11 +46,16 @@ class BatchAxes:
 
     def __init__(self, tensors):
         self._axes = {id(tensor): 0 for tensor in tensors}
+        self._sums = {}
         self._kept = list(tensors)  # so that no other tensor takes over an id
 
     def of(self, tensor):
-        """The axis, `REDUCED`, or None where there is none or it is unknown."""
+        """The axis, a kind of `NUMBERS`, or None: there is none, or unknown."""
         return self._axes.get(id(tensor))
+
+    def has_known(self, op):
+        """Whether `follow` may find anything of an operation."""
+        return any(self.of(tensor) is not None for tensor in op.inputs)
 
     def follow(self, op):
         """Finds the axes of an operation's outputs.
@@ -55,19 +64,33 @@ class BatchAxes:
             op: `tf.Operation`, after those of its inputs.
 
         Returns:
-            Whether the operation mixes examples: two axes of examples meet,
-            or the one is reduced and more than one number is left.
+            Tuple of the operations, this or earlier ones, now known to mix
+            examples: two axes of examples meet, the one is reduced and more
+            than one number is left, or the number that is left meets examples.
         """
         known = [self.of(tensor) for tensor in op.inputs]
-        if all(axis is None for axis in known):
-            return False
+        if not self.has_known(op):
+            return ()
         mixes, axis = self._rule(op, known)
+        join = joins.of(op, known)
+        sums = [self._sums.get(id(tensor), ()) for tensor in op.inputs]
+        told, carried = joins.carried(op, sums)
+        if mixes or join == joins.MIXES:
+            told = *told, op
+        elif join == joins.ADDS:
+            carried = *carried, op
         for output in op.outputs if axis is not None else ():
-            rank = output.shape.rank
-            if axis == REDUCED or (rank is not None and axis < rank):
-                self._axes[id(output)] = axis
-                self._kept.append(output)
-        return mixes
+            self._note(output, axis, carried)
+        return told
+
+    def _note(self, output, axis, sums):
+        rank = output.shape.rank
+        if axis not in NUMBERS:
+            if rank is None or axis >= rank:
+                return
+            self._sums[id(output)] = sums
+        self._axes[id(output)] = axis
+        self._kept.append(output)
 
     def _rule(self, op, known):
         kind = op.type
@@ -85,29 +108,33 @@ class BatchAxes:
             return mixes, None if mixes else known[0]
         if kind in _OF_EXAMPLES_FIRST:
             return False, 0 if known[0] == 0 else None
+        if kind in _SHAPES and known[0] in NUMBERS:
+            return False, known[0] if _is_one_number(op) else None
         rule = _RULES.get(kind)
-        if rule is None or REDUCED in known:
+        if rule is None or not NUMBERS.isdisjoint(known):
             return False, None
         return rule(op, known)
 
 
 def _broadcast(op, known):
-    if REDUCED in known:
-        is_quotient = op.type in ("RealDiv", "DivNoNan")
-        is_reduced = all(axis == REDUCED for axis in known)
-        others = [axis for axis in known if axis not in (None, REDUCED)]
-        if is_quotient and is_reduced:
-            return True, None
-        return False, None if others else REDUCED
+    numbers = [axis for axis in known if axis in NUMBERS]
+    if len(numbers) == len(known) and op.type in ("RealDiv", "DivNoNan"):
+        return True, None
+    if len(numbers) == sum(axis is not None for axis in known):
+        kind = EXTREME if set(numbers) == {EXTREME} else REDUCED
+        return False, kind if _is_one_number(op) else None
     if op.type == "BiasAdd":
         return False, known[0]
+    if op.type == "Select":  # its condition may have the first axes alone
+        axes = set(known) - NUMBERS - {None}
+        return False, axes.pop() if len(axes) == 1 else None
     ranks = [tensor.shape.rank for tensor in op.inputs]
     if None in ranks:
         return False, None
     from_right = {
         rank - axis
         for rank, axis in zip(ranks, known, strict=True)
-        if axis is not None
+        if axis is not None and axis not in NUMBERS
     }
     if len(from_right) > 1:
         return True, None
@@ -115,22 +142,28 @@ def _broadcast(op, known):
 
 
 def _reduction(op, axis):
-    if axis == REDUCED:
-        return False, REDUCED
+    if axis in NUMBERS:
+        return False, axis
     rank, axes = op.inputs[0].shape.rank, tf.get_static_value(op.inputs[1])
     if rank is None or axes is None or axis is None:
         return False, None
     axes = {int(each) % rank for each in axes.reshape(-1)} if rank else set()
     if axis in axes:
-        shape = op.outputs[0].shape
-        is_one_number = shape.num_elements() == 1
-        return not is_one_number, REDUCED if is_one_number else None
+        if not _is_one_number(op):
+            return True, None
+        if op.inputs[0].op.type in joins.CONSTANT:  # a count of examples
+            return False, None
+        return False, _OF_ALL.get(op.type, REDUCED)
     is_kept = "keep_dims" in op.node_def.attr and op.get_attr("keep_dims")
     return False, axis if is_kept else axis - sum(e < axis for e in axes)
 
 
+def _is_one_number(op):
+    return op.outputs[0].shape.num_elements() == 1
+
+
 def _product(op, known):
-    if REDUCED in known:
+    if not NUMBERS.isdisjoint(known):
         return False, None
     ranks = [tensor.shape.rank for tensor in op.inputs]
     if None in ranks:
@@ -157,6 +190,10 @@ def _product(op, known):
         return False, rank - left
     both_stay = left == 2 and right == 1
     both_are_contracted = left == 1 and right == 2
+    if both_are_contracted and (
+        _is_one_number(op) or reshapes.is_inner_product(op)
+    ):
+        return False, REDUCED
     return both_stay or both_are_contracted, None
 
 
@@ -175,18 +212,15 @@ def _einsum(op, known):
     (label,) = labels
     if label in output:
         return False, output.index(label)
-    are_both = sum(axis is not None for axis in known) > 1
-    return are_both and bool(output), None
+    if not output:
+        return False, REDUCED
+    return sum(axis is not None for axis in known) > 1, None
 
 
 def _reshape(op, known):
-    before, after = op.inputs[0].shape, op.outputs[0].shape
-    if known[0] != 0 or not after.rank:
+    if known[0] is None or op.outputs[0].shape.rank is None:
         return False, None
-    is_same = after[0] == before[0] or after[0] is None
-    if not is_same and before[0] and after[0]:
-        is_same = after[0] % before[0] == 0  # examples times places
-    return False, 0 if is_same else None
+    return False, reshapes.place(op, known[0])
 
 
 def _transpose(op, known):

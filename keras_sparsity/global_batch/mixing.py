@@ -26,7 +26,15 @@ _FUNCTIONS = tuple(
 )
 # Operations of a functional model, which the user called when it was built.
 _OF_MODELS = os.path.join(_KERAS, "models") + os.sep
-_GRADIENTS = os.path.join("eager", "imperative_grad.py")
+_GRADIENTS = tuple(
+    os.path.join(room, name)
+    for room, name in (
+        ("eager", "imperative_grad.py"),
+        ("ops", "gradients_util.py"),
+    )
+)
+# Of most operations of gradients: their tracebacks need not be read.
+_NAME_OF_GRADIENTS = "gradient_tape/"
 # The ranks' sums of metrics are added up.
 _OF_METRICS = frozenset(["update_state", "compute_metrics"])
 
@@ -66,8 +74,9 @@ class Mixing:
         ]
         axes = BatchAxes(examples)
         for op in graph.get_operations()[first:]:
-            if axes.follow(op):
-                self._tell(op)
+            if axes.has_known(op) and not _is_left_out(op):
+                for mixing in axes.follow(op):
+                    self._tell(mixing)
 
     def _tell(self, op):
         place = _place(op)
@@ -115,21 +124,33 @@ def of_passes(model, peers):
     )
 
 
+def _frames(op):
+    """Where an operation was made, from the step on."""
+    frames = list(op.traceback)
+    steps = [i for i, f in enumerate(frames) if f.filename == _STEP]
+    return frames[steps[-1] + 1 :] if steps else frames
+
+
+def _is_left_out(op):
+    """Whether an operation is of a metric or gradient.
+
+    Their outputs are not followed either: gradients of embeddings have a row
+    for each example, which a step of the user's may clip by the norm of all.
+    """
+    return op.name.startswith(_NAME_OF_GRADIENTS) or any(
+        frame.name in _OF_METRICS or frame.filename.endswith(_GRADIENTS)
+        for frame in _frames(op)
+    )
+
+
 def _place(op):
     """Where a user's code made an operation.
 
     Returns:
         `", file:line: source"`, empty of a functional model's operation, or
-        None where the library, Keras's layers and losses, or a gradient did.
+        None where the library or Keras's layers and losses did.
     """
-    frames = list(op.traceback)
-    steps = [i for i, f in enumerate(frames) if f.filename == _STEP]
-    frames = frames[steps[-1] + 1 :] if steps else frames
-    if any(
-        f.name in _OF_METRICS or f.filename.endswith(_GRADIENTS) for f in frames
-    ):
-        return None
-    for frame in reversed(frames):
+    for frame in reversed(_frames(op)):
         name = frame.filename
         if name.startswith((_TENSORFLOW + os.sep, *_FUNCTIONS)):
             continue

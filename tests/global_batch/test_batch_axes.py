@@ -39,7 +39,31 @@ MIXING = {
     "dice": lambda x, y: tf.math.divide_no_nan(
         ops.sum(ops.square(x - y)), 1.0 + ops.sum(y)
     ),
+    # Products of whole batches, one number, that meets each example.
+    "tensordot": lambda x, y: ops.sigmoid(ops.tensordot(x, y, 2) + x[:, :1]),
+    "vectors": lambda x, y: tf.exp(x + tf.tensordot(x[:, 0], y[:, 0], 1)),
+    "einsum": lambda x, y: tf.tanh(x - tf.einsum("bi,bi->", x, y)),
+    "correlation by tensordot": lambda x, y: tf.tensordot(x, y, [[0], [0]]),
+    "pairs by tensordot": lambda x, y: tf.tensordot(x, y, [[1], [1]]),
+    "pairs by reshapes": lambda x, y: x[:, 0, None] - ops.reshape(y, (1, -1)),
+    # Numbers that meet each example.
+    "centered": lambda x, y: tf.square(y - (x - ops.mean(x)) @ W),
+    "centered twice": lambda x, y: _squared(x - ops.mean(x) - y),
+    "a divisor": lambda x, y: y / (tf.reduce_mean(x) + x),
+    "relativistic": lambda x, y: tf.nn.sigmoid_cross_entropy_with_logits(
+        y, x - tf.reduce_mean(x)
+    ),
+    "filled in": lambda x, y: tf.abs(tf.where(x > 0, x, tf.reduce_mean(x))),
+    "normalized": lambda x, y: tf.math.l2_normalize(x),
+    "scaled": lambda x, y: x / ops.max(x)[None],
+    "above the mean": lambda x, y: x > ops.mean(x),
+    "no more than the mean": lambda x, y: tf.minimum(x, ops.mean(x)),
+    "weights by the mean": lambda x, y: tf.exp(-ops.mean(x)) * y,
 }
+
+
+def _squared(x):
+    return x * x
 
 
 def _attention(x, y):
@@ -92,6 +116,29 @@ NOT_MIXING = {
     ),
     "pooling": lambda x, y: tf.nn.max_pool1d(x[:, :, None], 2, 1, "SAME"),
     "loss": lambda x, y: keras.losses.CategoricalCrossentropy()(x, y),
+    "product as loss": lambda x, y: 0.1 * ops.sqrt(ops.tensordot(x, y, 2)),
+    "weights by tensordot": lambda x, y: ops.sigmoid(
+        ops.tensordot(x[:, None], W, 1) + ops.tensordot(W, W, 2)
+    ),
+    "tensordot of weights": lambda x, y: (
+        ops.sigmoid(ops.transpose(ops.tensordot(W, x, [[1], [1]]))) * y
+    ),
+    "mean added to losses": lambda x, y: tf.reduce_mean(
+        2.0 * tf.reduce_sum(tf.abs(x - y), -1) / 3.0 + ops.mean(ops.square(x))
+    ),
+    "mean added to a weighted loss": lambda x, y: tf.sqrt(
+        tf.reduce_mean((x + ops.mean(y)) * y[:, :1])
+    ),
+    "exponents": lambda x, y: tf.exp(x - tf.stop_gradient(ops.max(x))),
+    "softmax of a sum": lambda x, y: tf.nn.softmax(x + ops.mean(x)),
+    "a guard": lambda x, y: tf.where(ops.any(tf.math.is_nan(x)), 0.0, x) ** 2,
+    "the largest": lambda x, y: tf.cast(x == ops.max(x), tf.float32) * y,
+    "places": lambda x, y: tf.cast(x, tf.int32) + ops.sum(tf.cast(y, tf.int32)),
+    "mean for each example": lambda x, y: tf.zeros_like(x) + ops.mean(y) * 2.0,
+    "mean by number of ones": lambda x, y: x / ops.sum(tf.ones_like(x)),
+    "of the condition's examples": lambda x, y: tf.compat.v1.where(
+        x[:, 0] > 0, x, y
+    ),
 }
 
 
@@ -103,7 +150,9 @@ def mixing(function, batch):
         axes = BatchAxes([x, y])
         graph = tf.compat.v1.get_default_graph()
         found.extend(
-            op.type for op in graph.get_operations()[first:] if axes.follow(op)
+            found_op.type
+            for op in graph.get_operations()[first:]
+            for found_op in axes.follow(op)
         )
 
     found = []

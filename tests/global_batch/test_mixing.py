@@ -45,6 +45,40 @@ class Retrieval(keras.Model):
         )
 
 
+class Ratings(keras.Model):
+    """Products of users and movies; those of a batch become one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.users = ks.layers.ShardedEmbedding(10, DIM)
+        self.movies = keras.layers.Embedding(10, DIM)
+
+    def call(self, inputs):
+        users, movies = self.users(inputs[:, 0]), self.movies(inputs[:, 1])
+        dot = keras.ops.tensordot(users, movies, 2)
+        return keras.ops.sigmoid(dot + users + movies)  # found here
+
+
+class Clipped(keras.Model):
+    """A step that clips gradients of rows, by the norm of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = keras.layers.Embedding(10, DIM)
+
+    def call(self, inputs):
+        return keras.ops.mean(keras.ops.silu(self.rows(inputs)), axis=1)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        clipped = [tf.clip_by_norm(gradient, 1.0) for gradient in gradients]
+        self.optimizer.apply(clipped, self.trainable_variables)
+        return {"loss": loss}
+
+
 class PerClass(keras.metrics.Metric):
     """Sums over the batch, one for each class; the ranks' are added up."""
 
@@ -92,6 +126,8 @@ def models():
     return {
         "loss": (plain(), negatives, None),
         "step": (Retrieval(), None, None),
+        "product": (Ratings(), "mse", None),
+        "clipped": (Clipped(), "mse", None),
         "operation": (plain(softened), "mse", None),
         "layers": (layers(), "mse", [PerClass(), "mae"]),
         "gathered": (Retrieval(ks.gather_batch), None, None),
@@ -123,9 +159,9 @@ def test_the_line_that_mixes_is_named_once(cluster, engine):
     first, second = cluster(engine, 2).run(warned, timeout=200)
     assert not any(second.values())
     counts = {name: len(lines) for name, lines in first.items()}
-    mixing = {"loss": 1, "step": 1, "operation": 1}
+    mixing = {"loss": 1, "step": 1, "product": 1, "operation": 1}
     assert counts == dict.fromkeys(counts, 0) | mixing, first
-    for name in ("loss", "step"):
+    for name in ("loss", "step", "product"):
         (line,) = first[name]
         assert "test_mixing.py:" in line and "# found here" in line
     assert "ks.gather_batch(x)" in line and "2 processes" in line
