@@ -199,8 +199,11 @@ def at_step(victims, kind, step, known=True):
     return train(begin, known=known)
 
 
-def behind_step(victims, kind, step):
-    """Some ranks end behind one of their steps: as `at_step`, or "exit"."""
+def behind_step(victims, kind, step, log_dir):
+    """Some ranks end behind one of their steps: as `at_step`, or "exit".
+
+    The others go on, though rank 0 draws histograms of all weights.
+    """
     count = itertools.count(1)
 
     def end(batch, logs):
@@ -208,8 +211,11 @@ def behind_step(victims, kind, step):
         if next(count) == step and is_victim:
             end_by(kind)
 
-    callback = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-    return train(lambda *_: time.sleep(0.01), callbacks=[callback])
+    callbacks = [
+        keras.callbacks.LambdaCallback(on_train_batch_end=end),
+        keras.callbacks.TensorBoard(log_dir, histogram_freq=1),
+    ]
+    return train(lambda *_: time.sleep(0.01), callbacks=callbacks)
 
 
 def at_any_time(victims, seconds):
