@@ -243,6 +243,9 @@ class Training:
     def give_up(self):
         """After an error: the others do not wait for this worker's batch."""
         self.worker.release(raises=False)
+        if self._collectives.size == 1 and self._is_begun:
+            # As in stock Keras, the program may go on with the model.
+            self.store.download()
         _given_up.append(self)
         if not self._collectives.is_server:
             # In a thread, as a server may be gone.
