@@ -15,6 +15,7 @@ from keras_sparsity.asynchronous import batches, meeting, rule, servers
 from keras_sparsity.asynchronous.changes import Changes
 from keras_sparsity.asynchronous.own_values import OwnValues
 from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.asynchronous.waiting import noted
 from keras_sparsity.asynchronous.worker import Worker
 from keras_sparsity.data.fingerprints import check_alike
 from keras_sparsity.global_batch import metrics as global_metrics
@@ -212,7 +213,7 @@ class Training:
         """
         is_server = self._collectives.is_server
         if is_server:
-            self.store.wait_until_over()
+            noted(self._collectives.rank, self.store.wait_until_over)
             self._servers.end_returns()
         else:
             self.worker.pushing.wait()
