@@ -13,6 +13,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
@@ -199,8 +200,12 @@ def at_step(victims, kind, step, known=True):
     return train(begin, known=known)
 
 
-def behind_step(victims, kind, step):
-    """Some ranks end behind one of their steps: as `at_step`, or "exit"."""
+def behind_step(victims, kind, step, log_dir):
+    """Some ranks end behind one of their steps: as `at_step`, or "exit".
+
+    The others go on, though rank 0 draws histograms of all weights; also with
+    another strategy, unless its ranks take their steps together.
+    """
     count = itertools.count(1)
 
     def end(batch, logs):
@@ -208,8 +213,16 @@ def behind_step(victims, kind, step):
         if next(count) == step and is_victim:
             end_by(kind)
 
-    callback = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-    return train(lambda *_: time.sleep(0.01), callbacks=[callback])
+    callbacks = [
+        keras.callbacks.LambdaCallback(on_train_batch_end=end),
+        keras.callbacks.TensorBoard(log_dir, histogram_freq=1),
+    ]
+    found = train(lambda *_: time.sleep(0.01), callbacks=callbacks)
+    # All ranks that are left compare its timeout.
+    ks.HybridStrategy(synchronous=False, max_staleness=3, timeout=8)
+    with pytest.raises(RuntimeError, match="was lost"):
+        ks.HybridStrategy(timeout=8)
+    return found
 
 
 def at_any_time(victims, seconds):

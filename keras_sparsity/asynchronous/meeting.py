@@ -13,7 +13,7 @@ from keras_sparsity.asynchronous.cells import Cell, after, locked, tokens
 from keras_sparsity.asynchronous.interruptible import Interruptible
 from keras_sparsity.collectives.base import Collectives, end_groups
 from keras_sparsity.collectives.engine import Engine
-from keras_sparsity.collectives.startup import single_process
+from keras_sparsity.collectives.startup import go_on_by, single_process
 from keras_sparsity.collectives.wire import Wire
 from keras_sparsity.health import journal, launcher, watch
 from keras_sparsity.machines import door
@@ -22,7 +22,7 @@ from keras_sparsity.machines.topology import Topology
 # Between two looks of a process that waits to join.
 _LOOK_SECONDS = 0.02
 _NONE = -1
-_REDUCE = {"sum": np.sum, "max": np.max, "min": np.min}
+_REDUCE = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}
 
 _lasting = {}  # from `Collectives` to those that outlast lost workers
 _letters = {}  # from these to their `Letters`
@@ -47,6 +47,7 @@ def lasting(collectives):
         tf_servers.share(made, servers)
         _lasting[collectives] = _lasting[made] = made
         _letters[made] = letters
+        go_on_by(made)
     return _lasting[collectives]
 
 
@@ -155,13 +156,12 @@ class Letters:
         # The `fit` that a rank waits to join, and the epoch in which it may.
         self._asks = Cell("meeting/asks", tf.int64, [self.size])
         self._epochs = Cell("meeting/epochs", tf.int64, [self.size])
+        ranks = range(self.size)
         self._letters = [
             [Cell(f"meeting/{rank}/{i}", tf.string, []) for i in range(2)]
-            for rank in range(self.size)
+            for rank in ranks
         ]
-        self._bells = [
-            tokens(f"meeting/{rank}/bell") for rank in range(self.size)
-        ]
+        self._bells = [tokens(f"meeting/{rank}/bell") for rank in ranks]
 
     def _begun(self):
         letters = [cell.fill("") for cell in sum(self._letters, [])]
@@ -334,6 +334,8 @@ class Meeting(Engine):
         name: the name of the engine of the run.
     """
 
+    reduces_means = True  # of the ranks that are left
+
     def __init__(self, letters, ranks, name):
         self._letters, self._ranks, self.name = letters, ranks, name
         self.rank, self.size = ranks.index(letters.rank), len(ranks)
@@ -377,8 +379,7 @@ class Meeting(Engine):
             f"the collective '{name}'. Use `delay=\"fixed\"`, or `all_gather`."
         )
 
-    def all_to_all_along(self, rows, route, name):
-        self.all_to_all(rows, route, name)
+    all_to_all_along = all_to_all
 
     def split(self, groups, label):
         self.all_to_all(None, None, label)

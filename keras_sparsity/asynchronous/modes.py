@@ -4,9 +4,11 @@ import functools
 import math
 
 from keras_sparsity._tf import checks, patches
+from keras_sparsity.asynchronous import servers
 from keras_sparsity.asynchronous.compiling import compile_served
 from keras_sparsity.asynchronous.delayed import compile_delayed
 from keras_sparsity.asynchronous.meeting import lasting
+from keras_sparsity.collectives import startup
 from keras_sparsity.training.compiling import compile_adopted
 
 DELAYS = ("bounded", "fixed")
@@ -144,7 +146,27 @@ def collectives_of(strategy, collectives):
     """
     if is_by_servers(strategy) and collectives.num_servers:
         return lasting(collectives)
+    _check_is_whole(startup.lasting())
     return collectives
+
+
+def _check_is_whole(collectives):
+    """Raises RuntimeError on all ranks if one was lost: the engine needs all.
+
+    Args:
+        collectives: those that outlast a loss, None if none can happen.
+    """
+    if collectives is None:
+        return
+    has_lost = servers.started(collectives).has_lost
+    of_ranks = collectives.gather_objects(has_lost, "servers/lost")
+    if any(of_ranks) or len(of_ranks) < collectives.size:
+        raise RuntimeError(
+            "A process was lost in an asynchronous training, which alone goes "
+            "on without it. Received: a `HybridStrategy` whose workers take "
+            'their steps together. Use `synchronous=False` with `delay="'
+            'bounded"`, or start all processes anew.'
+        )
 
 
 def is_by_servers(strategy):

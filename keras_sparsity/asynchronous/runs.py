@@ -1,6 +1,7 @@
 """`fit` of a model whose variables are at servers."""
 
 import collections
+import contextlib
 import itertools
 
 import keras
@@ -125,7 +126,7 @@ class Runs(RunBinding):
         callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
         for callback in callbacks:
             _check_callback(callback)
-        callbacks = rank_zero.on_rank(callbacks, self._collectives.rank)
+        callbacks = self._on_rank(callbacks)
         # A checkpoint saves whether all stop.
         callbacks.append(Stopping(self._collectives, is_in_steps=False))
         return resuming.checkpoint_last(callbacks)
@@ -253,8 +254,18 @@ class Runs(RunBinding):
             callbacks = keras.tree.flatten(
                 [] if callbacks is None else callbacks
             )
-            arguments["callbacks"] = rank_zero.on_rank(callbacks, rank)
+            arguments["callbacks"] = self._on_rank(callbacks)
         return self._stock[name](**arguments)
+
+    def _on_rank(self, callbacks):
+        """Without messages, which a lost rank 0 would owe the others.
+
+        Between epochs each rank has all weights.
+        """
+        rank = self._collectives.rank
+        return rank_zero.on_rank(
+            callbacks, rank, whole=lambda _: contextlib.nullcontext(rank == 0)
+        )
 
     # Files.
 

@@ -33,9 +33,11 @@ class Servers:
         is_first: whether this process has the first of them.
         addresses: the host and port of each.
         outages: `Outages`.
+        has_lost: whether a rank was lost, also if its new process has joined.
     """
 
     def __init__(self, collectives):
+        self.has_lost = door.facts() is not None
         with _addresses(collectives) as self.addresses:
             self._server = _server(
                 self.addresses, collectives.rank, told_of_open(collectives)
@@ -101,6 +103,7 @@ class Servers:
 
     def change(self, rank, is_lost):
         """A rank is lost, or is a server that was lost and has come back."""
+        self.has_lost = True
         if rank < self.num_workers:
             self._lose(rank)
         elif is_lost:

@@ -15,6 +15,7 @@ from keras_sparsity.asynchronous import batches, meeting, rule, servers
 from keras_sparsity.asynchronous.changes import Changes
 from keras_sparsity.asynchronous.own_values import OwnValues
 from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.asynchronous.waiting import noted
 from keras_sparsity.asynchronous.worker import Worker
 from keras_sparsity.data.fingerprints import check_alike
 from keras_sparsity.global_batch import metrics as global_metrics
@@ -212,7 +213,7 @@ class Training:
         """
         is_server = self._collectives.is_server
         if is_server:
-            self.store.wait_until_over()
+            noted(self._collectives.rank, self.store.wait_until_over)
             self._servers.end_returns()
         else:
             self.worker.pushing.wait()
@@ -243,6 +244,9 @@ class Training:
     def give_up(self):
         """After an error: the others do not wait for this worker's batch."""
         self.worker.release(raises=False)
+        if self._collectives.size == 1 and self._is_begun:
+            # As in stock Keras, the program may go on with the model.
+            self.store.download()
         _given_up.append(self)
         if not self._collectives.is_server:
             # In a thread, as a server may be gone.

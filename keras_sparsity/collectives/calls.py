@@ -35,7 +35,8 @@ class Calls:
 
     def all_reduce(self, tensors, op, name):
         name = self._numbered(name)
-        raw_op = "sum" if op == "mean" else op
+        divides = op == "mean" and not self._engine.reduces_means
+        raw_op = "sum" if divides else op
 
         def send(message, parts):
             return self._run(
@@ -49,7 +50,7 @@ class Calls:
         wires = [self._engine.reduce_wire(tensor.dtype) for tensor in tensors]
         with tf.control_dependencies(order.held_sums()):
             reduced = fused(tensors, wires, send)
-        if op == "mean":
+        if divides:
             return [total / self._engine.size for total in reduced]
         return reduced
 

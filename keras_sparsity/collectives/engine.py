@@ -84,11 +84,13 @@ class Engine(abc.ABC):
     Attributes:
         name: The engine's name in `settings.ENGINES`.
         pads: Whether every part of an exchange is padded to `Route.largest`.
+        reduces_means: Whether `all_reduce` takes the op "mean", too. Else means
+            are sums divided by `size`.
         rank, size: This process in the group.
     """
 
     name: str
-    pads = False
+    pads = reduces_means = False
     rank: int
     size: int
 

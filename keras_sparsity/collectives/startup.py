@@ -23,6 +23,7 @@ from keras_sparsity.machines.topology import Topology
 
 _started = None
 _agreed_seed = None
+_lasting = None
 
 
 def current():
@@ -94,7 +95,8 @@ def start(engine=None, timeout=None):
                 "engine only, first thing in the program."
             )
         if timeout is not None:
-            _started.check_equal(seconds, "The timeout")
+            # After a loss the engine may be dead.
+            (_lasting or _started).check_equal(seconds, "The timeout")
             watch.set_timeout(seconds)
         return _started
     seed = settings.seed()
@@ -115,6 +117,17 @@ def start(engine=None, timeout=None):
     if _started.size > 1 or settings.SEED_VARIABLE in os.environ:
         _take_seed(seed)
     return _started
+
+
+def go_on_by(collectives):
+    """From now on, these are the ones that outlast the loss of a rank."""
+    global _lasting
+    _lasting = collectives
+
+
+def lasting():
+    """The `Collectives` given to `go_on_by`, or None."""
+    return _lasting
 
 
 def _found_engine():

@@ -260,6 +260,8 @@ class Coordinator:
                 self._declare(self._problem)
             return
         self._judge_leaving(now)
+        if self._problem is not None:
+            return
         if now > self._told_alive + self._alive_seconds():
             self._tell(kind="alive")
             self._told_alive = now
@@ -286,14 +288,16 @@ class Coordinator:
             )
 
     def _judge_leaving(self, now):
-        """Ranks that leave are lost, unless no others go on."""
-        if not self._spare - self._new - self._leaving.keys():
+        """Ranks that leave are lost, or end all, unless all leave."""
+        workers = (self._spare or self._reports.keys()) - self._new
+        if not workers - self._leaving.keys():
             for rank in self._leaving:
                 self._channels[rank].send(kind="all_leave")
             self._leaving.clear()
         for rank, (problem, since) in list(self._leaving.items()):
-            if now > since + LEAVE_SECONDS:
-                self._goes_on_without(rank, problem)
+            is_late = now > since + LEAVE_SECONDS
+            if is_late and not self._goes_on_without(rank, problem):
+                self._suspect(problem)
 
     def _judge_calls(self, now):
         """Declares a deadlock that persists after a report of all ranks."""

@@ -54,7 +54,7 @@ def start(collectives, journal, abort, close, timeout_seconds):
         _coordinator = Coordinator(all_channels, timeout_seconds, root)
         _coordinator.start()
     stop = abort, close
-    _begin(collectives.rank, root, channel, journal, *stop, timeout_seconds)
+    _begin(collectives.rank, root, channel, journal, stop, timeout_seconds)
 
 
 def _begin(*arguments):
@@ -83,7 +83,7 @@ def join(rank, root, facts, journal):
     """
     channel = channels.call(facts, rank, f"Rank {root}")
     stop = (lambda message: None), (lambda: None)
-    _begin(rank, root, channel, journal, *stop, facts["timeout"], True)
+    _begin(rank, root, channel, journal, stop, facts["timeout"], True)
 
 
 def joined():
@@ -130,6 +130,7 @@ def leave(error):
 
     Returns when it is decided whether the others go on without this rank (see
     `go_on_without`). Then it is lost, and ends. If all leave together, none is.
+    Without dedicated servers a rank that leaves alone by `sys.exit` ends all.
     """
     if _watch is not None:
         _watch.leave(error)
@@ -144,23 +145,18 @@ class _Watch:
     """Reports this rank's state, and ends its process on a failure."""
 
     def __init__(
-        self,
-        rank,
-        root,
-        channel,
-        journal,
-        abort,
-        close,
-        timeout_seconds,
-        is_new=False,
+        self, rank, root, channel, journal, stop, timeout_seconds, is_new=False
     ):
         self._is_new = is_new  # and does not take part yet
         self.rank, self._root = rank, root
         self._on_change, self._lost = (lambda rank, is_lost: None), []
-        self._is_spare, self._all_leave = False, threading.Event()
+        # The errors by which this rank leaves, see `leave`. The others would
+        # train on until they wait for it, at the end of an epoch.
+        self._leaves_by = () if root else SystemExit
+        self._all_leave = threading.Event()
         self._left_by = None  # the error by which this rank has left
         self._channel, self.stops = channel, Stops(channel.send)
-        self._abort, self._close = abort, close
+        self._abort, self._close = stop
         self.timeout_seconds = timeout_seconds
         self._journal, self._observer = journal, Observer(journal)
         self._pid = os.getpid()
@@ -196,7 +192,8 @@ class _Watch:
         self._channel.send(kind="joined")
 
     def go_on_without(self, ranks, on_change):
-        self._on_change, self._is_spare = on_change, self.rank in ranks
+        self._on_change = on_change
+        self._leaves_by = BaseException if self.rank in ranks else ()
         self._channel.send(kind="spare", ranks=list(ranks))
 
     def report_exception(self, error):
@@ -206,7 +203,8 @@ class _Watch:
             self._channel.send(kind="raised", error=errors.spelled(error))
 
     def leave(self, error):
-        if not (self._is_spare and self._is_mine()) or self._is_over.is_set():
+        is_mine = self._is_mine() and not self._is_over.is_set()
+        if not (isinstance(error, self._leaves_by) and is_mine):
             return
         self._exit_code = ending.exit_code(error)
         self._all_leave.clear()

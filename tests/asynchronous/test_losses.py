@@ -93,10 +93,12 @@ def test_without_dedicated_servers_it_ends_all(engine, tmp_path):
     _check_error(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["exit", "SIGTERM"])
-def test_a_worker_that_leaves_is_not_waited_for(kind):
-    results = _run(losses.behind_step, 2, "native", [1], kind, 5)
-    _check(results, [1])
+@pytest.mark.parametrize("kind, victim", [("exit", 1), ("SIGTERM", 0)])
+def test_a_worker_that_leaves_is_not_waited_for(kind, victim, tmp_path):
+    results = _run(
+        *(losses.behind_step, 2, "native", [victim], kind, 5, str(tmp_path))
+    )
+    _check(results, [victim])
 
 
 @pytest.mark.parametrize(

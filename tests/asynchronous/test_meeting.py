@@ -8,6 +8,8 @@ import tensorflow as tf
 
 from keras_sparsity.asynchronous import meeting as meetings
 from keras_sparsity.asynchronous.meeting import Meeting
+from keras_sparsity.collectives.base import Collectives
+from keras_sparsity.machines.topology import Topology
 
 
 class _Letters:
@@ -36,6 +38,16 @@ def test_the_root_alone_sends_a_broadcast(is_lost):
     np.testing.assert_array_equal(found, own if is_lost else roots)
     assert letters.sent[0] is None
     np.testing.assert_array_equal(letters.sent[1:], [own] * is_lost)
+
+
+def test_a_mean_is_that_of_the_ranks_that_are_left():
+    letters = _Letters(1, [{2: np.float32([5, 1])}, {2: np.int32([4])}])
+    meeting = Meeting(letters, [0, 1, 2], "native")  # 0 is lost
+    ranks = Collectives(meeting, Topology(1, 3))
+    (mean,) = ranks.all_reduce([tf.constant([3.0, 1.0])], "mean")
+    np.testing.assert_array_equal(mean, [4, 1])
+    (total,) = ranks.all_reduce([tf.constant([3])])
+    np.testing.assert_array_equal(total, [7])
 
 
 def test_the_launcher_is_told_by_one_message():

@@ -1,5 +1,6 @@
 """One `fit` with variables at servers: what it leaves, and what it tells."""
 
+import contextlib
 import gc
 import weakref
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.asynchronous import servers, store
+from tests import asynchronous_functions as functions
 
 X, Y = np.ones((4, 2), "int32"), np.ones((4, 2, 2), "float32")
 
@@ -82,6 +84,35 @@ def test_an_ended_fit_leaves_nothing_in_memory(monkeypatch):
     gc.collect()
     assert len(graphs) >= 4
     assert not [graph() for graph in graphs if graph() is not None]
+
+
+class _Interrupting(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_fit_leaves_what_it_has_learnt():
+    """In one process, as a notebook goes on."""
+    x, y = functions.data()
+    models = [functions.network() for _ in range(2)]
+    for model, is_served in zip(models, (True, False), strict=True):
+        strategy = ks.HybridStrategy(synchronous=False)
+        with strategy.scope() if is_served else contextlib.nullcontext():
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(
+                *(x, y, functions.BATCH),
+                shuffle=False,
+                callbacks=[_Interrupting()],
+                verbose=0,
+            )
+        assert int(model.optimizer.iterations) == 3
+    found, expected = (
+        [*model.get_weights(), *model.optimizer.variables] for model in models
+    )
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, 1e-5, 1e-6)
 
 
 class _Scaled(keras.layers.Embedding):

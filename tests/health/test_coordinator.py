@@ -215,6 +215,23 @@ def test_a_rank_that_leaves_alone_is_lost(ranks, num_leave):
         wait_for(end, "farewell")
 
 
+@pytest.mark.parametrize("num_leave", [1, 2])
+def test_without_servers_a_rank_that_leaves_alone_ends_all(ranks, num_leave):
+    ends = ranks(2)
+    for end in ends[:num_leave]:
+        end.send(kind="leaving", error="SystemExit, by sys.exit(0)")
+    if num_leave == 1:
+        for end in ends:
+            message = wait_for(end, "failure", Report())["message"]
+            assert "rank 0 left `fit` by SystemExit" in message
+        return
+    for end in ends:
+        wait_for(end, "all_leave")
+        end.send(kind="report", **Report("ended").to_json())
+    for end in ends:
+        wait_for(end, "farewell")
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_after_a_loss_the_others_wait_anew(ranks, is_lost):
     first, second, server = ranks(3)

@@ -240,8 +240,26 @@ CASES = [
         for num_servers in (0, 1)
     ),
     Case(
+        "stand_still_in_fit",
+        (0, 1),
+        message=(
+            r"a collective has waited for \d+ s, longer than the timeout",
+            r"rank 0: in no collective \(.*watch_functions.py:\d+ in on_",
+            r'rank 2: waiting \d+ s in a wait for "other workers"',
+        ),
+        codes=(1, 1, 1),
+        num_servers=1,
+        engines=("native",),
+    ),
+    Case(
         "catch_error_of_fit",
         message=("the program of rank 1 has ended", "rank 0: waiting"),
+        engines=("native",),
+    ),
+    Case(
+        "catch_error_of_fit",
+        ("SystemExit",),
+        message=("rank 1 left `fit` by SystemExit", "rank 0: waiting"),
         engines=("native",),
     ),
     *(
@@ -499,7 +517,7 @@ def test_case(outcome, engine, case):
 def test_an_error_by_which_a_rank_leaves_is_shown_as_it_is(monkeypatch):
     own, far = map(Channel, multiprocessing.Pipe())
     nothing = (lambda *_: None,) * 2
-    left = watch._Watch(1, 2, own, Journal(), *nothing, 600.0)
+    left = watch._Watch(1, 2, own, Journal(), nothing, 600.0)
     left.go_on_without([0, 1], None)
     monkeypatch.setattr(errors, "_failure", "the others go on without this")
     shown = left._next_hook = mock.Mock()
@@ -510,5 +528,24 @@ def test_an_error_by_which_a_rank_leaves_is_shown_as_it_is(monkeypatch):
     messages = [far.receive() for _ in range(2)]
     assert messages[1]["kind"] == "leaving"
     assert "UnknownError" in messages[1]["error"]
+    own.close()
+    far.close()
+
+
+@pytest.mark.parametrize(
+    ("root", "error", "is_told"),
+    [
+        (0, SystemExit(0), True),
+        (0, ValueError("no luck"), False),  # which its program may catch
+        (2, SystemExit(0), False),  # of a server, or before any may be lost
+    ],
+)
+def test_without_servers_the_others_are_told_of_an_exit(root, error, is_told):
+    own, far = map(Channel, multiprocessing.Pipe())
+    nothing = (lambda *_: None,) * 2
+    watch._Watch(1, root, own, Journal(), nothing, 600.0).leave(error)
+    assert far.poll(0) == is_told
+    if is_told:
+        assert far.receive()["kind"] == "leaving"
     own.close()
     far.close()
