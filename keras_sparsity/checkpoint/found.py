@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_callbacks, keras_variables, random_seeds
-from keras_sparsity.checkpoint import storage
+from keras_sparsity.checkpoint import late_metrics, storage
 from keras_sparsity.data import dataset_graph
 
 _LOG = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ class FoundCheckpoint:
     def restore_progress(self, model, collectives, callbacks):
         """Restores state that Keras and its callbacks reset at the start."""
         if self.position["step"]:
-            self.restore(model, collectives, ("metrics",))
+            checkpoint = self._path, self._contents, collectives
+            late_metrics.restore(model, *checkpoint, not self.has_ended)
         if self._rate and self.position["has_begun"]:
             # Saved when callbacks had changed it for this epoch, as a
             # `LearningRateScheduler` has done once more.

@@ -175,6 +175,8 @@ def _check_record(record, num_processes):
     )
     if "each_rank" in record:
         _get(record, "each_rank", lambda v: isinstance(v, bool))
+    if "holder" in record:
+        _get(record, "holder", _is_integer)
     if "ranks" in record:
         _get(record, "ranks", _is_list_of_ranks(num_processes))
     if "num_partitions" in record:

@@ -1,7 +1,6 @@
 """Saving and restoring a model's whole state, on all ranks together."""
 
 import collections
-import contextlib
 import functools
 import hashlib
 import os
@@ -216,7 +215,7 @@ def _looked_up(directory, is_resumed):
         return names, None, str(error)
 
 
-def restore(model, path, contents, communicator, sections):
+def restore(model, path, contents, communicator, sections, waiting=()):
     """Gives a model, its optimizer and metrics their state; on every rank.
 
     The number of processes and of partitions may be others than those that
@@ -228,6 +227,7 @@ def restore(model, path, contents, communicator, sections):
         sections: those to restore, of `Entry.section`. `"prediction"` is
             left as it is where the model or the checkpoint has none: another
             schedule has saved it.
+        waiting: numbers of the holders of metrics to leave as they are.
 
     Raises:
         ValueError: if the model has other variables, or a file holds other
@@ -238,33 +238,26 @@ def restore(model, path, contents, communicator, sections):
     have = {entry.section for entry in entries}
     if not have & {"prediction"} & {r["section"] for _, r in numbered}:
         sections = set(sections) - {"prediction"}
-    entries = [entry for entry in entries if entry.section in sections]
-    numbered = [
-        (str(number), record)
-        for number, record in numbered
-        if record["section"] in sections
+    entries = [
+        entry
+        for entry in entries
+        if entry.section in sections and entry.holder not in waiting
     ]
-    records = [record for _, record in numbered]
-    restoring.check_same_variables(entries, records, path)
+    numbered = [
+        (number, record)
+        for number, record in numbered
+        if record["section"] in sections and record.get("holder") not in waiting
+    ]
 
     def read():
-        with contextlib.ExitStack() as stack:
-
-            @functools.cache
-            def file(name):
-                source = state.Source(os.path.join(path, name))
-                return stack.enter_context(source)
-
-            for entry, (number, record) in zip(entries, numbered, strict=True):
-                restoring.restore(
-                    *(entry, number, record, file),
-                    *(contents["num_processes"], communicator),
-                )
+        restoring.read(entries, numbered, path, contents, communicator)
         if "model" in sections:
             for layer in keras_models.all_layers(model):
                 if isinstance(layer, keras.layers.Normalization):
                     layer.finalize_state()  # It computes with constants.
 
+    records = [record for _, record in numbered]
+    restoring.check_same_variables(entries, records, path)
     on_all_ranks(communicator, f"read the checkpoint {path}", read)
 
 
@@ -364,6 +357,8 @@ def _records(entries, differing, communicator):
             record["owners"] = list(entry.layout.owners)
         if number in differing:
             record["each_rank"] = True
+        if entry.holder is not None:
+            record["holder"] = entry.holder
         if entry.ranks is not None:
             record["ranks"] = list(
                 _writers(entry, number in differing, communicator.size)
