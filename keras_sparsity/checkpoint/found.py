@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_callbacks, keras_variables, random_seeds
-from keras_sparsity.checkpoint import late_metrics, storage
+from keras_sparsity.checkpoint import input_facts, late_metrics, storage
 from keras_sparsity.data import dataset_graph
 
 _LOG = logging.getLogger(__name__)
@@ -68,6 +68,15 @@ class FoundCheckpoint:
                 position["seed"],
                 position["seed"],
             )
+
+    def tell_of_input(self, facts):
+        """Warns on every rank whose batches will differ.
+
+        Args:
+            facts: result of `input_facts.of_run`.
+        """
+        if self.position["step"] and not self.has_ended:
+            input_facts.tell_of_changes(self.position["input"], facts)
 
     def host_states(self, collectives):
         """This rank's `random_states.host_states`."""

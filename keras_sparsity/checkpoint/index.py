@@ -185,7 +185,20 @@ def _check_record(record, num_processes):
 
 
 def _check_training(position):
-    position.setdefault("has_begun", True)  # Earlier versions did not say it.
+    # Earlier versions did not say these.
+    position.setdefault("has_begun", True)
+    position.setdefault("input", {})
+    _get(
+        position,
+        "input",
+        lambda v: (
+            isinstance(v, dict)
+            and all(
+                each is None or isinstance(each, str) or _is_integer(each)
+                for each in v.values()
+            )
+        ),
+    )
     for name in ("has_begun", "has_stopped"):
         _get(position, name, lambda v: isinstance(v, bool))
     _get(position, "seed", lambda v: v is None or _is_integer(v))

@@ -3,6 +3,7 @@
 import collections
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -12,7 +13,7 @@ import h5py
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import checks, keras_models
 from keras_sparsity._version import __version__
 from keras_sparsity.checkpoint import folder, index, restoring, state
 from keras_sparsity.global_batch import random_states
@@ -86,6 +87,20 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
         if rank == 0:
             shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def say_spoiled(weight, loss, directory, latest):
+    """Warns that nothing is written; `latest` is an epoch and step, or None."""
+    logging.getLogger(__name__).warning(
+        "ShardedCheckpoint writes nothing while weights have NaN or "
+        "infinity, and '%s' has; the loss is %s. The latest checkpoint in "
+        "%s stays the one to go on from: %s. To end such a training, use "
+        "`keras.callbacks.TerminateOnNaN`.",
+        weight,
+        checks.spell(loss),
+        directory,
+        folder.name_of(*latest) if latest else "none so far",
+    )
 
 
 def _begun(directory, position, entries, rank, is_doubtful):
