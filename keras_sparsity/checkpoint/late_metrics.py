@@ -5,6 +5,7 @@ Such as `F1Score` in a `train_step` of the user's own, and those given to
 """
 
 import collections
+import functools
 
 import keras
 import tensorflow as tf
@@ -89,10 +90,8 @@ class _Waiting:
                 self._restore_once(number)
             return stock(*args, **kwargs)
 
-        setattr(
-            *(update, step_metrics.AFTER_MAKING),
-            lambda: self._restore_once(number),
-        )
+        restore = functools.partial(self._restore_once, number)
+        setattr(update, step_metrics.AFTER_MAKING, restore)
         return update
 
     def _restore_once(self, number):
