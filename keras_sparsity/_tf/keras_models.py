@@ -129,6 +129,22 @@ def losses_and_metrics_wait(model):
             each.built = False
 
 
+def holders_of_metrics(model):
+    """List of `(object, its metrics)`, whatever has been built so far.
+
+    A metric holds itself. The last one is the compiled loss, or None: it makes
+    the metrics of outputs' losses when it is built (`CompileLoss.metrics`).
+    """
+    loss = model._compile_loss
+    of_loss = list(getattr(loss, "metrics", ()))
+    others = [
+        metric
+        for metric in model.metrics
+        if not any(metric is each for each in of_loss)
+    ]
+    return [*((metric, [metric]) for metric in others), (loss, of_loss)]
+
+
 def is_built(model):
     """Whether a symbolic build calls nothing of the model."""
     parts = model, *all_layers(model), *_compiled(model)

@@ -153,17 +153,31 @@ def _look_at(model, dataset, cluster, placements):
 
     run = model.distribute_strategy.run if communicator.size > 1 else _call
     step = tf.function(lambda batch: run(look, args=(batch,)), autograph=False)
+    parts = 0
     with _left_as_it_was(model):
         for batch in dataset:
             for part in _parts(batch, cluster, communicator):
                 step(split_batch(batch, *part))
+                parts += 1
+    if not parts:
+        raise ValueError(
+            "The plan needs a batch with an example for each process. "
+            f"Received: batches of fewer than {communicator.num_workers} "
+            "examples, or none. Give `ks.plan` the global batches of `fit`."
+        )
 
 
 def _parts(batch, cluster, communicator):
-    """This rank's part, of one for each worker there is to be."""
+    """This rank's part, of one for each worker there is to be.
+
+    None of a batch that leaves some of the running workers without examples:
+    every rank sees the whole batch, so that all leave it out.
+    """
+    number = int(num_examples(batch))
     if communicator.size > 1:
-        return [(communicator.rank, communicator.num_workers)]
-    size, number = cluster.size, int(num_examples(batch))
+        size = communicator.num_workers
+        return [(communicator.rank, size)] if number >= size else []
+    size = cluster.size
     few = np.unique(np.linspace(0, size - 1, min(size, _MOST_PARTS), dtype=int))
     parts = [(int(part), size) for part in few]
     # Of more workers than examples, some have none.

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 import os
 import random
 
@@ -18,7 +17,14 @@ from keras_sparsity._tf import (
 from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.callbacks.save_times import SaveTimes, saves_within
 from keras_sparsity.callbacks.stopping import Stopping
-from keras_sparsity.checkpoint import folder, index, lock, state, storage
+from keras_sparsity.checkpoint import (
+    folder,
+    index,
+    input_facts,
+    lock,
+    state,
+    storage,
+)
 from keras_sparsity.checkpoint.found import FoundCheckpoint
 from keras_sparsity.checkpoint.replay import replay
 from keras_sparsity.collectives.startup import single_process
@@ -184,6 +190,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             lock.check_is_shared(self.directory, self._collectives)
         first = arguments.get("initial_epoch", 0)
         self._begin(callbacks, first)
+        self._of_input = input_facts.given(arguments)
         found = storage.latest(self.directory, self._collectives, True)
         if not found:
             return first
@@ -241,7 +248,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._epoch_iterator = self._latest = None
         self._first = self._epoch = first
         self._epoch_steps = EpochSteps(self)
-        self._logs = {}
+        self._logs, self._of_input = {}, {}
         self._said_spoiled = self._is_cut = self._has_rest = False
 
     def end(self):
@@ -286,11 +293,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
                 f"'{self.model.name}'."
             )
         self._save_times = SaveTimes(self.every_steps, self.every_seconds)
-        found = self._found
-        if not found:
+        if not (found := self._found):
             return
         sections = "model", "optimizer", "prediction"
         found.restore(self.model, self._collectives, sections)
+        found.tell_of_input(self._input_facts())
         states = found.host_states(self._collectives)
         if found.has_ended:
             random_states.set_host_states(states)
@@ -326,9 +333,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         in_epoch = self.params.get("steps")
         # A callback has ended this run, as by a clock, not the training.
         self._is_cut = self.model.stop_training
-        # At the end of the epoch there is more to come before it is saved.
         if in_epoch and self._epoch_steps.number >= in_epoch:
-            return
+            return  # There is more to come before the epoch is saved.
         self._has_rest = self._is_cut and saves_within(self.model)
         if self._save_times.is_due(self._collectives) or self._has_rest:
             self._save(self._epoch, self._epoch_steps.number)
@@ -362,6 +368,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             "has_stopped": bool(self.model.stop_training) and not self._is_cut,
             "seed": random_seeds.global_seed(),
             "order_seed": self._order_seed,
+            "input": self._input_facts(),
             "history": [history.epoch, history.history],
             "callbacks": keras_callbacks.learnt(self._others),
         }
@@ -383,18 +390,11 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         else:
             self._say_spoiled(spoiled, loss)
 
+    def _input_facts(self):
+        of_run = self._of_input, self.params, self._collectives
+        return input_facts.of_run(*of_run)
+
     def _say_spoiled(self, weight, loss):
-        if self._said_spoiled or self._collectives.rank != 0:
-            return
-        self._said_spoiled = True
-        latest = self._latest and folder.name_of(*self._latest)
-        logging.getLogger(__name__).warning(
-            "ShardedCheckpoint writes nothing while weights have NaN or "
-            "infinity, and '%s' has; the loss is %s. The latest checkpoint in "
-            "%s stays the one to go on from: %s. To end such a training, use "
-            "`keras.callbacks.TerminateOnNaN`.",
-            weight,
-            checks.spell(loss),
-            self.directory,
-            latest or "none so far",
-        )
+        if not self._said_spoiled and self._collectives.rank == 0:
+            self._said_spoiled = True
+            storage.say_spoiled(weight, loss, self.directory, self._latest)

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_callbacks, keras_variables, random_seeds
-from keras_sparsity.checkpoint import storage
+from keras_sparsity.checkpoint import input_facts, late_metrics, storage
 from keras_sparsity.data import dataset_graph
 
 _LOG = logging.getLogger(__name__)
@@ -69,6 +69,15 @@ class FoundCheckpoint:
                 position["seed"],
             )
 
+    def tell_of_input(self, facts):
+        """Warns on every rank whose batches will differ.
+
+        Args:
+            facts: result of `input_facts.of_run`.
+        """
+        if self.position["step"] and not self.has_ended:
+            input_facts.tell_of_changes(self.position["input"], facts)
+
     def host_states(self, collectives):
         """This rank's `random_states.host_states`."""
         return storage.read_host_states(self._path, self._contents, collectives)
@@ -86,7 +95,8 @@ class FoundCheckpoint:
     def restore_progress(self, model, collectives, callbacks):
         """Restores state that Keras and its callbacks reset at the start."""
         if self.position["step"]:
-            self.restore(model, collectives, ("metrics",))
+            checkpoint = self._path, self._contents, collectives
+            late_metrics.restore(model, *checkpoint, not self.has_ended)
         if self._rate and self.position["has_begun"]:
             # Saved when callbacks had changed it for this epoch, as a
             # `LearningRateScheduler` has done once more.

@@ -175,6 +175,8 @@ def _check_record(record, num_processes):
     )
     if "each_rank" in record:
         _get(record, "each_rank", lambda v: isinstance(v, bool))
+    if "holder" in record:
+        _get(record, "holder", _is_integer)
     if "ranks" in record:
         _get(record, "ranks", _is_list_of_ranks(num_processes))
     if "num_partitions" in record:
@@ -183,7 +185,20 @@ def _check_record(record, num_processes):
 
 
 def _check_training(position):
-    position.setdefault("has_begun", True)  # Earlier versions did not say it.
+    # Earlier versions did not say these.
+    position.setdefault("has_begun", True)
+    position.setdefault("input", {})
+    _get(
+        position,
+        "input",
+        lambda v: (
+            isinstance(v, dict)
+            and all(
+                each is None or isinstance(each, str) or _is_integer(each)
+                for each in v.values()
+            )
+        ),
+    )
     for name in ("has_begun", "has_stopped"):
         _get(position, name, lambda v: isinstance(v, bool))
     _get(position, "seed", lambda v: v is None or _is_integer(v))

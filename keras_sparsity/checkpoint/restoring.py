@@ -1,6 +1,9 @@
 """Variables' values from the files of a checkpoint."""
 
+import contextlib
+import functools
 import itertools
+import os
 
 import numpy as np
 
@@ -54,6 +57,29 @@ def _spell_record(record):
         return "none"
     shape = tuple(record["shape"])
     return str((record["name"], record["section"], shape, record["dtype"]))
+
+
+def read(entries, numbered, path, contents, communicator):
+    """Gives variables their values from the files of a checkpoint.
+
+    Args:
+        entries: list of `Entry`.
+        numbered: of each, its number in the checkpoint and what the index
+            says of it.
+        path, contents: the checkpoint's folder and index.
+    """
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def file(name):
+            source = state.Source(os.path.join(path, name))
+            return stack.enter_context(source)
+
+        for entry, (number, record) in zip(entries, numbered, strict=True):
+            restore(
+                *(entry, number, record, file),
+                *(contents["num_processes"], communicator),
+            )
 
 
 def restore(entry, number, record, file, num_processes, communicator):

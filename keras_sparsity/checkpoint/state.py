@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf import keras_models
 from keras_sparsity.checkpoint import folder
 from keras_sparsity.exchange.layout import Layout, common_rows, local_row_of
 from keras_sparsity.optimizer import HybridOptimizer
@@ -43,6 +44,8 @@ class Entry:
             have counted so far, the states of a stateful layer.
         ranks: the ranks that have it, of which the first one writes it if they
             all have the same; None if each rank has it.
+        holder: the number of its `keras_models.holders_of_metrics`; None of
+            other sections, and of a model in stages.
     """
 
     section: str
@@ -53,6 +56,7 @@ class Entry:
     layout: Layout | None = None
     is_replicated: bool = True
     ranks: tuple | None = None
+    holder: int | None = None
 
     @property
     def variable(self):
@@ -100,10 +104,25 @@ def entries(model):
         else:
             places = [(None, [v]) for v in optimizer.variables]
         found += [_entry("optimizer", p, table) for table, p in places]
-        found += [
-            _entry("metrics", [v], None, is_replicated=False)
-            for v in model.metrics_variables
-        ]
+        found += entries_of_metrics(model)
+    return found
+
+
+def entries_of_metrics(model):
+    """List of `Entry` of the metrics that have variables so far."""
+    holders = {
+        id(variable): number
+        for number, (_, metrics) in enumerate(
+            keras_models.holders_of_metrics(model)
+        )
+        for metric in metrics
+        for variable in metric.variables
+    }
+    found = []
+    for variable in model.metrics_variables:
+        entry = _entry("metrics", [variable], None, is_replicated=False)
+        entry.holder = holders.get(id(variable))
+        found.append(entry)
     return found
 
 

@@ -1,9 +1,9 @@
 """Saving and restoring a model's whole state, on all ranks together."""
 
 import collections
-import contextlib
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -13,7 +13,7 @@ import h5py
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import checks, keras_models
 from keras_sparsity._version import __version__
 from keras_sparsity.checkpoint import folder, index, restoring, state
 from keras_sparsity.global_batch import random_states
@@ -87,6 +87,20 @@ def save(model, directory, position, communicator, keep, is_doubtful=False):
         if rank == 0:
             shutil.rmtree(path, ignore_errors=True)
         raise
+
+
+def say_spoiled(weight, loss, directory, latest):
+    """Warns that nothing is written; `latest` is an epoch and step, or None."""
+    logging.getLogger(__name__).warning(
+        "ShardedCheckpoint writes nothing while weights have NaN or "
+        "infinity, and '%s' has; the loss is %s. The latest checkpoint in "
+        "%s stays the one to go on from: %s. To end such a training, use "
+        "`keras.callbacks.TerminateOnNaN`.",
+        weight,
+        checks.spell(loss),
+        directory,
+        folder.name_of(*latest) if latest else "none so far",
+    )
 
 
 def _begun(directory, position, entries, rank, is_doubtful):
@@ -216,7 +230,7 @@ def _looked_up(directory, is_resumed):
         return names, None, str(error)
 
 
-def restore(model, path, contents, communicator, sections):
+def restore(model, path, contents, communicator, sections, waiting=()):
     """Gives a model, its optimizer and metrics their state; on every rank.
 
     The number of processes and of partitions may be others than those that
@@ -228,6 +242,7 @@ def restore(model, path, contents, communicator, sections):
         sections: those to restore, of `Entry.section`. `"prediction"` is
             left as it is where the model or the checkpoint has none: another
             schedule has saved it.
+        waiting: numbers of the holders of metrics to leave as they are.
 
     Raises:
         ValueError: if the model has other variables, or a file holds other
@@ -238,33 +253,26 @@ def restore(model, path, contents, communicator, sections):
     have = {entry.section for entry in entries}
     if not have & {"prediction"} & {r["section"] for _, r in numbered}:
         sections = set(sections) - {"prediction"}
-    entries = [entry for entry in entries if entry.section in sections]
-    numbered = [
-        (str(number), record)
-        for number, record in numbered
-        if record["section"] in sections
+    entries = [
+        entry
+        for entry in entries
+        if entry.section in sections and entry.holder not in waiting
     ]
-    records = [record for _, record in numbered]
-    restoring.check_same_variables(entries, records, path)
+    numbered = [
+        (number, record)
+        for number, record in numbered
+        if record["section"] in sections and record.get("holder") not in waiting
+    ]
 
     def read():
-        with contextlib.ExitStack() as stack:
-
-            @functools.cache
-            def file(name):
-                source = state.Source(os.path.join(path, name))
-                return stack.enter_context(source)
-
-            for entry, (number, record) in zip(entries, numbered, strict=True):
-                restoring.restore(
-                    *(entry, number, record, file),
-                    *(contents["num_processes"], communicator),
-                )
+        restoring.read(entries, numbered, path, contents, communicator)
         if "model" in sections:
             for layer in keras_models.all_layers(model):
                 if isinstance(layer, keras.layers.Normalization):
                     layer.finalize_state()  # It computes with constants.
 
+    records = [record for _, record in numbered]
+    restoring.check_same_variables(entries, records, path)
     on_all_ranks(communicator, f"read the checkpoint {path}", read)
 
 
@@ -364,6 +372,8 @@ def _records(entries, differing, communicator):
             record["owners"] = list(entry.layout.owners)
         if number in differing:
             record["each_rank"] = True
+        if entry.holder is not None:
+            record["holder"] = entry.holder
         if entry.ranks is not None:
             record["ranks"] = list(
                 _writers(entry, number in differing, communicator.size)

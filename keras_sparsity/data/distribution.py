@@ -189,7 +189,7 @@ def own_parts(dataset, collectives):
     """Has a strategy take each worker's dataset for its parts, as it is."""
     check_is_dataset(dataset)
     if not collectives.num_servers:
-        return mark_as_part(dataset)
+        return mark_as_part(dataset, reordered_by="worker")
     (number,) = collectives.broadcast(
         [dataset.cardinality()], name="input/own_number"
     )
@@ -197,7 +197,7 @@ def own_parts(dataset, collectives):
         dataset = parts_of_server(dataset, int(number), collectives)
     elif number == tf.data.UNKNOWN_CARDINALITY:
         dataset = ending_together(dataset, collectives)
-    return mark_as_part(dataset)
+    return mark_as_part(dataset, reordered_by="worker")
 
 
 def check_is_batched(dataset):

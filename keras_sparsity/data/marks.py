@@ -7,6 +7,7 @@ from keras_sparsity._tf import checks, keras_input
 _SHARDED = "_keras_sparsity_is_sharded"
 _IN_STEP = "_keras_sparsity_agrees_in_step"
 _ORIGINAL = "_keras_sparsity_original"
+_BY = "_keras_sparsity_reordered_by"
 
 
 def is_sharded(dataset):
@@ -57,7 +58,27 @@ def in_order(data):
     return original
 
 
-def mark_as_part(dataset, original=None, agrees_in_step=False):
+def reordered_by(dataset):
+    """How a dataset was split, if by that global batches hold other examples.
+
+    Returns:
+        "files", "elements", or "worker" if each worker has made its own; None
+        of a dataset whose batches are the same for any number of workers.
+
+    Example:
+
+    >>> reordered_by(tf.data.Dataset.range(4).batch(2)) is None
+    True
+    """
+    own = getattr(dataset, _BY, None)
+    inputs = [] if own else keras_input.dataset_inputs(dataset)
+    found = filter(None, map(reordered_by, inputs))
+    return own or next(found, None)
+
+
+def mark_as_part(
+    dataset, original=None, agrees_in_step=False, reordered_by=None
+):
     """Has a strategy take the dataset for this rank's part, as it is.
 
     Each rank's dataset must then have as many batches as the others'.
@@ -65,6 +86,7 @@ def mark_as_part(dataset, original=None, agrees_in_step=False):
     Args:
         original: the global batches, if the parts have another order.
         agrees_in_step: whether the ranks send messages before each batch.
+        reordered_by: see the function `reordered_by`.
     """
     check_is_dataset(dataset)
     # A new object: the user's may serve as a whole elsewhere.
@@ -72,6 +94,7 @@ def mark_as_part(dataset, original=None, agrees_in_step=False):
     setattr(dataset, _SHARDED, True)
     setattr(dataset, _ORIGINAL, original)
     setattr(dataset, _IN_STEP, agrees_in_step)
+    setattr(dataset, _BY, reordered_by)
     return dataset
 
 

@@ -54,6 +54,10 @@ def shard(dataset, collectives, by=None):
     the ranks agree in each step with one small message; this must be the
     last step of the pipeline then, and prefetches itself.
 
+    Split by files, or by elements with a shuffle behind, a global batch holds
+    other examples on another number of ranks: resume a training from within an
+    epoch on as many.
+
     `predict` returns outputs in the order of the dataset. So it reads a dataset
     that is split by files or elements as if it were not sharded.
 
@@ -141,8 +145,9 @@ def _are_full(dataset):
 
 def _split_early(dataset, graph, place, collectives):
     """This rank's part, split by files or elements."""
-    part = number = None
+    part = number = reordered_by = None
     if place:
+        reordered_by = None if place.keeps_batches else place.by
         part = graph.split(place, collectives.rank, collectives.num_workers)
         part = part.with_options(dataset.options())
         if place.by == "elements":
@@ -162,4 +167,4 @@ def _split_early(dataset, graph, place, collectives):
         are_full = place.keeps_batches and _are_full(dataset)
         part = with_equal_steps(part, num_steps, collectives, are_full)
     agrees_in_step = num_steps == tf.data.UNKNOWN_CARDINALITY
-    return mark_as_part(part, dataset, agrees_in_step)
+    return mark_as_part(part, dataset, agrees_in_step, reordered_by)

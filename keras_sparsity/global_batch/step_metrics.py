@@ -20,6 +20,8 @@ from keras_sparsity.global_batch.metrics import combined, values_of
 
 # Set on a metric that has been updated in an eager step.
 _IS_MADE = "_keras_sparsity_is_made"
+# Set on an `update_state`: called when it has made variables without counting.
+AFTER_MAKING = "_keras_sparsity_after_making"
 
 
 @contextlib.contextmanager
@@ -187,6 +189,7 @@ def _make(metric, stock, *args, **kwargs):
     metric.reset_state()
     for variable, value in before:
         variable.assign(value)
+    getattr(stock, AFTER_MAKING, lambda: None)()
 
 
 def _of_share(metric, args, kwargs):

@@ -155,7 +155,11 @@ def plan_and_train():
     model = new_model()
     with strategy.scope():
         model.compile("adam", model.loss)
-    planned = ks.plan(model, dataset(), num_batches=BATCHES)
+    # The last batch has no example for one of the processes.
+    plus_one = dataset().concatenate(dataset().unbatch().take(1).batch(1))
+    planned = ks.plan(model, plus_one, num_batches=BATCHES + 1)
+    with pytest.raises(ValueError, match="an example for each process"):
+        ks.plan(model, dataset().unbatch().batch(1))
     model.fit(dataset(), verbose=0)
     running = model_plan.of_running(model)
     rows = [v.costs["allreduce"].busiest_bytes for v in running.variables]

@@ -34,6 +34,9 @@ def test_every_example_is_read_once(cluster, engine, num_processes, tmp_path):
         how = results[0]["how"]
         wanted = SOURCES[case[0]][1] if case[1] is None else "batches"
         assert (case, how) == (case, wanted)
+        mixes = case[1] is None and case[0] in ("files", "shuffled_maps")
+        mixed_by = wanted if mixes and num_processes > 1 else None
+        assert {result["reordered"] for result in results} == {mixed_by}, case
         for epoch in range(2):
             steps = [result["epochs"][epoch] for result in results]
             num_steps = {len(step) for step in steps}
@@ -165,7 +168,11 @@ def read_sources(cases, directory):
             except CannotSplit:
                 pass
         part = sharding.shard(dataset, communicator, by=by)
-        results.append({"expected": expected, "how": how, "epochs": read(part)})
+        reordered = marks.reordered_by(part.prefetch(1))
+        results.append(
+            {"expected": expected, "how": how, "epochs": read(part)}
+            | {"reordered": reordered}
+        )
     return results
 
 
