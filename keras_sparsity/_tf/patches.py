@@ -150,6 +150,12 @@ TAKE = Patch(
     during="`strategy.run`, which is the tracing of a step",
     reason="`keras.layers.Embedding` reads rows by it, of the whole variable.",
 )
+SEED_NEXT = Patch(
+    "keras:random.SeedGenerator",
+    "next",
+    during="`strategy.run`, which is the tracing of a step",
+    reason="Layers of a custom loop draw by states that all ranks have alike.",
+)
 VECTORIZED_MAP = Patch(
     "tensorflow",
     "vectorized_map",
@@ -255,6 +261,18 @@ def assignments_are_told(tell):
         return assign
 
     return ASSIGN.by(make)
+
+
+def next_seeds_are_changed(change):
+    """While entered, `change(generator, seed)` gives what `next` returns."""
+
+    def make(stock):
+        def next(generator, *args, **kwargs):
+            return change(generator, stock(generator, *args, **kwargs))
+
+        return next
+
+    return SEED_NEXT.by(make)
 
 
 @contextlib.contextmanager

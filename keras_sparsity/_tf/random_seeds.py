@@ -18,6 +18,22 @@ def global_seed():
     return None if seed == random_seed.DEFAULT_GRAPH_SEED else seed
 
 
+def is_global(generator):
+    """Whether a `SeedGenerator` is that of operations without a seed."""
+    from keras.src.backend.common import global_state
+
+    return global_state.get_global_attribute(_global_name()) is generator
+
+
+def _global_name():
+    from keras.src.random import seed_generator
+
+    # Keras 3.5 has no such constant.
+    return getattr(
+        seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator"
+    )
+
+
 @contextlib.contextmanager
 def random_operations_seeded(change):
     """While entered, random operations without a seed get a changed seed.
@@ -34,10 +50,7 @@ def random_operations_seeded(change):
     from keras.src.random import seed_generator
     from tensorflow.python.eager import context
 
-    # Keras 3.5 has no such constant.
-    name = getattr(
-        seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator"
-    )
+    name = _global_name()
     own = global_state.get_global_attribute(name)
 
     class Changed:

@@ -1,13 +1,17 @@
 """Random streams: shared by all ranks, or each rank's own."""
 
+import contextlib
 import json
 import random
 import reprlib
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from keras_sparsity._tf import random_seeds
+from keras_sparsity._tf import contexts, patches, random_seeds
+
+_drawing = []  # ranks by which random operations draw, the inmost last
 
 # Keras's own seeds are below 933,199, so that no two ranks meet.
 _BETWEEN_RANKS = 2**20
@@ -39,6 +43,7 @@ def share(variables, are_shared):
 
 def fold_rank(state, rank):
     """Gives each rank a random stream of its own, derived from rank 0's."""
+    state.is_folded_by_rank = True
     seed, counter = keras.ops.convert_to_numpy(state)
     mixed = np.random.SeedSequence([int(seed), rank]).generate_state(1)[0]
     if rank:
@@ -49,11 +54,42 @@ def drawn_by_rank(rank):
     """While entered, unseeded random operations draw differently on each rank.
 
     For a step, in which each rank computes another part. Rank 0 draws as
-    before, and all ranks stay at the same place of their common streams.
+    before, and all ranks stay at the same place of their common streams. A
+    step within a `strategy.run` draws as the run does.
     """
-    return random_seeds.random_operations_seeded(
-        lambda seed: seed + rank * _BETWEEN_RANKS
-    )
+    if _drawing and _drawing[-1] == rank:
+        return contextlib.nullcontext()
+    return _drawn_by_rank(rank)
+
+
+@contextlib.contextmanager
+def _drawn_by_rank(rank):
+    change = (rank - (_drawing[-1] if _drawing else 0)) * _BETWEEN_RANKS
+    with (
+        contexts.on_top(_drawing, rank),
+        random_seeds.random_operations_seeded(lambda seed: seed + change),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def run_by_rank(rank):
+    """While entered, a `strategy.run` draws differently on each rank.
+
+    Also by states of layers that are not folded, as those of a custom loop:
+    they stay the same on all ranks, and each rank draws by another seed.
+    """
+
+    def change(generator, seed):
+        state = generator.state
+        is_own = not is_shared(state) and not random_seeds.is_global(generator)
+        if getattr(state, "is_folded_by_rank", False) or not is_own:
+            return seed
+        apart = tf.constant([rank * _BETWEEN_RANKS, 0], seed.dtype)
+        return seed + apart
+
+    with drawn_by_rank(rank), patches.next_seeds_are_changed(change):
+        yield
 
 
 def host_states():

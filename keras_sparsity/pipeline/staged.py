@@ -177,6 +177,9 @@ class _Extended(HybridExtended):
             return value
         return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
+    def _own_draws(self):
+        return contextlib.nullcontext()  # stages have their own
+
     def _experimental_distribute_dataset(self, dataset, options):
         del options
         return distribution.repeat_on_all(dataset, self._strategy.collectives)

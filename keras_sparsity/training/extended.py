@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras_sparsity._tf import patches, tf_graphs, xla
 from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.data import distribution, empty_parts
-from keras_sparsity.global_batch import losses
+from keras_sparsity.global_batch import losses, random_states
 from keras_sparsity.tables import control_flow, vectorized
 from keras_sparsity.training import foresight, prefetching, unadopted
 
@@ -133,6 +133,7 @@ class HybridExtended(tf.distribute.StrategyExtended):
             tf.device(self._device),
             context,
             losses.of_global_batch(self._collectives),
+            self._own_draws(),
             patches.current_rows_are_taken(),
             vectorized.maps_pull_before(self._collectives),
             self._without_examples_on_servers(),
@@ -141,6 +142,12 @@ class HybridExtended(tf.distribute.StrategyExtended):
             ),
         ):
             return fn(*args, **kwargs)
+
+    def _own_draws(self):
+        """Context of a step, in which each rank computes another part."""
+        if self._collectives.size == 1:
+            return contextlib.nullcontext()
+        return random_states.run_by_rank(self._collectives.rank)
 
     def _without_examples_on_servers(self):
         """Context of a step; nothing that a server computes counts."""

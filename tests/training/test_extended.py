@@ -107,6 +107,86 @@ def test_interface_of_tensorflow(cluster, engine):
     cluster(engine, 2).run(check_interface)
 
 
+def draws_of_a_loop(run_eagerly):
+    """Each step's draws, the layers' states, and draws outside of a step."""
+    keras.utils.set_random_seed(3)
+    strategy = ks.HybridStrategy()
+    dropout = keras.layers.Dropout(0.5)
+    model = keras.Sequential([keras.Input((64,)), dropout])
+    sampler = ks.layers.SampledSoftmax(1000, 4).sampler
+
+    def step():
+        ones = tf.ones((1, 64))
+        return {
+            "layer": model(ones, training=True),
+            "layer alone": dropout(ones, training=True),
+            "keras": keras.random.normal((4,)),
+            "tensorflow": tf.random.normal((4,)),
+            "shared": sampler.sample()[0],
+        }
+
+    run = lambda: strategy.run(step)  # noqa: E731
+    run = run if run_eagerly else tf.function(run)
+    steps = [{k: v.numpy() for k, v in run().items()} for _ in range(2)]
+    alike = [dropout.seed_generator.state, keras.random.normal((4,))]
+    return steps, [np.array(each) for each in alike]
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_each_rank_of_a_loop_draws_its_own_numbers(cluster, run_eagerly):
+    ranks = cluster("native", 2).run(draws_of_a_loop, run_eagerly)
+    (ours, alike), (theirs, also_alike) = ranks
+    for one, other in zip(alike, also_alike, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(one.pop("shared"), other.pop("shared"))
+        for name in one:
+            assert (one[name] != other[name]).any(), name
+    for first, second in (ours, theirs):
+        assert (first["layer"] != second["layer"]).any()
+
+
+def statistics_of_a_loop(strategy=None):
+    """Moving statistics and weights after two steps on uneven parts."""
+    keras.utils.set_random_seed(3)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 10, 3)).astype("float32")
+    model = keras.Sequential(
+        [
+            keras.Input((3,)),
+            keras.layers.BatchNormalization(synchronized=strategy is not None),
+            keras.layers.Dense(3),
+        ]
+    )
+    loss_of, rule = keras.losses.MeanSquaredError(), keras.optimizers.SGD(0.1)
+    steps = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+    if strategy is not None:
+        loss_of, rule = ks.losses.globalize(loss_of), ks.HybridOptimizer(rule)
+        steps = strategy.experimental_distribute_dataset(steps)
+    rule.build(model.trainable_variables)
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True))
+        variables = model.trainable_variables
+        rule.apply(tape.gradient(loss, variables), variables)
+
+    for batch in steps:
+        step(*batch) if strategy is None else strategy.run(step, args=batch)
+    return model.get_weights()
+
+
+def statistics_of_ranks():
+    return statistics_of_a_loop(ks.HybridStrategy())
+
+
+def test_synchronized_statistics_of_a_loop_are_those_of_one_process(cluster):
+    expected = statistics_of_a_loop()
+    for found in cluster("native", 2).run(statistics_of_ranks):
+        for value, stock in zip(found, expected, strict=True):
+            np.testing.assert_allclose(value, stock, rtol=1e-5, atol=1e-6)
+
+
 def check_updates():
     """Updates of a variable, in a step and across replicas."""
     strategy = ks.HybridStrategy()
