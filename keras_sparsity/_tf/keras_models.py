@@ -131,8 +131,14 @@ def losses_and_metrics_wait(model):
 
 def is_built(model):
     """Whether a symbolic build calls nothing of the model."""
-    parts = model, *all_layers(model), *_compiled(model)
-    return all(part.built for part in parts)
+    return has_all_weights(model) and all(
+        each.built for each in _compiled(model)
+    )
+
+
+def has_all_weights(model):
+    """Whether all layers of a model are built."""
+    return all(part.built for part in (model, *all_layers(model)))
 
 
 def _compiled(model):
