@@ -129,6 +129,17 @@ def losses_and_metrics_wait(model):
             each.built = False
 
 
+def drop_functions(model):
+    """Has a model trace its functions anew, by Keras's own methods.
+
+    Those that a strategy has bound involve all ranks.
+    """
+    for kind in ("train", "test", "predict"):
+        if getattr(model, f"{kind}_function", None) is not None:
+            make = getattr(type(model), f"make_{kind}_function")
+            make(model, force=True)
+
+
 def is_built(model):
     """Whether a symbolic build calls nothing of the model."""
     return has_all_weights(model) and all(
