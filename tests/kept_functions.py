@@ -224,6 +224,9 @@ def train_twice(first, second):
         fit(model, epochs=1)
         read = tf.function(lambda ids: saving.tables_of(model)[0].gather(ids))
         read([1])
+        tower = keras.Model(model.inputs, model.layers[-2].output)
+        ids = data()[0][:BATCH]
+        tower.predict(ids, verbose=0)
         old = keepers(model)
         with model.distribute_strategy.scope():
             model.compile(made(second), loss="mse")
@@ -233,6 +236,12 @@ def train_twice(first, second):
             with pytest.raises(tf.errors.InvalidArgumentError, match="anew"):
                 read([1])
         fit(model, epochs=1)
+        rows = [table.read()[ids] for table in saving.tables_of(model)]
+        np.testing.assert_allclose(
+            tower.predict(ids, verbose=0),
+            np.concatenate([r.reshape(BATCH, -1) for r in rows], axis=1),
+            atol=1e-6,
+        )
         new = keepers(model)
         assert None not in new and not set(new) & set(old)
         return model.get_weights(), model.optimizer.state()

@@ -65,15 +65,17 @@ class Second(keras.Model):
 
 
 def train_models_of_one_table(target):
-    """Predictions of two models; with a target, one moves the table between.
+    """Predictions of models; with a target, one moves the table between.
 
-    The other trains it by an optimizer beside `model.optimizer`.
+    Another trains it by an optimizer beside `model.optimizer`; a third, a tower
+    that is not compiled, only predicts.
     """
     keras.utils.set_random_seed(0)
     words = ks.layers.ShardedEmbedding(40, 4, num_partitions=2, name="words")
     ids = keras.Input((2,), dtype="int32")
     rows = keras.layers.Flatten()(words(ids))
     one, other = keras.Model(ids, keras.layers.Dense(1)(rows)), Second(words)
+    tower = keras.Model(ids, rows)
     x = np.arange(24).reshape(12, 2) % 40
     other(x)
     with ks.HybridStrategy(architecture="hybrid").scope():
@@ -84,7 +86,8 @@ def train_models_of_one_table(target):
     def train():
         for model in (other, one):
             model.fit(x, np.ones((12, 1)), 6, shuffle=False, verbose=0)
-        return other.predict(x, verbose=0)
+        found = [each.predict(x, verbose=0) for each in (other, tower)]
+        return np.concatenate(found, axis=1)
 
     train()
     if target is not None:

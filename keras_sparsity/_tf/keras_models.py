@@ -145,10 +145,27 @@ def holders_of_metrics(model):
     return [*((metric, [metric]) for metric in others), (loss, of_loss)]
 
 
+def drop_functions(model):
+    """Has a model trace its functions anew, by Keras's own methods.
+
+    Those that a strategy has bound involve all ranks.
+    """
+    for kind in ("train", "test", "predict"):
+        if getattr(model, f"{kind}_function", None) is not None:
+            make = getattr(type(model), f"make_{kind}_function")
+            make(model, force=True)
+
+
 def is_built(model):
     """Whether a symbolic build calls nothing of the model."""
-    parts = model, *all_layers(model), *_compiled(model)
-    return all(part.built for part in parts)
+    return has_all_weights(model) and all(
+        each.built for each in _compiled(model)
+    )
+
+
+def has_all_weights(model):
+    """Whether all layers of a model are built."""
+    return all(part.built for part in (model, *all_layers(model)))
 
 
 def _compiled(model):

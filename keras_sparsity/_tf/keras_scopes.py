@@ -2,6 +2,8 @@
 
 import contextlib
 
+import keras
+
 
 def is_tracing_shapes():
     """Whether Keras calls a layer only for its output's shape.
@@ -19,6 +21,18 @@ def is_given(variable):
 
     scope = stateless_scope.get_stateless_scope()
     return scope is not None and scope.get_current_value(variable) is not None
+
+
+def called_model():
+    """The `keras.Model` of which a call is under way, or None.
+
+    The outermost one: `CallContext.entry_layer`.
+    """
+    from keras.src.backend.common import global_state
+
+    context = global_state.get_global_attribute("current_call_ctx")
+    layer = getattr(context, "entry_layer", None)
+    return layer if isinstance(layer, keras.Model) else None
 
 
 def without_autocast():

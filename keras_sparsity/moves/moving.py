@@ -240,8 +240,7 @@ def _move(model, targets, is_asked_for=True):
     for table, placement in placed.items():
         if placement is not None and placement.layout is not None:
             table.check_can_be_spread()
-    moved = []
-    is_changed = False
+    moved, changed = [], []
     for table, placement in placed.items():
         table.requested_partitions = targets[table][1]
         if placement is None:  # one process
@@ -250,16 +249,19 @@ def _move(model, targets, is_asked_for=True):
             if is_asked_for:
                 table.requested_architecture = placement.name
             touches.discard(table.variable)
-            is_changed = True
+            changed.append(table)
         if placement.layout != table.layout:
             moved.append(_move_rows(table, placement, optimizers))
+            changed.append(table)
         table.place(placement)
     if moved:
         for index, optimizer in enumerate(optimizers):
             optimizer.follow([(v, new, s[index]) for v, new, s in moved])
-    if moved or is_changed:
+    if changed:
         for holder in holders:
             _trace_anew(holder)
+    for table in changed:
+        table.readers.trace_anew(but_for=holders)
 
 
 def _placement(table, name, num_partitions):

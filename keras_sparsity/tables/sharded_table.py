@@ -19,6 +19,7 @@ from keras_sparsity.tables import (
 )
 from keras_sparsity.tables import whole as whole_tables
 from keras_sparsity.tables.inside import gather_whole
+from keras_sparsity.tables.readers import Readers
 from keras_sparsity.tables.table_variable import (
     Partition,
     TableVariable,
@@ -158,16 +159,14 @@ class ShardedTable:
         """Sets what a table of any origin begins with."""
         self.initializer, self.owner_name = initializer, owner_name
         # Whether it is of an ordinary `keras.layers.Embedding`.
-        self.is_of_stock_layer = False
-        self.is_whole_lookup_told = False
+        self.is_of_stock_layer = self.is_whole_lookup_told = False
         # None until the table is distributed, and in one process.
         self.collectives = self.owners = None
         self.place(None)
-        self.partitions = []
-        # Collectives of one table are told apart by this role.
-        self.role = f"table/{self.owner_name}"
-        # And those in which it travels with others by this one.
-        self.messages = self.role
+        self.partitions, self.readers = [], Readers()
+        # Collectives of one table are told apart by this role, and those in
+        # which it travels with others by `messages`.
+        self.role = self.messages = f"table/{self.owner_name}"
         # Of a row, as its owner last sent it; None before.
         self.pulled_bytes = None
         # Made by `exchange_of`, of this table first, until it moves.
@@ -314,6 +313,7 @@ class ShardedTable:
         arguments.check_is_float(dtype)
         dtype = tf.as_dtype(dtype or self.variable.dtype)
         ids = arguments.ids(ids, self.owner_name)
+        self.readers.note()
         if self.is_sharded and ids.shape == [self.num_rows]:
             whole_tables.tell_of_lookup(self, ids)
         if foreseen.sources:

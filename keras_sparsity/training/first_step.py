@@ -101,7 +101,34 @@ class FirstStep(Binding):
 
     def _make_function(self, name, *args, **kwargs):
         self._synchronise()
+        self._build_optimizer()
         return self._stock[name](*args, **kwargs)
+
+    def _build_optimizer(self):
+        """Builds an optimizer that is to keep the rows of tables.
+
+        It keeps none that a function reads which was traced before. Keras
+        builds it before `fit` and `evaluate`, but not before `predict`.
+        """
+        model = self._model
+        optimizer = getattr(model, "optimizer", None)
+        if (
+            not isinstance(optimizer, HybridOptimizer)
+            or optimizer.built
+            or optimizer.is_compiled_by_xla
+            or not keras_models.has_all_weights(model)
+        ):
+            return
+        variables = model.trainable_variables
+        if any(
+            optimizer.may_keep_rows_of(v) and not optimizer.updates_rows_of(v)
+            for v in variables
+        ):
+            with (
+                model.distribute_strategy.scope(),
+                self._optimizer_synchronises_the_model(),
+            ):
+                optimizer.build(variables)
 
     def _optimizer_synchronises_the_model(self):
         """While entered, an optimizer that is built has the model synchronised.

@@ -37,8 +37,9 @@ def keep(rule, pieces, slots, table, are_zero):
     if any(getattr(v, "is_traced", True) for v in storages):
         # Which would read rows that are behind.
         return (
-            "a function that reads it was traced before the optimizer was "
-            "built; call `optimizer.build(variables)` before"
+            "a function that reads it, as that of `predict` of a model that "
+            "is not compiled, was traced before the optimizer was built; call "
+            "`optimizer.build(variables)` before"
         )
     forms = [closed_form_of(rule, piece) for piece in pieces]
     is_known = (

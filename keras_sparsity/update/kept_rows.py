@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_optimizers
 from keras_sparsity._tf.current_variable import store_rows, with_gradient_of
+from keras_sparsity.tables.readers import Readers
 from keras_sparsity.update.accumulate import RowAccumulator, is_applied
 from keras_sparsity.update.current_rows import CurrentRows, Piece, note, noted
 from keras_sparsity.update.step_sums import StepSums
@@ -47,6 +48,7 @@ class KeptRows:
         self.is_replica = table.has_replicas
         # While its own writes are traced, or run.
         self.is_writing = False
+        self.readers = Readers()
         self._may_rest = not (
             form.weight_decay
             or form.changes_new_rows
@@ -92,6 +94,7 @@ class KeptRows:
             ids: integer tensor of any shape.
             rows: the stored rows, of which the gradient is the result's.
         """
+        self.readers.note()
         piece = self._piece_of[id(variable)]
         # Each row once, however often it is read.
         unique, index = tf.unique(tf.reshape(ids, [-1]))
@@ -108,6 +111,7 @@ class KeptRows:
             variable: the `tf.Variable`.
             stored: the stored rows, of which the gradient is the result's.
         """
+        self.readers.note()
         piece = self._piece_of[id(variable)]
         count = _rows_of_block(piece)
         starts = range(0, piece.num_rows, count)
@@ -166,6 +170,7 @@ class KeptRows:
 
     def settle(self):
         """Brings all rows up to date, and stores them."""
+        self.readers.note()
         is_behind = self.sums.checked_now() > 0
         tf.cond(is_behind, self._settle, lambda: tf.constant(False))
 
@@ -187,11 +192,12 @@ class KeptRows:
     def release(self):
         """Brings all rows up to date, and leaves them to another optimizer.
 
-        Functions that were traced before end with an error: they know nothing
-        of the other optimizer's steps.
+        Functions that were traced before know nothing of the other optimizer's
+        steps: those of models are traced anew, others end with an error.
         """
         self.settle()
         self.sums.end()
+        self.readers.trace_anew()
         for piece in self._pieces:
             for variable in (piece.weights, *piece.slots.values()):
                 variable.keeper = None

@@ -104,7 +104,8 @@ class StepSums:
             _ENDED,
             message="This function was traced before the model was compiled "
             "again, and another optimizer keeps its table's rows now. Trace "
-            "it anew, after `compile`.",
+            "it anew, after `compile`; that of a model's `predict` by "
+            "`model.make_predict_function(force=True)`.",
         )
         with tf.control_dependencies([is_known]):
             return tf.identity(now)

@@ -631,6 +631,36 @@ def test_ways_to_compile(options):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("layer", "method"),
+    [
+        (ks.layers.ShardedEmbedding, "predict"),
+        (keras.layers.Embedding, "predict_on_batch"),
+    ],
+)
+def test_a_prediction_before_the_first_step(layer, method, caplog):
+    """Its function knows that rows are behind."""
+    with ks.HybridStrategy().scope():
+        model = Fit(layer, made("adam")).model
+    ids = np.arange(4 * 12).reshape(12, 4)
+    getattr(model, method)(ids)
+    function = model.predict_function
+    for _ in range(2):
+        model.train_on_batch(ids[:4], np.ones((4, 1)))
+    assert keeper_of(model.trainable_variables[0].value) is not None
+    found = getattr(model, method)(ids)
+    np.testing.assert_allclose(found, model(ids), rtol=1e-5)
+    assert model.predict_function is function
+    assert not caplog.records
+
+
+def test_a_prediction_of_a_model_without_kept_rows_makes_no_slots():
+    with ks.HybridStrategy().scope():
+        model = Fit(ks.layers.ShardedEmbedding, "adagrad").model
+    model.make_predict_function()
+    assert not model.optimizer.built
+
+
 def test_fit_with_all_that_reads_between_steps(tmp_path):
     class Read(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
