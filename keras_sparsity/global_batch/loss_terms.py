@@ -119,6 +119,8 @@ def _count_before(loss, values, y_true):
         return None
     if values.shape.is_fully_defined():
         return tf.constant(values.shape.num_elements())
+    if _is_one_for_all(y_true):
+        return None
     return _num_examples(y_true) * of_example.num_elements()
 
 
@@ -174,6 +176,12 @@ def _name_in_keras(loss):
     name = getattr(function, "__name__", None)
     is_of_keras = getattr(keras.losses, str(name), None) is function
     return name if is_of_keras else None
+
+
+def _is_one_for_all(y_true):
+    """Whether targets may be broadcast to outputs, as `loss(1.0, y_pred)`."""
+    shape = keras.ops.shape(keras.tree.flatten(y_true)[0])
+    return len(shape) == 0 or (isinstance(shape[0], int) and shape[0] == 1)
 
 
 def _num_examples(structure):

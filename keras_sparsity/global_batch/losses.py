@@ -284,7 +284,12 @@ def _of_whole_batch(inner, communicator, batch, name):
 
 
 def _whole(part, communicator, name):
-    """All ranks' parts in rank order; only this rank's carries a gradient."""
+    """All ranks' parts in rank order; only this rank's carries a gradient.
+
+    A number, as in `loss(1.0, y_pred)`, is of all examples already.
+    """
+    if len(keras.ops.shape(part)) == 0:
+        return part
     is_bool = part.dtype == tf.bool
     part = tf.cast(part, tf.int32) if is_bool else tf.convert_to_tensor(part)
     part = empty_parts.cut(part)

@@ -183,6 +183,47 @@ def test_empty_parts_count_nothing(cluster, engine):
         assert result == [(25.0, 30.0)] * 2
 
 
+TARGETS = (1.0, np.float32(0.5), [[1.0]])
+
+
+def of_one_target(loss_of, rows, targets):
+    """Values and gradients of rows of unknown number, each target for all."""
+    found = []
+    for target in targets:
+        target = target if isinstance(target, float) else tf.constant(target)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 1])])
+        def run(inputs, target=target):
+            with tf.GradientTape() as tape:
+                tape.watch(inputs)
+                value = loss_of(target, 3 * inputs)
+            return value, tape.gradient(value, inputs)
+
+        inputs = np.arange(7, dtype="float32").reshape(7, 1)[rows]
+        found.append([each.numpy() for each in run(inputs)])
+    return found
+
+
+def of_one_target_on_ranks():
+    communicator = collectives.current()
+    rows = slice(0, 3) if communicator.rank == 0 else slice(3, 7)
+    of_parts = of_one_target(losses.GlobalMean("mse"), rows, TARGETS)
+    # Gathered, a row of each rank's is one of each rank's examples.
+    loss_of = losses.GlobalMean("mse", whole_batch=True)
+    return of_parts + of_one_target(loss_of, rows, TARGETS[:2])
+
+
+def test_a_target_may_be_one_for_all_examples(cluster):
+    """As a discriminator's, `loss(1.0, y_pred)`."""
+    stock = keras.losses.MeanSquaredError()
+    expected = of_one_target(stock, slice(None), TARGETS + TARGETS[:2])
+    ranks = cluster("native", 2).run(of_one_target_on_ranks)
+    for ours, theirs, (value, gradient) in zip(*ranks, expected, strict=True):
+        np.testing.assert_allclose([ours[0], theirs[0]], [value] * 2, 1e-6)
+        joined = np.concatenate([ours[1], theirs[1]]) / 2
+        np.testing.assert_allclose(joined, gradient, 1e-6)
+
+
 def messages_of_a_gradient(loss):
     """What it waits for, where the number of examples is not known before."""
     loss = losses.GlobalMean(loss)
