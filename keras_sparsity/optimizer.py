@@ -46,7 +46,8 @@ class HybridOptimizer(OptimizerWrapper):
             are read; that takes 4 bytes a row. An ordinary `Embedding` takes
             part if it is made, and its model compiled, inside of
             `strategy.scope()`. All rows are updated in each step of models
-            with `jit_compile=True` in one process, and, which is logged, of
+            with `jit_compile=True` in one process, and, which is logged, lazily
+            with `use_ema` or `gradient_accumulation_steps`, and exactly of
             other rules, with a constraint other than `NonNeg`, with `use_ema`
             beside `ema_overwrite_frequency`, `gradient_accumulation_steps`, a
             constraint or Ftrl's `l2_regularization_strength`, if `beta_2` is
@@ -203,19 +204,20 @@ class HybridOptimizer(OptimizerWrapper):
 
     def _keep_rows(self, variables, are_zero=False):
         """Has rows of tables kept, where all would be updated else."""
-        if self.sparse_updates != "exact" or self.is_compiled_by_xla:
+        if self.is_compiled_by_xla:
             return
         for variable in filter(rules.may_keep_rows, variables):
             if self.updates_rows_of(variable):
                 continue
             slots = self.slots_of(variable)
-            why_not = keeping.keep(
-                self._rule,
-                self._aggregation.pieces_of(variable),
-                slots,
-                lookups.owner_of(variable),
-                are_zero,
-            )
+            if self.sparse_updates == "exact":
+                pieces = self._aggregation.pieces_of(variable)
+                owner = lookups.owner_of(variable)
+                why_not = keeping.keep(
+                    self._rule, pieces, slots, owner, are_zero
+                )
+            else:
+                why_not = rules.why_not_lazy(variable, self._rule)
             if why_not and id(variable) not in self._told:
                 self._told.add(id(variable))
                 keeping.tell_of_whole_updates(variable, len(slots), why_not)

@@ -102,11 +102,25 @@ def updates_rows_of(variable, optimizer, sparse_updates):
             and leaves_untouched_rows(optimizer)
             and not (is_table and _is_small(variable))
         )
-    return (
-        acts_on_rows(variable.constraint)
-        and is_by_rows(optimizer)
-        and not needs_whole_part(optimizer)
-    )
+    return why_not_lazy(variable, optimizer) is None
+
+
+def why_not_lazy(variable, optimizer):
+    """Why lazy updates change all rows of a variable; None if they do not.
+
+    Args:
+        variable, optimizer: as for `updates_rows_of`.
+    """
+    if not acts_on_rows(variable.constraint):
+        return "its constraint needs the whole of it"
+    if not is_by_rows(optimizer):
+        return f"the rule of {type(optimizer).__name__} needs the whole of it"
+    if needs_whole_part(optimizer):
+        return (
+            "lazy updates with `use_ema` or `gradient_accumulation_steps` "
+            "change all of them; exact ones may change the touched rows alone"
+        )
+    return None
 
 
 def _is_small(variable):

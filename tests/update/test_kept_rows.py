@@ -328,6 +328,17 @@ def test_from_exact_to_lazy_and_back():
     np.testing.assert_array_equal(kept.table.read()[1:], before[1:])
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"use_ema": True}, {"gradient_accumulation_steps": 2}]
+)
+def test_lazy_updates_of_all_rows_are_told(options, caplog):
+    kept = Kept(made("adam", **options), mode="lazy")
+    assert caplog.text.count("Each step updates all") == len(options)
+    assert all(f"`{option}`" in caplog.text for option in options)
+    is_by_rows = kept.optimizer.updates_rows_of(kept.table.variable)
+    assert is_by_rows == (not options)
+
+
 def test_function_that_was_traced_before_the_optimizer():
     table = ks.ShardedTable(ROWS, DIM)
     table.assign(start())
@@ -651,7 +662,7 @@ def test_a_prediction_before_the_first_step(layer, method, caplog):
     found = getattr(model, method)(ids)
     np.testing.assert_allclose(found, model(ids), rtol=1e-5)
     assert model.predict_function is function
-    assert not caplog.records
+    assert "Each step updates all" not in caplog.text
 
 
 def test_a_prediction_of_a_model_without_kept_rows_makes_no_slots():
