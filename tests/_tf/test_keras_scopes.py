@@ -29,6 +29,25 @@ def test_scopes_of_shapes():
     assert seen[-1] == (False, False)
 
 
+def test_the_model_that_is_called():
+    seen = []
+
+    class Noting(keras.layers.Layer):
+        def call(self, inputs):
+            seen.append(keras_scopes.called_model())
+            return inputs
+
+    layer = Noting()
+    inner = keras.Sequential([keras.Input((1,)), layer])
+    outer = keras.Sequential([keras.Input((1,)), inner])
+    for each in (outer, inner, layer):
+        each(tf.zeros([1, 1]))
+    assert seen[-3] is outer
+    assert seen[-2] is inner
+    assert seen[-1] is None
+    assert keras_scopes.called_model() is None
+
+
 def test_a_call_without_effects():
     layer = keras.layers.BatchNormalization()
     layer.build((None, 1))

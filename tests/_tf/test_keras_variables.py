@@ -48,6 +48,16 @@ def test_a_variable_becomes_one_of_a_subclass():
         assert variable.value.dtype == "float32"
 
 
+def test_a_value_that_optimizers_know_as_another():
+    rule = keras.optimizers.AdamW()
+    variable, other = keras.Variable(1.0), keras.Variable(2.0)
+    rule.exclude_from_weight_decay(var_list=[variable])
+    assert rule._use_weight_decay(other)
+    third = keras.Variable(3.0)
+    keras_variables.take_identity(third.value, variable.value)
+    assert not rule._use_weight_decay(third)
+
+
 def test_a_plain_variable_like_one():
     layer = keras.layers.Embedding(
         3, 2, embeddings_regularizer="l2", embeddings_constraint="non_neg"
