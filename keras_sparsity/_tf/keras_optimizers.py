@@ -110,9 +110,22 @@ def set_built_variables(optimizer, variables):
 def update_averages(optimizer):
     """Takes a step's weights into the averages of `use_ema`, if there are any.
 
-    `_update_model_variables_moving_average`.
+    As in `_backend_apply_gradients`: `_update_model_variables_moving_average`,
+    `_overwrite_model_variables_with_average_value`.
     """
-    optimizer._update_model_variables_moving_average(built_variables(optimizer))
+    variables = built_variables(optimizer)
+    if not optimizer.use_ema or not variables:
+        return
+    optimizer._update_model_variables_moving_average(variables)
+    frequency = optimizer.ema_overwrite_frequency
+    if frequency:
+        keras.ops.cond(
+            (optimizer.iterations + 1) % frequency == 0,
+            lambda: optimizer._overwrite_model_variables_with_average_value(
+                variables
+            ),
+            lambda: None,
+        )
 
 
 def variable_index(optimizer, variable):

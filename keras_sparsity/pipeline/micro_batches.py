@@ -66,7 +66,7 @@ class MicroBatches:
     def part(self, place):
         """`(inputs, x, y, sample_weight)`, of one part.
 
-        The weights have their `share_of_weights`.
+        The weights of one of several have their `share_of_weights`.
         """
         begin = tf.minimum(self._begin(start(place)), self.num_examples - 1)
         end = begin + self.size(place)
@@ -74,7 +74,8 @@ class MicroBatches:
             lambda tensor: None if tensor is None else tensor[begin:end],
             self._parts,
         )
-        keras.tree.map_structure(_note_share, part[-1], self._parts[-1])
+        if self.is_part(place):
+            keras.tree.map_structure(_note_share, part[-1], self._parts[-1])
         return part
 
     def number(self, place):

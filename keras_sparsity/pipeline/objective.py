@@ -16,11 +16,12 @@ class Objective:
     Args:
         is_last: whether the stage is the last one.
         num_ranks: the number of the stage's ranks.
+        tell: function of a place and a text that warns of it once.
     """
 
-    def __init__(self, model, is_last, num_ranks):
+    def __init__(self, model, is_last, num_ranks, tell):
         self._model, self._is_last = model, is_last
-        self._num_ranks = num_ranks
+        self._num_ranks, self._tell = num_ranks, tell
         self._functional = keras_functional.functional_of(model)
 
     def of_training(self, labels, outputs, losses, share=1.0):
@@ -112,6 +113,7 @@ class Objective:
                     of_weights = micro_batches.share_of_weights(sample_weight)
                     if of_weights is None:
                         return value
+                    self._tell_of_mask(loss, y_pred, sample_weight)
                     value *= tf.cast(of_weights, value.dtype)
                 # 0 of a stand-in for missing examples.
                 divisor = tf.cast(share, value.dtype)
@@ -120,6 +122,33 @@ class Objective:
             return call
 
         return patches.LOSS_CALL.by(make)
+
+    def _tell_of_mask(self, loss, y_pred, sample_weight):
+        """Warns of weights that cannot be 0 where a mask is.
+
+        Keras divides by the weights that are not masked, of which a part does
+        not know the others'.
+        """
+        mask = keras_losses.keras_mask(y_pred)
+        if mask is None:
+            return
+        given, expected = (
+            [size for size in tensor.shape[1:] if size != 1]
+            for tensor in (sample_weight, mask)
+        )
+        if len(given) < len(expected):
+            self._tell(
+                f"mask of {loss.name}",
+                f"The loss '{loss.name}' of the model '{self._model.name}' "
+                "divides by the weights that are not masked, and each pass of "
+                "the model's stages is of a part of a batch, which counts by "
+                "all of its weights: the result is another one than in one "
+                f"process. Received: sample weights {sample_weight.shape}, and "
+                f"an output with a mask {mask.shape}. Give weights of the "
+                "mask's shape that are 0 where it masks, or use "
+                "`ks.PipelineStrategy(num_micro_batches=1)` with one process "
+                "for each stage.",
+            )
 
     def packed(self, outputs):
         """A flat list of outputs in the model's structure."""

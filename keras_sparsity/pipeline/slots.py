@@ -1,11 +1,14 @@
 """The slots of all stages, in the order of one optimizer for all weights."""
 
 import collections
+import re
 
 import numpy as np
 
 from keras_sparsity._tf import keras_optimizers, keras_variables
 from keras_sparsity.checkpoint import state
+
+_UNNAMED = "variable"
 
 
 class Slots:
@@ -43,9 +46,26 @@ def places_among_all(optimizer, updates):
     for some in (updates.all_built, updates.own_built):
         alike = keras_optimizers.unbuilt(optimizer)
         alike.build([stand_ins[id(v)] for v in some])
-        found.append(_counted([v.path for v in alike.variables]))
-    of_all, of_own = found
+        found.append([_path(variable) for variable in alike.variables])
+    if len({paths.count(_UNNAMED) for paths in found}) > 1:
+        raise ValueError(
+            "The slots of a stage are found among those of all by their paths."
+            f" Received: a {type(optimizer).__name__} that makes variables "
+            "without names for each weight. Make them by "
+            "`add_variable_from_reference`, or give each a name of its own."
+        )
+    of_all, of_own = map(_counted, found)
     return len(of_all), [of_all.index(each) for each in of_own]
+
+
+def _path(variable):
+    """Its path, of an optimizer's variable without a name without a number.
+
+    Keras numbers these over all models and optimizers, as Nadam's product of
+    momentums.
+    """
+    is_unnamed = re.fullmatch(r"(.*/)?variable(_\d+)?", variable.path)
+    return _UNNAMED if is_unnamed else variable.path
 
 
 def _counted(paths):

@@ -53,7 +53,10 @@ class Steps(Binding):
         names = ["train_step", "test_step", "predict_step"]
         super().__init__(model, [*names, "get_metrics_result"])
         peers = model.distribute_strategy.peers
-        self._objective = Objective(model, stage.is_last, peers.size)
+        self.mixing = mixing.of_passes(model, peers)
+        self._objective = Objective(
+            model, stage.is_last, peers.size, self.mixing.tell
+        )
         self._logs = Logs(
             model,
             self._objective,
@@ -69,7 +72,6 @@ class Steps(Binding):
             head_sums,
             stage.columns is not None,
         )
-        self.mixing = mixing.of_passes(model, peers)
         self._in_flight = versions and InFlight(
             model,
             stage,

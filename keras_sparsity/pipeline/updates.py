@@ -188,9 +188,8 @@ class Updates:
                 'or use the policy "mixed_bfloat16", which needs no loss '
                 "scaling."
             )
-        if self.trained:
-            keras_optimizers.update_averages(rule)
-        keras_optimizers.iterations(rule).assign_add(1)
+        keras_optimizers.update_averages(rule)
+        keras_optimizers.advance_without_variables(rule)
 
     def _release(self):
         """Leaves the rows, up to date, to another optimizer."""

@@ -138,6 +138,51 @@ def test_means_over_sample_weights(schedule, num_micro_batches):
         np.testing.assert_allclose(value, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_weights_of_masked_examples(num_micro_batches, caplog):
+    """A part does not know how many of the others' are masked."""
+    reduction = "mean_with_sample_weight"
+    try:
+        loss = keras.losses.MeanSquaredError(reduction=reduction)
+    except ValueError as error:
+        pytest.skip(f"This Keras has none: {error}")
+
+    def told(weights, scope):
+        layers = [keras.Input((3, 1)), keras.layers.Masking()]
+        layers.append(keras.layers.Dense(1, kernel_initializer="ones"))
+        model = keras.Sequential(layers)
+        with scope():
+            model.compile("sgd", loss)
+        caplog.clear()
+        x = np.array([[1, 2, 3], [4, 0, 0], [5, 6, 0], [7, 0, 0]])[..., None]
+        found = model.train_on_batch(x, 0 * x, weights(x))
+        messages = [
+            record.message
+            for record in caplog.records
+            if record.name.startswith("keras_sparsity")
+        ]
+        return messages, float(found)
+
+    strategy = ks.PipelineStrategy("1f1b", num_micro_batches=num_micro_batches)
+    stock = contextlib.nullcontext
+
+    def of_places(x):
+        return 1.0 * (x[..., 0] != 0)
+
+    def of_examples(x):
+        return np.ones((len(x), 1))
+
+    found = told(of_places, strategy.scope)
+    assert found == ([], pytest.approx(told(of_places, stock)[1]))
+    messages, value = told(of_examples, strategy.scope)
+    _, expected = told(of_examples, stock)
+    if num_micro_batches == 1:
+        assert messages == [] and value == pytest.approx(expected)
+    else:
+        assert "0 where it masks" in messages[0]
+        assert value != pytest.approx(expected, rel=1e-3)
+
+
 def test_values_that_are_not_reduced():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     loss = keras.losses.MeanSquaredError(reduction="none")

@@ -12,6 +12,8 @@ _RULES = {
     "Adam": {},
     # It names slots after a weight's name alone, two of them alike.
     "Adafactor": {},
+    # It has a variable without a name.
+    "Nadam": {},
     # It chooses each weight's slots by its path.
     "Muon": {"exclude_layers": ["^out"]},
 }

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from tests import pipeline_functions
+from tests.conftest import covering
 from tests.pipeline import weight_functions
 
 
@@ -49,25 +50,34 @@ def test_models_made_in_the_scope_are_whole_nowhere(cluster):
     assert sum(own for _, own, *_ in ranks) == ranks[0][-1]
 
 
-# Of the first stage one, or all.
+# Of the first stage one, all that calls use, or all.
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(["dense_0"], marks=pytest.mark.all_cells),
-        ["dense_0", "dense_1"],
-    ],
+    ("names", "rule"),
+    covering(
+        [
+            (names, rule)
+            for names in (
+                ("dense_0",),
+                ("dense_0", "dense_1"),
+                ("dense_0", "dense_1", "unused"),
+            )
+            for rule in weight_functions.RULES
+        ],
+        [(("dense_0", "dense_1", "unused"), "averages")],
+    ),
 )
-def test_layers_are_frozen_between_trainings(cluster, tmp_path, names):
+def test_layers_are_frozen_between_trainings(cluster, tmp_path, names, rule):
     """The same optimizer goes on, and keeps the slots of what is frozen.
 
     Its rates depend on the number of steps, which a frozen stage counts, too,
     also if it has weights that no call uses.
     """
     ranks = cluster("native", 2).run(
-        weight_functions.freeze, names, str(tmp_path)
+        weight_functions.freeze, names, rule, str(tmp_path)
     )
-    weights, slots = weight_functions.state_of(weight_functions.frozen(names))
+    alone = weight_functions.frozen(names, rule)
+    weights, slots = weight_functions.state_of(alone)
     for (found, found_slots), saved in ranks:
         _check(found, weights)
         _check(saved, weights)

@@ -11,6 +11,21 @@ import tensorflow as tf
 import keras_sparsity as ks
 from tests import pipeline_functions
 
+# Optimizers that count more than the steps of what they update.
+RULES = {
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    # The momentums of all steps count.
+    "nadam": lambda: keras.optimizers.Nadam(0.01),
+    # Frozen weights are averaged, too.
+    "averages": lambda: keras.optimizers.Nadam(
+        0.01, use_ema=True, ema_momentum=0.8
+    ),
+    # And overwritten by their averages.
+    "overwritten": lambda: keras.optimizers.Adam(
+        0.01, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=5
+    ),
+}
+
 
 def _fit(network):
     x, y = pipeline_functions.data("dense", 22)
@@ -20,26 +35,34 @@ def _fit(network):
     )
 
 
-def frozen(names, scope=contextlib.nullcontext):
+def frozen(names, rule, scope=contextlib.nullcontext):
     """A model of which some layers are frozen in the second of trainings.
 
     No call uses its layer `unused`.
 
     Args:
         names: of these layers.
+        rule: of `RULES`.
         scope: that of a strategy; by default of none.
     """
     network = _with_unused()
-    rule = keras.optimizers.Adam(0.01)
+    rule = RULES[rule]()
+    layers = {each.name: each for each in [*network.layers, network.unused]}
+    x, y = pipeline_functions.data("dense", 22)
+    for are_trained in (True, False):
+        for name in names:
+            layers[name].trainable = are_trained
+        with scope():
+            network.compile(rule, "mse")
+        # At the end of `fit` Keras would make averages the weights; while some
+        # are frozen, those of others.
+        for _ in range(3):
+            network.train_on_batch(x, y)
+    for name in names:
+        layers[name].trainable = True
     with scope():
         network.compile(rule, "mse")
     _fit(network)
-    for are_trained in (False, True):
-        for name in names:
-            network.get_layer(name).trainable = are_trained
-        with scope():
-            network.compile(rule, "mse")
-        _fit(network)
     return network
 
 
@@ -56,10 +79,10 @@ def state_of(network):
     return network.get_weights(), slots
 
 
-def freeze(names, folder):
+def freeze(names, rule, folder):
     """The state of the whole model, and the weights of its file."""
     strategy = ks.PipelineStrategy("1f1b", ["dense_1"], 2)
-    network = frozen(names, strategy.scope)
+    network = frozen(names, rule, strategy.scope)
     network.save(f"{folder}/frozen.keras")
     loaded = _with_unused()
     loaded.load_weights(f"{folder}/frozen.keras")
