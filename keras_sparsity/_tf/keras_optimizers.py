@@ -128,6 +128,29 @@ def update_averages(optimizer):
         )
 
 
+def start_from_weights(optimizer):
+    """Before a first update, slots that begin as weights: as these are now.
+
+    `ScheduleFreeAdamW.build` copies them to `_momentums`.
+    """
+    kinds = getattr(keras.optimizers, "ScheduleFreeAdamW", ())
+    if not optimizer.built or not isinstance(optimizer, kinds):
+        return
+    pairs = [
+        (slot, variable)
+        for slot, variable in zip(
+            optimizer._momentums, built_variables(optimizer), strict=True
+        )
+        if slot is not None
+    ]
+
+    def copy():
+        for slot, variable in pairs:
+            slot.assign(variable)
+
+    keras.ops.cond(optimizer.iterations == 0, copy, lambda: None)
+
+
 def variable_index(optimizer, variable):
     """A variable's place among them (`_get_variable_index`)."""
     return optimizer._get_variable_index(variable)

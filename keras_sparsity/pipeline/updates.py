@@ -158,6 +158,11 @@ class Updates:
         Args:
             gradients: list, as `merged` returns it.
         """
+        if self._optimizer is not None:
+            # It is built by `compile`, and weights may be set since.
+            keras_optimizers.start_from_weights(
+                optimizer_arguments.rule_of(self._optimizer)
+            )
         is_whole = len(self.trained) == len(self._all_trained)
         has_none = all(gradient is None for gradient in gradients)
         if not self.trained or (has_none and not is_whole):

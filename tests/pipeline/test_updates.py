@@ -300,3 +300,18 @@ def test_resumed_to_the_bit(tmp_path):
 
 def _slots(network):
     return [variable.numpy() for variable in network.optimizer.variables]
+
+
+def test_slots_that_begin_as_weights():
+    """As these are at the first step, not in `compile`."""
+    kind = getattr(keras.optimizers, "ScheduleFreeAdamW", None)
+    if kind is None:
+        pytest.skip("this Keras has no ScheduleFreeAdamW")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with ks.PipelineStrategy("1f1b").scope():
+        model.compile(kind(1e-6), "mse")
+    model.set_weights([np.full((2, 1), 0.3), np.full(1, 0.3)])
+    for _ in range(2):
+        model.train_on_batch(np.ones((4, 2)), np.ones((4, 1)))
+    for value in model.get_weights():
+        np.testing.assert_allclose(value, 0.3, atol=1e-4)
