@@ -192,9 +192,11 @@ class Runs(RunBinding):
             )
         if self._training.has_all_metrics:
             return results
-        value = keras.tree.map_structure(keras.ops.convert_to_numpy, results)
+        if results is not None:
+            told = keras.ops.convert_to_numpy, results
+            results = keras.tree.map_structure(*told)
         gather = self._collectives.gather_objects
-        found = gather(value, "asynchronous/metrics")
+        found = gather(results, "asynchronous/metrics")
         return next((each for each in found if each is not None), None)
 
     def _is_in_epoch(self):

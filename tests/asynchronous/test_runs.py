@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import time
 
 import keras
 import numpy as np
@@ -245,15 +246,17 @@ class WithScores(keras.Model):
 
 
 def scored(is_served=True):
-    """The history of epochs of one batch."""
-    model, random = WithScores(), np.random.default_rng(0)
+    """The history of epochs of one batch, which the last worker takes."""
+    model, random, seconds = WithScores(), np.random.default_rng(0), 0
     if is_served:
-        _compiled(model)
+        ranks = _compiled(model).collectives
+        seconds = 0.5 if ranks.rank < ranks.num_workers - 1 else 0
     else:
         model.compile("sgd")
+    late = keras.callbacks.LambdaCallback(lambda *_: time.sleep(seconds))
     x = random.normal(size=(20, 5)).astype("float32")
     y = np.eye(3, dtype="float32")[random.integers(0, 3, 20)]
-    return model.fit(x, y, 20, epochs=3, verbose=0).history
+    return model.fit(x, y, 20, 3, verbose=0, callbacks=[late]).history
 
 
 @pytest.mark.parametrize("num_workers, num_servers", [(1, 1), (2, 0)])
