@@ -191,7 +191,7 @@ class Cutter:
         """The places of the cuts after layers, by the layers' names.
 
         Args:
-            names: list of names, in the order of the model.
+            names: list of names, in the order of the layers' last calls.
 
         Returns:
             List of places.
@@ -204,10 +204,11 @@ class Cutter:
         for name in names:
             checks.one_of("layer name", name, list(last))
         places = [last[name] for name in names]
-        if places != sorted(set(places)) or places[-1:] == [len(last) - 1]:
+        if places != sorted({*places}) or places[-1:] == [len(self.calls) - 1]:
             raise ValueError(
                 "Cuts must stand in the model's order, each before the last "
-                f"layer. Received: {names}; the model's order: {list(last)}."
+                f"layer. Received: {names}; the model's order: "
+                f"{sorted(last, key=last.get)}."
             )
         self.check_possible(places)
         return places

@@ -245,6 +245,19 @@ def test_a_layer_that_is_called_twice_is_not_cut_through():
         cutter.after(["between"])
 
 
+def test_names_of_a_model_with_more_calls_than_layers():
+    inputs = keras.Input((4,), name="first"), keras.Input((4,), name="second")
+    twice = keras.layers.Dense(4, name="twice")
+    x = keras.layers.Add(name="add")([twice(each) for each in inputs])
+    x = keras.layers.Dense(2, name="behind")(x)
+    cutter = Cutter(keras.Model(inputs, x))
+    assert cutter.after(["twice", "add"]) == [1, 2]
+    order = r"order: \['twice', 'add', 'behind'\]"
+    for names in ["behind"], ["add", "twice"]:
+        with pytest.raises(ValueError, match=order):
+            cutter.after(names)
+
+
 def _folded(x):
     x = keras.ops.reshape(x, (-1, 4))
     x = keras.layers.Dense(5, name="of_rows")(x)
