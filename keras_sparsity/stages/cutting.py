@@ -13,8 +13,6 @@ import functools
 import itertools
 import math
 
-import keras
-
 from keras_sparsity._tf import checks, keras_functional
 from keras_sparsity.stages.example_shapes import UNKNOWN_SIZE, example_shape
 from keras_sparsity.stages.part import Part
@@ -249,12 +247,6 @@ class Cutter:
             for tensor in call.outputs
             if self._needed_until.get(id(tensor), -1) > last
         ]
-        names = {call.operation: call.name for call in calls}
-        with (
-            keras_functional.inputs_stay(self._functional),
-            keras_functional.named(names),
-        ):
-            model = keras.Model(arriving, made)
         return Part(
             names=tuple(call.name for call in calls),
             inputs=tuple(self._inputs[id(tensor)] for tensor in inputs),
@@ -263,7 +255,9 @@ class Cutter:
             taken=tuple(arrived),
             arriving=tuple(arriving),
             made=tuple(made),
-            model=model,
+            model=keras_functional.part_of(
+                self._functional, calls, arriving, made
+            ),
             logits_functions=self._logits_functions,
         )
 
