@@ -41,6 +41,8 @@ class Cutter:
     Attributes:
         calls: the model's calls, in order.
         outputs: the model's outputs, a flat list.
+        given: dict from the ids of the model's inputs to those of a batch;
+            empty without any.
 
     Raises:
         ValueError: if the model is a subclass or not built.
@@ -70,10 +72,12 @@ class Cutter:
         self._functional = functional
         self.calls, self.outputs = keras_functional.flat_calls(functional)
         self._inputs = {id(x): i for i, x in enumerate(functional.inputs)}
-        self._shapes = {}
+        self._shapes = self.given = {}
         if inputs is not None:
             # Inputs and layers may refuse that; sizes stay unknown.
             with contextlib.suppress(Exception):
+                given = keras_functional.flat_inputs(functional, inputs)
+                self.given = dict(zip(self._inputs, given, strict=True))
                 self._shapes = keras_functional.shapes_for(
                     functional, self.calls, inputs
                 )
