@@ -49,6 +49,7 @@ class Cutter:
 
     Example:
 
+    >>> import keras
     >>> layers = [keras.Input((8,)), keras.layers.Dense(4, name="a"),
     ...           keras.layers.Dense(2, name="b")]
     >>> cutter = Cutter(keras.Sequential(layers))
