@@ -8,7 +8,7 @@ import typing
 
 import keras
 
-from keras_sparsity._tf import keras_losses
+from keras_sparsity._tf import keras_call_order, keras_losses
 
 
 class Call(typing.NamedTuple):
@@ -53,7 +53,7 @@ def functional_calls(functional):
             _in_order(node.arguments),
             node.operation.name,
         )
-        for node in _nodes(functional)
+        for node in keras_call_order.nodes(functional)
     ]
 
 
@@ -67,7 +67,8 @@ def flat_calls(functional):
     """The `Call`s of a `Functional` and of the models that it calls.
 
     A functional or sequential model in it stands for its own calls. They are
-    made once more, so that all start at the outer model's inputs.
+    made once more, so that all start at the outer model's inputs. Calls with
+    one state stand in the order in which the outer model makes them.
 
     Returns:
         `(calls, outputs)`: list of `Call`s in their order, and list of the
@@ -76,14 +77,14 @@ def flat_calls(functional):
     calls = functional_calls(functional)
     if not any(functional_of(call.operation) for call in calls):
         return calls, list(functional.outputs)
-    names = {}
-    outputs = _without_nested(functional, functional.inputs, "", names)
+    names, made = {}, []
+    outputs = _without_nested(functional, functional.inputs, "", names, made)
     with named(names):
         flat = functional_calls(keras.Model(functional.inputs, outputs))
     # Masks are made by operations that are new.
     return [
         call._replace(name=names.get(call.operation, call.name))
-        for call in flat
+        for call in keras_call_order.as_made(flat, made)
     ], outputs
 
 
@@ -107,13 +108,14 @@ def _set_names(names):
         object.__setattr__(operation, "name", name)
 
 
-def _without_nested(functional, tensors, prefix, names):
+def _without_nested(functional, tensors, prefix, names, calls_made):
     """Makes a model's calls, and in place of nested models their calls.
 
     Args:
         tensors: list of those in place of the model's inputs.
         prefix: that of its calls' names.
         names: dict from the operations that are called to their names.
+        calls_made: list of the tensors that calls have made, in order.
 
     Returns:
         List of tensors in place of its outputs.
@@ -122,16 +124,17 @@ def _without_nested(functional, tensors, prefix, names):
         id(x): value
         for x, value in zip(functional.inputs, tensors, strict=True)
     }
-    for node in _nodes(functional):
+    for node in keras_call_order.nodes(functional):
         args, kwargs = node.arguments.fill_in(values)
         name = prefix + node.operation.name
         nested = functional_of(node.operation)
         if nested is not None and _is_plain(nested, node.arguments):
             given = keras.tree.flatten(args)
-            made = _without_nested(nested, given, f"{name}/", names)
+            made = _without_nested(nested, given, f"{name}/", names, calls_made)
         else:
             made = keras.tree.flatten(node.operation(*args, **kwargs))
             names[node.operation] = name
+            calls_made += made
         values.update(zip(map(id, node.outputs), made, strict=True))
     return [values[id(x)] for x in functional.outputs]
 
@@ -163,17 +166,6 @@ def _is_plain(nested, arguments):
     )
 
 
-def _nodes(functional):
-    """The nodes of a `Functional`'s calls, in order (`_nodes_by_depth`)."""
-    nodes = functional._nodes_by_depth
-    return [
-        node
-        for depth in sorted(nodes, reverse=True)
-        for node in nodes[depth]
-        if node.operation is not None and not node.is_input
-    ]
-
-
 def flat_inputs(functional, inputs):
     """A `Functional`'s inputs as it takes them, a flat list.
 
@@ -197,6 +189,23 @@ def inputs_stay(functional):
     finally:
         for tensor, history in zip(functional.inputs, before, strict=True):
             tensor._keras_history = history
+
+
+def part_of(functional, calls, inputs, outputs):
+    """A model of some of a `Functional`'s calls, which makes them in order.
+
+    Args:
+        calls: list of its `Call`s.
+        inputs, outputs: lists of the tensors that these take, and make.
+
+    Returns:
+        `keras.Model` from a list to a list.
+    """
+    names = {call.operation: call.name for call in calls}
+    with inputs_stay(functional), named(names):
+        model = keras.Model(inputs, outputs)
+    keras_call_order.set_order(model, calls, outputs)
+    return model
 
 
 # Of traces: numbers that are no other sizes, and one that many divide.
@@ -284,9 +293,7 @@ def _specs(functional, calls, shapes):
     from keras.src import backend
 
     made = [tensor for call in calls for tensor in call.outputs]
-    names = {call.operation: call.name for call in calls}
-    with inputs_stay(functional), named(names):
-        model = keras.Model(functional.inputs, made)
+    model = part_of(functional, calls, functional.inputs, made)
     given = [
         keras.KerasTensor(shape, x.dtype, sparse=x.sparse)
         for x, shape in zip(model.inputs, shapes, strict=True)

@@ -37,15 +37,14 @@ def places(cutter, strategy, profile):
 
 def _ends_of_lists(cutter, stages):
     names = [name for stage in stages for name in stage]
-    # Operations may be left out: Keras makes some, for masks.
-    order = list(
-        dict.fromkeys(
-            call.name
-            for call in cutter.calls
-            if isinstance(call.operation, keras.layers.Layer)
-            or call.name in names
-        )
-    )
+    # Operations may be left out: Keras makes some, for masks. Of a layer that
+    # is called twice, its last call counts.
+    last = {
+        call.name: place
+        for place, call in enumerate(cutter.calls)
+        if isinstance(call.operation, keras.layers.Layer) or call.name in names
+    }
+    order = sorted(last, key=last.get)
     if sorted(names) != sorted(order) or not all(stages):
         missing = [name for name in order if name not in names]
         unknown = [name for name in names if name not in order]

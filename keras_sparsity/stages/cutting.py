@@ -13,8 +13,6 @@ import functools
 import itertools
 import math
 
-import keras
-
 from keras_sparsity._tf import checks, keras_functional
 from keras_sparsity.stages.example_shapes import UNKNOWN_SIZE, example_shape
 from keras_sparsity.stages.part import Part
@@ -43,12 +41,15 @@ class Cutter:
     Attributes:
         calls: the model's calls, in order.
         outputs: the model's outputs, a flat list.
+        given: dict from the ids of the model's inputs to those of a batch;
+            empty without any.
 
     Raises:
         ValueError: if the model is a subclass or not built.
 
     Example:
 
+    >>> import keras
     >>> layers = [keras.Input((8,)), keras.layers.Dense(4, name="a"),
     ...           keras.layers.Dense(2, name="b")]
     >>> cutter = Cutter(keras.Sequential(layers))
@@ -72,10 +73,12 @@ class Cutter:
         self._functional = functional
         self.calls, self.outputs = keras_functional.flat_calls(functional)
         self._inputs = {id(x): i for i, x in enumerate(functional.inputs)}
-        self._shapes = {}
+        self._shapes = self.given = {}
         if inputs is not None:
             # Inputs and layers may refuse that; sizes stay unknown.
             with contextlib.suppress(Exception):
+                given = keras_functional.flat_inputs(functional, inputs)
+                self.given = dict(zip(self._inputs, given, strict=True))
                 self._shapes = keras_functional.shapes_for(
                     functional, self.calls, inputs
                 )
@@ -191,7 +194,7 @@ class Cutter:
         """The places of the cuts after layers, by the layers' names.
 
         Args:
-            names: list of names, in the order of the model.
+            names: list of names, in the order of the layers' last calls.
 
         Returns:
             List of places.
@@ -204,10 +207,11 @@ class Cutter:
         for name in names:
             checks.one_of("layer name", name, list(last))
         places = [last[name] for name in names]
-        if places != sorted(set(places)) or places[-1:] == [len(last) - 1]:
+        if places != sorted({*places}) or places[-1:] == [len(self.calls) - 1]:
             raise ValueError(
                 "Cuts must stand in the model's order, each before the last "
-                f"layer. Received: {names}; the model's order: {list(last)}."
+                f"layer. Received: {names}; the model's order: "
+                f"{sorted(last, key=last.get)}."
             )
         self.check_possible(places)
         return places
@@ -248,12 +252,6 @@ class Cutter:
             for tensor in call.outputs
             if self._needed_until.get(id(tensor), -1) > last
         ]
-        names = {call.operation: call.name for call in calls}
-        with (
-            keras_functional.inputs_stay(self._functional),
-            keras_functional.named(names),
-        ):
-            model = keras.Model(arriving, made)
         return Part(
             names=tuple(call.name for call in calls),
             inputs=tuple(self._inputs[id(tensor)] for tensor in inputs),
@@ -262,7 +260,9 @@ class Cutter:
             taken=tuple(arrived),
             arriving=tuple(arriving),
             made=tuple(made),
-            model=model,
+            model=keras_functional.part_of(
+                self._functional, calls, arriving, made
+            ),
             logits_functions=self._logits_functions,
         )
 

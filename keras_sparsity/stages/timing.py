@@ -4,6 +4,7 @@ References:
     PipeDream (arXiv:1806.03377), 3.1 (the profile).
 """
 
+import functools
 import math
 import time
 
@@ -12,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity.exchange.pull import shaped
+from keras_sparsity.stages import refusals
 from keras_sparsity.stages.example_shapes import example_bytes
 from keras_sparsity.stages.softmaxes import computed_with_losses
 from keras_sparsity.tables import foreseen
@@ -26,11 +28,13 @@ _LEAST_SECONDS = 1e-6
 def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
     """Measures the forward and backward pass of each call.
 
-    Of examples that are drawn at random, and of weights in place of the
-    model's own, which need not be in this process. Statistics and random states
-    stay as they are. Of layers with the same configuration and the same shapes
-    of tensors, one is measured. With a `SampledSoftmax` that of its loss. A
-    stage starts its calls together, so the start of a pass does not count.
+    Of examples that are drawn at random, of a model's inputs those of its batch
+    if it has one, and of weights in place of the model's own, which need not be
+    in this process. A call that refuses them counts as the least time.
+    Statistics and random states stay as they are. Of layers with the same
+    configuration and the same shapes of tensors, one is measured. With a
+    `SampledSoftmax` that of its loss. A stage starts its calls together, so the
+    start of a pass does not count.
 
     Args:
         cutter: `Cutter`.
@@ -52,7 +56,12 @@ def call_seconds(cutter, num_examples=_NUM_EXAMPLES, has_backward=True):
         alike = _alike(call, cutter)
         seconds = measured.get(alike)
         if seconds is None:
-            seconds = _seconds(cutter, part, num_examples, has_backward)
+            try:
+                seconds = _seconds(cutter, part, num_examples, has_backward)
+            except tf.errors.ResourceExhaustedError:
+                raise
+            except Exception:  # whatever a layer raises
+                seconds = 0.0
             seconds = max(_LEAST_SECONDS, seconds - start)
         if alike is not None:
             measured[alike] = seconds
@@ -65,13 +74,22 @@ def whole_seconds(
 ):
     """Measures the forward and backward pass of the whole model, in seconds.
 
+    Calls that refuse the drawn inputs of a model without a batch are left out.
+    Their outputs are zeros.
+
     Args:
         cutter, num_examples, has_backward: as for `call_seconds`.
         measure: function of a function and its argument, whose result is
             returned; by default `median_seconds`.
     """
     (whole,) = cutter.parts([])
-    return _seconds(cutter, whole, num_examples, has_backward, measure)
+    asked = cutter, whole, num_examples, has_backward, measure
+    try:
+        return _seconds(*asked)
+    except Exception:
+        if cutter.given:
+            raise
+        return _seconds(*asked, without_refused=True)
 
 
 def _alike(call, cutter):
@@ -156,12 +174,16 @@ def wire_size(dtype, wire_dtype):
     return min(dtype.size, tf.as_dtype(wire_dtype).size)
 
 
-def _seconds(cutter, part, num_examples, has_backward=True, measure=None):
-    draws, drawn = np.random.default_rng(0), cutter.num_examples or num_examples
-    tensors = [
-        _drawn(draws, [drawn, *cutter.example_shape(each)], each.dtype)
-        for each in part.arriving
-    ]
+def _seconds(
+    cutter,
+    part,
+    num_examples,
+    has_backward=True,
+    measure=None,
+    without_refused=False,
+):
+    drawn = cutter.num_examples or num_examples
+    tensors = _arriving(cutter, part, drawn)
     # A process may not have the model's weights, or not yet.
     trained = _without_tables(part.model.trainable_variables)
     others = _without_tables(part.model.non_trainable_weights)
@@ -177,8 +199,34 @@ def _seconds(cutter, part, num_examples, has_backward=True, measure=None):
 
     tensors += [_in_place_of(variable) for variable in trained]
     with foreseen.by(_NoRows()):
+        if without_refused:
+            zeros = functools.partial(_zeros, cutter, drawn)
+            compute = refusals.replaced(compute, part.model, zeros, tensors)
         found = pass_seconds(compute, [], tensors, has_backward, measure)
     return found if measure else found * num_examples / drawn
+
+
+def _arriving(cutter, part, number):
+    """The examples of a part's inputs: of a batch, or drawn."""
+    draws = np.random.default_rng(0)
+    found = []
+    for symbolic in part.arriving:
+        shape, dtype = cutter.example_shape(symbolic), symbolic.dtype
+        given = cutter.given.get(id(symbolic))
+        if isinstance(given, tf.Tensor) and len(given):
+            places = tf.range(number) % len(given)
+            found.append(tf.cast(tf.gather(given, places), dtype))
+        else:
+            found.append(_drawn(draws, [number, *shape], dtype))
+    return found
+
+
+def _zeros(cutter, number, place):
+    """Zeros in place of the outputs of a call."""
+    return [
+        tf.zeros([number, *cutter.example_shape(each)], each.dtype)
+        for each in cutter.calls[place].outputs
+    ]
 
 
 def _in_place_of(variable):

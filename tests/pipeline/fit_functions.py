@@ -149,6 +149,25 @@ def learning_rates(compile_):
     return found, history.history
 
 
+def shared_statistics(compile_):
+    """Of layers that are called twice, in both stages."""
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((6,), name="one"), keras.Input((6,), name="other")
+    x = inputs
+    for layer in (
+        keras.layers.BatchNormalization(momentum=0.5, name="before"),
+        keras.layers.Dense(6, name="first"),
+        keras.layers.BatchNormalization(momentum=0.5, name="behind"),
+    ):
+        x = [layer(each) for each in x]
+    x = keras.layers.Dense(2)(keras.layers.Subtract()(x))
+    model = keras.Model(inputs, x)
+    compile_(model, keras.optimizers.SGD(0.1), "mse")
+    x, y = _data()
+    history = model.fit([x, x**2], y, 8, epochs=2, shuffle=False, verbose=0)
+    return model.get_weights(), history.history
+
+
 def spectral_normalization(compile_):
     """A layer that assigns its kernel in each forward pass."""
     model = dense()
@@ -420,6 +439,7 @@ TRAININGS = {
         more_optimizers,
         one_batch_an_epoch,
         recurrent_states,
+        shared_statistics,
         early_outputs,
         bfloat16,
         noise,

@@ -98,12 +98,24 @@ def test_lists_may_leave_out_the_operations_of_masks():
         cut(["words"], ["classes"])
 
 
+def test_lists_with_a_layer_that_is_called_twice():
+    """It is in the stage of its last call."""
+    inputs = keras.Input((4,))
+    twice = keras.layers.Dense(4, name="twice")
+    x = twice(keras.layers.Dense(4, name="between")(twice(inputs)))
+    x = keras.layers.Dense(2, name="behind")(x)
+    cutter = Cutter(keras.Model(inputs, x))
+    lists = [["twice", "between"], ["behind"]]
+    assert cuts.places(cutter, _Lists(2, lists), None) == [2]
+
+
 @dataclasses.dataclass
 class _Lists:
     """A strategy's part that says where a model is cut."""
 
     num_stages: int
     stages: list
+    planned_cuts = None
 
 
 @pytest.mark.parametrize("speed", [(1.0, 0.0), (0.0, 1.0)])

@@ -45,8 +45,9 @@ def _check(ranks, name, rtol=1e-4, atol=1e-5):
         pytest.param("swaps", "1f1b", 2, marks=pytest.mark.smoke),
         ("single_batches", "gpipe", 2),
         pytest.param("early_outputs", "1f1b", 2, marks=pytest.mark.all_cells),
-        # One, as its statistics are those of a micro-batch.
+        # One, as their statistics are those of a micro-batch.
         ("lengths", "1f1b", 1),
+        ("shared_statistics", "1f1b", 1),
         ("optimizers", "1f1b", 1),
     ],
 )

@@ -1,5 +1,6 @@
 """The stages of a cut model compute, one after the other, what it computes."""
 
+import functools
 import itertools
 import random
 
@@ -106,13 +107,13 @@ def _arrays(model):
     return [ids, draws.normal(size=(3, 4)).astype("float32")]
 
 
-def _run(cutter, places, batch):
+def _run(cutter, places, batch, training=None):
     """The model's outputs, stage by stage; only `sent` reaches the next."""
     arrived = []
     for part in cutter.parts(places):
         taken = [batch[place] for place in part.inputs]
         taken += [arrived[place] for place in part.taken]
-        made = part.compute(taken)
+        made = part.compute(taken, training)
         values = {
             id(tensor): value
             for tensors, found in [(part.made, made), (part.arriving, taken)]
@@ -194,6 +195,56 @@ def _called_twice():
     return keras.Model(x, keras.layers.Dense(2, name="behind")(inner(y)))
 
 
+def _towers(is_nested):
+    """Layers with batch statistics and random numbers, each called twice."""
+    layers = [
+        keras.layers.BatchNormalization(momentum=0.5, name="first"),
+        keras.layers.Dense(6, activation="tanh", name="dense"),
+        keras.layers.Dropout(0.5, seed=1, name="drop"),
+        keras.layers.BatchNormalization(momentum=0.5, name="second"),
+    ]
+    inputs = keras.Input((6,), name="x"), keras.Input((6,), name="y")
+    if is_nested:
+        tower = keras.Sequential([keras.Input((6,)), *layers], name="tower")
+    else:
+
+        def tower(x):
+            for layer in layers:
+                x = layer(x)
+            return x
+
+    x = keras.layers.Subtract(name="both")([tower(each) for each in inputs])
+    x = keras.layers.Dense(6, name="behind")(x)
+    return keras.Model(inputs, keras.layers.Dense(2, name="last")(x))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_layers_that_are_called_twice_are_called_in_the_models_order(is_nested):
+    keras.utils.set_random_seed(1)
+    model = _towers(is_nested)
+    states = model.non_trainable_variables
+    x, y = _batch(model)
+    batch, before = [x, y**2], [v.numpy() for v in states]
+
+    def trained(run):
+        for state, value in zip(states, before, strict=True):
+            state.assign(value)
+        (made,) = run()
+        return [made, *(v.numpy() for v in states)]
+
+    expected = trained(lambda: [model(batch, training=True)])
+    cutter = Cutter(model)
+    # Also between the layers of the towers.
+    names = [call.name.split("/")[-1] for call in cutter.calls]
+    ends = "first", "dense", "drop", "second", "both", "behind"
+    last = {name: place for place, name in enumerate(names)}
+    assert cutter.places == [last[name] for name in ends]
+    for places in [[], *([place] for place in cutter.places), cutter.places]:
+        found = trained(functools.partial(_run, cutter, places, batch, True))
+        for value, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(value, other)
+
+
 class _Own(keras.Model):
     """A model that Keras cannot see into."""
 
@@ -243,6 +294,19 @@ def test_a_layer_that_is_called_twice_is_not_cut_through():
     assert cutter.places == [2]
     with pytest.raises(ValueError, match="'twice' or its weights"):
         cutter.after(["between"])
+
+
+def test_names_of_a_model_with_more_calls_than_layers():
+    inputs = keras.Input((4,), name="first"), keras.Input((4,), name="second")
+    twice = keras.layers.Dense(4, name="twice")
+    x = keras.layers.Add(name="add")([twice(each) for each in inputs])
+    x = keras.layers.Dense(2, name="behind")(x)
+    cutter = Cutter(keras.Model(inputs, x))
+    assert cutter.after(["twice", "add"]) == [1, 2]
+    order = r"order: \['twice', 'add', 'behind'\]"
+    for names in ["behind"], ["add", "twice"]:
+        with pytest.raises(ValueError, match=order):
+            cutter.after(names)
 
 
 def _folded(x):
