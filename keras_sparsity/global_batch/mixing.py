@@ -126,7 +126,7 @@ def of_passes(model, peers):
 
 def _frames(op):
     """Where an operation was made, from the step on."""
-    frames = list(op.traceback)
+    frames = list(op.traceback or ())  # None of those that C++ makes
     steps = [i for i, f in enumerate(frames) if f.filename == _STEP]
     return frames[steps[-1] + 1 :] if steps else frames
 

@@ -28,7 +28,8 @@ def have_whole_input(kind):
 
     def make(name, stock):
         def run(model, *args, **kwargs):
-            is_adopted = is_of_this_package(vars(model).get(name))
+            # Strategies in stages bind fewer of the others.
+            is_adopted = is_of_this_package(vars(model).get("fit"))
             if is_adopted or not isinstance(model.distribute_strategy, kind):
                 return stock(model, *args, **kwargs)
             if model.compiled and not name.startswith("predict"):

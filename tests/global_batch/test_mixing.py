@@ -1,11 +1,14 @@
 """Warnings of models and losses that mix the examples of a batch."""
 
+import types
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.global_batch import mixing
 from tests.conftest import engines
 from tests.logged import with_messages_of
 
@@ -166,3 +169,9 @@ def test_the_line_that_mixes_is_named_once(cluster, engine):
         assert "test_mixing.py:" in line and "# found here" in line
     assert "ks.gather_batch(x)" in line and "2 processes" in line
     assert "MatMul" in first["operation"][0]
+
+
+def test_operations_without_a_place_in_python():
+    op = types.SimpleNamespace(name="while/body", traceback=None)
+    assert not mixing._is_left_out(op)
+    assert mixing._place(op) is None
