@@ -131,7 +131,7 @@ def test_bad_places_of_tables_are_explained(to):
         ks.moves.move(moved, {layer.table: to})
     with pytest.raises(ValueError, match=r"`partitions\['words'\].*integer"):
         ks.moves.repartition(moved, {layer.table: to})
-    layer.table.variable.use(None)  # as if it were built later
+    layer.table.variable._value = None  # as if it were built later
     with pytest.raises(ValueError, match="not distributed yet. Build the"):
         ks.moves.repartition(moved, {layer.table: 2})
 
