@@ -4,6 +4,7 @@ import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_functional, keras_losses
+from keras_sparsity._tf.numpy_functions import NumpyFunctions
 from keras_sparsity.stages.profile import num_bytes
 
 
@@ -91,6 +92,7 @@ class Limit:
             passes * stages.count(number) for number in range(len(parts))
         ]
         self._most, self._known = strategy.memory_bytes, set()
+        self._numpy_function = NumpyFunctions()
         own = lasting_bytes(stage, model.optimizer, versions)
         of_ranks = strategy.collectives.gather_objects(
             own, name="pipeline/memory"
@@ -104,7 +106,7 @@ class Limit:
         """A tensor that a step waits for; its computation checks the batch."""
         x, *_ = keras.utils.unpack_x_y_sample_weight(data)
         inputs = keras_functional.flat_inputs(self._functional, x)
-        return tf.numpy_function(
+        return self._numpy_function(
             self._check_shapes, [tf.shape(each) for each in inputs], tf.bool
         )
 

@@ -1,8 +1,14 @@
 """`memory_bytes` refuses what `ks.plan` says is more."""
 
+import gc
+import weakref
+
+import keras
+import numpy as np
 import pytest
 
-from keras_sparsity.pipeline.memory import passing_bytes
+import keras_sparsity as ks
+from keras_sparsity.pipeline.memory import Limit, passing_bytes
 from keras_sparsity.stages.turns import Turns
 from tests.pipeline import memory_functions
 
@@ -28,6 +34,29 @@ def test_limit(cluster, schedule, model):
         assert f"memory_bytes={most - 1:,}" in in_step
         assert "bytes without the activations" in at_compile
         assert "memory_bytes=100" in at_compile
+
+
+def test_a_limit_goes_with_its_model(monkeypatch):
+    """TensorFlow keeps Python functions that steps call (`numpy_function`)."""
+    limits = []
+    checked = Limit.checked
+
+    def noted(limit, data):
+        limits.append(weakref.ref(limit))
+        return checked(limit, data)
+
+    monkeypatch.setattr(Limit, "checked", noted)
+
+    def train():
+        strategy = ks.PipelineStrategy("1f1b", memory_bytes=10**9)
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        with strategy.scope():
+            model.compile("sgd", "mse")
+        model.fit(np.ones((4, 3)), np.ones((4, 2)), verbose=0)
+
+    train()
+    gc.collect()
+    assert limits and all(limit() is None for limit in limits)
 
 
 def test_inputs_wait_longer_than_messages():
