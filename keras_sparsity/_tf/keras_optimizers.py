@@ -144,11 +144,11 @@ def start_from_weights(optimizer):
         if slot is not None
     ]
 
-    def copy():
+    def start():
         for slot, variable in pairs:
             slot.assign(variable)
 
-    keras.ops.cond(optimizer.iterations == 0, copy, lambda: None)
+    keras.ops.cond(optimizer.iterations == 0, start, lambda: None)
 
 
 def variable_index(optimizer, variable):

@@ -6,6 +6,8 @@ import pkgutil
 
 import keras
 
+_staying = contextlib.ExitStack()  # contexts of `stay`
+
 
 class Patch:
     """A function or method of Keras or TensorFlow that can be replaced.
@@ -40,6 +42,11 @@ class Patch:
     def is_in_place(self):
         found = getattr(self.owner, self.name, None)  # not in every Keras
         return getattr(found, "_patch", None) is self
+
+    def stay(self, make):
+        """As `by`, for the rest of the process; once."""
+        if not self.is_in_place:
+            _staying.enter_context(self.by(make))
 
     @contextlib.contextmanager
     def by(self, make):

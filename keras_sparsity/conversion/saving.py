@@ -16,7 +16,6 @@ from keras_sparsity.tables.table_variable import TableVariable
 _DONE, _FAILED = -1, -2
 
 _being_written = []  # methods of `write`
-_replacements = contextlib.ExitStack()
 
 
 def have_models_save():
@@ -41,8 +40,7 @@ def have_models_save():
         return lambda stock: functools.partial(save, stock, method)
 
     for patch, method in patches.SAVES.items():
-        if not patch.is_in_place:
-            _replacements.enter_context(patch.by(calling(method)))
+        patch.stay(calling(method))
 
 
 def write(method, args, kwargs):

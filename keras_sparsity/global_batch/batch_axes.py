@@ -69,7 +69,7 @@ class BatchAxes:
             than one number is left, or the number that is left meets examples.
         """
         known = [self.of(tensor) for tensor in op.inputs]
-        if not self.has_known(op):
+        if all(axis is None for axis in known):
             return ()
         mixes, axis = self._rule(op, known)
         join = joins.of(op, known)
@@ -118,7 +118,7 @@ class BatchAxes:
 
 def _broadcast(op, known):
     numbers = [axis for axis in known if axis in NUMBERS]
-    if len(numbers) == len(known) and op.type in ("RealDiv", "DivNoNan"):
+    if len(numbers) == len(known) and op.type in joins.QUOTIENTS:
         return True, None
     if len(numbers) == sum(axis is not None for axis in known):
         kind = EXTREME if set(numbers) == {EXTREME} else REDUCED

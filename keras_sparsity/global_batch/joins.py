@@ -35,7 +35,7 @@ _CURVED = frozenset(
     Sqrt Square Tan Tanh
     """.split()
 ) | (_OTHERS - {"DivNoNan", "Mul", "MulNoNan", "RealDiv"})
-_QUOTIENTS = frozenset(["DivNoNan", "RealDiv"])
+QUOTIENTS = frozenset(["DivNoNan", "RealDiv"])
 # Operations whose outputs are others, or do not change with a number added.
 _ENDS = (
     CONSTANT
@@ -90,7 +90,7 @@ def carried(op, sums):
     """
     every = tuple(dict.fromkeys(itertools.chain(*sums)))
     is_curved = op.type in _CURVED
-    if op.type in _QUOTIENTS:
+    if op.type in QUOTIENTS:
         is_curved = bool(sums[1])
     elif op.type in ("Mul", "MulNoNan"):
         is_curved = all(sums)

@@ -88,8 +88,8 @@ class LastStep:
         Returns:
             The last step, if this was the last one of `ranks`; else None.
         """
-        if fit == self._fit:
-            self._bounds[rank] = step
-        if fit == self._fit and self._bounds.keys() >= set(ranks):
-            return max(self._bounds.values())
-        return None
+        if fit != self._fit:
+            return None
+        self._bounds[rank] = step
+        is_last = self._bounds.keys() >= set(ranks)
+        return max(self._bounds.values()) if is_last else None

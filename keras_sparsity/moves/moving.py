@@ -245,14 +245,15 @@ def _move(model, targets, is_asked_for=True):
         table.requested_partitions = targets[table][1]
         if placement is None:  # one process
             continue
+        before = table.architecture, table.layout
+        if before != (placement.name, placement.layout):
+            changed.append(table)
         if placement.name != table.architecture:
             if is_asked_for:
                 table.requested_architecture = placement.name
             touches.discard(table.variable)
-            changed.append(table)
         if placement.layout != table.layout:
             moved.append(_move_rows(table, placement, optimizers))
-            changed.append(table)
         table.place(placement)
     if moved:
         for index, optimizer in enumerate(optimizers):

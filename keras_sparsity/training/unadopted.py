@@ -5,15 +5,12 @@ that is not compiled there, such as an encoder cut from a trained model, has
 none of the methods that bring the ranks' parts together.
 """
 
-import contextlib
 import functools
 
 from keras_sparsity._tf import patches
 from keras_sparsity.conversion.copying import is_of_this_package
 from keras_sparsity.data import distribution
 from keras_sparsity.training.binding import raise_of_compiled_outside
-
-_replacements = contextlib.ExitStack()
 
 
 def have_whole_input(kind):
@@ -42,6 +39,4 @@ def have_whole_input(kind):
         return run
 
     for name, patch in patches.UNADOPTED_RUNS.items():
-        if not patch.is_in_place:
-            make_run = functools.partial(make, name)
-            _replacements.enter_context(patch.by(make_run))
+        patch.stay(functools.partial(make, name))
