@@ -54,7 +54,8 @@ def _run_program(kind, target):
     sys.argv = list(target)
     try:
         if kind == "script":
-            # As `python` does, so that `__file__` is right in any folder.
+            # As `python` does, so that `__file__` is right in any folder;
+            # with it `sys.argv[0]`, which `python` leaves as typed.
             path = os.path.abspath(target[0])
             runpy.run_path(path, run_name="__main__")
         else:

@@ -206,7 +206,7 @@ def test_odd_words_arrive_and_a_failure_is_told(ssh, folder):
         facts
     ):
         assert (number, where) == (rank, str(folder))
-        assert argv == ["my script.py", *_ODD, "exit"]
+        assert argv == [str(folder / "my script.py"), *_ODD, "exit"]
         assert value == odd
         assert connection.startswith("127.0.0.1 ")
         # The launcher's letters are not the program's input.
