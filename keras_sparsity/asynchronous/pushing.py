@@ -1,7 +1,11 @@
 """A worker's push that travels while it computes the next gradient."""
 
 import collections
+import threading
 from concurrent import futures
+
+# A push lets the next step's requests leave first, for so long at most.
+_HELD_SECONDS = 0.03
 
 
 class Pushing:
@@ -11,14 +15,17 @@ class Pushing:
 
     Args:
         overlaps: whether a push runs in a thread of its own.
+        holds: whether one that does begins behind `let_go`. The next step's
+            requests, which are short, would else wait for it on the links.
 
     Attributes:
         staleness: dict from the number of updates since a pull to the number of
             the pushes of this epoch that have ended.
     """
 
-    def __init__(self, overlaps):
-        self._overlaps = overlaps
+    def __init__(self, overlaps, holds):
+        self._overlaps, self._holds = overlaps, overlaps and holds
+        self._may_leave = threading.Event()
         self._thread = futures.ThreadPoolExecutor(1, "keras_sparsity-push")
         self._under_way = self._batch = self._version = None
         self.staleness = collections.Counter()
@@ -27,10 +34,20 @@ class Pushing:
         """Begins a push, see `Store.pusher`, when the one before has ended."""
         self.wait()
         self._batch, self._version = batch, version
+        self._may_leave.clear()
         call = push, batch, version, *values
-        self._under_way = self._thread.submit(*call)
+        self._under_way = self._thread.submit(self._pushed, *call)
         if not self._overlaps:
             self.wait()
+
+    def _pushed(self, push, *values):
+        if self._holds:
+            self._may_leave.wait(_HELD_SECONDS)
+        return push(*values)
+
+    def let_go(self):
+        """The next step's requests leave now, from any thread."""
+        self._may_leave.set()
 
     def has_ended(self, batch):
         """Whether a batch's push is not under way; raises the error of one.
@@ -44,6 +61,7 @@ class Pushing:
 
     def wait(self):
         """Waits for the push that is under way; raises its error."""
+        self.let_go()
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             self.staleness[int(under_way.result() - self._version)] += 1
@@ -53,6 +71,7 @@ class Pushing:
 
         With `raises` its error is raised: not where another one is under way.
         """
+        self.let_go()
         self._thread.shutdown()
         if raises:
             self.wait()

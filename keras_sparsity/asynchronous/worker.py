@@ -44,9 +44,14 @@ class Worker:
         self._readers = {id(k.variable.value): k for k in self._keepers}
         self._numpy_function = NumpyFunctions()
         self._versions = []  # of the pulls of this step
+        self._arrived = []  # a tensor that comes with the step's weights
         self._is_pushed = False  # in the step under way
-        # A worker without others trains as stock Keras does.
-        self.pushing = Pushing(strategy.collectives.num_workers > 1)
+        self.pushing = Pushing(
+            # A worker without others trains as stock Keras does.
+            overlaps=strategy.collectives.num_workers > 1,
+            # Else all wait for it.
+            holds=strategy.max_staleness != 0,
+        )
         self.begin_epoch()
 
     def begin_epoch(self):
@@ -147,21 +152,27 @@ class Worker:
         dense = self._store.dense
         wires = [self._wire(variable.dtype) for variable in dense]
 
-        def pulled(*ids):
+        def pulled(*values):
             if is_all:
                 self._begin_step(False)
+            ids = values[len(begun) :]
             return self._pulled(keepers, ids, is_all and self.is_bounded)
 
-        if not is_all:
-            self._begin_traces()
+        begun = [] if is_all else [self._begin_traces()]
         wires_of_rows = [keeper.wire for keeper in keepers]
         dtypes = [wire.dtype for wire in [*wires, *wires_of_rows]]
         # Eagerly a single result comes without a list.
         version, *values = tf.nest.flatten(
             self._numpy_function(
-                pulled, [ids for _, ids, _ in lookups], [tf.int64, *dtypes]
+                pulled,
+                [*begun, *(ids for _, ids, _ in lookups)],
+                [tf.int64, *dtypes],
+                # Operations with state wait for each other: the other lookups'
+                # ids may be drawn by one.
+                stateful=is_all,
             )
         )
+        self._arrived = [version]
         values, rows = values[: len(dense)], values[len(dense) :]
         for variable, wire, value in zip(dense, wires, values, strict=True):
             variable.assign(tf.ensure_shape(wire.decode(value), variable.shape))
@@ -175,7 +186,10 @@ class Worker:
         return rows
 
     def _begin_traces(self):
-        """Has lookups to come pull their rows when the step has begun."""
+        """Has lookups to come pull their rows when the step has begun.
+
+        Returns a tensor that is there by then.
+        """
 
         def begun():
             self._begin_step(True)
@@ -184,15 +198,18 @@ class Worker:
         begin = self._numpy_function(begun, [], tf.int64)
         for keeper in self._keepers:
             keeper.begin_trace(begin)
+        return begin
 
     def _begin_step(self, waits):
         for keeper in self._keepers:
             keeper.forget()
         self._versions = []
         if waits and self.is_bounded:
+            self.pushing.let_go()
             noted(self._rank, self._store.wait)
 
     def _pulled(self, keepers, ids, waits):
+        self.pushing.let_go()
         lookups = [(k.variable, i) for k, i in zip(keepers, ids, strict=True)]
         version, *values = noted(
             self._rank, lambda: self._store.pull(waits, lookups)
@@ -232,8 +249,9 @@ class Worker:
             self.pushing.begin(push, self.batch, version, rate, *sent)
             return np.int64(0)
 
-        # Gradients may not depend on the rows that these look up.
-        arriving = sum((keeper.arriving for keeper in self._keepers), [])
+        # Gradients may not depend on weights, nor on the rows that these look
+        # up.
+        arriving = sum((k.arriving for k in self._keepers), self._arrived)
         with tf.control_dependencies([*tf_graphs.calls_so_far(), *arriving]):
             parts = self._parts(grads, variables, keepers)
             rate = tf.cast(self._optimizer.learning_rate, tf.float32)

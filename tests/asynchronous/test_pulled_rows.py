@@ -11,6 +11,7 @@ import tensorflow as tf
 import keras_sparsity as ks
 from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous import sessions, store
+from keras_sparsity.asynchronous.pushing import Pushing
 from tests import asynchronous_functions as functions
 from tests import oracles
 
@@ -96,6 +97,17 @@ class OfDrawnIds(keras.Model):
     def call(self, ids):
         ids = ids + tf.random.uniform(tf.shape(ids), maxval=1, dtype=tf.int32)
         return tf.reduce_sum(self.table(ids), (1, 2)) + self.bias
+
+
+class OfSampledIds(OfDrawnIds):
+    """Of ids that an operation with a state draws."""
+
+    def call(self, ids):
+        true = tf.cast(ids[:, :1], tf.int64)
+        sampled, *_ = tf.random.log_uniform_candidate_sampler(
+            true, 1, 3, True, ROWS
+        )
+        return super().call(ids + 0 * tf.cast(sampled, ids.dtype))
 
 
 class AppliesInFunction(OfDrawnIds):
@@ -246,7 +258,7 @@ def test_rows_that_no_batch_tells_are_pulled_by_table(monkeypatch):
     assert _requests(monkeypatch, Random, number) == expected
 
 
-@pytest.mark.parametrize("kind", [OfDrawnIds, AppliesInFunction])
+@pytest.mark.parametrize("kind", [OfDrawnIds, OfSampledIds, AppliesInFunction])
 def test_rows_that_no_batch_tells_come_beside_the_weights(monkeypatch, kind):
     pull, rows_of, begun = store.Store.pull, store.Store.rows_of, []
     has_come = threading.Event()
@@ -268,20 +280,44 @@ def test_rows_that_no_batch_tells_come_beside_the_weights(monkeypatch, kind):
 
     monkeypatch.setattr(store.Store, "pull", late_pull)
     monkeypatch.setattr(store.Store, "rows_of", late_rows_of)
-    model = kind()
+    _check_trains(kind(), 0.5)
+    assert begun == [True] * STEPS
+
+
+def _check_trains(model, compensation=None):
+    """In an `OfDrawnIds` gradients depend on neither weights nor rows."""
     expected = model.table.get_weights()[0].astype("float64")
     strategy = ks.HybridStrategy(
-        synchronous=False, max_staleness=1, delay_compensation=0.5
+        synchronous=False, max_staleness=1, delay_compensation=compensation
     )
     with strategy.scope():
         model.compile(keras.optimizers.SGD(0.1), functions.first_output)
     ids = np.random.default_rng(2).integers(ROWS, size=(2 * STEPS, 3))
     labels = np.zeros(len(ids), "float32")
     model.fit(ids.astype("int32"), labels, 2, shuffle=False, verbose=0)
-    assert begun == [True] * STEPS
     # One worker's rows are of the last version: nothing to compensate.
     np.add.at(expected, ids.reshape(-1), -0.1 / 2)
     np.testing.assert_allclose(model.table.get_weights()[0], expected, 1e-5)
+
+
+@pytest.mark.parametrize("kind", [OfDrawnIds, OfSampledIds, AppliesInFunction])
+def test_a_push_follows_the_pull_of_its_step(monkeypatch, kind):
+    pull, begin, events = store.Store.pull, Pushing.begin, []
+
+    def late_pull(self, *args):
+        found = pull(self, *args)
+        time.sleep(0.3)  # Rows beside it have come.
+        events.append("pull")
+        return found
+
+    def noted_begin(self, *args):
+        events.append("push")
+        return begin(self, *args)
+
+    monkeypatch.setattr(store.Store, "pull", late_pull)
+    monkeypatch.setattr(Pushing, "begin", noted_begin)
+    _check_trains(kind())
+    assert events == ["pull", "push"] * STEPS
 
 
 def test_rows_in_a_branch_are_pulled_behind_the_bound(monkeypatch):

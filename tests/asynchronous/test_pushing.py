@@ -4,11 +4,12 @@ import threading
 
 import pytest
 
+from keras_sparsity.asynchronous import pushing as pushing_module
 from keras_sparsity.asynchronous.pushing import Pushing
 
 
 def test_one_push_is_under_way_at_most():
-    pushing, may_end, events = Pushing(overlaps=True), threading.Event(), []
+    pushing, may_end, events = Pushing(overlaps=True, holds=False), threading.Event(), []
 
     def push(batch, version, *values):
         assert may_end.wait(60)
@@ -30,7 +31,7 @@ def test_one_push_is_under_way_at_most():
 
 
 def test_the_push_of_an_earlier_batch_is_awaited():
-    pushing, may_end, ended = Pushing(True), threading.Event(), []
+    pushing, may_end, ended = Pushing(True, False), threading.Event(), []
 
     def push(batch, version):
         assert may_end.wait(60)
@@ -46,10 +47,30 @@ def test_the_push_of_an_earlier_batch_is_awaited():
 
 
 def test_without_overlap_a_push_has_ended_when_it_has_begun():
-    pushing = Pushing(overlaps=False)
+    pushing = Pushing(overlaps=False, holds=True)
     pushing.begin(lambda batch, version: version, 1, 0)
     assert pushing.staleness == {0: 1}
     assert pushing.has_ended(1)
+    pushing.close(raises=True)
+
+
+@pytest.mark.parametrize("told", ["let_go", "wait", None])
+def test_a_push_lets_the_next_steps_requests_leave_first(monkeypatch, told):
+    seconds = 0.05 if told is None else 60
+    monkeypatch.setattr(pushing_module, "_HELD_SECONDS", seconds)
+    pushing, ended = Pushing(True, True), threading.Event()
+
+    def push(batch, version):
+        ended.set()
+        return version
+
+    for batch in range(2):
+        ended.clear()
+        pushing.begin(push, batch, 0)
+        if told is not None:
+            assert not ended.wait(0.05)
+            getattr(pushing, told)()
+        assert ended.wait(20)
     pushing.close(raises=True)
 
 
@@ -57,7 +78,7 @@ def test_errors_of_pushes():
     def push(batch, version):
         raise KeyError(batch)
 
-    pushing = Pushing(overlaps=True)
+    pushing = Pushing(overlaps=True, holds=False)
     pushing.begin(push, 1, 0)
     with pytest.raises(KeyError, match="1"):
         pushing.begin(push, 2, 0)
@@ -65,7 +86,7 @@ def test_errors_of_pushes():
     with pytest.raises(KeyError, match="3"):
         pushing.close(raises=True)
     # Another error is on its way.
-    pushing = Pushing(overlaps=True)
+    pushing = Pushing(overlaps=True, holds=False)
     pushing.begin(push, 4, 0)
     pushing.close(raises=False)
     assert pushing.staleness == {}
