@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
-from keras_sparsity.asynchronous import joiners, store
+from keras_sparsity.asynchronous import joiners, store, taking
 from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.checkpoint import folder as checkpoint_folder
@@ -290,6 +290,24 @@ def while_pushing(victim, when):
 
     Store.pusher, Store.take = pusher, taken
     return train(begin)
+
+
+def asking_early(name, *args):
+    """A function of these, on ranks that ask for each next batch early."""
+    with mock.patch.object(taking, "_LEAST_SHARE", -1.0):
+        return globals()[name](*args)
+
+
+def stopping(ranks, step):
+    """Some ranks stop behind one of their steps of the first epoch."""
+    count = itertools.count(1)
+
+    def end(batch, logs):
+        if ks.collectives.current().rank in ranks and next(count) == step:
+            callback.model.stop_training = True
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    return train(lambda *_: time.sleep(0.01), callbacks=[callback])
 
 
 def woken(victim):

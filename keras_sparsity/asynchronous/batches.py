@@ -43,6 +43,7 @@ class Batches:
             self._numbers = Cell(f"{name}/numbers", tf.int64, [1 + 2 * size])
             self._total = Cell(f"{name}/total", tf.int64, [])
             self._lost = Cell(f"{name}/lost", tf.bool, [size])
+            self._gone = Cell(f"{name}/gone", tf.bool, [size])
             self._records = Cell(f"{name}/records", tf.string, [size])
             self.create = self._lost.fill(False)
             self.reset = tf.group(
@@ -50,12 +51,14 @@ class Batches:
                     tf.constant([0, *[NONE] * 2 * size], tf.int64)
                 ),
                 self._total.fill(_MANY),
+                self._gone.fill(False),
                 self._records.fill(record(NONE)),
             )
             self.records = self._records.read()
 
     def destroy(self):
-        cells = self._numbers, self._total, self._lost, self._records
+        cells = self._numbers, self._total, self._lost, self._gone
+        cells = *cells, self._records
         with tf.device(self._device):
             return destroyed(self._mutex, *(cell.handle for cell in cells))
 
@@ -73,7 +76,8 @@ class Batches:
     def _taken(self, own):
         total, is_lost = self._total.read(), self._lost.read()[self._rank]
         counted, held = self._held_now(own)
-        is_left = self._lost.read()[:, None] & (held >= 0)
+        is_gone = self._lost.read() | self._gone.read()
+        is_left = is_gone[:, None] & (held >= 0)
         returned = tf.where(is_left, held, _MANY)
         returned = tf.where(returned < total, returned, _MANY)
         is_new = tf.equal(tf.reduce_min(returned), _MANY)
@@ -142,8 +146,10 @@ class Batches:
 
             def left():
                 counted, held = self._held_now(own)
-                held = tf.where(self._is_own()[:, None], NONE, held)
-                return after([self._written(own, counted, held)], counted)
+                written = self._written(own, counted, held)
+                with tf.control_dependencies([written]):
+                    gone = self._gone.set(self._rank, True)
+                return after([gone], counted)
 
             return [own], [locked(self._mutex, left)]
 

@@ -170,7 +170,7 @@ class Epochs(keras.callbacks.Callback):
     def _take(self, reader):
         """`Store.take`."""
         training = self._training
-        number, held = training.store.take(training.record())
+        number, held = training.taking.next()
         if number == LOST:
             raise_of_lost(self._collectives.rank)
         reader.keep(held)

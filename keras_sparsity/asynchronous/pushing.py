@@ -19,12 +19,13 @@ class Pushing:
             requests, which are short, would else wait for it on the links.
 
     Attributes:
+        overlaps: as above.
         staleness: dict from the number of updates since a pull to the number of
             the pushes of this epoch that have ended.
     """
 
     def __init__(self, overlaps, holds):
-        self._overlaps, self._holds = overlaps, overlaps and holds
+        self.overlaps, self._holds = overlaps, overlaps and holds
         self._may_leave = threading.Event()
         self._thread = futures.ThreadPoolExecutor(1, "keras_sparsity-push")
         self._under_way = self._batch = self._version = None
@@ -37,7 +38,7 @@ class Pushing:
         self._may_leave.clear()
         call = push, batch, version, *values
         self._under_way = self._thread.submit(self._pushed, *call)
-        if not self._overlaps:
+        if not self.overlaps:
             self.wait()
 
     def _pushed(self, push, *values):
@@ -58,6 +59,25 @@ class Pushing:
             if self._batch != batch or self._under_way.done():
                 self.wait()
         return self._under_way is None
+
+    def behind(self, call):
+        """Runs a call when the push that is under way has ended.
+
+        Args:
+            call: function of `staleness`, as it is then.
+
+        Returns:
+            The `Future` of its result.
+        """
+        counted, version = self.staleness.copy(), self._version
+        under_way = self._under_way
+
+        def run():
+            if under_way is not None:
+                counted[int(under_way.result() - version)] += 1
+            return call(counted)
+
+        return self._thread.submit(run)
 
     def wait(self):
         """Waits for the push that is under way; raises its error."""

@@ -15,6 +15,7 @@ from keras_sparsity.asynchronous import batches, meeting, rule, servers
 from keras_sparsity.asynchronous.changes import Changes
 from keras_sparsity.asynchronous.own_values import OwnValues
 from keras_sparsity.asynchronous.store import Store
+from keras_sparsity.asynchronous.taking import Taking
 from keras_sparsity.asynchronous.waiting import noted
 from keras_sparsity.asynchronous.worker import Worker
 from keras_sparsity.data.fingerprints import check_alike
@@ -38,6 +39,7 @@ class Training:
     Attributes:
         store: `Store`.
         worker: `Worker`.
+        taking: `Taking`.
         logs: dict of this worker's last step of an epoch, as callbacks get it.
         has_all_metrics: whether the metrics of each rank had their variables
             at the last `end_epoch`.
@@ -77,6 +79,7 @@ class Training:
             strategy.options.wire,
         )
         self.worker = Worker(model, layers, self.store)
+        self.taking = Taking(self)
         self._own_values = OwnValues(model)
         self.changes = Changes(self.store, self._own_values, self._collectives)
         if self._servers.is_first:
@@ -111,20 +114,38 @@ class Training:
         It is that of the batches whose pushes have ended: without the last one
         while its push is under way. Then it is called once.
         """
-        pushing, batch = self.worker.pushing, self.worker.batch
-        has_ended = pushing.has_ended(batch)
+        pushing, before = self.worker.pushing, self._seen
+        has_ended = pushing.has_ended(self.worker.batch)
+        self.note_step()
+        seen = self._seen if has_ended else before
+        return self._recorded(seen, pushing.staleness)
+
+    def note_step(self):
+        """Notes the state behind the last step, for a later record."""
         metrics = global_metrics.sent(self._model.metrics)
         logs = {k: v for k, v in self.logs.items() if isinstance(v, float)}
-        seen = batch, [value.numpy() for value in metrics], logs
-        batch, values, logs = seen if has_ended else self._seen
-        self._seen = seen
+        values = [value.numpy() for value in metrics]
+        self._seen = self.worker.batch, values, logs
+
+    def record_of_noted(self, staleness):
+        """The record when the push of the step that was noted has ended.
+
+        From any thread, until the next step is noted.
+
+        Args:
+            staleness: that of all pushes by then.
+        """
+        return self._recorded(self._seen, staleness)
+
+    def _recorded(self, seen, staleness):
+        batch, values, logs = seen
         contents = pickle.dumps(
             {
                 "rank": self._collectives.rank,
                 "metrics": values,
                 "logs": logs,
                 "names": list(self.logs),
-                "staleness": dict(pushing.staleness),
+                "staleness": dict(staleness),
                 "waiting_seconds": self.store.waiting_seconds,
                 "servers": self.store.traffic,
             }
@@ -157,6 +178,7 @@ class Training:
                     random_states.fold_rank(variable, self._collectives.rank)
             self.changes.begin()
         self.worker.begin_epoch()
+        self.taking.begin_epoch()
         self.logs = {}
 
     def comes_back(self):
@@ -217,6 +239,7 @@ class Training:
             self._servers.end_returns()
         else:
             self.worker.pushing.wait()
+            self.taking.settle()
             self.store.leave(self.record())
             self.store.finish()
         num_batches = sum(self.worker.pushing.staleness.values())

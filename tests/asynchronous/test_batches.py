@@ -27,6 +27,9 @@ class _Workers:
             first = of_ranks[0]
             self.lose = function_of(session, [rank], [first.leave_out(rank)])
             self.end = function_of(session, *first.end())
+            self._leave = [
+                function_of(session, *each.leave()) for each in of_ranks
+            ]
             session.run([first.create])
             session.run([first.reset])
 
@@ -34,6 +37,9 @@ class _Workers:
         """`(number, set of the numbers that are held)`."""
         number, held = self._take[rank](batches.record(ended))
         return number, {int(each) for each in held if each >= 0}
+
+    def leave(self, rank, ended):
+        self._leave[rank](batches.record(ended))
 
 
 @pytest.fixture
@@ -68,6 +74,18 @@ def test_nothing_is_held_when_the_last_ones_have_ended(workers):
     assert two.take(1, _NONE) == (_NONE, {0})
     assert two.take(0, 0) == (_NONE, set())
     assert two.take(1, _NONE) == (_NONE, set())
+
+
+def test_a_worker_that_leaves_hands_on_what_has_not_ended(workers):
+    two = workers(2)
+    two.end(4)
+    for number, ended in enumerate([_NONE, _NONE, 0]):
+        assert two.take(0, ended)[0] == number
+    two.leave(0, 1)
+    assert two.take(1, _NONE) == (2, {2})
+    assert two.take(1, 2) == (3, {3})
+    two.leave(1, 3)
+    assert two.take(1, 3) == (_NONE, set())
 
 
 def test_a_number_that_was_handed_out_again_is_lower_than_the_last_one(workers):

@@ -71,6 +71,31 @@ def test_a_push_that_is_left_out_has_not_ended():
     _check(results, [1])
 
 
+@pytest.mark.parametrize("engine", engines(usually="native"))
+@pytest.mark.parametrize(
+    "call, victims",
+    [
+        (("at_step", [1], "SIGKILL", 5), [1]),
+        (("at_step", [0, 1], "SIGKILL", 5, False), [0, 1]),
+        (("while_pushing", 1, "unsent"), [1]),
+        (("while_pushing", 1, "partly"), [1]),
+        (("while_pushing", 1, "applied"), [1]),
+    ],
+    ids=["killed", "killed, unknown length", "unsent", "partly", "applied"],
+)
+def test_batches_that_were_taken_early_count_once(engine, call, victims):
+    call = losses.asking_early, 3, engine, *call
+    _check(_run(*call, num_servers=2), victims)
+
+
+@pytest.mark.parametrize("num_servers", [0, 1])
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_workers_that_stop_leave_their_batches_to_others(ranks, num_servers):
+    call = losses.asking_early, 3, "native", "stopping", ranks, 4
+    results = _run(*call, num_servers=num_servers)
+    _check(results, [], num_epochs=1)
+
+
 def _check_error(folder):
     message, num_threads = (folder / "error").read_text().rsplit("\n", 1)
     assert "no luck" in message and num_threads == "0"

@@ -9,7 +9,11 @@ from keras_sparsity.asynchronous.pushing import Pushing
 
 
 def test_one_push_is_under_way_at_most():
-    pushing, may_end, events = Pushing(overlaps=True, holds=False), threading.Event(), []
+    pushing, may_end, events = (
+        Pushing(overlaps=True, holds=False),
+        threading.Event(),
+        [],
+    )
 
     def push(batch, version, *values):
         assert may_end.wait(60)
