@@ -77,6 +77,8 @@ class FirstStep(Binding):
                 context = keras_models.losses_and_metrics_wait
                 with contextlib.suppress(Exception):  # which Keras explains
                     self._call_once(inputs)
+        elif _takes_own_batches(model) and keras_models.has_all_weights(model):
+            context = _tried
         with context(model):
             self._stock[keras_models.SYMBOLIC_BUILD](data_batch=batch)
 
@@ -201,6 +203,20 @@ class FirstStep(Binding):
                 communicator.num_servers,
                 self._model.name,
             )
+
+
+def _takes_own_batches(model):
+    """Whether batches may be others than a model's inputs and labels."""
+    kind = type(model)
+    return (
+        kind.train_step is not keras.Model.train_step
+        or kind.test_step is not keras.Model.test_step
+    )
+
+
+def _tried(model):
+    """While entered, an error ends the build; the steps build what is left."""
+    return contextlib.suppress(Exception)
 
 
 def _may_size_weights(spec):

@@ -108,3 +108,37 @@ def test_models_without_a_call_train(cluster, engine):
     expected = fit_adversaries(lambda optimizer: optimizer, scope)
     for losses in [fit_adversaries(), *cluster(engine, 2).run(fit_adversaries)]:
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+class OfPairs(keras.Model):
+    """Trains on pairs of batches, with labels and without."""
+
+    def train_step(self, data):
+        (other, _), (x, y) = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            loss += self.compute_loss(y=0 * other[:, :1], y_pred=self(other))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def fit_pairs(scope=None):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((2,))
+    made = OfPairs(inputs, keras.layers.Dense(1)(inputs))
+    with scope or ks.HybridStrategy().scope():
+        made.compile(keras.optimizers.SGD(0.1), "mse")
+    x = np.random.default_rng(4).normal(size=(16, 2)).astype("float32")
+    data = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+    pairs = tf.data.Dataset.zip((data.batch(8), data.batch(4)))
+    losses = made.fit(pairs, epochs=2, shuffle=False, verbose=0)
+    return losses.history["loss"], *made.get_weights()
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_batches_that_are_no_inputs_and_labels(cluster, engine):
+    expected = fit_pairs(contextlib.nullcontext())
+    for found in [fit_pairs(), *cluster(engine, 2).run(fit_pairs)]:
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
