@@ -65,6 +65,10 @@ def _decay(factor):
     return keras.optimizers.schedules.ExponentialDecay(0.1, 10, factor)
 
 
+def _smoothed(smoothing):
+    return keras.losses.BinaryCrossentropy(label_smoothing=smoothing)
+
+
 _OLD = {"synchronous": False, "delay": "fixed"}
 
 # What rank 0 and rank 1 pass, and what the message says of each.
@@ -143,8 +147,8 @@ _CASES = [
         for name, first, second, told, first_told, second_told in (
             ("loss", "mse", "mae", r"loss[.\w]*", "'mse'", "'mae'"),
             (
-                *("loss", keras.losses.Huber(1.0), keras.losses.Huber(0.1)),
-                *(r"loss[.\w]*\.delta", 1.0, 0.1),
+                *("loss", _smoothed(0.1), _smoothed(0.2)),
+                *(r"loss[.\w]*\.label_smoothing", 0.1, 0.2),
             ),
             ("loss_weights", [1.0], [3.0], r"loss_weights\[0\]", 1.0, 3.0),
             (
