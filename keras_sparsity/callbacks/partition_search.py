@@ -178,7 +178,14 @@ class PartitionSearch(keras.callbacks.Callback):
         )
 
     def on_train_end(self, logs=None):
-        if not self._groups:
+        self.end()
+
+    def end(self):
+        """Ends a search that goes on: training does. Every rank calls it.
+
+        Also an `ArchitectureLogger`, which shows the result and comes before.
+        """
+        if self._sample is None:
             return
         self._sample = None
         self._seconds_before = self._elapsed()
