@@ -175,7 +175,7 @@ def test_a_search_that_the_training_ends_is_shown(cluster, tmp_path):
     results = cluster("native", 2).run(train, str(tmp_path), True, 20)
     found = events(tmp_path)
     num_partitions, sampled = results[0]["choice"]
-    assert len(sampled) == 2  # of 21 steps each
+    assert 2 <= len(sampled) <= 4  # of 21 steps at most
     assert scalars(found, "search/tables/seconds by partitions") == (
         pytest.approx(sampled)
     )

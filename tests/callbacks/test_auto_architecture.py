@@ -192,10 +192,9 @@ def towers_of_the_same_names():
     """Architectures of a large and a small table of two towers."""
 
     def tower(num_rows, name):
+        ids = keras.Input((3,), dtype="int64")
         rows = ks.layers.ShardedEmbedding(num_rows, DIM, name="rows")
-        return keras.Sequential(
-            [keras.Input((3,), dtype="int64"), rows], name=name
-        )
+        return keras.Model(ids, rows(ids), name=name)
 
     inputs = [keras.Input((3,), dtype="int64") for _ in range(2)]
     towers = tower(LARGE, "rare"), tower(SMALL, "usual")
@@ -235,7 +234,7 @@ class WithItsOwnOptimizer(keras.Model):
 def without_an_optimizer_of_keras():
     """Architectures, and the numbers of partitions that were tried."""
     model = new_model(None)
-    model = WithItsOwnOptimizer(model.inputs, model.outputs)
+    model = WithItsOwnOptimizer(model.inputs, model.output)
     with ks.HybridStrategy(architecture="measured").scope():
         model.compile(keras.optimizers.Adam(), "mse")
     search = ks.callbacks.PartitionSearch(2, 0, max_seconds=100, verbose=0)
