@@ -13,7 +13,7 @@ def ids():
     return random.zipf(1.3, size=(STEPS * BATCH, 4)) % ROWS
 
 
-def train(log_dir, searches):
+def train(log_dir, searches, num_steps=3):
     # Not "auto": what is fastest here is not to decide what is there to show.
     strategy = ks.HybridStrategy(architecture="hybrid")
     words = keras.Input((4,), dtype="int64")
@@ -27,7 +27,7 @@ def train(log_dir, searches):
     callbacks = [ks.callbacks.ArchitectureLogger(log_dir, every_steps=8)]
     if searches:
         callbacks.append(
-            ks.callbacks.PartitionSearch(num_steps=3, num_warm_up_steps=0)
+            ks.callbacks.PartitionSearch(num_steps, num_warm_up_steps=0)
         )
     model.fit(
         ids(),

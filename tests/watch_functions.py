@@ -179,6 +179,19 @@ def stop(rank):
     ranks.all_reduce([tf.ones([3])], name="late")
 
 
+def suspend():
+    """All are stopped together, for longer than one may be silent."""
+    import keras_sparsity as ks
+
+    ks.HybridStrategy(timeout=5)
+    ranks = begin()
+    ranks.barrier("all begun")
+    _stop(9)
+    time.sleep(1)
+    ranks.barrier("all resumed")
+    begin()
+
+
 def fail_in_fit(how, rank):
     """Trains until one rank fails, in the middle of an epoch."""
     import keras

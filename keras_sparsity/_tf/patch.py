@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import pkgutil
+import threading
 
 import keras
 
@@ -46,11 +47,27 @@ class Patch:
     def stay(self, make):
         """As `by`, for the rest of the process; once."""
         if not self.is_in_place:
-            _staying.enter_context(self.by(make))
+            _staying.enter_context(self._in_place(make))
+
+    def by(self, make):
+        """While entered, `make(stock)` stands in place of the function.
+
+        In this thread: others may make the input of the steps meanwhile.
+        """
+
+        def make_for_thread(stock):
+            replacement, own = make(stock), threading.get_ident()
+
+            def call(*args, **kwargs):
+                is_other = threading.get_ident() != own
+                return (stock if is_other else replacement)(*args, **kwargs)
+
+            return call
+
+        return self._in_place(make_for_thread)
 
     @contextlib.contextmanager
-    def by(self, make):
-        """While entered, `make(stock)` stands in place of the function."""
+    def _in_place(self, make):
         owner = self.owner
         stock, is_own = getattr(owner, self.name), self.name in vars(owner)
         replacement = functools.wraps(stock)(make(stock))

@@ -152,10 +152,14 @@ class ArchitectureLogger(keras.callbacks.Callback):
         if self._steps_since:
             self._log()
         journal.current().measures = False
+        for search in self.searches:
+            search.end()  # Else it would, behind this callback.
         if self._writer is not None:
             if self._plan is not None:
                 with self._writing():
-                    tf.summary.text(PLAN, self._plan.markdown())
+                    self._log_searches()
+                    plan = _with_partitions(self._plan, self.model)
+                    tf.summary.text(PLAN, plan.markdown())
             self._writer.close()
 
     # Measuring.
@@ -276,6 +280,25 @@ class ArchitectureLogger(keras.callbacks.Callback):
                         f"owners/{facts.name}/share of touches",
                         facts.owner_shares,
                     )
+
+
+def _with_partitions(plan, model):
+    """The plan, with the numbers that tables of rows have now.
+
+    A table that has just moved has no measurements: those before stay.
+    """
+    variables = [
+        dataclasses.replace(planned, num_partitions=layout.num_partitions)
+        if layout is not None
+        else planned
+        for planned, layout in (
+            (planned, getattr(getattr(v, "table", None), "layout", None))
+            for planned, v in zip(
+                plan.variables, model.trainable_variables, strict=True
+            )
+        )
+    ]
+    return dataclasses.replace(plan, variables=tuple(variables))
 
 
 def _of_a_step(of_ranks, num_steps):

@@ -56,12 +56,12 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._collectives = strategy.collectives
         self._cluster = running_cluster(strategy.collectives)
         self._times = move_times.of(strategy.placements)
-        self._alphas = {}  # by the variables' paths, at the last decision
+        self._alphas = {}  # by the places' keys, at the last decision
         self._fixed = set()
         self._undo = None
         self._earlier_steps = self._steps = 0
         self._epoch_steps = EpochSteps(self)
-        self._refused = set()  # paths of moves that were not worth a trace
+        self._refused = set()  # keys of moves that were not worth a trace
 
     def on_train_begin(self, logs=None):
         self._earlier_steps += self._steps
@@ -111,8 +111,8 @@ class AutoArchitecture(keras.callbacks.Callback):
         found = [
             (place, facts)
             for place, facts in of_rows
-            if place.path not in self._fixed
-            and self._has_drifted(place.path, facts.alpha)
+            if place.key not in self._fixed
+            and self._has_drifted(place.key, facts.alpha)
         ]
         if not found:
             return
@@ -120,48 +120,52 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._num_of = collections.Counter(
             name for each in of_rows for name in self._possible(*each)
         )
-        costs = {p.path: self._costs(p, facts) for p, facts in found}
+        costs = {p.key: self._costs(p, facts) for p, facts in found}
         # Rank 0's numbers: a rounding error must not divide the ranks.
         costs, self._trace_seconds = self._collectives.gather_objects(
             (costs, self._times.trace_seconds),
             name="auto_architecture/decision",
         )[0]
         chosen = {
-            place.path: _best(costs[place.path], place.name)
-            for place, _ in found
+            place.key: _best(costs[place.key], place.name) for place, _ in found
         }
-        places = [p for p, _ in found if chosen[p.path] != p.name]
+        places = [p for p, _ in found if chosen[p.key] != p.name]
         gain = sum(
-            costs[p.path][p.name] - costs[p.path][chosen[p.path]]
-            for p in places
+            costs[p.key][p.name] - costs[p.key][chosen[p.key]] for p in places
         )
         pays = self._pays(gain)
         for place, facts in found:
-            self._explain(place, facts, costs[place.path], chosen, pays)
+            self._explain(place, facts, costs[place.key], chosen, pays)
             if pays or place not in places:
-                self._alphas[place.path] = facts.alpha
+                self._alphas[place.key] = facts.alpha
         if not places or not pays:
             return
         if self._times.looks_back:
             self._before = self._step_seconds()
             self._undo = [(place, place.target) for place in places]
-        self._move([(place, chosen[place.path]) for place in places])
+        self._move([(place, chosen[place.key]) for place in places])
 
     def _places(self):
         """Each `_Place` that may change, and its sparsity."""
+        # Layers of two models within one may have the same names.
+        keys, numbers = {}, collections.Counter()
+        for variable in self.model.variables:
+            keys[id(variable)] = variable.path, numbers[variable.path]
+            numbers[variable.path] += 1
         variables = self.model.trainable_variables
         for variable, facts in zip(
             variables, sparsity.measured(variables), strict=True
         ):
             if self._placements.is_found(variable):
-                yield _Place(variable, self._placements), facts
+                key = keys[id(variable)]
+                yield _Place(variable, self._placements, key), facts
 
     def _move(self, targets):
         moving.move_for_now(self.model, [(p.variable, to) for p, to in targets])
         self._times.forget()
 
-    def _has_drifted(self, path, alpha):
-        before = self._alphas.get(path)
+    def _has_drifted(self, key, alpha):
+        before = self._alphas.get(key)
         if before is None:
             return True
         low, high = sorted((max(alpha, 1e-12), max(before, 1e-12)))
@@ -207,15 +211,15 @@ class AutoArchitecture(keras.callbacks.Callback):
         return max(left, self._earlier_steps)
 
     def _explain(self, place, facts, costs, chosen, pays):
-        now, best = place.name, chosen[place.path]
+        now, best = place.name, chosen[place.key]
         change = f"stays {now}"
         why = ""
         if best != now and pays:
             change = f"goes from {now} to {best}"
         elif best != now:
-            if place.path in self._refused:
+            if place.key in self._refused:
                 return
-            self._refused.add(place.path)
+            self._refused.add(place.key)
             why = (
                 f"; {best} would not save, in about {self._steps_left()} more "
                 f"steps, the {self._trace_seconds:.2g} s of another trace"
@@ -238,9 +242,11 @@ class AutoArchitecture(keras.callbacks.Callback):
         seconds -= path.latency_seconds * self._share(variable, placement)
         whole = spec.num_bytes()
         own = whole / self._collectives.size
-        optimizer = self.model.optimizer
-        if optimizer.updates_rows_of(variable) or optimizer.may_keep_rows_of(
-            variable
+        # Some models have several in other attributes, and none here.
+        if any(
+            optimizer.updates_rows_of(variable)
+            or optimizer.may_keep_rows_of(variable)
+            for optimizer in saving.with_slots(self.model)
         ):
             own = sent.alpha * whole
         updated = reducer.updated_bytes(
@@ -284,7 +290,7 @@ class AutoArchitecture(keras.callbacks.Callback):
             f"{names} back: {1e3 * after:.3g} ms a step in place of "
             f"{1e3 * self._before:.3g} ms."
         )
-        self._fixed.update(place.path for place, _ in undo)
+        self._fixed.update(place.key for place, _ in undo)
         self._move(undo)
 
     def _say(self, text):
@@ -299,10 +305,14 @@ def _best(costs, now):
 
 
 class _Place:
-    """The placement of a variable of rows, and its alternatives."""
+    """The placement of a variable of rows, and its alternatives.
 
-    def __init__(self, variable, placements):
-        self.variable, self.path = variable, variable.path
+    Args:
+        key: tells the model's variables apart, from one `fit` to the next.
+    """
+
+    def __init__(self, variable, placements, key):
+        self.variable, self.key = variable, key
         table = getattr(variable, "table", None)
         self.label = table.owner_name if table else variable.path
         self.num_partitions = table and table.requested_partitions

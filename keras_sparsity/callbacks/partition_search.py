@@ -178,7 +178,11 @@ class PartitionSearch(keras.callbacks.Callback):
         )
 
     def on_train_end(self, logs=None):
-        if not self._groups:
+        self.end()
+
+    def end(self):
+        """As training does; an `ArchitectureLogger` needs the result before."""
+        if self._sample is None:
             return
         self._sample = None
         self._seconds_before = self._elapsed()
@@ -194,9 +198,8 @@ class PartitionSearch(keras.callbacks.Callback):
         num_machines = self._of_rank_zero(lambda: self._collectives.cross_size)
         num_servers = self._collectives.num_servers
         optimizer, num_steps = self.model.optimizer, cycles.steps_of(self.model)
-        self._memory = TableMemory(
-            self._tables, optimizer, self.memory_limit_bytes
-        )
+        limit, slots = self.memory_limit_bytes, saving.with_slots(self.model)
+        self._memory = TableMemory(self._tables, slots, limit)
         self._groups = groups_of(
             self._tables,
             self._memory,
@@ -367,6 +370,8 @@ class PartitionSearch(keras.callbacks.Callback):
 
 def _describe(optimizer):
     """The parts of an optimizer that decide the time of an update."""
+    if optimizer is None:  # of a model that has others, in other attributes
+        return "none"
     rule = type(optimizer.inner_optimizer).__name__
     return f"{rule}, {optimizer.sparse_updates}"
 

@@ -43,17 +43,18 @@ class TableMemory:
 
     Args:
         tables: list of spread `ShardedTable`.
-        optimizer: the built `HybridOptimizer` with their slots.
+        optimizers: list of the built `HybridOptimizer`s with their slots.
         limit_bytes: most memory in each process, or None.
     """
 
-    def __init__(self, tables, optimizer, limit_bytes):
+    def __init__(self, tables, optimizers, limit_bytes):
         self.limit_bytes = limit_bytes
         self._tables = tables
         self._row_bytes = {}
         for table in tables:
             slots = [
                 pieces[0]
+                for optimizer in optimizers
                 for of_table, pieces in optimizer.places()
                 if of_table is table
             ]

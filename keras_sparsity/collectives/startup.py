@@ -109,8 +109,11 @@ def start(engine=None, timeout=None):
         _started = _joined(facts, engine)
     else:
         module = importlib.import_module(f"keras_sparsity.collectives.{engine}")
-        with helper.running(
-            arrival.end_when_late, os.getpid(), seconds, module.others()
+        with (
+            helper.ends_by_ctrl_c(),
+            helper.running(
+                arrival.end_when_late, os.getpid(), seconds, module.others()
+            ),
         ):
             _started, seed = _bring_up(module, seconds, seed)
         settings.mark_started()

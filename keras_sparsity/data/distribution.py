@@ -11,9 +11,13 @@ import tensorflow as tf
 
 from keras_sparsity._tf import contexts
 from keras_sparsity.data.batches import mapped, split_batch
-from keras_sparsity.data.equal_steps import ending_together
+from keras_sparsity.data.equal_steps import (
+    ending_together,
+    with_equal_steps,
+)
 from keras_sparsity.data.fingerprints import Fingerprints, fingerprint
 from keras_sparsity.data.marks import (
+    agrees_in_step,
     check_is_dataset,
     check_nothing_reads_ahead,
     is_sharded,
@@ -37,8 +41,9 @@ def distribute(dataset, collectives):
     """A replica's part of a dataset of global batches, or of a `shard`.
 
     Returns:
-        `tf.data.Dataset` of this rank's parts. A dedicated server's is not
-        read: its parts are stand-ins, as many as the workers have parts.
+        `tf.data.Dataset` of this rank's parts, which `fit` and `distribute`
+        take as they are. A dedicated server's is not read: its parts are
+        stand-ins, as many as the workers have parts.
 
     Raises:
         ValueError: if the ranks' datasets have different structures or
@@ -49,7 +54,15 @@ def distribute(dataset, collectives):
     check_is_dataset(dataset)
     if is_sharded(dataset):
         check_nothing_reads_ahead(dataset)
-        return with_stand_ins(dataset) if _counts else dataset
+        if not _counts:
+            return dataset
+        return with_stand_ins(_ending_alike(dataset, collectives))
+    parts = _parts_of(dataset, collectives)
+    return parts if _counts else mark_as_part(parts)
+
+
+def _parts_of(dataset, collectives):
+    """A replica's part of a dataset of global batches, as `distribute`."""
     number = agreed_number(
         dataset, SAME_DATASET, collectives, _counts and _counts[-1]()
     )
@@ -64,6 +77,23 @@ def distribute(dataset, collectives):
     if collectives.num_servers and number == tf.data.UNKNOWN_CARDINALITY:
         return ending_together(parts, collectives)
     return parts
+
+
+def _ending_alike(part, collectives):
+    """A part, of as many steps on all ranks.
+
+    Steps of a pipeline behind `shard` (filters, other batches) change the
+    number of its batches, and workers' own datasets may differ in it.
+    """
+    if collectives.num_servers or agrees_in_step(part):
+        return part
+    name = "input/number_of_parts"
+    numbers = collectives.gather_objects(int(part.cardinality()), name)
+    is_known = min(numbers) != tf.data.UNKNOWN_CARDINALITY
+    if is_known and len(set(numbers)) == 1:
+        return part
+    number = max(numbers) if min(numbers) >= 0 else min(numbers)
+    return with_equal_steps(part, number, collectives)
 
 
 def repeat_on_all(dataset, collectives):
@@ -189,6 +219,11 @@ def own_parts(dataset, collectives):
     """Has a strategy take each worker's dataset for its parts, as it is."""
     check_is_dataset(dataset)
     if not collectives.num_servers:
+        # `fit` takes as many steps as a dataset is known to have.
+        name = "input/number_of_own"
+        numbers = collectives.gather_objects(int(dataset.cardinality()), name)
+        if min(numbers) >= 0 and len(set(numbers)) > 1:
+            dataset = with_equal_steps(dataset, max(numbers), collectives)
         return mark_as_part(dataset, reordered_by="worker")
     (number,) = collectives.broadcast(
         [dataset.cardinality()], name="input/own_number"

@@ -98,6 +98,13 @@ def mark_as_part(
     return dataset
 
 
+def agrees_in_step(dataset):
+    """Whether the ranks send messages before each batch of a part."""
+    while not getattr(dataset, _SHARDED, False):
+        dataset = keras_input.dataset_inputs(dataset)[0]
+    return getattr(dataset, _IN_STEP)
+
+
 def check_is_dataset(dataset):
     """Raises TypeError for other input."""
     if not isinstance(dataset, tf.data.Dataset):
@@ -115,7 +122,7 @@ def check_nothing_reads_ahead(dataset):
         if "Prefetch" in kind or "Parallel" in kind:
             reads_ahead = kind.strip("_")
         dataset = keras_input.dataset_inputs(dataset)[0]
-    if reads_ahead and getattr(dataset, _IN_STEP):
+    if reads_ahead and agrees_in_step(dataset):
         raise ValueError(
             "The number of this dataset's batches is not known beforehand, so "
             "the ranks agree in each step whether any has one left, and no "

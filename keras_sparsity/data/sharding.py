@@ -113,7 +113,7 @@ def shard(dataset, collectives, by=None):
     plan = agreed(plan, "The dataset to shard", SAME_DATASET, collectives)
     if plan["split by"] == "batches":
         _tell_of_late_split(plan.get("reason", reason), by, collectives)
-        return mark_as_part(distribute(dataset, collectives))
+        return distribute(dataset, collectives)
     return _split_early(dataset, graph, place, collectives)
 
 

@@ -6,6 +6,7 @@ silently train different models.
 
 import hashlib
 import re
+import warnings
 
 import keras
 
@@ -21,6 +22,15 @@ _NOT_COMPARED = (
     "seed",
     "shared_as",
 )
+# Of a strategy; those of stages choose the ranks' messages, which differ then.
+_OF_STRATEGY = (
+    *("architecture", "wire_dtype", "local_aggregation", "bucket_bytes"),
+    *("prefetch", "synchronous", "max_staleness", "delay", "staleness_aware"),
+    "delay_compensation",
+)
+_OF_OPTIMIZER = "sparse_updates", "dense_aggregation", "sparse_aggregation"
+# Of `compile`, beside the optimizer.
+_OF_COMPILE = "loss", "loss_weights", "metrics", "weighted_metrics"
 # Arguments in which ranks may differ.
 _A_RANKS_OWN = ("callbacks", "verbose")
 _MOST_CHARACTERS = 200
@@ -48,7 +58,10 @@ def of_call(method, arguments):
 
 
 def of_model(model):
-    """Facts about a model's layers, variables and optimizer."""
+    """Facts about a model's layers, variables, optimizer and strategy.
+
+    And about its losses and metrics.
+    """
     facts = {}
     for number, layer in enumerate(keras_models.all_layers(model)):
         if not isinstance(layer, keras.Model):  # its layers are listed too
@@ -58,9 +71,25 @@ def of_model(model):
     if optimizer is not None:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         _add(facts, "optimizer", _serialized(inner))
-        mode = getattr(optimizer, "sparse_updates", None)
-        facts["optimizer.sparse_updates"] = mode
-    return facts
+        for option in _OF_OPTIMIZER:
+            value = getattr(optimizer, option, None)
+            facts[f"optimizer.{option}"] = value
+    strategy = getattr(model, "distribute_strategy", None)
+    for option in _OF_STRATEGY:
+        if hasattr(strategy, option):
+            facts[f"strategy.{option}"] = getattr(strategy, option)
+    return {**facts, **_of_compile(model)}
+
+
+def _of_compile(model):
+    facts, arguments = {}, keras_models.compile_arguments(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a lambda is not safe to load
+        for name in _OF_COMPILE:
+            _add_each(facts, name, arguments.get(name))
+    # The bytes of one lambda may differ between processes.
+    lambdas = tuple(f"{n}." for n, v in facts.items() if v == "__lambda__")
+    return {n: v for n, v in facts.items() if not n.startswith(lambdas)}
 
 
 def of_variables(variables):
@@ -74,8 +103,8 @@ def _serialized(thing):
     kind = {"class_name": type(thing).__name__}
     try:
         return {**kind, "config": thing.get_config()}
-    except (NotImplementedError, TypeError, ValueError):
-        return kind  # of a user's class that cannot be serialized
+    except Exception:  # of a user's class that cannot be serialized
+        return kind
 
 
 def _add(facts, name, value):
@@ -89,6 +118,19 @@ def _add(facts, name, value):
         for key, entry in value.items():
             if key not in _NOT_COMPARED:
                 _add(facts, f"{name}.{key}", entry)
+    else:
+        facts[name] = _spell(value)
+
+
+def _add_each(facts, name, value):
+    """Adds the objects, functions and values in lists and dictionaries."""
+    if isinstance(value, (list, tuple)):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            _add_each(facts, f"{name}[{key!r}]", entry)
+    elif hasattr(value, "get_config"):
+        _add(facts, name, _serialized(value))
     else:
         facts[name] = _spell(value)
 

@@ -8,6 +8,7 @@ import time
 from multiprocessing import connection
 
 from keras_sparsity.health import verdict
+from keras_sparsity.health.pauses import Pauses
 from keras_sparsity.health.report import Report, to_lists
 from keras_sparsity.health.returning import Returning
 from keras_sparsity.health.stops import LastStep
@@ -85,9 +86,13 @@ class Coordinator:
 
     def _run(self):
         ranks = {channel: rank for rank, channel in self._channels.items()}
+        pauses = Pauses()
         while ranks and not self._done:
             ranks = self._with_admitted(ranks)
-            for channel in connection.wait(list(ranks), _TICK_SECONDS):
+            ready = connection.wait(list(ranks), _TICK_SECONDS)
+            pause = pauses.passed()
+            self._heard = {r: at + pause for r, at in self._heard.items()}
+            for channel in ready:
                 rank, message = ranks[channel], channel.receive()
                 if message is None:
                     del ranks[channel]

@@ -18,6 +18,7 @@ from keras_sparsity.health import channel as channels
 from keras_sparsity.health import ending, errors, launcher, verdict
 from keras_sparsity.health.coordinator import GO_ON, LEAVE_SECONDS, Coordinator
 from keras_sparsity.health.observer import Observer
+from keras_sparsity.health.pauses import Pauses
 from keras_sparsity.health.report import Report, from_lists
 from keras_sparsity.health.stops import Stops
 from keras_sparsity.machines import door
@@ -236,9 +237,11 @@ class _Watch:
     def _watch(self):
         """The failure, or None when all ranks have ended."""
         self._heard = told = time.monotonic()
+        pauses = Pauses()
         while True:
-            asked = False
-            if self._channel.poll(_POLL_SECONDS):
+            asked, is_heard = False, self._channel.poll(_POLL_SECONDS)
+            self._heard += pauses.passed()
+            if is_heard:
                 message = self._channel.receive() or {"kind": "lost"}
                 self._heard = time.monotonic()
                 if message["kind"] == "lost":

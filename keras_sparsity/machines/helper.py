@@ -10,8 +10,10 @@ import json
 import os
 import runpy
 import select
+import signal
 import subprocess
 import sys
+import threading
 
 
 @contextlib.contextmanager
@@ -43,6 +45,25 @@ def running(function, *args, pass_fds=()):
         helper.kill()
         helper.stdin.close()
         helper.wait()
+
+
+@contextlib.contextmanager
+def ends_by_ctrl_c():
+    """While entered, Ctrl-C ends this process, also where no Python runs.
+
+    Python's own handler waits until TensorFlow's call has ended. One that the
+    program has set stays.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    if not is_main or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _is_over(seconds):

@@ -14,6 +14,7 @@ is counted here.
 
 import contextlib
 import dataclasses
+import itertools
 
 import numpy as np
 import tensorflow as tf
@@ -241,15 +242,19 @@ def note(variables, asked):
             this rank has asked for itself, if it is machines that ask, else
             None. Called where a step is sampled.
     """
-    if _left_out:
+    # No update ends the step of a frozen one, such as a tied kernel beside a
+    # trained bias: its addresses would be kept for ever.
+    are_counted = [variable.trainable for variable in variables]
+    if _left_out or not any(are_counted):
         return
-    counts = [of(variable) for variable in variables]
+    counts = [of(v) for v in itertools.compress(variables, are_counted)]
     with tf.device("CPU:0"):
         due = _due(counts)
 
         def keep():
+            noted_of = itertools.compress(asked(), are_counted)
             for of_variable, is_due, noted in zip(
-                counts, tf.unstack(due), asked(), strict=True
+                counts, tf.unstack(due), noted_of, strict=True
             ):
                 of_variable.keep(is_due, *noted)
             return 0

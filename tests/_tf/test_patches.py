@@ -1,6 +1,7 @@
 """Each private name that is used, so that a new version says which broke."""
 
 import contextlib
+from concurrent import futures
 
 import keras
 import numpy as np
@@ -28,6 +29,17 @@ def test_a_name_is_replaced_and_restored(patch):
     assert getattr(owner, patch.name) is before
     assert (patch.name in vars(owner)) is is_own
     assert patch.is_in_place is was_in_place
+
+
+def test_other_threads_keep_what_is_replaced():
+    """They may make the input of the step that is computed here."""
+    generator = keras.random.SeedGenerator(0)
+    with (
+        patches.next_seeds_are_changed(lambda generator, seed: None),
+        futures.ThreadPoolExecutor() as threads,
+    ):
+        assert generator.next() is None
+        assert threads.submit(generator.next).result() is not None
 
 
 def test_calls_of_layers_stay_while_those_of_models_are_replaced():

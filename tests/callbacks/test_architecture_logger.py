@@ -171,6 +171,20 @@ def test_everything_on_two_processes(engine, logged):
     )
 
 
+def test_a_search_that_the_training_ends_is_shown(cluster, tmp_path):
+    results = cluster("native", 2).run(train, str(tmp_path), True, 20)
+    found = events(tmp_path)
+    num_partitions, sampled = results[0]["choice"]
+    assert 2 <= len(sampled) <= 4  # of 21 steps at most
+    assert scalars(found, "search/tables/seconds by partitions") == (
+        pytest.approx(sampled)
+    )
+    (choice,) = texts(found, "search/tables/choice")
+    assert choice.startswith(f"{num_partitions} partitions: ")
+    assert results[0]["partitions"] == num_partitions
+    assert f"| ps | {num_partitions} |" in texts(found, "plan")[-1]
+
+
 def _bytes(found):
     return {
         tag: list(scalars(found, tag).values())

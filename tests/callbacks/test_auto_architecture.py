@@ -11,6 +11,7 @@ from unittest import mock
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_sparsity as ks
 from keras_sparsity.callbacks import auto_architecture, move_times, rank_zero
@@ -185,6 +186,71 @@ def test_a_move_pays_for_its_trace(engine, cluster):
     lines, nothing = short[0][1], short[1][1]
     assert len(lines) == 2 and not nothing  # once, on rank 0
     assert "allreduce would not save" in lines[0]
+
+
+def towers_of_the_same_names():
+    """Architectures of a large and a small table of two towers."""
+
+    def tower(num_rows, name):
+        ids = keras.Input((3,), dtype="int64")
+        rows = ks.layers.ShardedEmbedding(num_rows, DIM, name="rows")
+        return keras.Model(ids, rows(ids), name=name)
+
+    inputs = [keras.Input((3,), dtype="int64") for _ in range(2)]
+    towers = tower(LARGE, "rare"), tower(SMALL, "usual")
+    rows = [one(ids) for one, ids in zip(towers, inputs, strict=True)]
+    model = keras.Model(inputs, keras.layers.Dot(2)(rows))
+    with ks.HybridStrategy(architecture="measured").scope():
+        model.compile("sgd", "mse")
+    first, second = model.trainable_variables
+    assert first.path == second.path
+    x, _ = data()
+    with known_speeds(), judged(is_slower=False):
+        model.fit(x, np.zeros((len(x[0]), 3, 3)), batch_size=BATCH, verbose=0)
+    return [one.layers[-1].table.architecture for one in towers]
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_tables_of_one_path_are_told_apart(engine, cluster):
+    found = cluster(engine, 2).run(towers_of_the_same_names)
+    assert found == [["ps", "allreduce"]] * 2
+
+
+class WithItsOwnOptimizer(keras.Model):
+    """As adversarial models: none is given to `compile`."""
+
+    def compile(self, rule, loss):
+        super().compile(optimizer=None, loss=loss)
+        self.rule = ks.HybridOptimizer(rule)
+
+    def train_step(self, data):
+        (x, y), variables = data, self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        self.rule.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def without_an_optimizer_of_keras():
+    """Architectures, and the numbers of partitions that were tried."""
+    model = new_model(None)
+    model = WithItsOwnOptimizer(model.inputs, model.output)
+    with ks.HybridStrategy(architecture="measured").scope():
+        model.compile(keras.optimizers.Adam(), "mse")
+    search = ks.callbacks.PartitionSearch(2, 0, max_seconds=100, verbose=0)
+    x, y = data()
+    with known_speeds(), judged(is_slower=False):
+        model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=[search])
+    tables = [model.get_layer(n).table for n in ("large", "small")]
+    (choice,) = search.result.values()
+    return [t.architecture for t in tables], len(choice.samples)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_model_with_optimizers_of_its_own(engine, cluster):
+    results = cluster(engine, 2).run(without_an_optimizer_of_keras)
+    for found, num_samples in results:
+        assert found == ["ps", "allreduce"] and num_samples > 1
 
 
 def shown(is_listed):

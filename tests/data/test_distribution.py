@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_sparsity as ks
 from keras_sparsity import collectives
 from keras_sparsity.data import distribution, fingerprints
 from keras_sparsity.data.batches import split_batch
@@ -164,3 +165,49 @@ def test_a_common_seed_gives_common_orders(cluster, engine):
     # TensorFlow restarts seeded operations in maps with each iteration:
     # stock Keras repeats the order of arrays in every epoch then.
     assert first["array"][0] == first["array"][1]
+
+
+# Of two ranks, whose parts have unequally many batches: the examples of each
+# step.
+UNEVEN = {
+    "own": [[0, 2, 1, 3], [4, 6, 5, 7], [8]],
+    "own, filtered": [[0, 2, 1, 3], [4, 6, 5, 7], [8]],
+    "batched anew": [[0, 1], [3, 2], [6, 4], [5], [7], [8]],
+}
+
+
+def losses_of_uneven_parts(kind):
+    keras.utils.set_random_seed(0)
+    strategy = ks.HybridStrategy()
+    x = np.random.default_rng(0).normal(size=(9, 3)).astype("float32")
+    examples = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
+
+    def own_part(context):
+        part = examples.shard(
+            context.num_input_pipelines, context.input_pipeline_id
+        )
+        if "filtered" in kind:
+            part = part.filter(lambda x, y: True)
+        return part.batch(2)
+
+    if strategy.size == 1:
+        dataset = tf.data.Dataset.from_tensor_slices(
+            tf.ragged.constant(UNEVEN[kind])
+        ).map(lambda rows: (tf.gather(x, rows), tf.gather(x[:, :1], rows)))
+    elif kind == "batched anew":
+        dataset = strategy.shard(examples.batch(3)).unbatch().batch(1)
+    else:
+        dataset = strategy.distribute_datasets_from_function(own_part)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    options = {"validation_data": dataset, "shuffle": False, "verbose": 0}
+    history = model.fit(dataset, epochs=2, **options)
+    return list(history.history.values())
+
+
+@pytest.mark.parametrize("kind", UNEVEN)
+def test_parts_of_unequally_many_batches_end_together(cluster, kind):
+    expected = losses_of_uneven_parts(kind)
+    for found in cluster("native", 2).run(losses_of_uneven_parts, kind):
+        np.testing.assert_allclose(found, expected, 1e-5)

@@ -43,14 +43,16 @@ def _fit(
     model=None,
     steps=None,
     timeout=None,
+    options=None,
+    compiled=None,
     **arguments,
 ):
-    strategy = ks.HybridStrategy(timeout=timeout)
+    strategy = ks.HybridStrategy(timeout=timeout, **(options or {}))
     built = _model(**(model or {}))
     kind, options = optimizer or ("Adam", {})
     optimizer = getattr(keras.optimizers, kind)(**options)
     with strategy.scope():
-        built.compile(optimizer, "mse")
+        built.compile(optimizer, **{"loss": "mse", **(compiled or {})})
     ids = np.arange(2 * rows).reshape(rows, 2) % 20
     y = np.ones([rows, 1], "float32")
     if steps is None:
@@ -62,6 +64,12 @@ def _fit(
 def _decay(factor):
     return keras.optimizers.schedules.ExponentialDecay(0.1, 10, factor)
 
+
+def _smoothed(smoothing):
+    return keras.losses.BinaryCrossentropy(label_smoothing=smoothing)
+
+
+_OLD = {"synchronous": False, "delay": "fixed"}
 
 # What rank 0 and rank 1 pass, and what the message says of each.
 _CASES = [
@@ -128,6 +136,43 @@ _CASES = [
         {"batch_size": 12},
         r"\{'batch_size': 8\}",
         r"\{'batch_size': 12\}",
+    ),
+    *(
+        (
+            {"compiled": {name: first}},
+            {"compiled": {name: second}},
+            rf"'{told}': {first_told}",
+            rf"'{told}': {second_told}",
+        )
+        for name, first, second, told, first_told, second_told in (
+            ("loss", "mse", "mae", r"loss[.\w]*", "'mse'", "'mae'"),
+            (
+                *("loss", _smoothed(0.1), _smoothed(0.2)),
+                *(r"loss[.\w]*\.label_smoothing", 0.1, 0.2),
+            ),
+            ("loss_weights", [1.0], [3.0], r"loss_weights\[0\]", 1.0, 3.0),
+            (
+                *("metrics", ["mae"], ["mape"], r"metrics\[0\]"),
+                *("'mae'", "'mape'"),
+            ),
+        )
+    ),
+    *(
+        (
+            {"options": {**more, name: first}},
+            {"options": {**more, name: second}},
+            rf"'{kind}.{name}': {first!r}",
+            rf"'{kind}.{name}': {second!r}",
+        )
+        for kind, name, first, second, more in (
+            ("optimizer", "dense_aggregation", "mean", "sum", {}),
+            ("optimizer", "sparse_aggregation", "sum", "mean", {}),
+            ("strategy", "max_staleness", 2, 3, _OLD),
+            (
+                *("strategy", "delay_compensation", 0.5, 0.25),
+                {**_OLD, "max_staleness": 2},
+            ),
+        )
     ),
 ]
 

@@ -62,6 +62,7 @@ class Case:
 CASES = [
     # Longer than TensorFlow (10 s) or Gloo (30 s) would wait by itself.
     Case("agree", (3,), codes=(0, 0), silent=(0, 1)),
+    Case("suspend", codes=(0, 0), silent=(0, 1), engines=("native",)),
     Case("collect_garbage", codes=(0, 0), silent=(0, 1), engines=("native",)),
     # Longer than TensorFlow, and Gloo, wait by themselves.
     *(

@@ -1,6 +1,7 @@
 """The helper process runs a function, and ends with this process."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -82,3 +83,40 @@ def test_it_ends_with_a_process_that_is_killed(tmp_path):
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(pid)
+
+
+# `PyDLL` keeps Python's lock, as TensorFlow does while it waits for ranks.
+_WAITING = """\
+import ctypes, runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with runpy.run_path({path!r})["ends_by_ctrl_c"]():
+    print("waits", flush=True)
+    ctypes.PyDLL(None).sleep(60)
+"""
+
+
+def test_ctrl_c_ends_a_process_in_which_no_python_runs():
+    code = _WAITING.format(path=helper.__file__)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == -signal.SIGINT
+
+
+def test_the_programs_own_handler_stays():
+    def own(number, frame):
+        pass
+
+    for handler, inside in (
+        (signal.default_int_handler, signal.SIG_DFL),
+        (own, own),
+    ):
+        before = signal.signal(signal.SIGINT, handler)
+        try:
+            with helper.ends_by_ctrl_c():
+                assert signal.getsignal(signal.SIGINT) is inside
+            assert signal.getsignal(signal.SIGINT) is handler
+        finally:
+            signal.signal(signal.SIGINT, before)

@@ -523,6 +523,28 @@ def test_each_variable_has_samples_of_its_own(is_noted):
     assert readings[0][0].num_touches != readings[0][1].num_touches
 
 
+def test_nothing_is_kept_of_a_frozen_variable():
+    """Its gradient may come with others', and is never applied."""
+    trained, frozen = (
+        keras.Variable(np.zeros((ROWS, DIM)), trainable=trainable)
+        for trainable in (True, False)
+    )
+
+    @tf.function
+    def step(ids):
+        noted = ids, tf.zeros_like(ids), 1, None
+        touches.note([frozen, trained], lambda: [noted, noted])
+        touches.end_step([(trained, None, None)])
+
+    words = tf.constant(zipf_ids(), tf.int64)
+    for number in range(20):
+        step(words[number])
+    assert touches.existing(frozen) is None
+    reading = touches.existing(trained).read(ROWS)
+    distinct = [len(np.unique(words[n])) for n in SAMPLED if n < 20]
+    assert (reading.num_steps, reading.num_touches) == (16, sum(distinct))
+
+
 def test_a_gradient_that_is_dense_is_told_so():
     model = make_model("l2")
     with ks.HybridStrategy(architecture="hybrid").scope():

@@ -107,6 +107,29 @@ def test_interface_of_tensorflow(cluster, engine):
     cluster(engine, 2).run(check_interface)
 
 
+def losses_of_runs():
+    """Of a dataset that the strategy has distributed, before `fit` does."""
+    keras.utils.set_random_seed(0)
+    strategy = ks.HybridStrategy()
+    x = np.random.default_rng(0).normal(size=(9, 3)).astype("float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1])).batch(4)
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    with strategy.scope():
+        model.compile("sgd", "mse")
+    parts = strategy.experimental_distribute_dataset(dataset)
+    options = {"validation_data": parts, "shuffle": False, "verbose": 0}
+    history = model.fit(parts, epochs=2, **options)
+    outputs = model.predict(parts, verbose=0)
+    return [*history.history.values(), outputs[:, 0]]
+
+
+def test_runs_take_a_distributed_dataset_as_it_is(cluster):
+    expected = losses_of_runs()
+    for found in cluster("native", 2).run(losses_of_runs):
+        for values, of_one in zip(found, expected, strict=True):
+            np.testing.assert_allclose(values, of_one, 1e-5)
+
+
 def draws_of_a_loop(run_eagerly):
     """Each step's draws, the layers' states, and draws outside of a step."""
     keras.utils.set_random_seed(3)
