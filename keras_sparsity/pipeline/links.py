@@ -211,12 +211,22 @@ class Crossing:
         return self.without_masks(values), numbers
 
     def with_masks(self, tensors):
-        """A list of the values and then of the masks that they carry."""
-        carried = [
-            keras_losses.keras_mask(value)
-            for symbolic, value in zip(self.tensors, tensors, strict=True)
-            if keras_losses.keras_mask(symbolic) is not None
-        ]
+        """A list of the values and then of the masks that they carry.
+
+        Of a value that has lost its mask one that masks nothing: Keras's
+        `MultiHeadAttention` takes away those of its inputs when it computes,
+        which the model's symbolic tensors do not tell.
+        """
+        carried = []
+        for symbolic, value in zip(self.tensors, tensors, strict=True):
+            expected = keras_losses.keras_mask(symbolic)
+            if expected is None:
+                continue
+            mask = keras_losses.keras_mask(value)
+            if mask is None:
+                shape = tf.shape(value)[: len(expected.shape)]
+                mask = tf.ones(shape, expected.dtype)
+            carried.append(mask)
         return [*tensors, *carried]
 
     def without_masks(self, received):

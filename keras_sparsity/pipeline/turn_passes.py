@@ -152,6 +152,8 @@ class TurnPasses:
         inputs, *labels = batches.part(place)
         share, number = batches.share(place), self._counted(batches, place)
         num_drawing = len(tf_graphs.drawing_operations())
+        # Layers may take masks away, which the backward pass needs again.
+        arrived = stage.received.with_masks(received)
         passing = self._passing(number, inputs, received)
         with weights.given() as scope, passing:
             outputs, losses = stage.compute(inputs, received, True)
@@ -163,7 +165,7 @@ class TurnPasses:
         before = [tf.convert_to_tensor(v.value) for v in self._changed]
         _assign_updates(scope, batches.is_empty(place))
         send(waiting, outputs, loss if own is None else loss + own)
-        waiting.put_pass(inputs, received, share, number)
+        waiting.put_pass(inputs, arrived, share, number)
         waiting.put_sizes(batches.size(place), outputs)
         return outputs, before
 

@@ -59,11 +59,12 @@ class Waiting:
         """`tf.TensorSpec`s of a message of the stage behind."""
         return _message(self._stage.sent)
 
-    def put_pass(self, inputs, received, share, number):
+    def put_pass(self, inputs, arrived, share, number):
         """Keeps what a backward pass computes with.
 
         Args:
-            inputs, received: as `Stage.compute` takes them.
+            inputs: as `Stage.compute` takes them.
+            arrived: list of the received tensors, and then of their masks.
             share: the micro-batch's share of the mini-batch.
             number: as `Together.counted` returns it.
         """
@@ -71,7 +72,7 @@ class Waiting:
         self.passes.put(
             [
                 *(inputs[place] for place in stage.part.inputs),
-                *stage.received.with_masks(received),
+                *arrived,
                 share,
                 number,
             ]
