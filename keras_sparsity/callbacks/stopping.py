@@ -2,6 +2,7 @@
 
 import keras
 
+from keras_sparsity._tf import keras_variables
 from keras_sparsity.health import watch
 
 
@@ -44,8 +45,26 @@ class Stopping(keras.callbacks.Callback):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch, logs=None):
+        stops = bool(self.model.stop_training)
         found = self._collectives.gather_objects(
-            (bool(self.model.stop_training), self._cuts), name="fit/stops"
+            (stops, self._cuts, self._rate()), name="fit/stops"
         )
-        stops, cuts = zip(*found, strict=True)
+        stops, cuts, rates = zip(*found, strict=True)
+        if self._is_in_steps and len(set(rates)) > 1:
+            _raise_of_rates(rates)
         self.model.stop_training, self.is_cut = any(stops + cuts), any(cuts)
+
+    def _rate(self):
+        """The learning rate, which callbacks may set; None of a schedule."""
+        rate = getattr(self.model.optimizer, "learning_rate", None)
+        # As text, of which two that are no numbers are equal.
+        return repr(float(rate)) if keras_variables.is_variable(rate) else None
+
+
+def _raise_of_rates(rates):
+    listed = ", ".join(f"rank {rank}: {r}" for rank, r in enumerate(rates))
+    raise ValueError(
+        "The learning rates of the ranks differ at the end of an epoch, and "
+        f"so do their weights. Received: {listed}. Have callbacks set the same "
+        "rate on every rank, as by `logs`, which are the same on all."
+    )

@@ -106,3 +106,32 @@ def _check(found, goes_on):
         assert before in numbers and len(losses) == 4
         if goes_on:
             assert losses == pytest.approx(whole) and before + rest == 16
+
+
+def with_another_rate(kind, options, schedules_alike):
+    """The error of a `fit` whose ranks set learning rates of their own."""
+
+    def rate(epoch):
+        is_other = epoch == 1 and not schedules_alike
+        return 0.1 + 0.1 * is_other * ks.collectives.current().rank
+
+    layers = [keras.layers.Dense(1, name=name) for name in "ab"]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    with kind(**options).scope():
+        model.compile("sgd", "mse")
+    callbacks = [keras.callbacks.LearningRateScheduler(rate)]
+    options = {"epochs": 3, "callbacks": callbacks, "verbose": 0}
+    if schedules_alike:
+        return len(model.fit(np.ones((8, 2)), np.ones(8), **options).epoch)
+    with pytest.raises(ValueError) as caught:
+        model.fit(np.ones((8, 2)), np.ones(8), **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_set_the_same_learning_rate(cluster, case):
+    two = cluster("native", 2)
+    assert two.run(with_another_rate, *CASES[case], True) == [3, 3]
+    for message in two.run(with_another_rate, *CASES[case], False):
+        assert "Received: rank 0: 0.1" in message
+        assert "rank 1: 0.2" in message and "on every rank" in message
