@@ -139,6 +139,7 @@ def _look_at(model, dataset, cluster, placements):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         with tf.GradientTape() as tape:
             outputs = model(x, training=True)
+            _check_has_loss(model)
             loss = model.compute_loss(x, y, outputs, sample_weight)
         grads = tape.gradient(loss, variables)
         found = [
@@ -164,6 +165,18 @@ def _look_at(model, dataset, cluster, placements):
             "The plan needs a batch with an example for each process. "
             f"Received: batches of fewer than {communicator.num_workers} "
             "examples, or none. Give `ks.plan` the global batches of `fit`."
+        )
+
+
+def _check_has_loss(model):
+    """Raises ValueError if nothing but a step's own code has a loss."""
+    is_stock = type(model).compute_loss is keras.Model.compute_loss
+    if is_stock and getattr(model, "loss", None) is None and not model.losses:
+        raise ValueError(
+            "`ks.plan` takes the gradients of the loss of `compile`, "
+            f"`compute_loss` or `add_loss`. Received: a {type(model).__name__} "
+            "without one, as of models whose `train_step` has its own. Move "
+            "that loss into `compute_loss`, or give `compile` one alike."
         )
 
 

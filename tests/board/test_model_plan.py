@@ -135,6 +135,14 @@ def test_without_a_variable_to_train_it_is_refused():
         ks.plan(model, dataset(), ks.planning.Cluster(2))
 
 
+def test_without_a_loss_it_is_refused():
+    compiled = new_model()
+    model = keras.Model(compiled.inputs, compiled.outputs)
+    model.compile("sgd")
+    with pytest.raises(ValueError, match="loss of `compile`.*a Functional"):
+        ks.plan(model, dataset(), ks.planning.Cluster(2))
+
+
 def test_the_table_lists_what_matters():
     model = keras.Sequential([keras.Input((4,))])
     for _ in range(8):
