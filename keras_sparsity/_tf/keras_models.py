@@ -163,6 +163,14 @@ def is_built(model):
     )
 
 
+def overrides(model, *names):
+    """Whether a model's class has any of these methods of its own."""
+    kind = type(model)
+    return any(
+        getattr(kind, name) is not getattr(keras.Model, name) for name in names
+    )
+
+
 def has_all_weights(model):
     """Whether all layers of a model are built."""
     return all(part.built for part in (model, *all_layers(model)))

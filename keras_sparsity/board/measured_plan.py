@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_sparsity import planning, sparsity
-from keras_sparsity._tf import checks
+from keras_sparsity._tf import checks, keras_models
 from keras_sparsity.board import comparison
 from keras_sparsity.board.model_plan import ModelPlan, VariablePlan
 from keras_sparsity.data.batches import bounds, num_examples, split_batch
@@ -170,8 +170,8 @@ def _look_at(model, dataset, cluster, placements):
 
 def _check_has_loss(model):
     """Raises ValueError if nothing but a step's own code has a loss."""
-    is_stock = type(model).compute_loss is keras.Model.compute_loss
-    if is_stock and getattr(model, "loss", None) is None and not model.losses:
+    is_own = keras_models.overrides(model, "compute_loss")
+    if not is_own and getattr(model, "loss", None) is None and not model.losses:
         raise ValueError(
             "`ks.plan` takes the gradients of the loss of `compile`, "
             f"`compute_loss` or `add_loss`. Received: a {type(model).__name__} "

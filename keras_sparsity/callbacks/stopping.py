@@ -45,10 +45,8 @@ class Stopping(keras.callbacks.Callback):
             self.model.stop_training = True
 
     def on_epoch_end(self, epoch, logs=None):
-        stops = bool(self.model.stop_training)
-        found = self._collectives.gather_objects(
-            (stops, self._cuts, self._rate()), name="fit/stops"
-        )
+        own = bool(self.model.stop_training), self._cuts, self._rate()
+        found = self._collectives.gather_objects(own, name="fit/stops")
         stops, cuts, rates = zip(*found, strict=True)
         if self._is_in_steps and len(set(rates)) > 1:
             _raise_of_rates(rates)

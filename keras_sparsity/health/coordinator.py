@@ -90,8 +90,8 @@ class Coordinator:
         while ranks and not self._done:
             ranks = self._with_admitted(ranks)
             ready = connection.wait(list(ranks), _TICK_SECONDS)
-            pause = pauses.passed()
-            self._heard = {r: at + pause for r, at in self._heard.items()}
+            if pause := pauses.passed():
+                self._heard = {r: at + pause for r, at in self._heard.items()}
             for channel in ready:
                 rank, message = ranks[channel], channel.receive()
                 if message is None:

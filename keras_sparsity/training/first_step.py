@@ -51,7 +51,7 @@ class FirstStep(Binding):
         if iterator is not None:
             data_batch = self.input.shapes(iterator)
         # Some models have steps of their own alone, as adversarial ones.
-        if type(self._model).call is not keras.Model.call:
+        if keras_models.overrides(self._model, "call"):
             with self._optimizer_synchronises_the_model():
                 self._build_from(stand_ins.without_counts(data_batch))
         strategy = self._model.distribute_strategy
@@ -73,7 +73,10 @@ class FirstStep(Binding):
                 context = keras_models.losses_and_metrics_wait
                 with contextlib.suppress(Exception):  # which Keras explains
                     self._call_once(inputs)
-        elif _takes_own_batches(model) and keras_models.has_all_weights(model):
+        elif keras_models.overrides(
+            model, "train_step", "test_step"
+        ) and keras_models.has_all_weights(model):
+            # Batches may be others than its inputs and labels.
             context = _tried
         with context(model):
             self._stock[keras_models.SYMBOLIC_BUILD](data_batch=batch)
@@ -196,15 +199,6 @@ class FirstStep(Binding):
                 communicator.num_servers,
                 self._model.name,
             )
-
-
-def _takes_own_batches(model):
-    """Whether batches may be others than a model's inputs and labels."""
-    kind = type(model)
-    return (
-        kind.train_step is not keras.Model.train_step
-        or kind.test_step is not keras.Model.test_step
-    )
 
 
 def _tried(model):

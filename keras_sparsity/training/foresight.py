@@ -15,12 +15,12 @@ pulled when that begins, for its tape to record the pull.
 import contextlib
 import functools
 
-import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import (
     contexts,
     keras_functional,
+    keras_models,
     keras_scopes,
     patches,
 )
@@ -44,8 +44,7 @@ def is_of_loss(model, labels):
     """Whether labels tell which rows a sampled loss of a model needs."""
     return (
         tf.is_tensor(labels)
-        and type(model).train_step is keras.Model.train_step
-        and type(model).compute_loss is keras.Model.compute_loss
+        and not _has_own_step(model)
         and type(losses.unwrap(model.loss)) is SampledSoftmaxLoss
         and model.distribute_strategy.options.merges
     )
@@ -108,11 +107,7 @@ def own_step(model, step, batch, tells):
 
 def _has_own_step(model):
     """Whether a step may look up rows outside of the model's call."""
-    kind = type(model)
-    return (
-        kind.train_step is not keras.Model.train_step
-        or kind.compute_loss is not keras.Model.compute_loss
-    )
+    return keras_models.overrides(model, "train_step", "compute_loss")
 
 
 def _may_foresee(model):
