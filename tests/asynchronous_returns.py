@@ -13,7 +13,13 @@ import numpy as np
 import keras_sparsity as ks
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.asynchronous.stored import placed
-from tests.asynchronous_losses import ROW_STEP, KillIn, applied, train
+from tests.asynchronous_losses import (
+    NUM_BATCHES,
+    ROW_STEP,
+    KillIn,
+    applied,
+    train,
+)
 
 
 class Pids:
@@ -92,6 +98,24 @@ def killed(folder, victims, epoch, steps, kind="SIGKILL"):
     return _train(folder, max(victims), begin, killing)
 
 
+def without_scheduler(folder):
+    """In a step of the second epoch, the process that keeps order is killed."""
+    collectives = ks.collectives.current()
+    pids, first = Pids(folder), collectives.num_workers
+    is_due = collectives.rank == 0 and is_first_attempt()
+
+    def begin(strategy, count, number):
+        time.sleep(0.01)
+        if is_due and count == NUM_BATCHES:
+            (server,) = pids.of(first)
+            with open(f"/proc/{server}/task/{server}/children") as file:
+                (scheduler,) = map(int, file.read().split())
+            os.kill(scheduler, signal.SIGKILL)
+
+    callback = keras.callbacks.Callback()
+    return _train(folder, first, begin, callback)
+
+
 def at_any_time(folder, victim, seconds):
     """A rank is killed so long after the beginning of the second epoch."""
 
@@ -105,14 +129,15 @@ def _train(folder, victim, begin, callback):
     """Three epochs.
 
     Files: `<rank>.pids`, of the processes; `restored`, with `counts` when the
-    server has come back, and `ended`; `<rank>.staleness`, the greatest.
+    server has come back, and `ended`; `iterations`; `<rank>.staleness`, the
+    greatest.
 
     Args:
         victim: the server that is killed.
     """
     collectives = ks.collectives.current()
     rank, size = collectives.rank, collectives.size
-    owners = list(range(size - 2, size))
+    owners = list(range(collectives.num_workers, size))
     Pids(folder).note(rank)
     found, stock = {}, Store.take_place
 
@@ -139,6 +164,7 @@ def _train(folder, victim, begin, callback):
     )
     if rank == 0:
         write("ended", counts(found["model"], owners, victim))
+        write("iterations", int(found["model"].optimizer.iterations))
     if "strategy" in found:
         write(f"{rank}.staleness", max(found["strategy"].staleness))
     return results

@@ -55,6 +55,7 @@ class Batches:
                 self._records.fill(record(NONE)),
             )
             self.records = self._records.read()
+            self.lost = self._lost.read()
 
     def destroy(self):
         cells = self._numbers, self._total, self._lost, self._gone

@@ -39,6 +39,9 @@ class Clocks:
         with tf.device(device):
             self._mutex = tf.raw_ops.MutexV2(shared_name=f"{name}/mutex")
             self._clocks = Cell(f"{name}/steps", tf.int64, [size])
+            # Of steps that workers have ended, also of those that take none
+            # any more.
+            self._ended = Cell(f"{name}/ended", tf.int64, [size])
             self._tokens = [tokens(f"{name}/tokens/{r}") for r in range(size)]
             # Gets tokens when all workers have taken their last step.
             self._over = tokens(f"{name}/over")
@@ -48,7 +51,8 @@ class Clocks:
     def destroy(self):
         queues = [queue.queue_ref for queue in [*self._tokens, self._over]]
         with tf.device(self._device):
-            return destroyed(self._mutex, self._clocks.handle, *queues)
+            cells = self._clocks.handle, self._ended.handle
+            return destroyed(self._mutex, *cells, *queues)
 
     def begin(self):
         """Waits for the bound; returns how long, by the server's clock."""
@@ -88,9 +92,18 @@ class Clocks:
     def end(self, number):
         """Counts the steps of this worker, now so many."""
         with tf.device(self._device):
-            return self._moved(
-                self._rank, lambda clock: tf.maximum(clock, number)
-            )
+            counted = self._ended.set(self._rank, number)
+            with tf.control_dependencies([counted]):
+                if self._bound is None:
+                    return tf.identity(number)
+                return self._moved(
+                    self._rank, lambda clock: tf.maximum(clock, number)
+                )
+
+    def num_ended(self):
+        """The number of steps of the epoch that workers have ended."""
+        with tf.device(self._device):
+            return tf.reduce_sum(self._ended.read())
 
     def finish(self, rank):
         """A worker takes no further step."""
@@ -125,8 +138,8 @@ class Clocks:
         with tf.control_dependencies(emptied):
             number = (self._bound or 0) + 1
             given = [_given(queue, number) for queue in self._tokens]
-            begun = self._clocks.assign(tf.zeros([self._size], tf.int64))
-        return tf.group(*given, begun)
+            begun = [self._clocks.fill(0), self._ended.fill(0)]
+        return tf.group(*given, *begun)
 
 
 def _given(queue, number):

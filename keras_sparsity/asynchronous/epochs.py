@@ -8,7 +8,8 @@ import tensorflow as tf
 
 from keras_sparsity._tf import keras_input
 from keras_sparsity.asynchronous.batches import LOST, NONE
-from keras_sparsity.asynchronous.meeting import left, raise_of_lost
+from keras_sparsity.asynchronous.letters import raise_of_lost
+from keras_sparsity.asynchronous.meeting import left
 from keras_sparsity.asynchronous.waiting import noted
 from keras_sparsity.board.epoch_figures import EpochFigures
 from keras_sparsity.checkpoint.replay import replay

@@ -17,7 +17,7 @@ class Operations:
     variables are their `id`s.
 
     Args:
-        servers, rank, optimizer, bound, is_staleness_aware, compensation, name,
+        cluster, rank, optimizer, bound, is_staleness_aware, compensation, name,
             wire: as for `Store`.
         stored: list of `Stored`.
 
@@ -27,7 +27,7 @@ class Operations:
 
     def __init__(
         self,
-        servers,
+        cluster,
         rank,
         optimizer,
         stored,
@@ -39,21 +39,23 @@ class Operations:
     ):
         self._optimizer, self._rank, self._wire = optimizer, rank, wire
         self._is_staleness_aware = is_staleness_aware
-        self._compensation, self._is_bounded = compensation, bound is not None
+        self._compensation = compensation
+        # The count of a server that comes back is found by the steps.
+        self._counts_steps = bound is not None or cluster.returns
         self._stored = stored
         self._of = {id(each.variable): each for each in stored}
         # Of the first server too, whose count is the version of the model.
-        self._first = servers.owners[0]
+        self._first = cluster.owners[0]
         pieces = sum((each.pieces for each in stored), [])
-        of_rank = servers.num_workers, rank
+        of_rank = cluster.num_workers, rank
         self.servers = {
             number: ServerState(
-                servers.device(number), *of_rank, name, self._updated
+                cluster.device(number), *of_rank, name, self._updated
             )
             for number in sorted({self._first, *(p.server for p in pieces)})
         }
         self._make_cells(name)
-        device = servers.device(self._first)
+        device = cluster.device(cluster.scheduler)
         self._clocks = Clocks(device, *of_rank, bound, f"{name}/clocks")
         self._batches = Batches(device, *of_rank, f"{name}/batches")
         self.take, self.end = self._batches.take, self._batches.end
@@ -127,33 +129,12 @@ class Operations:
         servers = self.servers.values()
         return [value], [], *(server.set_count(value) for server in servers)
 
-    def create(self):
-        servers = self.servers.values()
-        return [], [], self._batches.create, *(s.create for s in servers)
-
-    def reset(self):
-        begun = [self._clocks.reset, self._batches.reset]
-        return [], [], *begun, *(s.reset for s in self.servers.values())
-
     def take_place(self, number):
-        first = self.servers[self._first]
-        return [], [], *self.servers[number].take_place(first)
-
-    def leave_out(self, number):
-        """At one server."""
-        rank = tf.compat.v1.placeholder(tf.int64, [])
-        return [rank], [self.servers[number].leave_out(rank)]
-
-    def hand_out(self):
-        """Nobody waits any more for a lost worker, and its batches."""
-        rank = tf.compat.v1.placeholder(tf.int64, [])
-        returned, finished = self._batches.leave_out, self._clocks.finish
-        return [rank], [returned(rank), finished(rank)]
-
-    def welcome(self):
-        rank = tf.compat.v1.placeholder(tf.int64, [])
-        welcomed = [server.welcome(rank) for server in self.servers.values()]
-        return [rank], [], self._batches.welcome(rank), *welcomed
+        """Feeds: the count of all updates before this epoch."""
+        begun = tf.compat.v1.placeholder(tf.int64, [])
+        count = begun + self._clocks.num_ended()
+        told = count, self._batches.lost
+        return [begun], [], *self.servers[number].take_place(*told)
 
     def version(self):
         return [], [self.servers[self._first].version]
@@ -235,7 +216,7 @@ class Operations:
             of_server, count = server.push(gradients[number])
             facts, counts = [*facts, *of_server], [*counts, count]
         steps, ended = [], []
-        if self._is_bounded:
+        if self._counts_steps:
             steps = [tf.compat.v1.placeholder(tf.int64, [])]
             with tf.control_dependencies(counts):
                 ended = [self._clocks.end(*steps)]

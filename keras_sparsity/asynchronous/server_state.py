@@ -37,14 +37,11 @@ class ServerState:
         with tf.device(self.device):
             return self._count.assign(value)
 
-    def take_place(self, other):
-        """In a new process: begins with another server's count.
+    def take_place(self, count, lost):
+        """In a new process: takes the count, and which workers are lost.
 
-        Those whose updates are lost with the process before count as applied.
-        No push is known, and lost workers are those of the other server.
+        No push is known.
         """
-        with tf.device(other.device):
-            count, lost = other._count.read(), other._lost.read()
         with tf.device(self.device):
             known = [self._count.assign(count), self._lost.assign(lost)]
             return [*known, self.reset]

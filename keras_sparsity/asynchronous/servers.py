@@ -1,175 +1,140 @@
-"""TensorFlow's own servers, one in each process, and sessions with them.
+"""The servers of all ranks, as one rank uses them."""
 
-They are apart from the engine: its collectives wait for all ranks, while a
-session reads and writes the servers' variables whenever its rank is ready.
-"""
-
-import contextlib
-import logging
-import socket
-import threading
 import time
 
-import tensorflow as tf
-
-from keras_sparsity.asynchronous.sessions import Outages
+from keras_sparsity.asynchronous.cluster import (
+    Cluster,
+    own_host,
+    told_of_open,
+)
+from keras_sparsity.asynchronous.registry import Registry
+from keras_sparsity.asynchronous.scheduler import Scheduler, SchedulerRegistry
 from keras_sparsity.health import errors, watch
-from keras_sparsity.machines import addresses, door, firewall, ports, settings
+from keras_sparsity.machines import door, ports
 
-_JOB = "keras_sparsity"
 # Between two looks for a lost server's new process.
 _LOOK_SECONDS = 0.02
+# For which others wait for the scheduler in one message.
+_WAIT_SECONDS = 1.0
 
 
 class Servers:
-    """The servers of all ranks.
+    """The servers of all ranks, of which the first has the `Registry`.
 
-    They run until their process ends: TensorFlow cannot stop them.
+    If the launcher starts lost ranks anew, a scheduler has it instead, and each
+    dedicated server may be lost.
 
     Attributes:
-        size, num_workers: the number of ranks, and of those that train.
-        owners: the ranks whose servers hold variables: the dedicated servers,
-            or all ranks.
-        is_first: whether this process has the first of them.
-        addresses: the host and port of each.
-        outages: `Outages`.
+        cluster: `Cluster`.
+        is_first: whether this process has the first of the servers.
+        is_alone: whether this process was started anew, and has not joined.
         has_lost: whether a rank was lost, also if its new process has joined.
+        watch_facts: how processes reach the scheduler's watch, None without a
+            scheduler.
     """
 
     def __init__(self, collectives):
-        self.has_lost = door.facts() is not None
-        with _addresses(collectives) as self.addresses:
-            self._server = _server(
-                self.addresses, collectives.rank, told_of_open(collectives)
-            )
-        self.size, self.num_workers = collectives.size, collectives.num_workers
-        has_own = bool(collectives.num_servers)
-        first = collectives.num_workers if has_own else 0
-        self.owners = list(range(first, self.size))
-        # A session waits for all servers that it may use, also for dead ones.
-        used = sorted({collectives.rank, *self.owners})
-        self._filters = [f"/job:{_JOB}/task:{number}" for number in used]
+        facts = door.facts()
+        self.is_alone = self.has_lost = facts is not None
+        first = collectives.num_workers if collectives.num_servers else 0
         self.is_first = collectives.rank == first
-        # All but the first, which has the facts by which ranks meet.
-        can_return = door.is_wanted() and collectives.num_servers
-        self._returning = self.owners[1:] if can_return else []
-        self.outages = Outages(bool(self._returning))
-        self._shared, self._lost = [], []
-        self._lock = threading.Lock()
+        can_return = bool(door.is_wanted() and collectives.num_servers)
+        if facts:
+            addresses, self.watch_facts = facts["addresses"], facts["watch"]
+            self.cluster = _cluster(collectives, addresses, can_return)
+        else:
+            self._start(collectives, can_return)
+        self._registry = None
+        if self.is_first and can_return:
+            self._registry = SchedulerRegistry(
+                self.watch_facts, collectives.size
+            )
+        elif self.is_first:
+            self._registry = Registry(self.cluster)
         collectives.barrier("servers/started")
 
-    def device(self, number):
-        """The name of a server's device, in the graph of a session."""
-        return f"/job:{_JOB}/replica:0/task:{number}/device:CPU:0"
+    def _start(self, collectives, can_return):
+        has_scheduler = can_return and self.is_first
+        # TensorFlow's server is to be told a number.
+        with ports.reserved(1 + has_scheduler) as own:
+            # Python's imports take it seconds.
+            self._scheduler = Scheduler() if has_scheduler else None
+            host = own_host(collectives.machines)
+            told = [(host, port) for port in own]
+            of_ranks = collectives.gather_objects(told, "servers/addresses")
+            addresses = [first for first, *_ in of_ranks]
+            addresses += [more for _, *others in of_ranks for more in others]
+            if has_scheduler:
+                told = addresses, collectives, watch.facts()
+                self._scheduler.begin(*told)
+            self.cluster = _cluster(collectives, addresses, can_return)
+            self.watch_facts = None
+            while can_return and self.watch_facts is None:
+                # Again and again: others wait in no message for long.
+                facts = has_scheduler and self._scheduler.facts(_WAIT_SECONDS)
+                found = collectives.gather_objects(facts, "servers/scheduler")
+                self.watch_facts = next(filter(None, found), None)
 
-    def session(self, graph):
-        """A session that runs a graph's operations at their servers."""
-        # Not the settings of the engine, which hide other ranks' devices.
-        return tf.compat.v1.Session(
-            self._server.target,
-            graph=graph,
-            config=tf.compat.v1.ConfigProto(device_filters=self._filters),
-        )
+    # Lost ranks.
 
-    # Lost ranks. The first owner's process tells the servers of workers.
+    def begin_meeting(self):
+        """Begins the ranks' messages; before all ranks use them."""
+        if self._leads:
+            self._registry.begin_meeting()
 
-    def add(self, shared):
-        """Has `shared.leave_out(rank)` called for each worker that is lost.
+    def begin(self, store):
+        """Begins a `Store`; before all ranks use it."""
+        if self._leads:
+            self._registry.add(store.name, store.numbers, store.bound)
 
-        And `shared.leave_out_at(server, ranks)` of a server that has come back.
-        """
-        with self._lock:
-            self._shared.append(shared)
-            self._leave_out(self._lost, shared)
+    def end(self, store):
+        """Ends a `Store`, and frees the servers' memory, when all are done."""
+        if self._leads:
+            self._registry.remove(store.name)
+            store.destroy()
 
-    def remove(self, shared):
-        with self._lock:
-            self._shared.remove(shared)
+    @property
+    def _leads(self):
+        return self.is_first and not self.is_alone
 
-    def begin_epoch(self, store, admit):
+    def begin_epoch(self, store, fit, epoch):
         """Has a `Store` begin an epoch; by all ranks, while they wait.
 
         Args:
-            admit: function that lets lost ranks take part again, which are
-                alive, and returns them; called on the first owner.
+            fit, epoch: as for `Registry`.
         """
-        with self._lock:
-            if self.is_first:
-                for rank in admit():
-                    self._lost = [lost for lost in self._lost if lost != rank]
-                    store.welcome(rank)
-                store.reset()
-            self._leave_out(self._lost, store)
+        if self._leads:
+            self._registry.begin_epoch(store.name, fit, epoch)
 
     def change(self, rank, is_lost):
         """A rank is lost, or is a server that was lost and has come back."""
         self.has_lost = True
-        if rank < self.num_workers:
-            self._lose(rank)
-        elif is_lost:
-            self.outages.begin(rank)
-        else:
-            self.outages.end(rank)
-            with self._lock:
-                for shared in self._shared if self.is_first else []:
-                    # Those that were lost while this server began.
-                    shared.leave_out_at(rank, self._lost)
-
-    def _lose(self, rank):
-        """From now on a worker changes nothing at the servers."""
-        with self._lock:
-            self._lost.append(rank)
-            for shared in self._shared:
-                self._leave_out([rank], shared)
+        self.cluster.change(rank, is_lost)
+        if isinstance(self._registry, Registry):
+            self._registry.change(rank, is_lost)
 
     def begin_returns(self):
         """From now on, all wait for the new process of a lost server."""
-        if self.is_first and self._returning:
-            watch.returning().allow(self._returning)
+        if self._leads:
+            self._registry.begin_returns()
 
     def end_returns(self):
         """Waits for all servers. From now on, the loss of one ends all."""
-        if self.is_first and self._returning:
-            while not watch.returning().end():
-                if errors.failure() is not None:
-                    raise errors.CollectiveError(errors.failure())
-                time.sleep(_LOOK_SECONDS)
-
-    def _leave_out(self, ranks, shared):
-        if self.is_first:
-            for rank in ranks:
-                shared.leave_out(rank)
+        while self._leads and not self._registry.end_returns():
+            if errors.failure() is not None:
+                raise errors.CollectiveError(errors.failure())
+            time.sleep(_LOOK_SECONDS)
 
 
-@contextlib.contextmanager
-def _addresses(collectives):
-    facts = door.facts()
-    if facts:  # at the port of the process that was lost
-        yield facts["addresses"]
-        return
-    # TensorFlow's server is to be told a number.
-    with ports.reserved(1) as (port,):
-        yield collectives.gather_objects(
-            (own_host(collectives.machines), port), "servers/addresses"
-        )
-
-
-def _server(given, rank, warn):
-    cluster = tf.train.ClusterSpec({_JOB: [f"{h}:{p}" for h, p in given]})
-    hosts = [host.strip("[]") for host, _ in given]
-    with firewall.guarded_port(given[rank][1], hosts, warn):
-        return tf.distribute.Server(cluster, job_name=_JOB, task_index=rank)
-
-
-def told_of_open(collectives):
-    """A function of the message that this process's server is open to all.
-
-    Once for each machine. The native engine has said it of its own server.
-    """
-    is_told = collectives.engine == "native" and collectives.size > 1
-    if is_told or collectives.local_rank:
-        return logging.getLogger(__name__).info
-    return logging.getLogger(__name__).warning
+def _cluster(collectives, addresses, can_return):
+    return Cluster(
+        addresses,
+        collectives.rank,
+        collectives.num_workers,
+        collectives.num_servers,
+        can_return,
+        told_of_open(collectives),
+    )
 
 
 _started = {}  # from `Collectives` to `Servers`
@@ -185,14 +150,3 @@ def started(collectives):
 def share(collectives, servers):
     """Has `started` return these `Servers` for other `Collectives`, too."""
     _started[collectives] = servers
-
-
-def own_host(machines):
-    """The name or address at which other ranks reach this process."""
-    if len(set(machines)) == 1:
-        return "127.0.0.1"
-    tasks = settings.cluster()
-    if tasks:
-        *_, address = tasks[settings.cluster_rank(tasks)]
-        return address.rpartition(":")[0]
-    return [*addresses.towards_launcher(), socket.gethostname()][0]

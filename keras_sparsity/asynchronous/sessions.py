@@ -31,12 +31,12 @@ class Outages:
         self._away, self._ended_at = set(), None
         self.number = 0
 
-    def begin(self, rank):
+    def change(self, rank, is_lost):
+        """A server is lost, or has come back."""
         with self._lock:
-            self._away.add(rank)
-
-    def end(self, rank):
-        with self._lock:
+            if is_lost:
+                self._away.add(rank)
+                return
             self._away.discard(rank)
             self._ended_at = time.monotonic()
             self.number += 1
@@ -73,14 +73,14 @@ class LastingSession:
     living server go on: earlier sessions remain open.
 
     Args:
-        servers: `Servers`.
+        cluster: `Cluster`.
     """
 
-    def __init__(self, servers, graph):
-        self._servers, self._graph = servers, graph
-        self._outages = servers.outages
+    def __init__(self, cluster, graph):
+        self._cluster, self._graph = cluster, graph
+        self._outages = cluster.outages
         self._lock = threading.Lock()
-        self._sessions = [(self._outages.number, servers.session(graph))]
+        self._sessions = [(self._outages.number, cluster.session(graph))]
 
     def function_of(self, feeds, fetches, targets=()):
         """As `tf_sessions.function_of`.
@@ -109,7 +109,7 @@ class LastingSession:
         with self._lock:
             number = self._outages.number
             if self._sessions[-1][0] < number:
-                session = self._servers.session(self._graph)
+                session = self._cluster.session(self._graph)
                 self._sessions.append((number, session))
 
     def close(self):

@@ -1,6 +1,5 @@
 """A model's variables at the servers, as a worker uses them."""
 
-import contextlib
 import threading
 
 import keras
@@ -9,7 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity.asynchronous.batches import LOST
 from keras_sparsity.asynchronous.interruptible import Interruptible
-from keras_sparsity.asynchronous.meeting import raise_of_lost
+from keras_sparsity.asynchronous.letters import raise_of_lost
 from keras_sparsity.asynchronous.operations import Operations
 from keras_sparsity.asynchronous.sessions import LastingSession
 from keras_sparsity.asynchronous.stored import joined, num_bytes, placed
@@ -30,7 +29,7 @@ class Store:
     by numbers that they tell, the second time changes nothing.
 
     Args:
-        servers: `Servers`.
+        cluster: `Cluster`.
         rank: this worker.
         optimizer: a built Keras optimizer.
         of_rows: the variables of which rows travel.
@@ -40,11 +39,14 @@ class Store:
         compensation: the strength of `compensated`, or None.
         name: begins the names by which workers share it.
         wire: function of a dtype to the `Wire` by which it travels in a step.
+
+    Attributes:
+        name, bound: the arguments.
     """
 
     def __init__(
         self,
-        servers,
+        cluster,
         rank,
         optimizer,
         variables,
@@ -55,29 +57,26 @@ class Store:
         name,
         wire,
     ):
+        self.name, self.bound = name, bound
         self._is_bounded = bound is not None
+        self._counts_steps = self._is_bounded or cluster.returns
         self._sends_read = compensation is not None
         self._optimizer, self._rank = optimizer, rank
-        self._stored = placed(optimizer, variables, of_rows, servers.owners)
+        self._stored = placed(optimizer, variables, of_rows, cluster.owners)
         self._of = {id(each.variable): each for each in self._stored}
         self._whole = [each for each in self._stored if not each.is_of_rows]
         self._graph = tf.Graph()
-        self._session = LastingSession(servers, self._graph)
+        self._session = LastingSession(cluster, self._graph)
         self._calls = {}
         self._counting = threading.Lock()  # Rows may come beside a pull.
         with self._graph.as_default():
             self._operations = Operations(
-                *(servers, rank, optimizer, self._stored, bound),
+                *(cluster, rank, optimizer, self._stored, bound),
                 *(is_staleness_aware, compensation, name, wire),
             )
         self.begin_figures()
-        # Called from other threads, when no other operation is made.
-        self._leave_out = {
-            number: self._call(self._operations.leave_out, number)
-            for number in self._operations.servers
-        }
-        self._hand_out = self._call(self._operations.hand_out)
-        if self._is_bounded and rank < servers.num_workers:
+        # Called from another thread, when no other operation is made.
+        if self._is_bounded and rank < cluster.num_workers:
             self._give_token = self._call(self._operations.restore_token)
 
     def begin_figures(self):
@@ -90,6 +89,11 @@ class Store:
         self.traffic = {
             number: ServerTraffic() for number in self._operations.servers
         }
+
+    @property
+    def numbers(self):
+        """The servers that have its variables, by rank."""
+        return list(self._operations.servers)
 
     @property
     def dense(self):
@@ -120,7 +124,8 @@ class Store:
             for stored in self._stored:
                 pieces = [p for p in stored.pieces if p.server == number]
                 self._assign(stored, pieces, None, number)
-            self._call(self._operations.take_place, number)()
+            begun = np.int64(int(self._optimizer.iterations))
+            self._call(self._operations.take_place, number)(begun)
 
     def _assign(self, stored, pieces, names, *server):
         operations = self._operations
@@ -139,11 +144,6 @@ class Store:
                 assign = self._call(*told)
                 for first, end in _blocks(part):
                     assign(first, part[first:end])
-
-    def create(self):
-        """Begins the facts about workers; by one process, before all others."""
-        self._call(self._operations.create)()
-        self.reset()
 
     def download(self):
         """Takes all values, and returns the version: the number of updates.
@@ -177,29 +177,6 @@ class Store:
     def close(self):
         """Ends this worker's session."""
         self._session.close()
-
-    def reset(self):
-        """Begins an epoch; by one process, while all wait."""
-        self._call(self._operations.reset)()
-
-    def leave_out(self, rank):
-        """From now on, nothing that a worker pushes is applied.
-
-        Its batch is handed out again. From any thread.
-        """
-        for number in self._leave_out:
-            self.leave_out_at(number, [rank])
-        self._hand_out(rank, waits=False)
-
-    def leave_out_at(self, number, ranks):
-        """At one server; if it is lost, its new process is told later."""
-        with contextlib.suppress(tf.errors.OpError):
-            for rank in ranks:
-                self._leave_out[number](rank, waits=False)
-
-    def welcome(self, rank):
-        """A lost worker's new process may push again; while all wait."""
-        self._call(self._operations.welcome)(rank)
 
     def take(self, record):
         """Takes a batch, see `Batches.take`."""
@@ -328,7 +305,7 @@ class Store:
                 ids = next(values) if stored.is_of_rows else None
                 given = [next(values) for _ in range(1 + self._sends_read)]
                 sent += self._sent_pieces(stored, ids, given)
-            steps = [self._num_ended + 1] * self._is_bounded
+            steps = [self._num_ended + 1] * self._counts_steps
             facts = [batch, version, rate] * len(self.traffic)
             before = push(*steps, *facts, *sent)
             if LOST in before:

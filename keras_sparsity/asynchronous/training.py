@@ -14,6 +14,7 @@ from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.asynchronous import batches, meeting, rule, servers
 from keras_sparsity.asynchronous.changes import Changes
 from keras_sparsity.asynchronous.own_values import OwnValues
+from keras_sparsity.asynchronous.registry import Members
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.asynchronous.taking import Taking
 from keras_sparsity.asynchronous.waiting import noted
@@ -67,7 +68,7 @@ class Training:
         while _given_up:
             _given_up.pop().free()
         self.store = Store(
-            self._servers,
+            self._servers.cluster,
             self._collectives.rank,
             optimizer,
             variables,
@@ -82,9 +83,7 @@ class Training:
         self.taking = Taking(self)
         self._own_values = OwnValues(model)
         self.changes = Changes(self.store, self._own_values, self._collectives)
-        if self._servers.is_first:
-            self.store.create()
-        self._servers.add(self.store)
+        self._servers.begin(self.store)
         self.worker.begin()
 
     def _begin(self):
@@ -168,8 +167,7 @@ class Training:
                 epoch = None
             # All have read the values and the records of the last one.
             self._collectives.barrier("asynchronous/epoch/ended")
-            told = self._collectives, self._number, epoch
-            self._servers.begin_epoch(self.store, meeting.admitting(*told))
+            self._servers.begin_epoch(self.store, self._number, epoch)
         self._tell_new(joins is not None, progress)
         if not self._is_begun:
             self._is_begun = True
@@ -276,8 +274,10 @@ class Training:
             threading.Thread(target=self._leave_out, daemon=True).start()
 
     def _leave_out(self):
+        of_store = self.store.name, self.store.numbers, self.store.bound
         with contextlib.suppress(tf.errors.OpError, RuntimeError):
-            self.store.leave_out(self._collectives.rank)
+            members = Members(self._servers.cluster, *of_store)
+            members.leave_out(self._collectives.rank)
 
     def end(self):
         """Ends a `fit`; all ranks together."""
@@ -286,9 +286,7 @@ class Training:
 
     def free(self):
         """Frees the servers' memory, and the session with them."""
-        self._servers.remove(self.store)
-        if self._servers.is_first:
-            self.store.destroy()
+        self._servers.end(self.store)
         self.store.close()
 
 

@@ -230,7 +230,7 @@ def _joined(facts, engine):
     size, servers = facts["size"], facts["servers"]
     place = topology.topologies(facts["machines"])[rank]
     devices.pin_gpu(place.local_rank, place.local_size)
-    watch.join(rank, size - servers, facts["watch"], notes)
+    watch.join(rank, facts["watch"], notes)
     return Collectives(
         LocalEngine(engine),
         Topology(rank, size),

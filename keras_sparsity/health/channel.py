@@ -17,6 +17,8 @@ from multiprocessing import connection
 
 from keras_sparsity.machines import addresses, settings
 
+# The name of a process that decides and is no rank, see `watch.move`.
+NO_RANK = "The scheduler"
 # All ranks connect at the same time, right after a collective.
 _CONNECT_SECONDS = 60.0
 # From a connection to the proof of the secret: two messages each way.

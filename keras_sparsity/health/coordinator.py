@@ -46,12 +46,21 @@ class Coordinator:
     Args:
         channels: dict from rank to `Channel`.
         timeout_seconds: How long a rank may be silent, or let others wait.
-
-    Attributes:
-        returning: `Returning`.
+        root: This process's rank, None if it has none.
+        returning: `Returning`, of ranks that are awaited if they are lost.
+        on_change: Function of a rank without which the others go on or wait,
+            or that has come back, and of whether it is lost; it returns at
+            once.
     """
 
-    def __init__(self, channels, timeout_seconds, root):
+    def __init__(
+        self,
+        channels,
+        timeout_seconds,
+        root,
+        returning=None,
+        on_change=lambda rank, is_lost: None,
+    ):
         self._channels, self._root = channels, root
         self._timeout_seconds = timeout_seconds
         self._reports = {rank: Report() for rank in channels}
@@ -66,7 +75,8 @@ class Coordinator:
         self._spare, self._lost = set(), set()
         self._leaving = {}  # from a rank to its problem, and since when
         self._lost_at = -math.inf
-        self.returning, self._last_step = Returning(), LastStep()
+        self._returning, self._last_step = returning or Returning(), LastStep()
+        self._on_change = on_change
         self._admitted = queue.SimpleQueue()
         self._new = set()  # of lost ranks' new processes, that have not joined
         self._thread = threading.Thread(
@@ -79,6 +89,10 @@ class Coordinator:
     def admit(self, rank, channel):
         """Takes a lost rank's new process; called in another thread."""
         self._admitted.put((rank, channel))
+
+    def retire(self):
+        """Decides nothing from now on: another process does."""
+        self._done = True
 
     def join(self):
         """Waits until all ranks have closed their ends, or been informed."""
@@ -105,7 +119,8 @@ class Coordinator:
                     getattr(self, f"_hear_{message.pop('kind')}")(
                         rank, **message
                     )
-            self._judge()
+            if not self._done:
+                self._judge()
 
     def _with_admitted(self, ranks):
         """dict from `Channel` to rank, with new processes of lost ranks."""
@@ -115,7 +130,7 @@ class Coordinator:
                 channel.close()
                 continue
             self._lost.remove(rank)
-            if not self.returning.awaits(rank):
+            if not self._returning.awaits(rank):
                 self._spare.add(rank)
             self._new.add(rank)
             self._channels[rank], self._reports[rank] = channel, Report()
@@ -157,9 +172,10 @@ class Coordinator:
 
     def _hear_joined(self, rank):
         self._new.discard(rank)
-        if self.returning.take(rank):
+        if self._returning.take(rank):
             self._lost_at = time.monotonic()  # Others have waited until now.
             self._tell(kind="back", rank=rank)
+            self._on_change(rank, False)
 
     def _hear_spare(self, rank, ranks):
         self._spare.update(set(ranks) - self._lost)
@@ -210,9 +226,13 @@ class Coordinator:
         self._spare.remove(rank)
         self._leaving.pop(rank, None)
         self._lose(rank, problem)
-        self._tell(kind="without", rank=rank, problem=problem)
+        self._tell_lost(rank, problem)
         self._end_if_all_have()
         return True
+
+    def _tell_lost(self, rank, problem):
+        self._tell(kind="without", rank=rank, problem=problem)
+        self._on_change(rank, True)
 
     def _outlasts(self, rank, problem):
         """Whether the death of a rank does not end the others.
@@ -221,13 +241,13 @@ class Coordinator:
         """
         if self._goes_on_without(rank, problem):
             return True
-        if self.returning.awaits(rank):  # A new process has died.
+        if self._returning.awaits(rank):  # A new process has died.
             self._lose(rank, problem)
             return True
-        if not self.returning.lose(rank):
+        if not self._returning.lose(rank):
             return False
         self._lose(rank, problem)
-        self._tell(kind="without", rank=rank, problem=problem)
+        self._tell_lost(rank, problem)
         return True
 
     def _lose(self, rank, problem):
@@ -282,7 +302,7 @@ class Coordinator:
                 self._reports[rank].note = f"silent for {silent:.0f} s"
                 self._suspect(problem)
             return
-        waited = self.returning.waited()
+        waited = self._returning.waited()
         if waited is None:
             self._judge_calls(now)
         elif waited[1] > max(_RETURN_SECONDS, self._timeout_seconds):

@@ -62,8 +62,8 @@ _OPTIONS = {
         "restart all ranks after a failure, up to K times. Each attempt has "
         "the same arguments and random seed, and the number of restarts in "
         f"${RESTARTS_VARIABLE}; the script resumes by a ShardedCheckpoint. In "
-        "asynchronous training with dedicated servers a lost worker, or a lost "
-        "server other than the first, is restarted alone, up to K times",
+        "asynchronous training with dedicated servers a lost worker or server "
+        "is restarted alone, up to K times",
     ),
     "--python": (
         str,

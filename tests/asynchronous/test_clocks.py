@@ -1,5 +1,6 @@
 """Steps of workers, and calls that are made twice."""
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -47,6 +48,21 @@ def test_a_step_that_is_ended_twice_counts_once(workers):
     first.end(2)
     second.end(2)
     assert [w.num_tokens() for w in workers] == [4, 4]
+
+
+@pytest.mark.parametrize("bound", [1, None])
+def test_steps_are_counted_of_workers_that_are_gone_too(bound):
+    with tf.compat.v1.Session(graph=tf.Graph()) as session:
+        name = f"counted/{bound}"
+        clocks = [Clocks("/cpu:0", 2, r, bound, name) for r in range(2)]
+        session.run([clocks[0].reset])
+        for number in (1, 2, 2):  # the last one twice
+            session.run([clocks[0].end(np.int64(number))])
+        session.run([clocks[1].end(np.int64(1))])
+        session.run([clocks[1].finish(0)])
+        assert session.run(clocks[1].num_ended()) == 3
+        session.run([clocks[0].reset])
+        assert session.run(clocks[1].num_ended()) == 0
 
 
 @pytest.mark.parametrize("num_begun", [0, 1, 2])

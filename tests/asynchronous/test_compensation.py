@@ -78,9 +78,11 @@ def test_servers_compensate(cluster, engine, tmp_path):
     kernel, rows = np.array([1, 2, 2]), np.array([[0], [0.5], [1], [0]])
     (*_, of_first), (*_, of_last) = ranks
     assert len(of_first) == 3 and of_last == [0]
-    # A pull's version is the least of the two servers': one of them may have
-    # applied a push that is under way to the other.
-    read = [range(version, n + 1) for n, version in enumerate(of_first)]
+    # A pull's version is that of one server; the other one may have applied a
+    # push more, or one less, which is under way.
+    read = [
+        range(max(0, version - 1), n + 1) for n, version in enumerate(of_first)
+    ]
     # Rank 1's gradient is of weights before all updates. It comes last, or
     # before rank 0's last push, which is under way.
     orders = [
@@ -139,12 +141,13 @@ def test_a_server_updates_by_the_formula():
     ]
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build(variables)
+    found = servers.started(rank)
     store = Store(
-        *(servers.started(rank), 0, optimizer, variables, variables[1:]),
+        *(found.cluster, 0, optimizer, variables, variables[1:]),
         *(None, False, 3.0, "test_a_server_updates_by_the_formula"),
         Options().wire,
     )
-    store.create()
+    found.begin(store)
     store.upload()
     push = store.pusher(variables)
     ids, of_rows = np.array([3, 1]), np.array([[1, 2], [3, 4]], "float32")
@@ -154,7 +157,7 @@ def test_a_server_updates_by_the_formula():
         *(ids, of_rows, np.array([[2, 2], [1, 0]], "float32")),
     )
     store.download()
-    store.destroy()
+    found.end(store)
     store.close()
     # 2 - (g + 3 g g (2 - read))
     np.testing.assert_allclose(variables[0].numpy(), [1, -12, -55])

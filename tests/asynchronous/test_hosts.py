@@ -73,6 +73,8 @@ def test_a_stopped_worker_of_another_host_does(machines, engine, tmp_path):
 
 @pytest.mark.all_cells
 @pytest.mark.parametrize("engine", engines())
-def test_a_server_of_another_host_does(machines, engine, tmp_path):
+@pytest.mark.parametrize("victim", [2, 3])
+def test_a_server_of_another_host_does(machines, engine, victim, tmp_path):
     hosts = "10.0.0.1:1+1,10.0.0.2:1+1"
-    _check(machines, tmp_path, engine, hosts, returns.killed, [3], 1, [5])
+    call = returns.killed, [victim], 1, [5]
+    _check(machines, tmp_path, engine, hosts, *call)

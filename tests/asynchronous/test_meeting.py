@@ -59,6 +59,6 @@ def test_the_launcher_is_told_by_one_message():
         return [value]
 
     ranks = types.SimpleNamespace(rank=1, gather_objects=gather_objects)
-    servers = types.SimpleNamespace(is_first=False)
+    servers = types.SimpleNamespace(is_first=False, is_alone=False)
     meetings._tell_launcher(servers, ranks)
     assert sent == ["servers/launcher"]

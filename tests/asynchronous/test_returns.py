@@ -16,10 +16,12 @@ _FIRST, _SECOND = 2, 3
 _EPOCHS = 3
 
 
-def _launch(launched, folder, engine, function, *args, options=()):
+def _launch(
+    launched, folder, engine, function, *args, options=(), num_servers=2
+):
     options = ["--max-restarts", "1", "--engine", engine, *options]
     call = function, str(folder), *args
-    return launched(folder / "logs", 2, options, *call)
+    return launched(folder / "logs", num_servers, options, *call)
 
 
 def _check_losses(output):
@@ -31,7 +33,12 @@ def _check_losses(output):
 def _processes(folder):
     """The numbers of processes that each rank had."""
     pids = returns.Pids(str(folder))
-    return [len(pids.of(rank)) for rank in range(_SECOND + 1)]
+    ranks = range(len(list(folder.glob("*.pids"))))
+    return [len(pids.of(rank)) for rank in ranks]
+
+
+def _iterations(folder):
+    return int((folder / "iterations").read_text())
 
 
 def _counts(folder, name):
@@ -40,15 +47,17 @@ def _counts(folder, name):
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_a_server_comes_back_alone(launched, engine, tmp_path):
-    call = returns.killed, [_SECOND], 1, [5]
+@pytest.mark.parametrize("victim", [_FIRST, _SECOND])
+def test_a_server_comes_back_alone(launched, engine, victim, tmp_path):
+    call = returns.killed, [victim], 1, [5]
     code, output, said = _launch(launched, tmp_path, engine, *call)
     assert code == 0, said
     assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
-    assert said[0].startswith("keras-sparsity: rank 3 was killed by SIGKILL")
+    begins = f"keras-sparsity: rank {victim} was killed by SIGKILL"
+    assert said[0].startswith(begins)
     _check_losses(output)
-    assert _processes(tmp_path) == [1, 1, 1, 2]
-    # Of the checkpoint, while the first server's are later ones.
+    assert _processes(tmp_path) == [1 + (rank == victim) for rank in range(4)]
+    # Of the checkpoint, while the other server's are later ones.
     own, others = _counts(tmp_path, "restored")
     np.testing.assert_array_equal(own, 1)
     assert set(others) == {1, 2}
@@ -56,11 +65,43 @@ def test_a_server_comes_back_alone(launched, engine, tmp_path):
     np.testing.assert_array_equal(others, _EPOCHS)
     # Nothing is lost but that server's updates since the checkpoint.
     assert set(own) == {_EPOCHS - 1, _EPOCHS}
-    log = (tmp_path / "logs" / "rank-3.log").read_text()
+    log = (tmp_path / "logs" / f"rank-{victim}.log").read_text()
     assert "epoch-00001-step-0000000: going on in epoch 2" in log
     # With 2 workers, a bound of 3 steps, and each one's push under way.
     for rank in (0, 1):
         assert int((tmp_path / f"{rank}.staleness").read_text()) <= 8
+
+
+@pytest.mark.parametrize("engine", engines(usually="horovod"))
+def test_the_only_server_comes_back_alone(launched, engine, tmp_path):
+    call = returns.killed, [_FIRST], 1, [5]
+    code, output, said = _launch(
+        launched, tmp_path, engine, *call, num_servers=1
+    )
+    assert code == 0, said
+    assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
+    _check_losses(output)
+    assert _processes(tmp_path) == [1, 1, 2]
+    own, _ = _counts(tmp_path, "restored")
+    np.testing.assert_array_equal(own, 1)
+    own, _ = _counts(tmp_path, "ended")
+    assert set(own) == {_EPOCHS - 1, _EPOCHS}
+    # It begins with the updates that were lost, which no other server counts.
+    assert _iterations(tmp_path) == _EPOCHS * NUM_BATCHES
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_without_the_scheduler_all_start_anew(launched, engine, tmp_path):
+    call = (returns.without_scheduler,)
+    code, output, said = _launch(
+        launched, tmp_path, engine, *call, num_servers=1
+    )
+    assert code == 0, said
+    assert len(said) == 1 and said[0].endswith("restart 1 of 1.")
+    _check_losses(output)
+    assert _processes(tmp_path) == [2, 2, 2]
+    log = (tmp_path / "logs" / "rank-1.log").read_text()
+    assert "the scheduler is gone" in log
 
 
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
@@ -79,15 +120,9 @@ def test_a_server_comes_back_again(launched, engine, tmp_path):
     assert set(own) == {_EPOCHS - 1, _EPOCHS}
 
 
-@pytest.mark.parametrize(
-    ("victim", "epoch"),
-    [
-        pytest.param(_SECOND, 0, id="before the first checkpoint"),
-        pytest.param(_FIRST, 1, id="the first server"),
-    ],
-)
-def test_otherwise_all_start_anew(launched, victim, epoch, tmp_path):
-    call = returns.killed, [victim], epoch, [5]
+@pytest.mark.parametrize("victim", [_FIRST, _SECOND])
+def test_before_a_checkpoint_all_start_anew(launched, victim, tmp_path):
+    call = returns.killed, [victim], 0, [5]
     code, output, said = _launch(launched, tmp_path, "native", *call)
     assert code == 0, said
     assert len(said) == 1
@@ -148,13 +183,14 @@ def test_a_stopped_server_comes_back(launched, engine, tmp_path):
 @pytest.mark.all_cells
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize("seed", range(10))
-def test_random_kills_of_the_second_server(launched, engine, seed, tmp_path):
+def test_random_kills_of_a_server(launched, engine, seed, tmp_path):
     # Within an epoch it comes back; elsewhere all start anew.
-    call = returns.at_any_time, _SECOND, random.Random(seed).uniform(0, 0.8)
+    victim = [_FIRST, _SECOND][seed % 2]
+    call = returns.at_any_time, victim, random.Random(seed).uniform(0, 0.8)
     code, output, said = _launch(launched, tmp_path, engine, *call)
     assert code == 0, said
     _check_losses(output)
-    if _processes(tmp_path) == [1, 1, 1, 2]:
+    if sum(_processes(tmp_path)) == 5:
         assert len(said) == 1
     else:
         assert _processes(tmp_path) == [2, 2, 2, 2]

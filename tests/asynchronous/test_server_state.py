@@ -68,14 +68,9 @@ def test_an_update_that_has_begun_is_not_cut_short(session):
 
 
 def test_a_new_process_knows_counts_and_losses_but_no_push(session):
-    first, second = (_Server(session, name, 5) for name in ("first", "second"))
-    for server in (first, second):
-        server.push(3)
-    first.push(4)
-    assert second.push(3) == (6, 1.5)
-    session.run(second.state.take_place(first.state))
-    assert second.push(3) == (7, 2.0)
-    first.leave_out(0)
-    assert second.push(4) == (8, 2.5)
-    session.run(second.state.take_place(first.state))
-    assert second.push(5) == (LOST, 2.5)
+    server = _Server(session, "new", 5)
+    server.push(3)
+    session.run(server.state.take_place(np.int64(7), [False, True]))
+    assert server.push(3) == (7, 2.0)
+    session.run(server.state.take_place(np.int64(9), [True, False]))
+    assert server.push(4) == (LOST, 2.0)

@@ -19,8 +19,8 @@ def outages(monkeypatch):
 
 
 def test_a_call_waits_until_the_server_is_back(outages):
-    outages.begin(3)
-    threading.Timer(0.6, outages.end, [3]).start()
+    outages.change(3, True)
+    threading.Timer(0.6, outages.change, [3, False]).start()
     assert outages.outlast(0, True)
     assert outages.number == 1
     # An earlier session than the server's process.
@@ -30,11 +30,11 @@ def test_a_call_waits_until_the_server_is_back(outages):
 
 
 def test_a_call_waits_for_all(outages):
-    outages.begin(3)
-    outages.begin(4)
-    outages.end(3)
+    outages.change(3, True)
+    outages.change(4, True)
+    outages.change(3, False)
     assert not outages.outlast(0, False)
-    outages.end(4)
+    outages.change(4, False)
     assert outages.outlast(0, False)
 
 
@@ -43,20 +43,20 @@ def test_a_server_that_has_just_come_back_may_be_out_of_reach(monkeypatch):
     monkeypatch.setattr(sessions, "_SETTLE_SECONDS", 60.0)
     outages = Outages(True)
     assert not outages.outlast(0, True)
-    outages.begin(3)
-    outages.end(3)
+    outages.change(3, True)
+    outages.change(3, False)
     assert outages.outlast(1, True)
 
 
 def test_a_failure_of_the_run_ends_the_wait(outages, monkeypatch):
-    outages.begin(3)
+    outages.change(3, True)
     monkeypatch.setattr(errors, "_failure", "rank 3 is gone")
     assert not outages.outlast(0, True)
 
 
 def test_without_new_processes_an_error_is_raised_at_once():
     outages = Outages(False)
-    outages.begin(3)
+    outages.change(3, True)
     assert not outages.outlast(0, True)
 
 
@@ -67,8 +67,8 @@ def _session(outages, graph):
         made.append(tf.compat.v1.Session(graph=graph))
         return made[-1]
 
-    servers = types.SimpleNamespace(outages=outages, session=session)
-    return LastingSession(servers, graph), made
+    cluster = types.SimpleNamespace(outages=outages, session=session)
+    return LastingSession(cluster, graph), made
 
 
 def test_a_new_session_makes_the_call_again(outages):
@@ -79,10 +79,10 @@ def test_a_new_session_makes_the_call_again(outages):
     session, made = _session(outages, graph)
     double = session.function_of([fed], [doubled])
     assert double(4) == [8]
-    outages.begin(3)
+    outages.change(3, True)
 
     def fail(*args):
-        outages.end(3)
+        outages.change(3, False)
         raise tf.errors.UnavailableError(None, None, "gone")
 
     made[0]._do_run = fail

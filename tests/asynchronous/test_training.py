@@ -50,7 +50,7 @@ def test_servers_keep_nothing_of_an_ended_fit(monkeypatch, fails):
         with pytest.raises(ArithmeticError):
             model.fit(X, Y, verbose=0, callbacks=[_NoLuck()])
     model.fit(X, Y, verbose=0)
-    found = servers.started(strategy.collectives)
+    found = servers.started(strategy.collectives).cluster
     graph = tf.Graph()
     with graph.as_default(), tf.device(found.device(0)):
         are_there = [
@@ -61,7 +61,7 @@ def test_servers_keep_nothing_of_an_ended_fit(monkeypatch, fails):
     with found.session(graph) as session:
         are_there, sizes = session.run([are_there, sizes])
     # Of the table, its slot, and what workers share.
-    assert len(are_there) == 11 * (1 + fails) and not any(are_there)
+    assert len(are_there) == 12 * (1 + fails) and not any(are_there)
     assert len(sizes) == 2 * (1 + fails) and not any(sizes)
 
 

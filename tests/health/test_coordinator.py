@@ -1,6 +1,7 @@
 """Rank 0 asks all ranks, decides, and informs all of them."""
 
 import contextlib
+import queue
 from multiprocessing import connection
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from keras_sparsity.health.channel import Channel
 from keras_sparsity.health.coordinator import Coordinator
 from keras_sparsity.health.report import Call, Report, from_lists
+from keras_sparsity.health.returning import Returning
 
 
 @pytest.fixture
@@ -349,3 +351,46 @@ def test_one_that_has_joined_goes_on_alone(joined):
         end.send(kind="report", **Report("ended").to_json())
     for end in (server, new):
         wait_for(end, "farewell")
+
+
+def test_a_process_that_decides_no_more_declares_nothing():
+    pipes = [connection.Pipe() for _ in range(2)]
+    (own, end), far = (
+        [Channel(each) for each in ends] for ends in zip(*pipes, strict=True)
+    )
+    coordinator = Coordinator(dict(enumerate(far)), 600.0, root=None)
+    coordinator.start()
+    coordinator.retire()
+    coordinator.join()
+    end.close()
+    assert not own.poll(0)
+    for each in (own, *far):
+        each.close()
+
+
+def test_its_own_process_hears_of_changes():
+    pipes = [connection.Pipe() for _ in range(3)]
+    ends, far = (
+        [Channel(each) for each in ends] for ends in zip(*pipes, strict=True)
+    )
+    changes, returning = queue.SimpleQueue(), Returning()
+    coordinator = Coordinator(
+        dict(enumerate(far)),
+        600.0,
+        root=None,
+        returning=returning,
+        on_change=lambda *change: changes.put(change),
+    )
+    coordinator.start()
+    returning.allow([2])
+    ends[2].close()
+    assert changes.get(timeout=20) == (2, True)
+    own, new = map(Channel, connection.Pipe())
+    coordinator.admit(2, new)
+    own.send(kind="joined")
+    assert changes.get(timeout=20) == (2, False)
+    for end in (ends[0], ends[1], own):
+        end.close()
+    coordinator.join()
+    for end in (*far, new):
+        end.close()

@@ -59,7 +59,7 @@ def awaited():
     coordinator = Coordinator(channels, 600.0, root=0)
     coordinator.start()
     server.send(kind="spare", ranks=[1])
-    coordinator.returning.allow([2])
+    coordinator._returning.allow([2])
     wait_until_heard(server, 500.0, server)
     lost.close()
     for end in (server, worker):
@@ -87,11 +87,11 @@ def test_an_awaited_rank_comes_back(awaited):
     while 2 not in coordinator._lost and time.monotonic() < deadline:
         time.sleep(0.01)
     end = new()
-    assert not coordinator.returning.end()
+    assert not coordinator._returning.end()
     end.send(kind="joined")
     for other in (server, worker):
         assert wait_for(other, "back")["rank"] == 2
-    assert coordinator.returning.end()
+    assert coordinator._returning.end()
     for other in (server, worker, end):
         other.send(kind="report", **Report("ended").to_json())
     for other in (server, worker, end):
@@ -108,7 +108,7 @@ def test_the_others_do_not_end_without_an_awaited_rank(awaited):
 
 def test_nobody_waits_for_a_rank_forever(awaited, monkeypatch):
     coordinator, server, worker, _ = awaited
-    monkeypatch.setattr(coordinator.returning, "waited", lambda: (2, 601.0))
+    monkeypatch.setattr(coordinator._returning, "waited", lambda: (2, 601.0))
     for end in (server, worker):
         message = wait_for(end, "failure")["message"]
         assert "rank 2 is lost, and no new process" in message
@@ -119,7 +119,7 @@ def test_at_other_times_its_death_ends_all(awaited):
     end = new()
     end.send(kind="joined")
     wait_for(server, "back")
-    assert coordinator.returning.end()
+    assert coordinator._returning.end()
     end.close()
     message = wait_for(worker, "failure", Report())["message"]
     assert "the process of rank 2 is gone" in message

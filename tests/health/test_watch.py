@@ -6,17 +6,11 @@ of one engine run some at a time, since they mostly wait.
 
 import concurrent.futures
 import dataclasses
-import multiprocessing
 import re
 import time
-from unittest import mock
 
 import pytest
-import tensorflow as tf
 
-from keras_sparsity.health import errors, watch
-from keras_sparsity.health.channel import Channel
-from keras_sparsity.health.journal import Journal
 from keras_sparsity.launch.functions import Job
 from tests import forked, watch_functions
 from tests.conftest import engines
@@ -513,40 +507,3 @@ def test_case(outcome, engine, case):
         if messages:
             expected = r"(.|\n)*".join(case.message)
             assert re.search(expected, end.output), end.output
-
-
-def test_an_error_by_which_a_rank_leaves_is_shown_as_it_is(monkeypatch):
-    own, far = map(Channel, multiprocessing.Pipe())
-    nothing = (lambda *_: None,) * 2
-    left = watch._Watch(1, 2, own, Journal(), nothing, 600.0)
-    left.go_on_without([0, 1], None)
-    monkeypatch.setattr(errors, "_failure", "the others go on without this")
-    shown = left._next_hook = mock.Mock()
-    error = tf.errors.UnknownError(None, None, "no such file\nin read")
-    left.leave(error)
-    left._on_exception(type(error), error, None)
-    shown.assert_called_once_with(type(error), error, None)
-    messages = [far.receive() for _ in range(2)]
-    assert messages[1]["kind"] == "leaving"
-    assert "UnknownError" in messages[1]["error"]
-    own.close()
-    far.close()
-
-
-@pytest.mark.parametrize(
-    ("root", "error", "is_told"),
-    [
-        (0, SystemExit(0), True),
-        (0, ValueError("no luck"), False),  # which its program may catch
-        (2, SystemExit(0), False),  # of a server, or before any may be lost
-    ],
-)
-def test_without_servers_the_others_are_told_of_an_exit(root, error, is_told):
-    own, far = map(Channel, multiprocessing.Pipe())
-    nothing = (lambda *_: None,) * 2
-    watch._Watch(1, root, own, Journal(), nothing, 600.0).leave(error)
-    assert far.poll(0) == is_told
-    if is_told:
-        assert far.receive()["kind"] == "leaving"
-    own.close()
-    far.close()

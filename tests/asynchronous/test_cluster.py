@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from keras_sparsity.asynchronous.servers import own_host, told_of_open
+from keras_sparsity.asynchronous.cluster import own_host, told_of_open
 
 
 def test_one_machine_needs_no_network(monkeypatch):
