@@ -139,26 +139,14 @@ def main():
         lambda message: None,  # the server beside it has said it
     )
     registry = Registry(cluster)
-    arrived = queue.SimpleQueue()
-    coordinator = None
-
-    def admit(rank, channel):
-        if rank == size:
-            threading.Thread(
-                target=_answer, args=(registry, channel), daemon=True
-            ).start()
-        elif coordinator is None:
-            arrived.put((rank, channel))
-        else:
-            coordinator.admit(rank, channel)
-
+    admission = _Admission(registry, size)
     listening = channels.listen(facts["one_machine"], size, facts["rank"])
-    door = channels.Door(*listening, admit)
+    door = channels.Door(*listening, admission)
     told = {**door.facts, "timeout": facts["timeout"]}
     print(json.dumps(told), file=out, flush=True)
     _close_pipes()
-    ranks = _arrived(arrived, size)
-    coordinator = Coordinator(
+    ranks = admission.ranks()
+    admission.coordinator = coordinator = Coordinator(
         ranks,
         facts["timeout"],
         root=None,
@@ -179,18 +167,41 @@ def _close_pipes():
                 os.dup2(nowhere.fileno(), number)
 
 
-def _arrived(arrived, size):
-    """dict from each rank to its `Channel`, once all have connected."""
-    ranks = {}
-    while len(ranks) < size:
-        try:
-            rank, channel = arrived.get(timeout=_LOOK_SECONDS)
-            ranks[rank] = channel
-        except queue.Empty:
-            # Until then, the server's end ends all.
-            if select.select([sys.stdin], [], [], 0)[0]:
-                os._exit(1)
-    return ranks
+class _Admission:
+    """Takes the connections of ranks, and those by which `Registry` is called.
+
+    Args:
+        size: the number of ranks, and the number that the latter have.
+
+    Attributes:
+        coordinator: gets new processes of lost ranks.
+    """
+
+    def __init__(self, registry, size):
+        self._registry, self._size = registry, size
+        self._arrived, self.coordinator = queue.SimpleQueue(), None
+
+    def __call__(self, rank, channel):
+        if rank == self._size:
+            told = self._registry, channel
+            threading.Thread(target=_answer, args=told, daemon=True).start()
+        elif self.coordinator is None:
+            self._arrived.put((rank, channel))
+        else:
+            self.coordinator.admit(rank, channel)
+
+    def ranks(self):
+        """dict from each rank to its `Channel`, once all have connected."""
+        ranks = {}
+        while len(ranks) < self._size:
+            try:
+                rank, channel = self._arrived.get(timeout=_LOOK_SECONDS)
+                ranks[rank] = channel
+            except queue.Empty:
+                # Until then, the end of the server beside it ends it.
+                if select.select([sys.stdin], [], [], 0)[0]:
+                    os._exit(1)
+        return ranks
 
 
 def _answer(registry, channel):

@@ -152,29 +152,18 @@ class RankWatch:
             if is_heard:
                 message = channel.receive() or {"kind": "lost"}
                 self._heard = time.monotonic()
-                if message["kind"] == "lost":
-                    return self._describe_root(
-                        "is gone: it was killed, crashed, or left by os._exit."
-                    )
                 if message["kind"] == "farewell":
                     if self._is_new:
                         self._leave(0)
                     return None
-                if message["kind"] == "failure":
-                    return message["message"]
+                if message["kind"] in ("failure", "lost"):
+                    return message.get("message") or self._describe_root(
+                        "is gone: it was killed, crashed, or left by os._exit."
+                    )
                 if message["kind"] == "timeout":
-                    self.timeout_seconds = message["seconds"]
                     told = 0.0  # Rank 0 may expect a sign of life at once.
-                if message["kind"] == "without":
-                    self._go_on(message["rank"], message["problem"])
-                if message["kind"] == "back":
-                    self._on_change(message["rank"], False)
-                if message["kind"] == "all_leave":
-                    self._all_leave.set()
-                self.stops.hear(**message)
                 asked = message["kind"] == "ask"
-                if asked:
-                    self._asked_calls = from_lists(message["calls"])
+                self._hear(**message)
             self._report(asked)
             now = time.monotonic()
             if now - told > min(5.0, self.timeout_seconds / 4):
@@ -186,6 +175,19 @@ class RankWatch:
                     f"has not been heard of for {silent:.0f} s: it is stopped "
                     "or its machine cannot be reached."
                 )
+
+    def _hear(self, kind, **message):
+        if kind == "timeout":
+            self.timeout_seconds = message["seconds"]
+        if kind == "without":
+            self._go_on(message["rank"], message["problem"])
+        if kind == "back":
+            self._on_change(message["rank"], False)
+        if kind == "all_leave":
+            self._all_leave.set()
+        if kind == "ask":
+            self._asked_calls = from_lists(message["calls"])
+        self.stops.hear(kind, **message)
 
     def _report(self, asked):
         report = self._look(asked)
