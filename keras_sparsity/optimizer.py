@@ -37,23 +37,16 @@ class HybridOptimizer(OptimizerWrapper):
         sparse_updates: `"exact"`: as the stock optimizer on the dense
             gradient, but for rounding. `"lazy"`: touched rows only. Both
             are the same for rules that leave untouched rows alone (SGD,
-            Adagrad); of the others, lazy ones train another model: untouched
-            rows keep a momentum that stock Keras spends. Both cost as much
-            as the touched rows. Of SGD with momentum, RMSprop, Adadelta,
-            Adam, AdamW, Adamax, Nadam, Lion and Ftrl, also with
-            `weight_decay` and `use_ema`, an owner works out how an untouched
-            row and its average have moved in any number of steps when they
-            are read; that takes 4 bytes a row. An ordinary `Embedding` takes
-            part if it is made, and its model compiled, inside of
-            `strategy.scope()`. All rows are updated in each step of models
-            with `jit_compile=True` in one process, and, which is logged, lazily
-            with `use_ema` or `gradient_accumulation_steps`, and exactly of
-            other rules, with a constraint other than `NonNeg`, with `use_ema`
-            beside `ema_overwrite_frequency`, `gradient_accumulation_steps`, a
-            constraint or Ftrl's `l2_regularization_strength`, if `beta_2` is
-            at most about `beta_1`, and if a function that reads the table was
-            traced before the optimizer was built, or the optimizer of another
-            model keeps its rows.
+            Adagrad); with other rules lazy updates train another model:
+            untouched rows keep a momentum that stock Keras spends. Both
+            update touched rows only. For SGD with momentum, RMSprop,
+            Adadelta, Adam, AdamW, Adamax, Nadam, Lion and Ftrl, also with
+            `weight_decay` and `use_ema`, owners compute the movement of an
+            untouched row and its average when these are read; that takes 4
+            bytes a row. An ordinary `Embedding` takes part if it is made,
+            and its model compiled, inside of `strategy.scope()`. The guide
+            "Exact and lazy updates" lists the cases in which each step
+            updates all rows.
         dense_aggregation: `"mean"`: the gradient of the mean loss over the
             global batch. Each rank's loss is weighted by its share of that
             batch, so the ranks' gradients are added. `"sum"`: `size` times

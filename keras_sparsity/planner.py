@@ -14,26 +14,25 @@ from keras_sparsity.strategy import HybridStrategy
 def plan(model, dataset, cluster=None, engine=None, num_batches=8):
     """Measures a model without training it, and prints its plan.
 
-    Of a model in stages (`ks.PipelineStrategy`): the time, memory and messages
-    of each stage, by passes of the first mini-batch's examples. Of a model with
-    layers on one worker (`ks.LayerPlacementStrategy`): the bytes and the
-    predicted step of each place where it may be divided. Of any other
-    one, its sparsity: the gradients of some batches are computed, and each
-    variable gets the architecture with the fewest bytes on the network, see
-    `ks.planning.plan`. No variable changes.
+    A model in stages (`ks.PipelineStrategy`) gets the time, memory and
+    messages of each stage, from passes of the first mini-batch's examples. A
+    model with layers on one worker (`ks.LayerPlacementStrategy`) gets the bytes
+    and the predicted step of each place where it may be divided. Of any other
+    model the sparsity is measured: the gradients of some batches are computed,
+    and each variable gets the architecture with the fewest bytes on the
+    network, see `ks.planning.plan`. No variable changes.
 
-    Of a functional or sequential model, all ways to train it are compared, too:
+    For a functional or sequential model all ways to train it are compared, too:
     data parallelism with these architectures, layer placement, and pipelines of
-    2 and more stages by each schedule, with as many replicas as there are
-    processes for, or, of at most 12 processes, with more of them for slower
-    stages; with sharded layers no pipelines, and layer placement with
-    embeddings in its head and a `SampledSoftmax` on its one tail worker. Of a
-    model that computes with pairs of examples, ways in stages that divide
-    mini-batches there are left out, as `compile` refuses them. Tied
-    weights (a `SampledSoftmax` with `table`) leave data parallelism alone.
-    Rank 0 measures the layers, with unknown sizes as in the first batch; the
-    times of steps are predicted for the running
-    cluster, whose links are measured, or for another one with
+    2 and more stages by each schedule, with replicas or, on at most 12
+    processes, with more processes for slower stages. With sharded layers there
+    are no pipelines, and layer placement has embeddings in its head and a
+    `SampledSoftmax` on its one tail worker. With tied weights (a
+    `SampledSoftmax` with `table`) there is data parallelism alone. For a model
+    that computes with pairs of examples, ways in stages that divide
+    mini-batches there are left out, as `compile` refuses them. Rank 0 measures
+    the layers, with unknown sizes as in the first batch. Steps are predicted
+    for the running cluster, whose links are measured, or for another one with
     `megabits_per_second`.
 
     Every rank calls it; rank 0 prints. One process can plan for another

@@ -76,4 +76,5 @@ if strategy.rank == 0:
                 f"  {count:3d} partitions: {1e3 * seconds:7.2f} ms a step, "
                 f"{fitted:7.2f} ms by the fit"
             )
-    print(f"\ntensorboard --logdir {log_dir}     # or: keras-sparsity report")
+    print(f"\ntensorboard --logdir {log_dir}")
+    print(f"keras-sparsity report {log_dir}  # the same on a terminal")

@@ -87,7 +87,6 @@ for name in STRATEGIES:
         print(f"{name}: loss of unseen text {loss:.3f}")
         print(f"{name}: steps of each worker {steps}")
         # --- How old the weights were ---
-        # From a number of updates to the pushes that came so much later than
-        # their pull.
+        # A dict: so many updates between a pull and its push, so many pushes.
         for updates, pushes in strategy.staleness.items():
             print(f"{name}: {pushes} gradients were {updates} updates old")

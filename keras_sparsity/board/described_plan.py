@@ -4,10 +4,12 @@ import warnings
 
 import keras
 
-# Registers the layers that a saved model may have.
+# Register what a saved model may have: the command imports nothing else.
 from keras_sparsity import layers as layers
+from keras_sparsity import optimizer as optimizer
 from keras_sparsity._tf import checks
 from keras_sparsity.board.comparison import can_be_cut, plan_of
+from keras_sparsity.global_batch import losses as losses
 from keras_sparsity.stages import model_facts
 from keras_sparsity.stages.cutting import Cutter
 

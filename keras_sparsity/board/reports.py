@@ -72,9 +72,8 @@ def _events(log_dir):
     folder = os.path.join(log_dir, RUN)
     if not os.path.isdir(folder):
         raise ValueError(
-            f"{log_dir!r} has no folder {RUN!r}, which "
-            "`ks.callbacks.ArchitectureLogger(log_dir)` writes, and the "
-            "`write(log_dir)` of the plan of a model in stages."
+            f"{log_dir!r} has no folder {RUN!r}. Expected: the folder of a "
+            "`ks.callbacks.ArchitectureLogger`, or of a plan's `write`."
         )
     trainings = []
     # Each training, and each plan that is written, begins a file.

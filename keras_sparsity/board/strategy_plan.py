@@ -15,6 +15,7 @@ from keras_sparsity.stages.costs import (
     LAYER_PLACEMENT,
     PIPELINE,
 )
+from keras_sparsity.stages.measurements import UNMEASURED_RATE
 
 _HEAD = (
     "strategy",
@@ -114,12 +115,12 @@ class StrategyPlan(WrittenPlan):
         return "yes" if cost.is_exact else "no"
 
     def _about(self, left_out):
-        cluster, rate = self.cluster, self.cluster.megabits_per_second
-        links = "" if rate is None else f", links of {rate:.4g} Mbit/s"
+        cluster = self.cluster
         text = (
             f"Mini-batches of {self.num_examples} examples on "
             f"{cluster.num_machines} machines of "
-            f"{cluster.processes_per_machine}{links}. Bytes are those of a "
+            f"{cluster.processes_per_machine}"
+            f"{_of_links(cluster.megabits_per_second)}. Bytes are those of a "
             "step on the busiest link, in one direction; memory is that of "
             "the process with the most."
         )
@@ -127,6 +128,15 @@ class StrategyPlan(WrittenPlan):
         if left_out:
             text += f" Slower ways that are not shown: {left_out}."
         return text
+
+
+def _of_links(rate):
+    if rate is None:
+        return ""
+    if rate == UNMEASURED_RATE:
+        return ", links too fast to measure"
+    shown = f"{rate:.4g}" if rate < 1e4 else f"{rate:.0f}"
+    return f", links of {shown} Mbit/s"
 
 
 def _of_pairs(names):

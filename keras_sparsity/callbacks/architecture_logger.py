@@ -51,8 +51,8 @@ class ArchitectureLogger(keras.callbacks.Callback):
       over the number of partitions, and as a plot with the fitted curve and
       the choice.
 
-    Of workers that pull and push by themselves (`synchronous=False`) it writes
-    the figures of each epoch instead: `plan` is a table of workers and servers;
+    In asynchronous training with a bound it writes the figures of each epoch
+    instead: `plan` is a table of workers and servers;
     `staleness/...` how many updates had come between a pull and its push (a
     histogram of all pushes, their mean and largest), `version` the number of
     updates so far, `steps/...` and `waiting seconds/...` of each worker, and

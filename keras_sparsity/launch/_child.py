@@ -85,9 +85,9 @@ def _warn_if_without_messages(num_sites):
         return
     print(
         f"keras-sparsity: this program ended, and its {known.size} processes "
-        "have sent each other nothing by this library: each ran all of it by "
-        "itself, unless Horovod or tf.distribute joined them. To train one "
-        "model together, compile it inside of `strategy.scope()`, with "
+        "have sent each other nothing by this library: each trained alone, "
+        "unless Horovod or tf.distribute joined them. To train one model "
+        "together, compile it inside of `strategy.scope()`, with "
         "`strategy = ks.HybridStrategy()`.",
         file=sys.stderr,
     )

@@ -35,7 +35,8 @@ _OPTIONS = {
     "--engine": (
         functools.partial(one_of, choices=ENGINES),
         "NAME",
-        "native (the default: TensorFlow's own collectives) or horovod",
+        "native (the default: TensorFlow's own collectives), horovod, or "
+        "local, for -n 1",
     ),
     "--log-dir": (
         str,

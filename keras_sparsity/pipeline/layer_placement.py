@@ -66,8 +66,8 @@ class LayerPlacementStrategy(StagedStrategy):
             `"columns"`: each has the whole batch, and of the widest `Dense`
             layers, where that saves bytes, computes and updates its columns
             alone; outputs are gathered, and gradients of inputs summed, in
-            place of the kernels' gradients. None: whichever is less on the
-            busiest link, for `num_examples`.
+            place of the kernels' gradients. None: whichever sends less on
+            the busiest link, for `num_examples`.
         tail_batches: `"whole"`: a tail computes the parts of its workers as
             one batch. `"by_worker"`: one after the other, which holds the
             activations of one part at a time; statistics of a batch, and the

@@ -78,7 +78,7 @@ class PipelineStrategy(StagedStrategy):
             trains on its part of every mini-batch. A stage's gradients are
             summed over its R processes by AllReduce, those of rows that an
             `Embedding` looks up by AllGather. Of one pipeline, with fewer
-            stages than processes, those that are left share the mini-batches
+            stages than processes, the others share the mini-batches
             of the slowest stages, by the measured times; the first model that
             is compiled decides. Or a list of N numbers, whose sum is that of
             the processes: so many share the mini-batches of each stage.

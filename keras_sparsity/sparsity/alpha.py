@@ -115,12 +115,12 @@ def measured(model):
         alpha          = mean over r, s of |T_rs| / N
         alpha_machine  = mean over machines m, s of |union of T_rs, r on m| / N
 
-    Whether a variable is sparse is told by its gradient, as in the paper: one
-    of type `tf.IndexedSlices` is. That is so for a `ks.ShardedTable` (of a
-    `ShardedEmbedding`, a `SampledSoftmax`, or your own), and for an ordinary
-    `keras.layers.Embedding` that nothing else uses. A regularizer makes the
-    gradient of a variable dense that every process has whole; a regularizer's
-    gradient of a sharded table does not travel, and is not counted.
+    As in the paper, a variable is sparse if its gradient is of type
+    `tf.IndexedSlices`: that of a `ks.ShardedTable` (of a `ShardedEmbedding`, a
+    `SampledSoftmax`, or your own), and of an ordinary `keras.layers.Embedding`
+    that nothing else uses. A regularizer makes the gradient dense, if every
+    process has the whole variable; a regularizer's gradient of a sharded table
+    does not travel, and is not counted.
 
     Every rank must call this function between steps, for example in a
     callback. It sends a few numbers for each variable. Measurements are not
@@ -189,9 +189,8 @@ def popularity(model):
     Returns:
         dict from the name of each sparse variable, if a step was sampled, to
         `(touches, rows)`: two int64 arrays, each number of touches that occurs
-        and how many rows have it. The same on all ranks. Those under
-        "allreduce", of which each rank knows its own touches only, are left
-        out.
+        and how many rows have it. The same on all ranks. Variables under
+        "allreduce" are left out, as each rank knows its own touches only.
 
     Raises:
         ValueError: if `model` is neither a model, a layer nor a list of

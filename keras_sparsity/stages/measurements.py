@@ -12,6 +12,9 @@ from keras_sparsity.stages.attempts import attempted
 from keras_sparsity.stages.costs import ModelFacts
 from keras_sparsity.stages.machine_links import shared_by
 
+# In Mbit/s: the rate of links whose bytes take no time that can be measured.
+UNMEASURED_RATE = 8e6
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -123,9 +126,9 @@ def _with_links(cluster, communicator):
     )
     measured = {}
     if cluster.megabits_per_second is None:
-        # Of a network too fast to measure, some rate.
-        measured["megabits_per_second"] = 8e-6 / max(
-            link.seconds_per_byte, 1e-12
+        is_measured = link.seconds_per_byte * UNMEASURED_RATE > 8e-6
+        measured["megabits_per_second"] = (
+            8e-6 / link.seconds_per_byte if is_measured else UNMEASURED_RATE
         )
         measured["latency_seconds"] = link.latency_seconds or None
     if cluster.message_seconds is None:

@@ -1,6 +1,8 @@
 """The command `keras-sparsity plan` of a saved model."""
 
 import re
+import subprocess
+import sys
 import time
 
 import keras
@@ -188,6 +190,32 @@ def test_rows_of_sharded_layers(tmp_path):
         assert ways["data parallelism"].busiest_bytes == max(
             *total.sent_bytes, *total.received_bytes
         )
+
+
+def test_the_command_loads_a_model_that_a_strategy_has_compiled(tmp_path):
+    model = keras.Sequential(
+        [
+            keras.Input((2,), dtype="int32"),
+            ks.layers.ShardedEmbedding(100, 2, name="rows"),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+    with ks.HybridStrategy().scope():
+        model.compile("adam", loss=ks.losses.GlobalMean("mse"))
+    model.save(tmp_path / "model.keras")
+    # In a new process, which imports what the command imports.
+    command = [sys.executable, "-m", "keras_sparsity.launch", "plan"]
+    options = ["model.keras", "--machines", "2", "--rate", "100"]
+    found = subprocess.run(
+        command + options,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "data parallelism" in found.stdout
 
 
 def test_a_sampled_softmax_is_on_one_tail_worker(tmp_path):
