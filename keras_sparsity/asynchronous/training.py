@@ -51,6 +51,7 @@ class Training:
         strategy, optimizer = model.distribute_strategy, model.optimizer
         self._collectives = strategy.collectives
         self._seen = None  # at the last `record`
+        self._members = None  # by which this worker leaves after an error
         self.logs = {}
         self._is_begun = False
         layers, variables = _looked_up(model), model.trainable_variables
@@ -276,8 +277,8 @@ class Training:
     def _leave_out(self):
         of_store = self.store.name, self.store.numbers, self.store.bound
         with contextlib.suppress(tf.errors.OpError, RuntimeError):
-            members = Members(self._servers.cluster, *of_store)
-            members.leave_out(self._collectives.rank)
+            self._members = Members(self._servers.cluster, *of_store)
+            self._members.leave_out(self._collectives.rank)
 
     def end(self):
         """Ends a `fit`; all ranks together."""
@@ -288,6 +289,8 @@ class Training:
         """Frees the servers' memory, and the session with them."""
         self._servers.end(self.store)
         self.store.close()
+        if self._members is not None:
+            self._members.close()
 
 
 def _embeddings(model, are_stock):
