@@ -379,7 +379,7 @@ def is_stateless(call):
     of the user's.
     """
     operation = call.operation
+    if not type(operation).__module__.startswith("keras.src.ops."):
+        return False  # and its attributes may be no structures, see `flatten`
     given = keras.tree.flatten([list(vars(operation).values()), call.arguments])
-    return type(operation).__module__.startswith("keras.src.ops.") and not any(
-        callable(value) for value in given
-    )
+    return not any(callable(value) for value in given)

@@ -87,7 +87,7 @@ def _with_attributes_of(optimizer):
     made = object.__new__(kind)
     stock.__init__(made, rate, **options)
     for name, value in vars(optimizer).items():
-        is_state = any(map(is_variable, keras.tree.flatten(value)))
+        is_state = _has_variables(value)
         # Methods are bound to the optimizer.
         is_method = callable(getattr(kind, name, None))
         if name == "inner_optimizer":
@@ -95,6 +95,15 @@ def _with_attributes_of(optimizer):
         elif name not in vars(made) and not is_state and not is_method:
             made.__dict__[name] = value
     return made
+
+
+def _has_variables(value):
+    """Whether a value is a variable, or a container of any."""
+    if isinstance(value, dict):  # by keys that may have no order
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_variables, value))
+    return is_variable(value)
 
 
 def built_variables(optimizer):

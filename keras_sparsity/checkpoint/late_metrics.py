@@ -128,7 +128,7 @@ class _Waiting:
             if entry.holder == number
         ]
         records = [record for _, record in numbered]
-        restoring.check_same_variables(entries, records, path)
+        restoring.check_same_variables(entries, records, path, contents)
         # Not together: other ranks may have no examples in this step.
         restoring.read(entries, numbered, path, contents, communicator)
 

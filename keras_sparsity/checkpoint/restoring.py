@@ -4,7 +4,9 @@ import contextlib
 import functools
 import itertools
 import os
+import reprlib
 
+import keras
 import numpy as np
 
 from keras_sparsity.checkpoint import folder, state
@@ -13,8 +15,14 @@ from keras_sparsity.global_batch import random_states
 from keras_sparsity.global_batch.metrics import aggregation
 
 
-def check_same_variables(entries, records, path):
-    """Raises ValueError unless `Entry`s are those of an index."""
+def check_same_variables(entries, records, path, contents):
+    """Raises ValueError unless `Entry`s are those of an index.
+
+    Args:
+        entries: list of `Entry`.
+        records: what the index says of each.
+        path, contents: the checkpoint's folder and index.
+    """
     differing = [
         f"  {number}: the model has {_spell_entry(entry)}, the checkpoint "
         f"{_spell_record(record)}"
@@ -27,9 +35,23 @@ def check_same_variables(entries, records, path):
         raise ValueError(
             f"The checkpoint {path} was saved from another model or "
             f"optimizer: {len(differing)} variables differ. Build and compile "
-            "the model as it was, or train in another directory. The first of "
-            "them:\n" + "\n".join(differing[:5])
+            "the model as it was, or train in another directory."
+            f"{_other_keras(contents)} The first of them:\n"
+            + "\n".join(differing[:5])
         )
+
+
+def _other_keras(contents):
+    """A sentence where another version of Keras has saved a checkpoint."""
+    versions = contents.get("versions")
+    saved = versions.get("keras") if isinstance(versions, dict) else None
+    if saved in (None, keras.__version__):
+        return ""
+    return (
+        f" It was saved under Keras {reprlib.repr(saved)}, and this is "
+        f"{keras.__version__}: versions may have an optimizer's variables in "
+        "another order."
+    )
 
 
 def _are_alike(entry, record):

@@ -272,7 +272,7 @@ def restore(model, path, contents, communicator, sections, waiting=()):
                     layer.finalize_state()  # It computes with constants.
 
     records = [record for _, record in numbered]
-    restoring.check_same_variables(entries, records, path)
+    restoring.check_same_variables(entries, records, path, contents)
     on_all_ranks(communicator, f"read the checkpoint {path}", read)
 
 

@@ -1,5 +1,6 @@
 """Rows of a batch, whatever its structure."""
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -22,6 +23,22 @@ def split_batch(batch, rank, size):
         return batch
     start, stop = bounds(number, rank, size)
     return rows_between(batch, start, stop)
+
+
+def unpacked(batch):
+    """The inputs, labels and weights of a batch, as Keras's steps take them.
+
+    A `train_step` of the user's may take other tuples: all of it is inputs.
+
+    Example:
+
+    >>> unpacked((1, 2)), unpacked((1, 2, 3, 4))
+    ((1, 2, None), ((1, 2, 3, 4), None, None))
+    """
+    try:
+        return keras.utils.unpack_x_y_sample_weight(batch)
+    except ValueError:
+        return batch, None, None
 
 
 def mapped(dataset, function, **options):

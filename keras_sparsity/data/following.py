@@ -2,10 +2,9 @@
 
 import typing
 
-import keras
 import tensorflow as tf
 
-from keras_sparsity.data.batches import num_examples
+from keras_sparsity.data.batches import num_examples, unpacked
 from keras_sparsity.data.stand_ins import (
     Counted,
     can_be_held_back,
@@ -56,7 +55,7 @@ def with_following(dataset):
         batch, number = element, None
         if isinstance(element, Counted):
             batch, number = element.batch, element.counts[0]
-        inputs, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        inputs, labels, _ = unpacked(batch)
         if number is None:
             number = num_examples(inputs)
         before = tf.nest.pack_sequence_as(element, before, True)

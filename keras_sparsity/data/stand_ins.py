@@ -8,13 +8,13 @@ it is finite on all examples, it is on this one. Nothing of it counts, see
 
 import typing
 
-import keras
 import tensorflow as tf
 
 from keras_sparsity.data.batches import (
     bounds,
     num_examples,
     rows_between,
+    unpacked,
     without_rows,
 )
 
@@ -63,7 +63,7 @@ def counted(batch):
         return batch
     if isinstance(batch, tuple) and batch and isinstance(batch[0], Counted):
         return Counted(without_counts(batch), batch[0].counts)
-    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    inputs, _, _ = unpacked(batch)
     leaves = [x for x in tf.nest.flatten(inputs) if x is not None]
     shape = tf.TensorShape(leaves[0].shape)
     if shape.rank and shape[0]:  # as a single batch has

@@ -4,12 +4,12 @@ import contextlib
 import functools
 import logging
 
-import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import keras_input, keras_models
 from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.data import following, stand_ins
+from keras_sparsity.data.batches import unpacked
 from keras_sparsity.global_batch import random_states
 from keras_sparsity.health import agreement
 from keras_sparsity.moves import moving
@@ -66,7 +66,7 @@ class FirstStep(Binding):
     def _build_from(self, batch):
         """As Keras; code of eager steps that needs values waits for them."""
         model, context = self._model, contextlib.nullcontext
-        inputs, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        inputs, _, _ = unpacked(batch)
         if model.run_eagerly and not keras_models.is_built(model):
             context = keras_models.losses_and_metrics_may_fail
             if not keras_models.can_be_called_on_shapes(model, inputs):

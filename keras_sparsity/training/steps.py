@@ -3,7 +3,6 @@
 import contextlib
 import functools
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -16,6 +15,7 @@ from keras_sparsity._tf import (
     xla,
 )
 from keras_sparsity.data import empty_parts, stand_ins
+from keras_sparsity.data.batches import unpacked
 from keras_sparsity.data.following import Followed
 from keras_sparsity.exchange import row_wire
 from keras_sparsity.global_batch import (
@@ -66,7 +66,7 @@ class Steps(Binding):
         if isinstance(batch, Followed):
             batch, *following = batch
         with self._on_own_part(batch) as (batch, part, is_outermost):
-            _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            _, labels, _ = unpacked(batch)
             with (
                 self._mixing.looked_for(batch),
                 row_wire.in_step(self._number()),

@@ -102,6 +102,10 @@ def test_is_stateless():
         assert not of(ops.vectorized_map(add_noise, inputs))
     assert not of(Own()(inputs))
     assert not of(keras.layers.Lambda(add_noise)(inputs))
+    # A compiled model has a dict by its layers, which have no order.
+    compiled = keras.Sequential([keras.layers.Dense(1), keras.layers.ReLU()])
+    compiled.compile()
+    assert not of(compiled(inputs))
 
 
 def test_calls_of_nested_models():

@@ -76,6 +76,21 @@ def test_kinds_of_slots(rule, kinds):
         assert slot.shape == (2,)
 
 
+def test_unbuilt_without_a_configuration():
+    """A rate for each layer, and no `get_config`."""
+
+    class Rates(keras.optimizers.SGD):
+        def __init__(self, rates):
+            super().__init__(0.5)
+            self.rates = rates
+            self.kept = {"own": [keras.Variable(1.0)]}
+
+    rates = {keras.layers.Dense(1): 1.0, keras.layers.Dense(1): 2.0}
+    made = keras_optimizers.unbuilt(Rates(rates))
+    assert made.rates == rates and float(made.learning_rate) == 0.5
+    assert not hasattr(made, "kept")
+
+
 def test_rebuild_optimizer():
     variables = [keras.Variable(tf.ones([n])) for n in (2, 3)]
     inner = keras.optimizers.AdamW()

@@ -29,6 +29,22 @@ def test_what_is_read_stays(aggregation, read, expected, size):
     assert read([v.numpy() for v in variables]) == expected
 
 
+def test_other_variables_of_another_keras():
+    """Its versions differ in the order of averages and accumulators."""
+    entries = [_entry("model", keras.Variable([1.0]), None)]
+    for versions, told in [
+        ({"keras": "3.4.0"}, "under Keras '3.4.0', and this is"),
+        ({"keras": [[]]}, "under Keras"),
+        ({"keras": keras.__version__}, "another directory. The first of them"),
+        (None, "another directory. The first of them"),
+    ]:
+        with pytest.raises(ValueError, match="another model") as error:
+            restoring.check_same_variables(
+                entries, [], "folder", {"versions": versions}
+            )
+        assert told in str(error.value)
+
+
 def _entry(section, variable, ranks, rank=0, is_replicated=True):
     is_here = ranks is None or rank in ranks
     return Entry(

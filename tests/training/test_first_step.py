@@ -142,3 +142,44 @@ def test_batches_that_are_no_inputs_and_labels(cluster, engine):
     for found in [fit_pairs(), *cluster(engine, 2).run(fit_pairs)]:
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+class OfFour(keras.Model):
+    """Trains on batches of more parts than Keras's own steps take."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.loss_of = keras.losses.MeanSquaredError()
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        first, second, scale, y = data
+        with tf.GradientTape() as tape:
+            loss = self.loss_of(y, scale * self(first) - self(second))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def fit_of_four(scope=None):
+    keras.utils.set_random_seed(3)
+    with scope or ks.HybridStrategy().scope():
+        made = OfFour()
+        made(np.ones((1, 2)))
+        made.compile(keras.optimizers.SGD(0.1))
+    x = np.random.default_rng(4).normal(size=(10, 2)).astype("float32")
+    parts = x, x[::-1], x[:, :1], x[:, 1:]
+    data = tf.data.Dataset.from_tensor_slices(parts).batch(8)
+    losses = made.fit(data, epochs=2, shuffle=False, verbose=0)
+    return losses.history["loss"], *made.get_weights()
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_batches_of_four(cluster, engine):
+    expected = fit_of_four(contextlib.nullcontext())
+    for found in [fit_of_four(), *cluster(engine, 2).run(fit_of_four)]:
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5)
