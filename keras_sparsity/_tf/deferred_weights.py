@@ -9,7 +9,7 @@ import inspect
 
 import keras
 
-from keras_sparsity._tf import keras_scopes, patches
+from keras_sparsity._tf import contexts, keras_scopes, patches
 
 # Of the entered contexts: lists of deferred weights, and whether their first
 # values take messages.
@@ -70,15 +70,22 @@ def initialize(variables):
     """Gives those of some variables that were deferred their first values."""
     for variable in variables:
         if _is_deferred(variable):
-            del variable.__dict__["_direct_assign"]
-            variable._deferred_initialize()
+            was_trainable = variable.__dict__.pop("_direct_assign").is_trainable
+            # As it was made: a tape watches no `tf.Variable` that was frozen
+            # then, though its layer may be trained later.
+            with contexts.attribute(variable, "trainable", was_trainable):
+                variable._deferred_initialize()
 
 
 class _InitializeFirst:
-    """In place of a deferred variable's `_direct_assign`."""
+    """In place of a deferred variable's `_direct_assign`.
+
+    Attributes:
+        is_trainable: whether the variable was trainable when it was made.
+    """
 
     def __init__(self, variable):
-        self._variable = variable
+        self._variable, self.is_trainable = variable, variable.trainable
 
     def __call__(self, value):
         initialize([self._variable])

@@ -3,6 +3,7 @@
 import keras
 
 from keras_sparsity._tf import (
+    contexts,
     keras_models,
     keras_optimizers,
 )
@@ -141,6 +142,9 @@ def adopt(stock, model, args, kwargs, strategy):
         ValueError: if the model, its optimizer or `stages` is not one that
             can be trained in stages.
     """
+    if strategy.compiling is model:  # the scope is entered twice
+        stock(model, *args, **kwargs)
+        return
     adoption = getattr(model, _ADOPTION, None)
     other = getattr(model, "distribute_strategy", None)
     if adoption is None or other is not strategy:
@@ -148,7 +152,8 @@ def adopt(stock, model, args, kwargs, strategy):
     else:
         adoption.settle()  # by the optimizer and losses of these steps
     keras_models.set_distribute_strategy(model, strategy)
-    stock(model, *args, **kwargs)
+    with contexts.attribute(strategy, "compiling", model):
+        stock(model, *args, **kwargs)
     if adoption is not None:
         adoption.compiled_again(model, strategy)
     else:

@@ -44,6 +44,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
         asked_micro_batches: the number of a mini-batch's parts that the user
             asks for, or None.
         planned_cuts: `PlannedCuts` in place of `stages`, or None.
+        compiling: the model whose `compile` is under way, or None.
         spreads_tables: whether sharded tables of the first stage live on all
             of its ranks; else they are refused.
 
@@ -60,6 +61,7 @@ class StagedStrategy(ProcessStrategy, abc.ABC):
     spreads_tables = False
     asked_micro_batches = None
     planned_cuts = None
+    compiling = None
 
     def __init__(self, communicator, peers, links, stages):
         self.collectives, self.peers = communicator, peers

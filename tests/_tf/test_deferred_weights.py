@@ -50,6 +50,22 @@ def test_values_are_the_same(name):
     model.fit(np.ones((2, 3, 4)), np.ones((2, 3, 2)), verbose=0)
 
 
+@pytest.mark.parametrize("is_assigned", [False, True])
+def test_layers_that_are_frozen_then_may_be_trained_later(is_assigned):
+    with deferred_weights.deferring():
+        model = _made("dense")
+        values = model.get_weights()
+        model.trainable = False
+        if is_assigned:
+            model.set_weights(values)
+    assert not any(v.trainable for v in model.weights)
+    model.trainable = True
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(np.ones((2, 3, 4))))
+    gradients = tape.gradient(loss, [v.value for v in model.weights])
+    assert all(gradient is not None for gradient in gradients)
+
+
 def test_assigned_values_stay():
     given = [np.full(w.shape, 3.0) for w in _made("dense").get_weights()]
     with deferred_weights.deferring():
