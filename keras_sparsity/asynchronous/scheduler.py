@@ -10,6 +10,7 @@ parameter server of MXNet, it has the same name.)
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import select
@@ -219,12 +220,16 @@ def _changing(cluster, registry):
     changes = queue.SimpleQueue()
 
     def act():
-        while True:
-            rank, is_lost = changes.get()
-            if is_lost:
-                launcher.tell(cluster.size, lost=rank)
-            cluster.change(rank, is_lost)
-            registry.change(rank, is_lost)
+        try:
+            while True:
+                rank, is_lost = changes.get()
+                if is_lost:
+                    launcher.tell(cluster.size, lost=rank)
+                cluster.change(rank, is_lost)
+                registry.change(rank, is_lost)
+        except Exception:
+            logging.getLogger(__name__).exception("The scheduler failed.")
+            os._exit(1)  # Others would wait for a rank that is lost.
 
     threading.Thread(target=act, daemon=True).start()
     return lambda rank, is_lost: changes.put((rank, is_lost))

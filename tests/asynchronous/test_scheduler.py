@@ -62,6 +62,19 @@ def test_a_scheduler_that_cannot_start_is_an_error(monkeypatch):
             pass
 
 
+def test_it_ends_when_it_cannot_act_on_a_loss(monkeypatch):
+    has_ended = threading.Event()
+    monkeypatch.setattr(scheduler.os, "_exit", lambda code: has_ended.set())
+    monkeypatch.setattr(scheduler.launcher, "tell", lambda rank, lost: None)
+
+    def fail(rank, is_lost):
+        raise ValueError("no luck")
+
+    cluster = types.SimpleNamespace(size=3, change=fail)
+    scheduler._changing(cluster, None)(1, True)
+    assert has_ended.wait(20)
+
+
 def test_it_finds_the_modules_that_its_server_finds(monkeypatch):
     monkeypatch.setattr(sys, "path", ["/a", "/b"])
     assert "sys.path[:] = ['/a', '/b']" in scheduler._program()
