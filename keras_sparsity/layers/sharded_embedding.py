@@ -210,8 +210,14 @@ class ShardedEmbedding(keras.layers.Embedding):
         if "0" in store.keys():
             self.build()
             self.table.assign(store["0"][...])
-        else:  # It was saved before its first call.
-            super().load_own_variables(store)
+        elif self.built:
+            raise ValueError(
+                f"The layer '{self.name}' needs a table. Received: a file "
+                "without one for this layer, as Keras finds layers by their "
+                "classes. Load the weights of `keras.layers.Embedding`s into "
+                "the model with these, and train the copy that "
+                "`ks.shard_embeddings(model)` makes."
+            )
 
     def get_config(self):
         config = super().get_config()

@@ -401,6 +401,22 @@ def test_loads_what_stock_keras_saves():
     np.testing.assert_array_equal(layer.get_weights()[0], whole)
 
 
+def test_weights_of_stock_layers_go_through_their_model(tmp_path):
+    def made(kind):
+        rows = kind(ROWS, DIM, name="rows")
+        return keras.Sequential([keras.Input((2,), dtype="int32"), rows])
+
+    stock, path = made(keras.layers.Embedding), tmp_path / "old.weights.h5"
+    stock.save_weights(path)
+    sharded = made(ks.layers.ShardedEmbedding)
+    with pytest.raises(ValueError, match="ks.shard_embeddings"):
+        sharded.load_weights(path)
+    fresh = made(keras.layers.Embedding)
+    fresh.load_weights(path)
+    (found,) = ks.shard_embeddings(fresh).get_weights()
+    np.testing.assert_array_equal(found, stock.get_weights()[0])
+
+
 class Late(keras.Model):
     """Builds a sequential model within its own call; or never calls it."""
 
