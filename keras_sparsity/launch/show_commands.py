@@ -38,19 +38,19 @@ _DESCRIBED = {
         positive_number,
         "MS",
         "time of an empty message on a link, in milliseconds (0.1: a fast "
-        "local network); by default 0",
+        "local network); by default not counted",
     ),
     "--message": (
         positive_number,
         "MS",
         "processor time to send or to receive a message, in milliseconds "
-        "(measured: 0.3 to 0.4); by default 0",
+        "(measured: 0.3 to 0.4); by default not counted",
     ),
     "--message-byte": (
         positive_number,
         "NS",
         "processor time for each byte of a message, in nanoseconds (measured: "
-        "about 1); by default 0",
+        "about 1); by default not counted",
     ),
     "--memory": (
         positive_number,
