@@ -45,6 +45,8 @@ class Again:
         None also if the run does not go on, for a new process to join.
         """
         rank, then, new = lost.rank, "", None
+        if lost.we_ended_it and not goes_on:
+            return None  # The launcher ends all.
         start, variables, most = self._starts.get(rank, (None, None, 0))
         facts = self._listener.facts
         is_due = self._numbers[rank] < most and facts is not None

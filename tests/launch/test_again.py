@@ -49,3 +49,14 @@ def test_others_do_not_go_on_without_one_that_is_needed(capsys):
     _, said = capsys.readouterr().err.splitlines()
     assert "others go on" not in said
     assert "rank 1 was killed; it does not start anew" in said
+
+
+@pytest.mark.parametrize("ended_by_launcher", [False, True])
+def test_one_that_the_launcher_ends_with_all_is_not_said(
+    ended_by_launcher, capsys
+):
+    again = Again(mock.Mock(facts={}), 0)
+    lost = mock.Mock(rank=1, returncode=-15, log_path=None)
+    lost.we_ended_it = ended_by_launcher
+    assert again(lost, False) is None
+    assert bool(capsys.readouterr().err) is not ended_by_launcher
