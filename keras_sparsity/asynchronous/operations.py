@@ -23,6 +23,7 @@ class Operations:
 
     Attributes:
         servers: dict from the numbers of the servers to `ServerState`s.
+        counts_steps: whether a push takes the number of the step that it ends.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Operations:
         self._is_staleness_aware = is_staleness_aware
         self._compensation = compensation
         # The count of a server that comes back is found by the steps.
-        self._counts_steps = bound is not None or cluster.returns
+        self.counts_steps = bound is not None or cluster.returns
         self._stored = stored
         self._of = {id(each.variable): each for each in stored}
         # Of the first server too, whose count is the version of the model.
@@ -216,7 +217,7 @@ class Operations:
             of_server, count = server.push(gradients[number])
             facts, counts = [*facts, *of_server], [*counts, count]
         steps, ended = [], []
-        if self._counts_steps:
+        if self.counts_steps:
             steps = [tf.compat.v1.placeholder(tf.int64, [])]
             with tf.control_dependencies(counts):
                 ended = [self._clocks.end(*steps)]

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous.batches import Batches
-from keras_sparsity.asynchronous.cells import Cell, locked, tokens
+from keras_sparsity.asynchronous.cells import Cell, after, locked, tokens
 from keras_sparsity.asynchronous.clocks import Clocks
 from keras_sparsity.asynchronous.server_state import ServerState
 from keras_sparsity.asynchronous.sessions import LastingSession
@@ -204,8 +204,7 @@ class Attendance:
                 cells.numbers.set(rank, count),
                 cells.epochs.set(rank, epoch),
             ]
-            with tf.control_dependencies(told):
-                return tf.identity(rank)
+            return after(told, rank)
 
         def call(feeds, build):
             with tf.device(cells.device):
@@ -269,5 +268,4 @@ class MeetingCells:
         one = tf.zeros([], tf.int64)
         with tf.control_dependencies(operations):
             rung = [bell.enqueue(one) for bell in self.bells]
-        with tf.control_dependencies(rung):
-            return tf.identity(value)
+        return after(rung, value)

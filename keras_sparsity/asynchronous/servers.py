@@ -110,7 +110,7 @@ class Servers:
         """A rank is lost, or is a server that was lost and has come back."""
         self.has_lost = True
         self.cluster.change(rank, is_lost)
-        if isinstance(self._registry, Registry):
+        if self._registry is not None:
             self._registry.change(rank, is_lost)
 
     def begin_returns(self):

@@ -59,7 +59,6 @@ class Store:
     ):
         self.name, self.bound = name, bound
         self._is_bounded = bound is not None
-        self._counts_steps = self._is_bounded or cluster.returns
         self._sends_read = compensation is not None
         self._optimizer, self._rank = optimizer, rank
         self._stored = placed(optimizer, variables, of_rows, cluster.owners)
@@ -305,7 +304,7 @@ class Store:
                 ids = next(values) if stored.is_of_rows else None
                 given = [next(values) for _ in range(1 + self._sends_read)]
                 sent += self._sent_pieces(stored, ids, given)
-            steps = [self._num_ended + 1] * self._counts_steps
+            steps = [self._num_ended + 1] * self._operations.counts_steps
             facts = [batch, version, rate] * len(self.traffic)
             before = push(*steps, *facts, *sent)
             if LOST in before:
