@@ -25,6 +25,8 @@ from tests import forked
 
 _START_TIMEOUT_SECONDS = 90
 _LAST_WORDS_SECONDS = 5
+# Of Python's faulthandler, which tells all threads, the newest first.
+_CRASHED = "Current thread 0x"
 
 
 class ClusterError(AssertionError):
@@ -115,7 +117,7 @@ class Cluster:
         else:
             ends = self._end(replies)
         tails = [
-            last_lines(path, 60, start)
+            _last_words(path, start)
             for path, start in zip(logs, log_starts, strict=True)
         ]
         if ends[0] is not None:
@@ -256,6 +258,14 @@ class Cluster:
         if self._job is not None:
             self._job.__exit__()
             self._job = None
+
+
+def _last_words(path, start):
+    """A rank's last lines; a crash's own thread may stand far before them."""
+    lines = last_lines(path, 1000, start)
+    crashed = [i for i, line in enumerate(lines) if line.startswith(_CRASHED)]
+    thread = lines[crashed[0] :][:20] if crashed else []
+    return [*thread, *lines[-60:]]
 
 
 def serve(address, key):

@@ -1,10 +1,12 @@
 """Functions that the launcher's tests run in other processes."""
 
+import ctypes
 import os
 import pathlib
 import random
 import signal
 import sys
+import threading
 import time
 
 from keras_sparsity import collectives
@@ -48,6 +50,19 @@ def die(rank):
         print("these are my last words", file=sys.stderr)
         os.kill(os.getpid(), signal.SIGKILL)
     collectives.current().barrier("test/die")
+
+
+def crash(rank, frames=70):
+    """One rank crashes in a thread, while its main thread is deep in calls."""
+    if frames:
+        return crash(rank, frames - 1)
+    if collectives.current().rank == rank:
+        threading.Thread(target=_read_nothing).start()
+    collectives.current().barrier("test/crash")
+
+
+def _read_nothing():
+    ctypes.string_at(0)
 
 
 def fail_or_die(rank):
