@@ -26,11 +26,11 @@ class HybridStrategy(ProcessStrategy):
     tables are pulled from, pushed to and updated at the process that owns
     them.
 
-    `keras-sparsity run`, `horovodrun` or `TF_CONFIG` start the processes;
-    without any of them there is one, and the same script trains on it. Make
-    the strategy first of all in the script, before TensorFlow runs its first
-    operation. `keras-sparsity run` starts the engine before the script's first
-    line, so that the strategy may be made anywhere in the script.
+    `keras-sparsity run`, `horovodrun`, Slurm's `srun` or `TF_CONFIG` start the
+    processes; without any of them there is one, and the same script trains on
+    it. Make the strategy first of all in the script, before TensorFlow runs its
+    first operation. `keras-sparsity run` starts the engine before the script's
+    first line, so that the strategy may be made anywhere in the script.
 
     Args:
         engine: `"native"` (TensorFlow's own collectives), `"horovod"`,

@@ -51,7 +51,7 @@ _CAPACITY_KEYS = np.array(
 
 
 def bring_up():
-    """Starts TensorFlow's collective runtime from TF_CONFIG.
+    """Starts TensorFlow's collective runtime from TF_CONFIG, or by Slurm.
 
     Returns:
         `(engine of all processes, name of this process's machine)`.
@@ -80,10 +80,10 @@ def bring_up():
         if not is_in_use and "start gRPC server" not in str(error):
             raise
         raise RuntimeError(
-            f"Rank {rank} cannot listen at {address}, its address in "
-            "TF_CONFIG: the port is in use on this machine, by another "
-            "program or by an earlier run that has not ended. End that, or "
-            "choose another port for all ranks."
+            f"Rank {rank} cannot listen at {address}, its address by "
+            "TF_CONFIG or Slurm: the port is in use on this machine, by "
+            "another program or by an earlier run that has not ended. End "
+            "that, or choose another port for the rank in all ranks' TF_CONFIG."
         ) from error
     return NativeEngine(rank, len(hosts), "all", 0), machine
 
@@ -99,15 +99,13 @@ def _take_back_sigterm():
 
 
 def _start_runtime(addresses, rank):
-    resolver = None
-    if any(kind == "ps" for kind, *_ in settings.cluster()):
-        # TensorFlow's strategy takes no servers for members.
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec({"worker": addresses}),
-            task_type="worker",
-            task_id=rank,
-            rpc_layer="grpc",
-        )
+    # TensorFlow's strategy knows no Slurm, and takes no servers for members.
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({"worker": addresses}),
+        task_type="worker",
+        task_id=rank,
+        rpc_layer="grpc",
+    )
     try:
         with tf_context.heartbeats_may_be_missed(_NEVER_SECONDS):
             # The public way to start the runtime, which outlives this object.

@@ -58,7 +58,8 @@ def start(engine=None, timeout=None):
     Args:
         engine: "local", "native" or "horovod". By default "horovod" if
             `horovodrun` started this process (HOROVOD_RANK is set), else
-            "native" if TF_CONFIG names more than one worker, else "local".
+            "native" if TF_CONFIG names more than one process or Slurm's
+            `srun` started more than one task, else "local".
         timeout: Seconds for which a rank may keep the others waiting, at
             the start and later, before all of them are ended; the same on
             all ranks, at least 5. By default the environment's

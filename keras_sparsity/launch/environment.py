@@ -10,7 +10,7 @@ import random
 from collections import Counter
 
 from keras_sparsity._tf import checks
-from keras_sparsity.machines import firewall, ports
+from keras_sparsity.machines import firewall, ports, slurm
 from keras_sparsity.machines.door import JOINS_VARIABLE, LAUNCHER_VARIABLE
 from keras_sparsity.machines.settings import (
     ENGINES,
@@ -32,6 +32,7 @@ _RANK_VARIABLES = (
     SERVERS_VARIABLE,
     JOINS_VARIABLE,
     LAUNCHER_VARIABLE,
+    slurm.STEP_VARIABLE,
     "HOROVOD_HOSTNAME",
     f"{_RENDEZVOUS}ADDR",
     f"{_RENDEZVOUS}PORT",

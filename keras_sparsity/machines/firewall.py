@@ -84,9 +84,9 @@ def guarded_port(port, hosts, warn):
         packet_filter.choose(first, [*networks, *found])
         if missing:
             warn(
-                f"{', '.join(missing)}, of TF_CONFIG, cannot be resolved here: "
-                f"connections from there are dropped, unless {VARIABLE} names "
-                "their addresses."
+                f"{', '.join(missing)}, of other ranks, cannot be resolved "
+                "here: connections from there are dropped, unless "
+                f"{VARIABLE} names their addresses."
             )
         own = first.family, first.getsockname()[:2]
         # Open as long as TensorFlow's server, until the process ends.

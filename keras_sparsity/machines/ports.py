@@ -6,7 +6,7 @@ import socket
 
 # Below the range that the system assigns to connections (32768 and up on
 # Linux), so that no connection takes one before its process listens.
-_FIRST, _END = 15000, 32000
+RANGE = range(15000, 32000)
 
 
 @contextlib.contextmanager
@@ -16,7 +16,7 @@ def reserved(count):
     A process may listen there meanwhile, if it sets `SO_REUSEADDR`, as gRPC
     does. An error, if this machine has fewer.
     """
-    candidates = list(range(_FIRST, _END))
+    candidates = list(RANGE)
     random.SystemRandom().shuffle(candidates)
     with contextlib.ExitStack() as stack:
         ports = []
@@ -24,7 +24,7 @@ def reserved(count):
             if not candidates:
                 raise ValueError(
                     f"{count} processes need as many free ports; of those from "
-                    f"{_FIRST} to {_END - 1} this machine has {len(ports)}."
+                    f"{RANGE[0]} to {RANGE[-1]} this machine has {len(ports)}."
                 )
             holder = stack.enter_context(socket.socket())
             port = candidates.pop()

@@ -6,7 +6,7 @@ import os
 import re
 import reprlib
 
-from keras_sparsity.machines import door
+from keras_sparsity.machines import door, slurm
 
 # Adding an engine: see CONTRIBUTING.md.
 ENGINES = ("local", "native", "horovod")
@@ -116,6 +116,7 @@ def is_of_child():
 def _place():
     """Of a rank, by whatever started it."""
     names = "TF_CONFIG", "HOROVOD_RANK", "HOROVOD_SIZE", door.JOINS_VARIABLE
+    names += slurm.PLACE_VARIABLES
     return json.dumps([os.environ.get(name) for name in names])
 
 
@@ -138,13 +139,19 @@ def check_horovod():
             )
 
 
+def _is_of_slurm():
+    return "TF_CONFIG" not in os.environ and slurm.is_task()
+
+
 def cluster():
-    """TF_CONFIG's training processes, in TensorFlow's order.
+    """The training processes of TF_CONFIG, or without it of Slurm's step.
 
     Returns:
-        List of `(type, index, address)`: the chief, workers, then servers,
-        which are the tasks of the job "ps".
+        List of `(type, index, address)`, in TensorFlow's order: the chief,
+        workers, then servers, which are the tasks of the job "ps".
     """
+    if _is_of_slurm():
+        return [("worker", *task) for task in enumerate(slurm.addresses())]
     config = _tf_config()
     jobs = config.get("cluster") or {}
     _check_config(isinstance(jobs, dict), '"cluster" must be an object')
@@ -173,6 +180,8 @@ def cluster():
 
 def cluster_rank(tasks):
     """The rank of this process among the `tasks` of `cluster`."""
+    if _is_of_slurm():
+        return slurm.rank()
     task = _tf_config().get("task")
     _check_config(
         isinstance(task, dict) and {"type", "index"} <= task.keys(),

@@ -1,10 +1,7 @@
 """The Python code of the guides, each page from top to bottom."""
 
-import json
-import os
 import pathlib
 import re
-import subprocess
 
 import pytest
 
@@ -34,48 +31,6 @@ def test_the_code_of_a_guide(page, tmp_path, monkeypatch, capfd):
     with forked.ranks():
         code = launch.main(["run", "-n", "1", "page.py"])
     assert code == 0, capfd.readouterr().err
-
-
-# Of two machines. `srun` takes options, and then the command of each task.
-_SLURM = {
-    "scontrol": "echo node1; echo node2",
-    "srun": """while [[ $1 == -* ]]; do shift; done
-        for task in $(seq 0 $((2 * SLURM_NTASKS_PER_NODE - 1))); do
-          SLURM_PROCID=$task "$@"
-        done""",
-    "python": 'echo "$TF_CONFIG" | tr -d "\\n"; echo',
-}
-
-
-@pytest.mark.parametrize(("place", "num_tasks"), [(0, 1), (1, 4)])
-def test_a_task_of_slurm_gets_its_place(tmp_path, place, num_tasks):
-    page = (_GUIDES / "launching.md").read_text()
-    scripts = re.findall(r"^```sh\n(#!.*?srun.*?)^```", page, re.S | re.M)
-    for name, lines in _SLURM.items():
-        command = tmp_path / name
-        command.write_text(f"#!/bin/bash\n{lines}\n")
-        command.chmod(0o755)
-    printed = subprocess.run(
-        ["bash", "-c", scripts[place]],
-        env={
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "4711",
-            "SLURM_JOB_NODELIST": "node[1-2]",
-            "SLURM_NTASKS_PER_NODE": str(num_tasks),
-        },
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    ).stdout
-    configs = [json.loads(line) for line in printed.splitlines()]
-    (workers,) = {tuple(c["cluster"]["worker"]) for c in configs}
-    tasks = [config["task"] for config in configs]
-    assert tasks == [
-        {"type": "worker", "index": index} for index in range(2 * num_tasks)
-    ]
-    assert len(set(workers)) == len(workers) == 2 * num_tasks
-    hosts = [worker.partition(":")[0] for worker in workers]
-    assert hosts == ["node1"] * num_tasks + ["node2"] * num_tasks
 
 
 def _drawn(schedule):

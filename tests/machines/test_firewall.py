@@ -292,7 +292,7 @@ def test_a_name_that_is_never_known(monkeypatch):
         port = free.getsockname()[1]
     with firewall.guarded_port(port, ["nobody.test"], said.append):
         assert not said  # It may be known later.
-    assert "nobody.test, of TF_CONFIG, cannot be resolved" in said.pop()
+    assert "nobody.test, of other ranks, cannot be resolved" in said.pop()
 
 
 @pytest.mark.parametrize("text", ["10.0.0", "10.0.0.0/33", "a", "10.0.0.1;::1"])

@@ -29,6 +29,6 @@ def test_a_process_listens_at_a_reserved_port(host):
 
 
 def test_too_few_ports(monkeypatch):
-    monkeypatch.setattr(ports, "_END", ports._FIRST + 2)
+    monkeypatch.setattr(ports, "RANGE", ports.RANGE[:2])
     with pytest.raises(ValueError, match="from 15000 to 15001 .* has [0-2]"):
         ports.free(3)
