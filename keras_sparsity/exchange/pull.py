@@ -237,8 +237,15 @@ def expanded(request, route, owned, rows):
         )
         return results, push
 
-    anchors = [tf.convert_to_tensor(t.variable.value) for t in exchange.tables]
-    return list(expand(*anchors, rows))
+    return list(expand(*map(_anchor, exchange.tables), rows))
+
+
+def _anchor(table):
+    """The tensor with respect to which gradients of a table are taken."""
+    value = tf.convert_to_tensor(table.variable.value)
+    # Tapes watch it in any case, and nobody asks for a frozen one's gradient,
+    # whose messages TensorFlow would send.
+    return value if table.variable.trainable else tf.stop_gradient(value)
 
 
 def _check_under_strategy(exchange):

@@ -1,5 +1,6 @@
 """Tables that are frozen at first, and train once they are not, as Keras's."""
 
+import gc
 import os
 
 import keras
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import keras_sparsity as ks
+from keras_sparsity.health import journal
 from tests.conftest import engines
 
 X = np.arange(24).reshape(8, 3) % 19
@@ -36,6 +38,24 @@ def _compile(model, strategy):
         )
 
 
+def _pushes(model):
+    """Whether a training sends gradients of rows."""
+    before = _num_pushes()
+    journal.current().measures = True
+    model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    journal.current().measures = False
+    return _num_pushes() > before
+
+
+def _num_pushes():
+    gc.collect()  # Calls of functions that are garbage are not counted.
+    return sum(
+        totals.calls
+        for (role, *_), totals in journal.current().totals().items()
+        if role.endswith("/push/rows")
+    )
+
+
 def train(make, folder=None):
     """The table after a training while it is frozen, and after another one.
 
@@ -52,7 +72,7 @@ def train(make, folder=None):
     )
     strategy = ks.HybridStrategy(architecture="ps")
     _compile(model, strategy)
-    model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    assert not _pushes(model)
     if folder is not None:
         path = os.path.join(folder, "model.keras")
         model.save(path)
@@ -62,7 +82,7 @@ def train(make, folder=None):
     layer.trainable = True
     _compile(model, strategy)
     assert len(model.trainable_variables) == 3
-    model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    assert _pushes(model) == (strategy.size > 1)
     return before, layer.get_weights()[0]
 
 
