@@ -212,13 +212,12 @@ def part_of(functional, calls, inputs, outputs):
 _NUM_EXAMPLES, _MORE_EXAMPLES, _UNKNOWN_SIZE = 97, 101, 480
 
 
-def mixed(functional, calls):
+def mixed(functional, calls, traced):
     """The tensors that are not a row for each of a batch's examples.
-
-    `compute_output_spec`, of the whole model for batches of a known size.
 
     Args:
         calls: the model's `Call`s.
+        traced: as `specs_in_a_trace` returns it.
 
     Returns:
         `(without, pairs)`: dicts from tensors' ids to the names of the calls
@@ -227,7 +226,7 @@ def mixed(functional, calls):
         with numbers for pairs of examples, as (batch, batch).
     """
     fixed = functional.inputs[0].shape[0]
-    found = _shapes_of(functional, calls, _NUM_EXAMPLES)
+    found = {key: tuple(spec.shape) for key, spec in traced.items()}
     names = {id(x): call.name for call in calls for x in call.outputs}
     expected = None, fixed or _NUM_EXAMPLES
     without = {
@@ -243,17 +242,23 @@ def mixed(functional, calls):
     if fixed or not few:
         return without, {}
     # Another size may be the same number by chance.
-    many = _shapes_of(functional, calls, _MORE_EXAMPLES)
+    traced = specs_in_a_trace(functional, calls, _MORE_EXAMPLES)
+    many = {key: math.prod(spec.shape) for key, spec in traced.items()}
     return without, {
         key: names[key]
         for key, number in few.items()
-        if math.prod(many.get(key, [0])) * _NUM_EXAMPLES
-        > number * _MORE_EXAMPLES
+        if many.get(key, 0) * _NUM_EXAMPLES > number * _MORE_EXAMPLES
     }
 
 
-def _shapes_of(functional, calls, num_examples):
-    """Dict from the ids of the tensors that calls make to their shapes."""
+def specs_in_a_trace(functional, calls, num_examples=_NUM_EXAMPLES):
+    """Tensors like those that calls make of batches of a known size.
+
+    `compute_output_spec`, of the whole model.
+
+    Returns:
+        Dict from the ids of the calls' tensors to `keras.KerasTensor`s.
+    """
     # Not all layers take any size.
     for size in (_UNKNOWN_SIZE, None):
         shapes = [
@@ -261,8 +266,7 @@ def _shapes_of(functional, calls, num_examples):
             for x in functional.inputs
         ]
         with contextlib.suppress(Exception):  # whatever a layer raises
-            found = _specs(functional, calls, shapes)
-            return {key: tuple(spec.shape) for key, spec in found.items()}
+            return _specs(functional, calls, shapes)
     return {}
 
 

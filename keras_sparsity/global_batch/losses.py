@@ -208,6 +208,20 @@ class GlobalMean(keras.losses.Loss):
         )
 
 
+def needing_whole_batch(loss):
+    """Names of those losses of Keras that are no sums over examples.
+
+    Args:
+        loss: as for `globalize`.
+    """
+    found = [
+        _resolved(leaf)
+        for leaf in keras.tree.flatten(loss)
+        if leaf is not None and leaf not in _DECIDED_BY_SHAPE
+    ]
+    return [each.name for each in found if loss_terms.needs_whole_batch(each)]
+
+
 def _resolved(loss):
     expected = (
         "a loss's name ('mse'), a function of targets and outputs, or a "

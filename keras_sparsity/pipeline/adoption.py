@@ -9,7 +9,10 @@ from keras_sparsity._tf import (
 )
 from keras_sparsity.board import measured_plan
 from keras_sparsity.conversion.saving import tables_of
-from keras_sparsity.global_batch.losses import GlobalMean
+from keras_sparsity.global_batch.losses import (
+    GlobalMean,
+    needing_whole_batch,
+)
 from keras_sparsity.layers import SampledSoftmax, ShardedEmbedding
 from keras_sparsity.optimizer import HybridOptimizer
 from keras_sparsity.pipeline import (
@@ -94,6 +97,8 @@ class Adoption:
         limit = strategy.limit(model, self.parts, stage, passes)
         head_sums = strategy.head_sums(self.parts)
         steps = Steps(model, stage, *passes, limit, head_sums)
+        if num_parts > 1 and not strategy.computes_whole(len(self.parts) - 1):
+            _tell_of_losses(model, steps.mixing)
         plan = strategy.plan_function(model, stage, passes, self._profile)
         object.__setattr__(model, measured_plan.OF_STAGES, plan)
         weights = Weights(model, self.parts, steps, self._updates)
@@ -250,6 +255,22 @@ def _check_losses(model, size):
                 'the sum of its values: use `reduction="sum"` for the same '
                 "training, or the default for that of their mean."
             )
+
+
+def _tell_of_losses(model, mixing):
+    """Rank 0 warns of Keras's losses that a part of a batch does not have."""
+    if model.distribute_strategy.rank != 0:
+        return
+    for name in needing_whole_batch(model.loss):
+        mixing.tell(
+            f"loss {name}",
+            f"The loss '{name}' of the model '{model.name}' is no mean over "
+            "examples, and each pass of the model's stages is of a part of a "
+            "batch: training makes the mean of the parts' losses smaller, "
+            "another one than in one process. Use "
+            "`ks.PipelineStrategy(num_micro_batches=1)` with one process for "
+            "each stage.",
+        )
 
 
 def _check_has_no_tables(model):

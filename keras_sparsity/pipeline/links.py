@@ -179,6 +179,8 @@ class Crossing:
         values, sizes = [], None
         if is_root:
             values = self.with_masks(tensors)
+            if collectives.size > 1:
+                self._check_dtypes(values)
             sizes = self.unknown_sizes(values)
         if self.num_unknown:
             if not is_root:
@@ -209,6 +211,22 @@ class Crossing:
         for value, spec in zip(values, self.specs, strict=True):
             value.set_shape(spec.shape)
         return self.without_masks(values), numbers
+
+    def _check_dtypes(self, values):
+        """Raises ValueError of values that the receivers do not expect.
+
+        No cut is where such tensors cross; but a model may have them as
+        outputs, which `predict` gives all ranks.
+        """
+        for value, spec in zip(values, self.specs, strict=True):
+            if value.dtype != spec.dtype:
+                raise ValueError(
+                    "The ranks make room for a model's outputs by its symbolic "
+                    f"ones. Received: an output of {value.dtype.name}; "
+                    f"expected: {spec.dtype.name}, as its layer says. Let the "
+                    "layer say the right one (`compute_output_spec`; a "
+                    "`Lambda` without `output_shape`)."
+                )
 
     def with_masks(self, tensors):
         """A list of the values and then of the masks that they carry.

@@ -14,20 +14,9 @@ import itertools
 import math
 
 from keras_sparsity._tf import checks, keras_functional
+from keras_sparsity.stages import forbidden_cuts
 from keras_sparsity.stages.example_shapes import UNKNOWN_SIZE, example_shape
 from keras_sparsity.stages.part import Part
-
-_SHARED = (
-    "the layer '{}' or its weights are used on both sides. Cut before its "
-    "first or after its last use."
-)
-# Messages have as many rows as a part of a mini-batch has examples.
-_MIXED = (
-    "the output of '{}' would travel, whose first axis is not that of the "
-    "examples, as after `keras.ops.reshape(x, (-1, size))` or a mean over the "
-    "batch. Cut before that call, or behind the last layer that uses such "
-    "tensors."
-)
 
 
 class Cutter:
@@ -116,21 +105,19 @@ class Cutter:
 
         A cut after call i has the place i.
         """
-        first, found = {}, {}
-        for place, call in enumerate(self.calls):
-            for variable in getattr(call.operation, "variables", []):
-                begin = first.setdefault(id(variable), place)
-                for between in range(begin, place):
-                    found[between] = _SHARED.format(call.name)
-        for place in range(len(self.calls) - 1):
-            for tensor in self.crossing(place):
-                if id(tensor) in self.mixed:
-                    found[place] = _MIXED.format(self.mixed[id(tensor)])
-        return found
+        return forbidden_cuts.reasons(
+            self.calls, self.crossing, self.mixed, self._traced
+        )
+
+    @functools.cached_property
+    def _traced(self):
+        return keras_functional.specs_in_a_trace(self._functional, self.calls)
 
     @functools.cached_property
     def _mixed(self):
-        return keras_functional.mixed(self._functional, self.calls)
+        return keras_functional.mixed(
+            self._functional, self.calls, self._traced
+        )
 
     @property
     def mixed(self):

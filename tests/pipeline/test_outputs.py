@@ -190,3 +190,32 @@ def test_values_that_are_not_reduced():
     with pytest.raises(ValueError, match="mean_squared_error.*reduction='none"):
         with scope():
             model.compile("sgd", loss)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize(
+    ("make", "is_told"),
+    [
+        (lambda: keras.losses.Dice(), True),
+        (lambda: "tversky", True),
+        (lambda: keras.losses.Dice(axis=1), False),
+        (lambda: "crossentropy", False),
+        (lambda: None, False),
+    ],
+)
+def test_losses_of_keras_that_mix_examples(
+    make, is_told, num_micro_batches, caplog
+):
+    """Each pass has the loss of its part."""
+    layers = [keras.Input((2, 2)), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
+    strategy = ks.PipelineStrategy("1f1b", num_micro_batches=num_micro_batches)
+    with strategy.scope():
+        model.compile("sgd", make())
+    messages = [
+        record.message
+        for record in caplog.records
+        if record.name.startswith("keras_sparsity")
+    ]
+    assert len(messages) == (is_told and num_micro_batches > 1)
+    assert all("no mean over examples" in message for message in messages)
