@@ -5,7 +5,7 @@ import contextlib
 import keras
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import contexts, keras_models
 from keras_sparsity.callbacks import ema_swap, rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
@@ -99,22 +99,16 @@ class Runs(Binding):
 
         Their losses of 0 would be the best ones.
         """
-        name = "on_train_batch_end"
-        chosen = [
-            callback
-            for callback in callbacks
-            if isinstance(callback, keras.callbacks.ModelCheckpoint)
-            and callback.save_best_only
-        ]
-        for callback in chosen:
-            setattr(
-                callback, name, self._of_known_logs(getattr(callback, name))
-            )
-        try:
+        with contextlib.ExitStack() as stack:
+            for callback in callbacks:
+                is_saver = isinstance(callback, keras.callbacks.ModelCheckpoint)
+                if is_saver and callback.save_best_only:
+                    method = self._of_known_logs(callback.on_train_batch_end)
+                    replaced = contexts.own_attributes(
+                        callback, on_train_batch_end=method
+                    )
+                    stack.enter_context(replaced)
             yield
-        finally:
-            for callback in chosen:
-                vars(callback).pop(name, None)  # once, if it is there twice
 
     def _of_known_logs(self, method):
         def on_train_batch_end(batch, logs=None):
