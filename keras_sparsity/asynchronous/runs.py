@@ -117,13 +117,12 @@ class Runs(RunBinding):
         return history
 
     def _callbacks(self, arguments):
-        callbacks = arguments.get("callbacks")
-        if isinstance(callbacks, keras.callbacks.CallbackList):
+        if isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):
             raise ValueError(
                 'Under `delay="bounded"` `fit` takes callbacks as a list. '
                 "Received: a CallbackList."
             )
-        callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
+        callbacks = rank_zero.listed(arguments)
         for callback in callbacks:
             _check_callback(callback)
         callbacks = self._on_rank(callbacks)
@@ -253,10 +252,7 @@ class Runs(RunBinding):
         if rank != 0:
             arguments["verbose"] = 0
         if not isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = keras.tree.flatten(
-                [] if callbacks is None else callbacks
-            )
-            arguments["callbacks"] = self._on_rank(callbacks)
+            arguments["callbacks"] = self._on_rank(rank_zero.listed(arguments))
         return self._stock[name](**arguments)
 
     def _on_rank(self, callbacks):

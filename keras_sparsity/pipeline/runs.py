@@ -79,12 +79,10 @@ class Runs(Binding):
         callbacks = arguments.get("callbacks")
         if name == "fit":
             self._check_batch_size(arguments.get("batch_size"))
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            if name != "fit":  # to which a `fit` passes on its own
-                return arguments, callbacks.callbacks
-            callbacks = rank_zero.unlisted(callbacks, arguments)
-        callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
-        callbacks = self._on_rank(callbacks)
+        is_made = isinstance(callbacks, keras.callbacks.CallbackList)
+        if is_made and name != "fit":  # to which a `fit` passes on its own
+            return arguments, callbacks.callbacks
+        callbacks = self._on_rank(rank_zero.listed(arguments))
         callbacks = [
             InputCheck(self._collectives),
             MixingTold(self._collectives, self._steps.mixing),

@@ -89,12 +89,11 @@ class Runs(RunBinding):
     def _prepare_callbacks(self, arguments):
         """Gives a run the callbacks of this rank."""
         communicator, callbacks = self._collectives, arguments.get("callbacks")
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            if communicator.size == 1:
-                ema_swap.show_rule(callbacks.callbacks, self._model)
-                return
-            callbacks = rank_zero.unlisted(callbacks, arguments)
-        callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
+        is_made = isinstance(callbacks, keras.callbacks.CallbackList)
+        if is_made and communicator.size == 1:
+            ema_swap.show_rule(callbacks.callbacks, self._model)
+            return
+        callbacks = rank_zero.listed(arguments)
         ema_swap.show_rule(callbacks, self._model)
         if communicator.size > 1:
             callbacks = [
