@@ -15,14 +15,9 @@ _COLUMN_BYTES = 4  # of int32, which every engine carries
 _steps = []
 
 
-def columns_of(width):
-    """int32 columns of an encoded row: its numbers, and their scale."""
-    return -(-width // _COLUMN_BYTES) + 1
-
-
 def row_bytes(width):
-    """Bytes of an encoded row of `width` numbers."""
-    return _COLUMN_BYTES * columns_of(width)
+    """Bytes of an encoded row of `width` numbers, and of their scale."""
+    return _COLUMN_BYTES * (-(-width // _COLUMN_BYTES) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
