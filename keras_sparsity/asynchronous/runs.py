@@ -207,13 +207,9 @@ class Runs(RunBinding):
     def predict(self, *args, **kwargs):
         return self._on_workers("predict", args, kwargs)
 
-    def test_on_batch(self, *args, **kwargs):
-        self._check_has_weights("test_on_batch")
-        return self._stock["test_on_batch"](*args, **kwargs)
-
-    def predict_on_batch(self, *args, **kwargs):
-        self._check_has_weights("predict_on_batch")
-        return self._stock["predict_on_batch"](*args, **kwargs)
+    def _on_batch(self, name, args, kwargs):
+        self._check_has_weights(name)
+        return self._stock[name](*args, **kwargs)
 
     def _check_has_weights(self, name):
         """Raises ValueError within an epoch, when servers have the weights."""
@@ -264,14 +260,6 @@ class Runs(RunBinding):
         return rank_zero.on_rank(
             callbacks, rank, whole=lambda _: contextlib.nullcontext(rank == 0)
         )
-
-    # Files.
-
-    def save(self, *args, **kwargs):
-        self._save("save", args, kwargs)
-
-    def save_weights(self, *args, **kwargs):
-        self._save("save_weights", args, kwargs)
 
     def _save(self, name, args, kwargs):
         if meeting.joining(self._collectives):

@@ -60,12 +60,6 @@ class Runs(Binding):
     def predict(self, *args, **kwargs):
         return self._run("predict", self._checked("predict", args, kwargs)[0])
 
-    def test_on_batch(self, *args, **kwargs):
-        return self._on_batch("test_on_batch", args, kwargs)
-
-    def predict_on_batch(self, *args, **kwargs):
-        return self._on_batch("predict_on_batch", args, kwargs)
-
     def _on_batch(self, name, args, kwargs):
         with collectives.explained(f"model.{name}"):
             # The stages have the updates of the same mini-batches then.

@@ -150,12 +150,6 @@ class Weights(Binding):
         self._steps.settle()
         self._stock["load_weights"](*args, **kwargs)
 
-    def save(self, *args, **kwargs):
-        self._save("save", args, kwargs)
-
-    def save_weights(self, *args, **kwargs):
-        self._save("save_weights", args, kwargs)
-
     def _save(self, name, args, kwargs):
         self._check_same_call(name, {})
         self._steps.settle()

@@ -134,12 +134,6 @@ class Runs(RunBinding):
             prefetching.tell(self._model, why)
         return self._on_batch("train_on_batch", args, kwargs)
 
-    def test_on_batch(self, *args, **kwargs):
-        return self._on_batch("test_on_batch", args, kwargs)
-
-    def predict_on_batch(self, *args, **kwargs):
-        return self._on_batch("predict_on_batch", args, kwargs)
-
     def _on_batch(self, name, args, kwargs):
         self._check_optimizer(of_batch=True)
         arguments = bound_arguments(self._stock[name], args, kwargs)
