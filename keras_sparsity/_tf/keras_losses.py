@@ -6,6 +6,8 @@ import functools
 import keras
 import tensorflow as tf
 
+from keras_sparsity._tf import contexts
+
 # Keras's own steps call this for `compute_loss`: Keras 3.6 and later.
 STEP_LOSS = "_compute_loss"
 
@@ -122,23 +124,18 @@ def loss_metrics_of_share(model, share):
 @contextlib.contextmanager
 def _updates_replaced(metrics, make):
     """While entered, metrics have the `update_state` that `make` returns."""
-    for metric in metrics:
-        metric.update_state = make(metric.update_state)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for metric in metrics:
-            del metric.update_state
+            update = make(metric.update_state)
+            stack.enter_context(
+                contexts.own_attributes(metric, update_state=update)
+            )
+        yield
 
 
-@contextlib.contextmanager
 def losses_replaced(model, losses):
     """While entered, `model.losses` are others (`_losses_override`)."""
-    object.__setattr__(model, "_losses_override", losses)
-    try:
-        yield
-    finally:
-        object.__setattr__(model, "_losses_override", [])
+    return contexts.own_attributes(model, _losses_override=losses)
 
 
 def clear_losses(layer):
