@@ -106,11 +106,13 @@ def last_of_equal_ids():
             tf.zeros(shape, values.dtype), index[:, tf.newaxis], values
         )
 
-    def merged(slices):
-        rows, index = tf.unique(slices.indices)
-        shape = [tf.size(rows), slices.values.shape[1]]
-        values = last(shape, index, slices.values)
-        return tf.IndexedSlices(values, rows, slices.dense_shape)
+    def merged(gradient):
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        rows, index = tf.unique(gradient.indices)
+        shape = [tf.size(rows), gradient.values.shape[1]]
+        values = last(shape, index, gradient.values)
+        return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
     def dense(slices, num_rows):
         shape = [num_rows, slices.values.shape[1]]

@@ -6,6 +6,8 @@ import functools
 import keras
 import tensorflow as tf
 
+from keras_sparsity._tf import contexts
+
 # Keras's own steps call this for `compute_loss`: Keras 3.6 and later.
 STEP_LOSS = "_compute_loss"
 
@@ -79,25 +81,15 @@ def losses_are_scaled():
     return hasattr(loss, "unscale_loss_for_distribution")
 
 
-@contextlib.contextmanager
 def loss_metrics_multiplied(model, factor):
     """While entered, the losses of outputs are multiplied before shown.
 
     For Keras 3.5; later ones do it themselves (`losses_are_scaled`).
     """
     metrics = [] if losses_are_scaled() else loss_metrics(model)
-
-    def multiplied(update_state):
-        def update(value, sample_weight=None):
-            return update_state(value * factor, sample_weight=sample_weight)
-
-        return update
-
-    with _updates_replaced(metrics, multiplied):
-        yield
+    return _updated_by(metrics, lambda value, weight: (value * factor, weight))
 
 
-@contextlib.contextmanager
 def loss_metrics_of_share(model, share):
     """While entered, the losses of outputs are those of a share of a batch.
 
@@ -108,37 +100,35 @@ def loss_metrics_of_share(model, share):
     num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
     factor = 1 / num_replicas if losses_are_scaled() else 1
 
-    def weighted(update_state):
+    def weighted(value, weight):
+        return value * factor, weight if share is None else share
+
+    return _updated_by(loss_metrics(model), weighted)
+
+
+@contextlib.contextmanager
+def _updated_by(metrics, change):
+    """While entered, metrics have values and weights changed in updates."""
+
+    def changing(update_state):
         def update(value, sample_weight=None):
-            weight = sample_weight if share is None else share
-            return update_state(value * factor, sample_weight=weight)
+            value, weight = change(value, sample_weight)
+            return update_state(value, sample_weight=weight)
 
         return update
 
-    with _updates_replaced(loss_metrics(model), weighted):
-        yield
-
-
-@contextlib.contextmanager
-def _updates_replaced(metrics, make):
-    """While entered, metrics have the `update_state` that `make` returns."""
-    for metric in metrics:
-        metric.update_state = make(metric.update_state)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for metric in metrics:
-            del metric.update_state
+            update = changing(metric.update_state)
+            stack.enter_context(
+                contexts.own_attributes(metric, update_state=update)
+            )
+        yield
 
 
-@contextlib.contextmanager
 def losses_replaced(model, losses):
     """While entered, `model.losses` are others (`_losses_override`)."""
-    object.__setattr__(model, "_losses_override", losses)
-    try:
-        yield
-    finally:
-        object.__setattr__(model, "_losses_override", [])
+    return contexts.own_attributes(model, _losses_override=losses)
 
 
 def clear_losses(layer):

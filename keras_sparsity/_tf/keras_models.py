@@ -5,6 +5,8 @@ import contextlib
 import keras
 import tensorflow as tf
 
+from keras_sparsity._tf import contexts
+
 # `fit`, `evaluate` and `predict` call this before their first step.
 SYMBOLIC_BUILD = "_maybe_symbolic_build"
 
@@ -59,7 +61,6 @@ def compile_arguments(model):
     return dict(config.config) if model.compiled and config else {}
 
 
-@contextlib.contextmanager
 def empty_logs_are_metrics(model):
     """While entered, epochs without a step of their own log the metrics.
 
@@ -67,31 +68,19 @@ def empty_logs_are_metrics(model):
     another function may stand for already.
     """
     stock = getattr(model, RESULTS_OR_LOGS)
-    is_own = RESULTS_OR_LOGS in vars(model)
 
     def results_or_logs(logs):
         found = stock(logs)
         return found if logs else model.get_metrics_result()
 
-    object.__setattr__(model, RESULTS_OR_LOGS, results_or_logs)
-    try:
-        yield
-    finally:
-        if is_own:
-            object.__setattr__(model, RESULTS_OR_LOGS, stock)
-        else:
-            object.__delattr__(model, RESULTS_OR_LOGS)
+    return contexts.own_attributes(model, **{RESULTS_OR_LOGS: results_or_logs})
 
 
-@contextlib.contextmanager
 def losses_and_metrics_may_fail(model):
     """While entered, a symbolic build ends though their code needs values.
 
     They are built before their code runs. `Trainer._compute_loss`.
     """
-    names = "compute_metrics", "_compute_loss"
-    stock = {name: getattr(model, name) for name in names}
-    own = {name: vars(model)[name] for name in names if name in vars(model)}
 
     def without_errors(function):
         def run(*args, **kwargs):
@@ -101,16 +90,11 @@ def losses_and_metrics_may_fail(model):
 
         return run
 
-    for name in names:
-        object.__setattr__(model, name, without_errors(stock[name]))
-    try:
-        yield
-    finally:
-        for name in names:
-            if name in own:
-                object.__setattr__(model, name, own[name])
-            else:
-                object.__delattr__(model, name)
+    return contexts.own_attributes(
+        model,
+        compute_metrics=without_errors(model.compute_metrics),
+        _compute_loss=without_errors(model._compute_loss),
+    )
 
 
 @contextlib.contextmanager

@@ -270,11 +270,6 @@ def without_accumulation(optimizer):
     return copy
 
 
-def gradient_sums(optimizer):
-    """The sums of accumulated gradients, of each variable it was built with."""
-    return getattr(optimizer, GRADIENT_SUMS)
-
-
 def set_optimizer_strategy(optimizer, strategy):
     """The strategy an optimizer updates under (`_distribution_strategy`)."""
     optimizer.__dict__["_distribution_strategy"] = strategy

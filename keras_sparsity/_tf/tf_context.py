@@ -1,9 +1,10 @@
 """TensorFlow's eager context. Checked on TensorFlow 2.16 to 2.21."""
 
-import contextlib
 import functools
 
 import tensorflow as tf
+
+from keras_sparsity._tf import contexts
 
 
 def _context_module():
@@ -29,7 +30,6 @@ def abort_collectives(message):
     context.abort_collective_ops(tf.errors.ABORTED, message)
 
 
-@contextlib.contextmanager
 def heartbeats_may_be_missed(seconds):
     """While entered, collectives are configured with this heartbeat timeout.
 
@@ -40,11 +40,10 @@ def heartbeats_may_be_missed(seconds):
     which `MultiWorkerMirroredStrategy` calls.
     """
     context = _context_module().context()
-    context.configure_coordination_service = functools.partial(
-        context.configure_coordination_service,
-        heartbeat_timeout_in_ms=int(seconds * 1000),
+    return contexts.own_attributes(
+        context,
+        configure_coordination_service=functools.partial(
+            context.configure_coordination_service,
+            heartbeat_timeout_in_ms=int(seconds * 1000),
+        ),
     )
-    try:
-        yield
-    finally:
-        del context.configure_coordination_service

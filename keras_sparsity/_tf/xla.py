@@ -10,7 +10,9 @@ import contextlib
 
 import tensorflow as tf
 
-_is_asked_for = False
+from keras_sparsity._tf import contexts
+
+_are_asked_for = [False]  # of the steps around, the innermost last
 
 
 @contextlib.contextmanager
@@ -20,13 +22,8 @@ def compiled_between_messages(is_asked_for):
     Args:
         is_asked_for: False changes nothing.
     """
-    global _is_asked_for
-    before, _is_asked_for = _is_asked_for, is_asked_for
-    try:
-        with _marked(True):
-            yield
-    finally:
-        _is_asked_for = before
+    with contexts.on_top(_are_asked_for, is_asked_for), _marked(True):
+        yield
 
 
 def compiled():
@@ -44,7 +41,7 @@ def not_compiled():
 
 
 def _marked(is_compiled):
-    if not _is_asked_for or tf.executing_eagerly():
+    if not _are_asked_for[-1] or tf.executing_eagerly():
         return contextlib.nullcontext()
     return tf.xla.experimental.jit_scope(is_compiled and _is_no_message)
 

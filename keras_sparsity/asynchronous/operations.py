@@ -58,6 +58,7 @@ class Operations:
         self._make_cells(name)
         device = cluster.device(cluster.scheduler)
         self._clocks = Clocks(device, *of_rank, bound, f"{name}/clocks")
+        self.restore_token = self._clocks.restore
         self._batches = Batches(device, *of_rank, f"{name}/batches")
         self.take, self.end = self._batches.take, self._batches.end
         self.leave = self._batches.leave
@@ -161,9 +162,6 @@ class Operations:
 
     def wait(self):
         return [], [self._clocks.begin()]
-
-    def restore_token(self):
-        return self._clocks.restore()
 
     def pull(self, waits, *names):
         waited = [self._clocks.begin()] if waits else []

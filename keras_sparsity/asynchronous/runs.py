@@ -117,13 +117,12 @@ class Runs(RunBinding):
         return history
 
     def _callbacks(self, arguments):
-        callbacks = arguments.get("callbacks")
-        if isinstance(callbacks, keras.callbacks.CallbackList):
+        if isinstance(arguments.get("callbacks"), keras.callbacks.CallbackList):
             raise ValueError(
                 'Under `delay="bounded"` `fit` takes callbacks as a list. '
                 "Received: a CallbackList."
             )
-        callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
+        callbacks = rank_zero.listed(arguments)
         for callback in callbacks:
             _check_callback(callback)
         callbacks = self._on_rank(callbacks)
@@ -208,13 +207,9 @@ class Runs(RunBinding):
     def predict(self, *args, **kwargs):
         return self._on_workers("predict", args, kwargs)
 
-    def test_on_batch(self, *args, **kwargs):
-        self._check_has_weights("test_on_batch")
-        return self._stock["test_on_batch"](*args, **kwargs)
-
-    def predict_on_batch(self, *args, **kwargs):
-        self._check_has_weights("predict_on_batch")
-        return self._stock["predict_on_batch"](*args, **kwargs)
+    def _on_batch(self, name, args, kwargs):
+        self._check_has_weights(name)
+        return self._stock[name](*args, **kwargs)
 
     def _check_has_weights(self, name):
         """Raises ValueError within an epoch, when servers have the weights."""
@@ -253,10 +248,7 @@ class Runs(RunBinding):
         if rank != 0:
             arguments["verbose"] = 0
         if not isinstance(callbacks, keras.callbacks.CallbackList):
-            callbacks = keras.tree.flatten(
-                [] if callbacks is None else callbacks
-            )
-            arguments["callbacks"] = self._on_rank(callbacks)
+            arguments["callbacks"] = self._on_rank(rank_zero.listed(arguments))
         return self._stock[name](**arguments)
 
     def _on_rank(self, callbacks):
@@ -268,14 +260,6 @@ class Runs(RunBinding):
         return rank_zero.on_rank(
             callbacks, rank, whole=lambda _: contextlib.nullcontext(rank == 0)
         )
-
-    # Files.
-
-    def save(self, *args, **kwargs):
-        self._save("save", args, kwargs)
-
-    def save_weights(self, *args, **kwargs):
-        self._save("save_weights", args, kwargs)
 
     def _save(self, name, args, kwargs):
         if meeting.joining(self._collectives):

@@ -1,7 +1,6 @@
 """Shows in TensorBoard how each variable travels, and its cost."""
 
 import collections
-import contextlib
 import dataclasses
 import os
 import time
@@ -219,10 +218,8 @@ class ArchitectureLogger(keras.callbacks.Callback):
             self._writer.flush()
         self._steps_since, self._seconds = 0, 0.0
 
-    @contextlib.contextmanager
     def _writing(self):
-        with self._writer.as_default(step=self._steps):
-            yield
+        return self._writer.as_default(step=self._steps)
 
     def _is_new(self, plan):
         """Whether it has other decisions than the last; alike on all ranks."""

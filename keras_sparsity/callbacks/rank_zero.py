@@ -75,24 +75,27 @@ def _drop_files(callback):
             callback.log_dir = folder.name
 
 
-def unlisted(listed, arguments):
-    """The callbacks of a `CallbackList`; Keras makes another one of them.
+def listed(arguments):
+    """The callbacks that a run is given, as a list.
 
-    A list decides when it is made whether a thread calls its callbacks, which
-    must not be where they send messages.
+    Of those of a `CallbackList` Keras then makes another one: it decides when
+    it is made whether a thread calls its callbacks, which must not be where
+    they send messages.
 
     Args:
-        listed: the user's `CallbackList`.
-        arguments: dict of the run's arguments; `verbose` changes where the
-            list has no progress bar.
+        arguments: dict of the run's arguments; `verbose` changes where a
+            `CallbackList` has no progress bar.
     """
+    callbacks = arguments.get("callbacks")
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        return keras.tree.flatten([] if callbacks is None else callbacks)
     has_bar = any(
         isinstance(each, keras.callbacks.ProgbarLogger)
-        for each in listed.callbacks
+        for each in callbacks.callbacks
     )
     if not has_bar:
         arguments["verbose"] = 0  # Keras adds none to a list that is given
-    return listed.callbacks
+    return callbacks.callbacks
 
 
 class Lines(keras.callbacks.Callback):

@@ -44,10 +44,7 @@ _KEYS = 2**31
 # Odd, so that multiplying by it permutes the keys (Knuth's multiplier).
 _SPREAD = 2654435761 % _KEYS
 
-_CAPACITY_KEYS = np.array(
-    [length % _KEYS * _SPREAD % _KEYS for length in CAPACITIES.tolist()],
-    np.int32,
-)
+_CAPACITY_KEYS = (CAPACITIES % _KEYS * _SPREAD % _KEYS).astype(np.int32)
 
 
 def bring_up():

@@ -6,6 +6,8 @@ import zlib
 
 import tensorflow as tf
 
+from keras_sparsity._tf import contexts
+
 _LARGEST = 127
 _COLUMN_BYTES = 4  # of int32, which every engine carries
 
@@ -13,14 +15,9 @@ _COLUMN_BYTES = 4  # of int32, which every engine carries
 _steps = []
 
 
-def columns_of(width):
-    """int32 columns of an encoded row: its numbers, and their scale."""
-    return -(-width // _COLUMN_BYTES) + 1
-
-
 def row_bytes(width):
-    """Bytes of an encoded row of `width` numbers."""
-    return _COLUMN_BYTES * columns_of(width)
+    """Bytes of an encoded row of `width` numbers, and of their scale."""
+    return _COLUMN_BYTES * (-(-width // _COLUMN_BYTES) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +99,6 @@ class RowWire:
         return tf.stack([tf.bitwise.bitwise_xor(bits, of_role), number])
 
 
-@contextlib.contextmanager
 def in_step(number):
     """While entered, gradients of a step are drawn by its number.
 
@@ -110,10 +106,5 @@ def in_step(number):
         number: integer tensor; None changes nothing.
     """
     if number is None:
-        yield
-        return
-    _steps.append(number)
-    try:
-        yield
-    finally:
-        _steps.pop()
+        return contextlib.nullcontext()
+    return contexts.on_top(_steps, number)

@@ -4,20 +4,10 @@ import contextlib
 
 import tensorflow as tf
 
-from keras_sparsity._tf import patches
+from keras_sparsity._tf import contexts, patches
 
 _OF_GLOBAL_BATCH, _DIVIDED, _OF_OWN_PART = range(3)
-_mode = _OF_GLOBAL_BATCH
-
-
-@contextlib.contextmanager
-def _in_mode(mode):
-    global _mode
-    before, _mode = _mode, mode
-    try:
-        yield
-    finally:
-        _mode = before
+_modes = [_OF_GLOBAL_BATCH]  # the innermost last
 
 
 def as_keras_multiplies():
@@ -25,7 +15,7 @@ def as_keras_multiplies():
 
     Keras's own steps multiply them by it again.
     """
-    return _in_mode(_DIVIDED)
+    return contexts.on_top(_modes, _DIVIDED)
 
 
 @contextlib.contextmanager
@@ -35,13 +25,13 @@ def of_own_part():
     For losses within a loss, a layer or a metric: another sum combines the
     parts.
     """
-    with _in_mode(_OF_OWN_PART), patches.losses_are_not_scaled():
+    with contexts.on_top(_modes, _OF_OWN_PART), patches.losses_are_not_scaled():
         yield
 
 
 def is_of_own_part():
     """Whether a loss is to be the stock one of this part."""
-    return _mode == _OF_OWN_PART
+    return _modes[-1] == _OF_OWN_PART
 
 
 def num_replicas():
@@ -65,7 +55,7 @@ def with_slope(local, value, size, slope):
         slope: a scalar.
     """
     replicas = num_replicas()
-    divisor = replicas if _mode == _DIVIDED else 1
+    divisor = replicas if _modes[-1] == _DIVIDED else 1
 
     @tf.custom_gradient
     def replace(local, value, slope):

@@ -86,7 +86,7 @@ def connect(rank, size, gather_objects, root=0):
         This rank's `Channel` to the root; on the root a dict of the `Channel`
         to each rank, else None; and whether all ranks are on one machine.
     """
-    one_machine = _is_one_machine(gather_objects)
+    one_machine = len(set(gather_objects(_place(), "watch/place"))) == 1
     server = offer = None
     if rank == root:
         server, hosts = listen(one_machine, size, root)
@@ -152,10 +152,6 @@ def listen(one_machine, size, rank):
     else:
         server = socket.create_server(("", 0), backlog=backlog)
     return server, _own_addresses(rank)
-
-
-def _is_one_machine(gather_objects):
-    return len(set(gather_objects(_place(), "watch/place"))) == 1
 
 
 def _place():

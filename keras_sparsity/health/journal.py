@@ -246,7 +246,6 @@ class Journal:
             site.forget(site.counts())
         return calls
 
-    @contextlib.contextmanager
     def measured(self, name, inputs):
         """Measures the operations traced inside, from their inputs on.
 
@@ -254,13 +253,11 @@ class Journal:
         """
         scope = tf_graphs.outermost_function()
         if not self.measures or scope is None:
-            yield
-            return
+            return contextlib.nullcontext()
         self._watch_scope(scope)
         with self._lock:
             meter = self._meters.setdefault((name, scope), Meter())
-        with meter.around(inputs):
-            yield
+        return meter.around(inputs)
 
     def totals(self):
         """Measurements: dict from `(name, function's number)` to `Totals`.

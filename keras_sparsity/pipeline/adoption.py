@@ -102,7 +102,7 @@ class Adoption:
         plan = strategy.plan_function(model, stage, passes, self._profile)
         object.__setattr__(model, measured_plan.OF_STAGES, plan)
         weights = Weights(model, self.parts, steps, self._updates)
-        SavedState(model, self.parts, steps, self._updates, *passes[1:])
+        SavedState(model, self.parts, steps, self._updates)
         self._bindings = [
             weights,
             Runs(model, steps, weights, self._updates),

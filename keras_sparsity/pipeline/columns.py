@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_functional, keras_optimizers
+from keras_sparsity._tf import contexts, keras_functional, keras_optimizers
 from keras_sparsity.data.batches import bounds
 from keras_sparsity.stages.column_split import (
     chosen_calls,
@@ -44,14 +44,12 @@ class Columns:
     @contextlib.contextmanager
     def in_calls(self):
         """Context in which the layers compute their own columns."""
-        for place, layer in enumerate(self._layers):
-            call = _divided_call(layer, self._peers, f"tail/columns/{place}")
-            object.__setattr__(layer, "call", call)
-        try:
+        with contextlib.ExitStack() as stack:
+            for place, layer in enumerate(self._layers):
+                role = f"tail/columns/{place}"
+                call = _divided_call(layer, self._peers, role)
+                stack.enter_context(contexts.own_attributes(layer, call=call))
             yield
-        finally:
-            for layer in self._layers:
-                object.__delattr__(layer, "call")
 
     def note_step(self):
         """Says that a step has updated the columns; in that step."""

@@ -1,6 +1,6 @@
 """Where a model is cut: as the user says, or by measured times."""
 
-import dataclasses
+import functools
 
 import keras
 import numpy as np
@@ -66,56 +66,14 @@ def _ends_of_lists(cutter, stages):
     return [max(stage, key=order.index) for stage in stages[:-1]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The times by which a model is cut, of a mini-batch of 32 examples.
-
-    Attributes:
-        places: list of the possible cuts.
-        seconds: list of the times of the calls' passes, on rank 0.
-        crossing_seconds: dict from a cut's place to the time in which the
-            tensors that cross it travel, by the slowest link.
-        sum_seconds: list of the times in which the gradients of the calls'
-            weights travel once.
-        again_seconds: list of the times of the calls' forward passes, which all
-            stages but the last one compute again; None with a flush.
-        handling_seconds: dict from a cut's place to the processor time in which
-            a stage sends the tensors that cross it and receives their
-            gradients.
-    """
-
-    places: list
-    seconds: list
-    crossing_seconds: dict
-    sum_seconds: list
-    again_seconds: list | None
-    handling_seconds: dict
-
-    def shared(self, num_ranks, size, places=None):
-        """The cuts with the smallest largest stage or message, and ranks.
-
-        Args:
-            num_ranks: for each stage, the possible numbers of its ranks.
-            size: the number of all ranks.
-            places: those of the cuts, if they are known.
-
-        Returns:
-            `(list of places, list of the numbers of ranks)`.
-        """
-        return shared(
-            self.seconds,
-            self.places if places is None else places,
-            num_ranks,
-            size,
-            self.crossing_seconds,
-            self.sum_seconds,
-            self.again_seconds,
-            self.handling_seconds,
-        )
-
-
 def measured(cutter, strategy):
-    """`Measured`, the same on all ranks; every rank calls it.
+    """`cutting.shared` by the times of a mini-batch of 32 examples.
+
+    The same on all ranks; every rank calls it. Calls' times are those of rank
+    0, those of messages are of the slowest link.
+
+    Returns:
+        Function of the places, and the numbers of ranks.
 
     Raises:
         AttemptError: on all ranks, if a pass fails on rank 0.
@@ -139,9 +97,9 @@ def measured(cutter, strategy):
     )
     seconds, again_seconds, _ = found[0]
     sizes = timing.crossing_bytes(cutter)
-    return Measured(
-        places=cutter.places,
-        seconds=seconds,
+    return functools.partial(
+        shared,
+        seconds,
         crossing_seconds={p: size * slowest for p, size in sizes.items()},
         sum_seconds=[
             each.dense_bytes * slowest for each in gradient_sizes(cutter)

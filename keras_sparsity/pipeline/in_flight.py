@@ -18,6 +18,9 @@ class InFlight:
 
     References:
         SpecTrain (arXiv:1809.02839), 3; PipeDream (arXiv:1806.03377), 3.2.
+
+    Attributes:
+        late_logs: `LateLogs`.
     """
 
     def __init__(
@@ -33,7 +36,7 @@ class InFlight:
         )
         make = MessagesAhead if turns.messages_ahead else MessagesInTurn
         self._messages = make(stage, self._passes, turns, logs, self._turn)
-        self._late_logs = LateLogs(
+        self.late_logs = LateLogs(
             turns.backward(0) - turns.backward(stage.number)
         )
         # By the layout of the mini-batches in flight.
@@ -49,13 +52,13 @@ class InFlight:
         row = self._messages.turn(self._passes.batches(data))
         is_known = self._turn >= self._num_before_logs
         self._turn.assign_add(1)
-        return self._late_logs.push(row, is_known)
+        return self.late_logs.push(row, is_known)
 
     def drain(self):
         """Runs the passes of all mini-batches; eagerly, as in a step.
 
         Every rank calls it, after the same number of turns, at least one, and
-        then `show_logs`.
+        then `late_logs.show`.
         """
         layout = self._messages.choose_layout()
         if layout not in self._draining_turns:
@@ -70,15 +73,6 @@ class InFlight:
             run()
         self._clear_passes()
 
-    def show_logs(self, row):
-        """Gives later turns the logs of all mini-batches so far; eagerly."""
-        self._late_logs.show(row)
-
-    @property
-    def shows_logs(self):
-        """Whether the last turn has shown logs, and not 0 in their place."""
-        return self._late_logs.are_known
-
     @property
     def num_turns(self):
         """The number of turns since the last drain.
@@ -92,11 +86,7 @@ class InFlight:
     def clear(self):
         """Forgets the mini-batches in flight, and all logs; eagerly."""
         self._clear_passes()
-        self.forget_logs()
-
-    def forget_logs(self):
-        """Later turns show no logs of earlier ones; eagerly."""
-        self._late_logs.clear()
+        self.late_logs.clear()
 
     def _clear_passes(self):
         self._passes.clear()

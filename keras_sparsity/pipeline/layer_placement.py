@@ -215,7 +215,7 @@ class LayerPlacementStrategy(StagedStrategy):
                     super().adopt(stock, model, args, kwargs)
                 return
             except _NoGain as no_gain:
-                whole = no_gain.model
+                (whole,) = no_gain.args
                 if self.rank == 0:
                     rank_zero.say(
                         "LayerPlacementStrategy leaves the model "
@@ -344,11 +344,7 @@ class LayerPlacementStrategy(StagedStrategy):
 
 
 class _NoGain(Exception):
-    """A model that its rule does not divide."""
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.model = model  # `Measurable`
+    """A model, as its `Measurable`, that its rule does not divide."""
 
 
 def _in_turn(batches):

@@ -134,7 +134,6 @@ class Logs:
 
 
 def _names(metric):
-    """The names of a metric's results."""
     result = metric.result()
     return list(result) if isinstance(result, dict) else [metric.name]
 

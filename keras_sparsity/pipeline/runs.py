@@ -5,7 +5,7 @@ import contextlib
 import keras
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import keras_models
+from keras_sparsity._tf import contexts, keras_models
 from keras_sparsity.callbacks import ema_swap, rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
@@ -60,12 +60,6 @@ class Runs(Binding):
     def predict(self, *args, **kwargs):
         return self._run("predict", self._checked("predict", args, kwargs)[0])
 
-    def test_on_batch(self, *args, **kwargs):
-        return self._on_batch("test_on_batch", args, kwargs)
-
-    def predict_on_batch(self, *args, **kwargs):
-        return self._on_batch("predict_on_batch", args, kwargs)
-
     def _on_batch(self, name, args, kwargs):
         with collectives.explained(f"model.{name}"):
             # The stages have the updates of the same mini-batches then.
@@ -79,12 +73,10 @@ class Runs(Binding):
         callbacks = arguments.get("callbacks")
         if name == "fit":
             self._check_batch_size(arguments.get("batch_size"))
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            if name != "fit":  # to which a `fit` passes on its own
-                return arguments, callbacks.callbacks
-            callbacks = rank_zero.unlisted(callbacks, arguments)
-        callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
-        callbacks = self._on_rank(callbacks)
+        is_made = isinstance(callbacks, keras.callbacks.CallbackList)
+        if is_made and name != "fit":  # to which a `fit` passes on its own
+            return arguments, callbacks.callbacks
+        callbacks = self._on_rank(rank_zero.listed(arguments))
         callbacks = [
             InputCheck(self._collectives),
             MixingTold(self._collectives, self._steps.mixing),
@@ -99,22 +91,16 @@ class Runs(Binding):
 
         Their losses of 0 would be the best ones.
         """
-        name = "on_train_batch_end"
-        chosen = [
-            callback
-            for callback in callbacks
-            if isinstance(callback, keras.callbacks.ModelCheckpoint)
-            and callback.save_best_only
-        ]
-        for callback in chosen:
-            setattr(
-                callback, name, self._of_known_logs(getattr(callback, name))
-            )
-        try:
+        with contextlib.ExitStack() as stack:
+            for callback in callbacks:
+                is_saver = isinstance(callback, keras.callbacks.ModelCheckpoint)
+                if is_saver and callback.save_best_only:
+                    method = self._of_known_logs(callback.on_train_batch_end)
+                    replaced = contexts.own_attributes(
+                        callback, on_train_batch_end=method
+                    )
+                    stack.enter_context(replaced)
             yield
-        finally:
-            for callback in chosen:
-                vars(callback).pop(name, None)  # once, if it is there twice
 
     def _of_known_logs(self, method):
         def on_train_batch_end(batch, logs=None):

@@ -13,12 +13,11 @@ class SavedState:
     """The state of a model whose stages live on the ranks.
 
     In the order of one process; also an optimizer's slots, as those of all
-    weights would stand. With a flush `versions` are None.
+    weights would stand.
     """
 
-    def __init__(self, model, parts, steps, updates, versions):
-        self._model, self._steps, self._versions = model, steps, versions
-        self._updates = updates
+    def __init__(self, model, parts, steps, updates):
+        self._model, self._steps, self._updates = model, steps, updates
         self._optimizer = model.optimizer
         strategy = model.distribute_strategy
         self._collectives = strategy.collectives
@@ -94,15 +93,16 @@ class SavedState:
 
     def _of_predictions(self):
         """The averages of the weights' changes, if weights are predicted so."""
-        if self._versions is None or not self._versions.has_averages:
+        predictor = self._updates.predictor
+        if predictor is None or not predictor.num_averages:
             return []
-        self._versions.settle()
+        predictor.settle()
         return [
             self._entry(
                 "prediction",
                 variable,
                 self._ranks[id(variable)],
-                self._versions.average,
+                predictor.average,
             )
             for variable in self._model.trainable_variables
         ]

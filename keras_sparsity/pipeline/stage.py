@@ -12,7 +12,6 @@ from keras_sparsity.global_batch import random_states
 from keras_sparsity.pipeline import dense_inputs
 from keras_sparsity.pipeline.links import Crossing
 from keras_sparsity.pipeline.tables import is_spread
-from keras_sparsity.placement import slices
 from keras_sparsity.training.joint_pull import JointPull
 
 
@@ -180,16 +179,6 @@ def recurrent_layers(model):
         layer
         for layer in keras_models.all_layers(model)
         if isinstance(layer, keras.layers.RNN) and layer.stateful
-    ]
-
-
-def merged(gradients):
-    """Gradients without duplicate rows, each of which is a step to Keras."""
-    return [
-        slices.merged(gradient)
-        if isinstance(gradient, tf.IndexedSlices)
-        else gradient
-        for gradient in gradients
     ]
 
 

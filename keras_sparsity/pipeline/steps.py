@@ -36,6 +36,7 @@ class Steps(Binding):
 
     Attributes:
         mixing: `Mixing` of the model.
+        is_in_step: whether a step is traced, or runs eagerly.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Steps(Binding):
     ):
         self._stage, self._schedule, self._limit = stage, schedule, limit
         self._functional = keras_functional.functional_of(model)
-        self._is_in_step = False
+        self.is_in_step = False
         names = ["train_step", "test_step", "predict_step"]
         super().__init__(model, [*names, "get_metrics_result"])
         peers = model.distribute_strategy.peers
@@ -85,11 +86,6 @@ class Steps(Binding):
     @property
     def _last(self):
         return self._collectives.size - 1
-
-    @property
-    def is_in_step(self):
-        """Whether a step is traced, or runs eagerly."""
-        return self._is_in_step
 
     @property
     def columns(self):
@@ -134,12 +130,12 @@ class Steps(Binding):
         Without mini-batches in flight.
         """
         if self._in_flight:
-            self._in_flight.forget_logs()
+            self._in_flight.late_logs.clear()
 
     @property
     def shows_logs(self):
         """Whether the last step has shown logs, and not 0 in their place."""
-        return self._in_flight is None or self._in_flight.shows_logs
+        return self._in_flight is None or self._in_flight.late_logs.are_known
 
     def _drain(self):
         if not self._in_flight.num_turns:
@@ -147,7 +143,7 @@ class Steps(Binding):
         with self._in_step([]):
             self._in_flight.drain()
         (row,) = self._of_all([self._logs.row()], "pipeline/newest_logs")
-        self._in_flight.show_logs(row)
+        self._in_flight.late_logs.show(row)
 
     def check_compiled(self):
         """Raises ValueError if the model was compiled outside of the scope."""
@@ -196,7 +192,7 @@ class Steps(Binding):
 
     def get_metrics_result(self):
         # In a step, those of all ranks are put together at its end.
-        if self._is_in_step or keras_scopes.in_symbolic_scope():
+        if self.is_in_step or keras_scopes.in_symbolic_scope():
             return self._stock["get_metrics_result"]()
         if self._in_flight:
             self._drain()
@@ -232,7 +228,7 @@ class Steps(Binding):
         """
         arrived = tf.nest.flatten(data, expand_composites=True)
         with (
-            contexts.attribute(self, "_is_in_step", True),
+            contexts.attribute(self, "is_in_step", True),
             tf.control_dependencies(
                 [each for each in arrived if each is not None]
             ),

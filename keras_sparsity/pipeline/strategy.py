@@ -249,12 +249,12 @@ class PipelineStrategy(StagedStrategy):
     def found_places(self, cutter, profile):
         if self._num_stages == 1:
             return []
-        return profile.shared(self._possible_ranks(), self.size)[0]
+        return profile(cutter.places, self._possible_ranks(), self.size)[0]
 
     def divide_ranks(self, places, profile):
         if self._is_open and self._num_stages < self.size:
             possible = self._possible_ranks()
-            _, found = profile.shared(possible, self.size, places)
+            _, found = profile(places, possible, self.size)
             self._num_ranks = tuple(found)
             self.connect(*self._ways(self.collectives))
         self._is_open = False

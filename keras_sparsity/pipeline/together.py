@@ -9,7 +9,7 @@ from keras_sparsity._tf import keras_losses
 from keras_sparsity.data import empty_parts
 from keras_sparsity.layers import sampled_softmax_loss
 from keras_sparsity.pipeline.micro_batches import start
-from keras_sparsity.pipeline.stage import merged
+from keras_sparsity.placement import slices
 
 
 class Together:
@@ -107,13 +107,13 @@ class Together:
                 same `tf.IndexedSlices`, on all of these ranks.
 
         Returns:
-            List, without duplicate rows.
+            List, without duplicate rows, each of which is a step to Keras.
         """
         is_at_server = self._head_sums is not None
         if is_at_server and self._head_sums.is_tail:
             is_at_server = False  # these are of the tail
             self._head_sums.serve()
-        gradients = merged(gradients)
+        gradients = [slices.merged(gradient) for gradient in gradients]
         if self._peers.size == 1:
             return gradients
         sent, others = [], []
@@ -128,7 +128,10 @@ class Together:
         if is_at_server:
             sums += self._head_sums.summed([gradients[place] for place in sent])
         found = dict(zip([*others, *sent], sums, strict=True))
-        return merged([found.get(i, g) for i, g in enumerate(gradients)])
+        return [
+            slices.merged(found.get(i, gradient))
+            for i, gradient in enumerate(gradients)
+        ]
 
     @staticmethod
     def _all_reduced(gradients):
@@ -220,7 +223,10 @@ class Together:
             )
         if self._may_skip:
             factor = tf.where(num_bad > 0, float("nan"), factor)
-        return [_times(gradient, factor) for gradient in gradients]
+        return [
+            gradient if gradient is None else _times(gradient, factor)
+            for gradient in gradients
+        ]
 
 
 def _is_bad(values):
@@ -228,12 +234,6 @@ def _is_bad(values):
 
 
 def _times(gradient, factor):
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            _times(gradient.values, factor),
-            gradient.indices,
-            gradient.dense_shape,
-        )
-    return gradient * tf.cast(factor, gradient.dtype)
+    return slices.mapped(
+        lambda values: values * tf.cast(factor, values.dtype), gradient
+    )

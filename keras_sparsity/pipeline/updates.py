@@ -156,7 +156,7 @@ class Updates:
         """Updates the variables with gradients in their order.
 
         Args:
-            gradients: list, as `merged` returns it.
+            gradients: list, as `Together.summed` returns it.
         """
         if self._optimizer is not None:
             # It is built by `compile`, and weights may be set since.

@@ -138,11 +138,6 @@ class Versions(abc.ABC):
         """
 
     @property
-    def has_averages(self):
-        """Whether each weight has an average, from which it is predicted."""
-        return False
-
-    @property
     def copied(self):
         """List of the variables that are held a second time, for each copy."""
         return []
@@ -295,14 +290,6 @@ class Predicted(Versions):
         return tf.minimum(num_later, self._most_beyond)
 
     @property
-    def has_averages(self):
-        return self._predictor.num_averages > 0
-
-    def average(self, variable):
-        """The Keras variable with the average of a weight's changes."""
-        return self._predictor.average(variable)
-
-    @property
     def copied(self):
         # The predicted ones of the pass under way.
         return (
@@ -311,10 +298,6 @@ class Predicted(Versions):
 
     def updating(self, gradients):
         return self._predictor.following(self._stage.variables, gradients)
-
-    def settle(self):
-        """Brings all averages up to date."""
-        self._predictor.settle()
 
     def _ahead(self, num_updates):
         def ahead(variable, ids=None):

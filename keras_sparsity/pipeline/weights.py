@@ -150,12 +150,6 @@ class Weights(Binding):
         self._steps.settle()
         self._stock["load_weights"](*args, **kwargs)
 
-    def save(self, *args, **kwargs):
-        self._save("save", args, kwargs)
-
-    def save_weights(self, *args, **kwargs):
-        self._save("save_weights", args, kwargs)
-
     def _save(self, name, args, kwargs):
         self._check_same_call(name, {})
         self._steps.settle()
@@ -226,12 +220,10 @@ class Weights(Binding):
         elif is_spread(variable):
             held.enter_context(whole.in_one_piece(variable.table, value))
 
-    @contextlib.contextmanager
     def _whole_everywhere(self):
         self._check_same_call("export", {})
         self._steps.settle()
-        with self._whole(True):
-            yield
+        return self._whole(True)
 
     def _slot_values(self, is_reader):
         """List of the values of an optimizer for all weights, at readers.

@@ -1,13 +1,23 @@
-"""Gradients of rows: `tf.IndexedSlices`, merged or made dense."""
+"""Gradients of rows: `tf.IndexedSlices`, merged, changed or made dense."""
 
 import tensorflow as tf
 
 
-def merged(slices):
-    """Sums duplicate rows: each row occurs once."""
-    rows, index = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, index, tf.size(rows))
-    return tf.IndexedSlices(values, rows, slices.dense_shape)
+def merged(gradient):
+    """Sums duplicate rows: each row occurs once. Others are as they are."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, index = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, index, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def mapped(function, gradient):
+    """A gradient, of rows or dense, whose values a function has changed."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return function(gradient)
+    values = function(gradient.values)
+    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
 def dense(slices, num_rows):

@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 import tensorflow as tf
 
+from keras_sparsity._tf import contexts
 from keras_sparsity.tables.table_variable import storage, to_numpy
 
 _logger = logging.getLogger(__name__)
@@ -146,15 +147,10 @@ def assign_like(table, pieces, whole):
 _announcers = []
 
 
-@contextlib.contextmanager
 def announcing(announce):
     """While entered, `announce(pieces)` comes before each `read_like`.
 
     For the rank that alone chooses the next table: the others wait to be
     told, so that all take part in the same reading.
     """
-    _announcers.append(announce)
-    try:
-        yield
-    finally:
-        _announcers.remove(announce)
+    return contexts.on_top(_announcers, announce)

@@ -56,6 +56,20 @@ class Binding:
         # Not through Keras's attribute tracking: these are not state.
         object.__setattr__(self._model, name, bound)
 
+    # For subclasses that bind them, and have a `_save` or an `_on_batch`.
+
+    def save(self, *args, **kwargs):
+        self._save("save", args, kwargs)
+
+    def save_weights(self, *args, **kwargs):
+        self._save("save_weights", args, kwargs)
+
+    def test_on_batch(self, *args, **kwargs):
+        return self._on_batch("test_on_batch", args, kwargs)
+
+    def predict_on_batch(self, *args, **kwargs):
+        return self._on_batch("predict_on_batch", args, kwargs)
+
     def unbind(self):
         """Gives the model its methods back; the last binding goes first."""
         for name, stock in self._stock.items():

@@ -100,7 +100,6 @@ class JointPull:
         layers = self._layers.values()
         return [table for layer in layers for table in layer._tables]
 
-    @contextlib.contextmanager
     def in_next_run(self):
         """While entered, the model's next run pulls its rows together."""
         self._look()
@@ -112,10 +111,8 @@ class JointPull:
         )
         is_spread = any(table.is_sharded for table in self._tables)
         if not is_spread or not is_of_use or keras_scopes.in_symbolic_scope():
-            yield
-            return
-        with keras_functional.next_run_calls(self._functional, self._pull):
-            yield
+            return contextlib.nullcontext()
+        return keras_functional.next_run_calls(self._functional, self._pull)
 
     def _pull(self, inputs):
         """Pulls the rows of a run that begins; returns the model of its calls.

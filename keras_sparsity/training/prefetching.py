@@ -1,9 +1,8 @@
 """Why rows are not prefetched where the user asked for it."""
 
-import contextlib
 import logging
 
-from keras_sparsity._tf import keras_input
+from keras_sparsity._tf import contexts, keras_input
 from keras_sparsity.conversion.saving import tables_of
 from keras_sparsity.optimizer import HybridOptimizer
 
@@ -62,14 +61,9 @@ def tell(model, reason):
         )
 
 
-@contextlib.contextmanager
 def run_of_model():
     """While entered, Keras's methods call `strategy.run`, not a custom loop."""
-    _runs.append(None)
-    try:
-        yield
-    finally:
-        _runs.pop()
+    return contexts.on_top(_runs, None)
 
 
 def tell_of_loop(strategy):

@@ -89,12 +89,11 @@ class Runs(RunBinding):
     def _prepare_callbacks(self, arguments):
         """Gives a run the callbacks of this rank."""
         communicator, callbacks = self._collectives, arguments.get("callbacks")
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            if communicator.size == 1:
-                ema_swap.show_rule(callbacks.callbacks, self._model)
-                return
-            callbacks = rank_zero.unlisted(callbacks, arguments)
-        callbacks = keras.tree.flatten([] if callbacks is None else callbacks)
+        is_made = isinstance(callbacks, keras.callbacks.CallbackList)
+        if is_made and communicator.size == 1:
+            ema_swap.show_rule(callbacks.callbacks, self._model)
+            return
+        callbacks = rank_zero.listed(arguments)
         ema_swap.show_rule(callbacks, self._model)
         if communicator.size > 1:
             callbacks = [
@@ -134,12 +133,6 @@ class Runs(RunBinding):
             why = "`train_on_batch` does not know the next batch, as `fit` does"
             prefetching.tell(self._model, why)
         return self._on_batch("train_on_batch", args, kwargs)
-
-    def test_on_batch(self, *args, **kwargs):
-        return self._on_batch("test_on_batch", args, kwargs)
-
-    def predict_on_batch(self, *args, **kwargs):
-        return self._on_batch("predict_on_batch", args, kwargs)
 
     def _on_batch(self, name, args, kwargs):
         self._check_optimizer(of_batch=True)

@@ -17,12 +17,6 @@ class Saves(Binding):
         names = ["save", "save_weights", "export", "get_compile_config"]
         super().__init__(model, names)
 
-    def save(self, *args, **kwargs):
-        self._save("save", args, kwargs)
-
-    def save_weights(self, *args, **kwargs):
-        self._save("save_weights", args, kwargs)
-
     def export(self, *args, **kwargs):
         with read_as_stored(lookups.keepers_of(self._model.variables)):
             self._save("export", args, kwargs)

@@ -95,7 +95,7 @@ def accumulate(rule, updates, accumulator_of, apply):
     """
     num_steps = rule.gradient_accumulation_steps
     iterations = keras_optimizers.iterations(rule)
-    sums = list(keras_optimizers.gradient_sums(rule))
+    sums = list(getattr(rule, keras_optimizers.GRADIENT_SUMS))
     index_of = [
         keras_optimizers.variable_index(rule, u.variable) for u in updates
     ]

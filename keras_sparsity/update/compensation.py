@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from keras_sparsity.placement import slices
+
 
 def compensated(gradient, strength, now, read):
     """Nearly the gradient at the present weights, for one at older ones.
@@ -43,10 +45,10 @@ def compensated_update(update, strength, read):
         strength: see `compensated`.
         read: `weights_of` it, when its gradient was computed.
     """
-    gradient = compensated(update.values, strength, weights_of(update), read)
-    if isinstance(update.gradient, tf.IndexedSlices):
-        of_rows = update.gradient
-        gradient = tf.IndexedSlices(
-            gradient, of_rows.indices, of_rows.dense_shape
+    now = weights_of(update)
+    return update.replaced(
+        slices.mapped(
+            lambda values: compensated(values, strength, now, read),
+            update.gradient,
         )
-    return update.replaced(gradient)
+    )

@@ -1,6 +1,6 @@
 """Loss scaling: all ranks update, or all skip the step."""
 
-import tensorflow as tf
+from keras_sparsity.placement import slices
 
 
 def unscaled(rule, updates):
@@ -19,17 +19,11 @@ def unscaled(rule, updates):
         update
         # Keras assigns such gradients as they are.
         if getattr(update.variable, "overwrite_with_gradient", False)
-        else update.replaced(_divided(update.gradient, factor))
+        else update.replaced(
+            slices.mapped(lambda values: values / factor, update.gradient)
+        )
         for update in updates
     ]
-
-
-def _divided(gradient, factor):
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient / factor
-    return tf.IndexedSlices(
-        gradient.values / factor, gradient.indices, gradient.dense_shape
-    )
 
 
 def apply_if_finite(optimizer, is_finite, updates, update):

@@ -1,11 +1,9 @@
 """Gives all ranks the same variables before an optimizer's first step."""
 
-import contextlib
-
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_optimizers
+from keras_sparsity._tf import contexts, keras_optimizers
 from keras_sparsity._tf.filled_variable import filling
 from keras_sparsity.health import agreement
 from keras_sparsity.tables import initial_values
@@ -15,7 +13,6 @@ from keras_sparsity.tables.table_variable import TableVariable
 _SYNCHRONISE = "_keras_sparsity_synchronise"
 
 
-@contextlib.contextmanager
 def synchronised_by(optimizer, synchronise):
     """While entered, building an optimizer calls a function of its model.
 
@@ -26,11 +23,7 @@ def synchronised_by(optimizer, synchronise):
         optimizer: a `HybridOptimizer`.
         synchronise: function without arguments.
     """
-    optimizer.__dict__[_SYNCHRONISE] = synchronise
-    try:
-        yield
-    finally:
-        del optimizer.__dict__[_SYNCHRONISE]
+    return contexts.own_attributes(optimizer, **{_SYNCHRONISE: synchronise})
 
 
 def synchronise_model(optimizer):
@@ -58,7 +51,6 @@ def build(inner, rule, variables, pieces):
         inner.build([v for several in pieces for v in several])
 
 
-@contextlib.contextmanager
 def _slots_stored_once(rule):
     """While entered, a rule's large slots are made without a second copy.
 
@@ -77,11 +69,7 @@ def _slots_stored_once(rule):
         with filling(number, shape) as nothing:
             return stock(shape, nothing, *args, **kwargs)
 
-    rule.__dict__["add_variable"] = add
-    try:
-        yield
-    finally:
-        del rule.__dict__["add_variable"]
+    return contexts.own_attributes(rule, add_variable=add)
 
 
 def same_on_all_ranks(communicator, all_variables, variables):

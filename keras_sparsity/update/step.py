@@ -121,10 +121,7 @@ class Aggregation:
 def merged(updates):
     """The same updates, with the gradients of duplicate rows summed."""
     return [
-        update.replaced(slices.merged(update.gradient))
-        if isinstance(update.gradient, tf.IndexedSlices)
-        else update
-        for update in updates
+        update.replaced(slices.merged(update.gradient)) for update in updates
     ]
 
 

@@ -71,7 +71,7 @@ def test_cuts_count_passes_that_are_computed_again(monkeypatch):
         for schedule in ("1f1b", "spectrain")
     ]
     # 12 and 12 seconds; 12 with those of the second forward pass, and 15.
-    assert [each.shared([[1], [1]], 2) for each in found] == [
+    assert [each(cutter.places, [[1], [1]], 2) for each in found] == [
         ([3], [1, 1]),
         ([2], [1, 1]),
     ]

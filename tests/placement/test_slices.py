@@ -30,6 +30,23 @@ def test_duplicate_rows_are_summed(ids):
     np.testing.assert_allclose(merged.values, dense[found])
 
 
+def test_a_dense_gradient_is_merged_as_it_is():
+    dense = tf.ones([ROWS, DIM])
+    assert slices.merged(dense) is dense
+    assert slices.merged(None) is None
+
+
+@IDS
+def test_values_are_changed(ids):
+    rows, dense = gradient(ids)
+    changed = slices.mapped(lambda values: 2 * values, rows)
+    assert changed.indices is rows.indices
+    assert changed.dense_shape is rows.dense_shape
+    np.testing.assert_array_equal(changed.values, 2 * rows.values)
+    changed = slices.mapped(lambda values: 2 * values, tf.constant(dense))
+    np.testing.assert_array_equal(changed, 2 * dense)
+
+
 @IDS
 def test_the_dense_gradient(ids):
     rows, dense = gradient(ids)
