@@ -9,13 +9,13 @@ import platform
 import shutil
 import traceback
 
-import h5py
 import keras
 import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_models
 from keras_sparsity._version import __version__
 from keras_sparsity.checkpoint import folder, index, restoring, state
+from keras_sparsity.checkpoint.written_file import written
 from keras_sparsity.global_batch import random_states
 
 
@@ -299,7 +299,7 @@ def _write_files(path, entries, differing, communicator):
     """Writes this rank's files; returns their sizes and checksums."""
     rank, shared = communicator.rank, []
     names = [folder.rank_file(rank)]
-    with h5py.File(os.path.join(path, names[0]), "w") as file:
+    with written(os.path.join(path, names[0])) as file:
         file.attrs["host_random_states"] = random_states.host_states()
         for number, entry in enumerate(entries):
             if entry.layout is not None:
@@ -314,7 +314,7 @@ def _write_files(path, entries, differing, communicator):
                 state.write(file, str(number), entry.variable)
     if rank == 0:
         names.append(folder.DENSE)
-        with h5py.File(os.path.join(path, folder.DENSE), "w") as file:
+        with written(os.path.join(path, folder.DENSE)) as file:
             for number, entry in shared:
                 state.write(file, str(number), entry.variable)
     return {name: folder.seal(os.path.join(path, name)) for name in names}

@@ -64,10 +64,11 @@ class FirstStep(Binding):
                 keras_input.change_input(iterator, following.with_following)
 
     def _build_from(self, batch):
-        """As Keras; code of eager steps that needs values waits for them."""
+        """As Keras; code that needs values, or rows of ragged ones, waits."""
         model, context = self._model, contextlib.nullcontext
         inputs, _, _ = unpacked(batch)
-        if model.run_eagerly and not keras_models.is_built(model):
+        waits = model.run_eagerly or _is_composite(inputs)
+        if waits and not keras_models.is_built(model):
             context = keras_models.losses_and_metrics_may_fail
             if not keras_models.can_be_called_on_shapes(model, inputs):
                 context = keras_models.losses_and_metrics_wait
@@ -204,6 +205,15 @@ class FirstStep(Binding):
 def _tried(model):
     """While entered, an error ends the build; the steps build what is left."""
     return contextlib.suppress(Exception)
+
+
+def _is_composite(inputs):
+    """Whether some are ragged or sparse: a symbolic build has dense ones."""
+    kinds = tf.RaggedTensor, tf.SparseTensor
+    return any(
+        isinstance(leaf, (*kinds, tf.RaggedTensorSpec, tf.SparseTensorSpec))
+        for leaf in tf.nest.flatten(inputs)
+    )
 
 
 def _may_size_weights(spec):

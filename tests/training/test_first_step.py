@@ -183,3 +183,44 @@ def test_batches_of_four(cluster, engine):
     for found in [fit_of_four(), *cluster(engine, 2).run(fit_of_four)]:
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+class MeanOfWords(keras.Model):
+    """Reads what a ragged tensor alone has."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.words = kind(20, 4, embeddings_initializer="ones")
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+
+    def call(self, words):
+        rows = tf.math.unsorted_segment_mean(
+            self.words(words.values), words.value_rowids(), words.nrows()
+        )
+        return self.dense(tf.reshape(rows, (-1, 4)))
+
+
+def fit_ragged(kind, scope):
+    words = tf.ragged.constant([[1, 2], [3], [], [4, 5, 6], [7], [8, 9]] * 3)
+    labels = np.linspace(-1, 1, 18).astype("float32")[:, None]
+    dataset = tf.data.Dataset.from_tensor_slices((words, labels)).batch(5)
+    ragged = MeanOfWords(kind)
+    with scope:
+        ragged.compile("sgd", "mse", metrics=["mae"])
+    history = ragged.fit(dataset, epochs=2, shuffle=False, verbose=0).history
+    return history, ragged.predict(dataset, verbose=0)
+
+
+def fit_ragged_sharded():
+    kind, scope = ks.layers.ShardedEmbedding, ks.HybridStrategy().scope()
+    return fit_ragged(kind, scope)
+
+
+def test_a_model_that_reads_a_ragged_tensor_s_values(cluster):
+    expected, predicted = fit_ragged(
+        keras.layers.Embedding, contextlib.nullcontext()
+    )
+    for history, predictions in cluster("native", 2).run(fit_ragged_sharded):
+        np.testing.assert_allclose(predictions, predicted, rtol=1e-5)
+        for name, values in expected.items():
+            np.testing.assert_allclose(history[name], values, rtol=1e-5)
