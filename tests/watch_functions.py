@@ -168,6 +168,29 @@ def swallow_error():
         pass
 
 
+def go_on_after_an_error():
+    """One rank's step fails before the others begin the call that it is in."""
+    ranks = begin()
+
+    def fail_late():
+        time.sleep(1)
+        raise ValueError("no luck")
+
+    @tf.function
+    def step(x):
+        if ranks.rank == 1:
+            tf.numpy_function(fail_late, [], [])
+        return ranks.all_reduce([x], name="late")
+
+    if ranks.rank == 0:
+        time.sleep(4)
+    try:
+        step(tf.ones([3]))
+    except tf.errors.InvalidArgumentError:
+        time.sleep(3)  # The watch sees that the call has failed.
+        ranks.barrier("next step")
+
+
 def stop(rank):
     """Also says how long the others wait, in place of the environment."""
     import keras_sparsity as ks

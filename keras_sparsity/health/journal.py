@@ -97,9 +97,19 @@ class Site:
         return entered, left + self._forgotten
 
     def forget(self, counts):
-        """Stops waiting for failed calls, whose end is never counted."""
+        """Stops waiting for failed calls, whose end is never counted.
+
+        Returns:
+            The number of calls that it has waited for.
+        """
         entered, left = counts
-        self._forgotten = entered - left
+        before, self._forgotten = self._forgotten, entered - left
+        return self._forgotten - before
+
+    def num_unended(self):
+        """How many of the calls that are over have not ended, but failed."""
+        self.counts_of_over()
+        return self._forgotten
 
     def current_call(self):
         """The call, with the shapes of its last run if they vary."""
@@ -130,6 +140,9 @@ class Journal:
         # and the sums of these.
         self._dropped = collections.deque()
         self._past = {}
+        # From a call of any shape to the number of its begins when some
+        # failed, and a list of their sites and of how many at each.
+        self._failed = {}
         self._last_active = None
         # Reentrant, as a function may be garbage-collected at any point.
         self._lock = threading.RLock()
@@ -221,7 +234,8 @@ class Journal:
         """How often calls, of any shape, have begun and are over.
 
         In all functions together, also those that are gone: a list of pairs.
-        The `Call`s are those of this rank or another one.
+        The `Call`s are those of this rank or another one. One that has failed
+        is over when it begins again: until then, others may wait for it.
         """
         wanted = [call.without_shape() for call in calls]
         is_whole = False
@@ -232,7 +246,23 @@ class Journal:
                 if site.of_any_shape in found:
                     _add(found, site)
             is_whole = not self._dropped
-        return [found[call] for call in wanted]
+        return [
+            (begun, over - self._num_failed(call, begun))
+            for call, (begun, over) in ((call, found[call]) for call in wanted)
+        ]
+
+    def _num_failed(self, call, begun):
+        """How often a call has failed, if it has not begun again since."""
+        begun_then, failed = self._failed.get(call, (None, []))
+        if begun_then != begun:
+            return 0
+        return sum(min(number, s.num_unended()) for s, number in failed)
+
+    def has_failed(self):
+        """Whether some call has failed, and not begun again."""
+        calls = list(self._failed)
+        counts = zip(calls, self.counts(calls), strict=True)
+        return any(self._num_failed(call, begun) for call, (begun, _) in counts)
 
     def _read_dropped(self):
         while self._dropped:
@@ -243,8 +273,17 @@ class Journal:
         sites = self.open_sites()
         calls = [site.current_call() for site in sites]
         for site in sites:
-            site.forget(site.counts())
+            self.forget(site, site.counts())
         return calls
+
+    def forget(self, site, counts):
+        """Forgets the open calls of a site, of which these are the counts."""
+        call = site.of_any_shape
+        ((begun, _),) = self.counts([call])
+        begun_then, failed = self._failed.get(call, (None, []))
+        if begun_then != begun:
+            failed = []
+        self._failed[call] = begun, [*failed, (site, site.forget(counts))]
 
     def measured(self, name, inputs):
         """Measures the operations traced inside, from their inputs on.

@@ -73,6 +73,8 @@ class Observer:
             report.upcoming = tuple(self._journal.upcoming(open_sites))
             counts = self._journal.counts(report.open_calls)
             report.begun = tuple(begun for begun, _ in counts)
+            if self._journal.has_failed():
+                report.note = "before that, an error has ended other calls"
         return report
 
     def _still_open(self):
@@ -88,7 +90,7 @@ class Observer:
             self._left_open, self._left_open_at = before, now
         elif now - self._left_open_at > _EXPLAIN_SECONDS:
             for site, counts in before:
-                site.forget(counts)
+                self._journal.forget(site, counts)
 
     def _look_at_cpu(self, now):
         seconds = now - self._cpu_at

@@ -203,7 +203,7 @@ class RankWatch:
     def _look(self, closely):
         # Of these calls each report tells: it takes the place of the answer.
         report = self._observer.look(closely, self._asked_calls)
-        report.note = self._note
+        report.note = self._note or report.note
         if self._has_ended:
             report.status = "ended"
         return report

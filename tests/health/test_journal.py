@@ -97,15 +97,35 @@ def test_counts_are_of_all_functions_also_of_those_that_are_gone():
     assert journal.counts([call]) == [(5, 5)]
 
 
-def test_a_call_that_failed_is_over_once_it_is_forgotten():
+def test_a_call_that_failed_is_over_once_it_begins_again():
     journal = Journal()
     noted(journal, tf.ones([2]), "a")
     with pytest.raises(ZeroDivisionError):
         noted(journal, tf.ones([2]), "a", lambda x: 1 / 0)
     (call,) = (site.call for site in journal.sites())
+    for _ in range(2):
+        assert journal.counts([call]) == [(2, 1)]
+        journal.forget_open()
+    assert journal.has_failed()
+    noted(journal, tf.ones([2]), "a")
+    assert journal.counts([call]) == [(3, 3)]
+    assert not journal.has_failed()
+
+
+def test_failed_calls_of_functions_that_are_gone_have_not_ended():
+    journal = Journal()
+    for _ in range(2):
+        step = tf.function(lambda x: noted(journal, x, "a", fail))
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            step(tf.ones([2]))
+        (site,) = journal.open_sites()
+        call = site.call
+        journal.forget_open()
+        del step, site
+        gc.collect()
+    assert not journal.sites()
+    # The first failure is over since the second call began.
     assert journal.counts([call]) == [(2, 1)]
-    journal.forget_open()
-    assert journal.counts([call]) == [(2, 2)]
 
 
 def test_shapes_known_at_run_time_only_are_recorded():

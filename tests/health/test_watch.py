@@ -132,6 +132,15 @@ CASES = [
         engines=("horovod",),
     ),
     Case(
+        "go_on_after_an_error",
+        message=(
+            "the ranks call different collectives",
+            'rank 0: waiting .* "late#0"',
+            'rank 1: waiting .* "next step".*before that, an error has ended',
+        ),
+        engines=("native",),
+    ),
+    Case(
         "end_early",
         message=(
             "the program of rank 1 has ended",
