@@ -22,6 +22,7 @@ _JOBS_BETWEEN_STEPS = 131
 STEP_VARIABLE = "SLURM_STEP_NUM_TASKS"
 # `srun --mpi=pmi2` sets the second to the number of tasks.
 _SIZES_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_TERMINAL_VARIABLE = "SLURM_PTY_PORT"
 # They make a task that task.
 PLACE_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")
 
@@ -33,7 +34,23 @@ def is_task():
     """
     size = os.environ.get(STEP_VARIABLE, "").strip()
     of_mpi = [os.environ.get(name, size) for name in _SIZES_BY_MPI]
-    return size not in ("", "0", "1") and set(of_mpi) == {size}
+    is_alone = size in ("", "0", "1") or _is_of_shell()
+    return not is_alone and set(of_mpi) == {size}
+
+
+def _is_of_shell():
+    """Whether the user of `srun --pty bash` has started this process.
+
+    Of its tasks all but the first have ended. Tasks that srun starts from that
+    shell have the variable, too, and no terminal.
+    """
+    if _TERMINAL_VARIABLE not in os.environ:
+        return False
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def addresses():

@@ -1,6 +1,7 @@
 """A task of Slurm finds its step's tasks by the variables that srun sets."""
 
 import os
+import pty
 import subprocess
 import sys
 
@@ -21,7 +22,10 @@ _STEP = {
     "SLURM_LOCALID": "0",
     "SLURM_PROCID": "1",
 }
-_OTHERS = ("TF_CONFIG", "HOROVOD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_OTHERS = (
+    *("TF_CONFIG", "HOROVOD_RANK", "SLURM_PTY_PORT"),
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+)
 
 
 @pytest.fixture
@@ -117,6 +121,22 @@ def test_a_process_that_is_no_task_of_several(changes, step):
     step(**changes)
     assert startup._found_engine() == "local"
     assert settings.cluster() == []
+
+
+@pytest.mark.parametrize(("has_terminal", "is_task"), [(True, 0), (False, 1)])
+def test_a_shell_of_srun_is_no_task_and_its_sruns_are(
+    has_terminal, is_task, step
+):
+    step(SLURM_PTY_PORT="33421")
+    child, terminal = pty.fork() if has_terminal else (os.fork(), None)
+    if child == 0:
+        if not has_terminal:
+            os.setsid()
+        os._exit(slurm.is_task())
+    _, status = os.waitpid(child, 0)
+    if has_terminal:
+        os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == is_task
 
 
 def test_srun_itself_may_bring_mpi(step):
