@@ -123,6 +123,8 @@ def test_a_process_that_is_no_task_of_several(changes, step):
     assert settings.cluster() == []
 
 
+# The child of a process with threads asks and ends.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(("has_terminal", "is_task"), [(True, 0), (False, 1)])
 def test_a_shell_of_srun_is_no_task_and_its_sruns_are(
     has_terminal, is_task, step
