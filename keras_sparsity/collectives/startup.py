@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import random
+import sys
 
 import keras
 import numpy as np
@@ -18,7 +19,7 @@ from keras_sparsity.collectives.base import GROUPS, Collectives
 from keras_sparsity.collectives.differences import raise_if_different
 from keras_sparsity.collectives.local import LocalEngine
 from keras_sparsity.health import arrival, errors, journal, watch
-from keras_sparsity.machines import door, helper, settings, topology
+from keras_sparsity.machines import door, helper, settings, slurm, topology
 from keras_sparsity.machines.topology import Topology
 
 _started = None
@@ -141,6 +142,7 @@ def _found_engine():
     if len(settings.cluster()) > 1:
         return "native"
     _tell_of_mpi()
+    _tell_of_slurm()
     return "local"
 
 
@@ -156,6 +158,17 @@ def _tell_of_mpi():
                 "by `keras-sparsity run`.",
                 size,
             )
+
+
+def _tell_of_slurm():
+    """Says so where a job has several tasks and srun has started none."""
+    if size := slurm.num_unused_tasks():
+        logging.getLogger(__name__).warning(
+            "This process trains alone, in a job of Slurm that has %s tasks. "
+            "Start them by `srun python %s`.",
+            size,
+            os.path.basename(sys.argv[0]) or "train.py",
+        )
 
 
 @functools.cache

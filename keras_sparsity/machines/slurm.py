@@ -38,6 +38,16 @@ def is_task():
     return not is_alone and set(of_mpi) == {size}
 
 
+def num_unused_tasks():
+    """How many tasks a job has, if srun has not started this process; else 0.
+
+    Programs of a batch script are started once, on its first machine.
+    """
+    size = os.environ.get("SLURM_NTASKS", "")
+    is_of_job = "SLURM_JOB_ID" in os.environ and STEP_VARIABLE not in os.environ
+    return int(size) if is_of_job and size.isdecimal() and size != "1" else 0
+
+
 def _is_of_shell():
     """Whether the user of `srun --pty bash` has started this process.
 

@@ -141,6 +141,26 @@ def test_a_shell_of_srun_is_no_task_and_its_sruns_are(
     assert os.waitstatus_to_exitcode(status) == is_task
 
 
+@pytest.mark.parametrize(
+    ("num_tasks", "in_step", "is_told"),
+    [
+        ("4", False, True),
+        ("4", True, False),
+        ("1", False, False),
+        (None, False, False),
+    ],
+)
+def test_a_batch_script_without_srun_is_told(
+    num_tasks, in_step, is_told, step, caplog
+):
+    step(
+        SLURM_NTASKS=num_tasks,
+        SLURM_STEP_NUM_TASKS="1" if in_step else None,
+    )
+    assert startup._found_engine() == "local"
+    assert ("a job of Slurm that has 4 tasks" in caplog.text) is is_told
+
+
 def test_srun_itself_may_bring_mpi(step):
     step(PMI_SIZE="2")
     assert startup._found_engine() == "native"
