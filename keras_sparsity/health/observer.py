@@ -20,8 +20,9 @@ _BUSY_CORES = 0.6
 # this time goes on without it.
 _EXPLAIN_SECONDS = 1.0
 
+_RUN = Journal.run.__wrapped__.__code__
 # While these run, a call may be open though Python is not in TensorFlow.
-_CALLS = (Journal.run.__wrapped__.__code__, errors.explain.__code__)
+_CALLS = (_RUN, errors.explain.__code__)
 
 _TENSORFLOW = os.path.dirname(os.path.abspath(tf.__file__)) + os.sep
 _NOT_THE_USERS = tuple(
@@ -82,9 +83,12 @@ class Observer:
 
     def _forget_stale(self, now):
         """Forgets calls that ended by an error that nobody reported."""
-        before = [(site, site.counts()) for site in self._still_open()]
-        if _is_in_call():
-            before = []
+        under_way = _sites_under_way()
+        before = [
+            (site, site.counts())
+            for site in (self._still_open() if under_way is not None else ())
+            if site not in under_way
+        ]
         if before != self._left_open:
             # The program may still ask for the reason of a new failure.
             self._left_open, self._left_open_at = before, now
@@ -101,11 +105,25 @@ class Observer:
         self._cpu, self._cpu_at = cpu, now
 
 
-def _is_in_call():
-    """Whether any thread may be in a collective."""
+def _sites_under_way():
+    """The eager calls' sites that threads are in; None if they may be in more.
+
+    A thread in a traced function may be in any of its calls.
+    """
     if not tf.config.experimental.get_synchronous_execution():
-        return True
-    return any(map(_frame_is_in_call, _frames().values()))
+        return None
+    frames = filter(_frame_is_in_call, _frames().values())
+    sites = [_eager_site(frame) for frame in frames]
+    return None if None in sites else sites
+
+
+def _eager_site(frame):
+    while frame is not None:
+        if frame.f_code is _RUN:
+            site = frame.f_locals["site"]
+            return site if site.scope is None else None
+        frame = frame.f_back
+    return None
 
 
 def _frames():

@@ -92,6 +92,19 @@ def test_a_call_that_failed_unnoticed_is_no_waiting():
     assert observer.look(closely=True).status == "blocked"
 
 
+def test_a_call_that_failed_is_no_waiting_while_a_later_one_waits():
+    journal = Journal()
+    observer = Observer(journal)
+    fail_in_a_call(journal)
+    end = in_a_call(journal, traced=False)
+    for _ in range(4):
+        report = observer.look(closely=True)
+        time.sleep(0.5)
+    end()
+    assert [call.dtype for call in report.open_calls] == ["float32"]
+    assert "an error has ended other calls" in report.note
+
+
 def test_a_call_that_fails_after_a_pause_may_still_be_asked_about():
     journal = Journal()
     observer = Observer(journal)
