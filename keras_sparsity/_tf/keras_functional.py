@@ -243,11 +243,12 @@ def mixed(functional, calls, traced):
         return without, {}
     # Another size may be the same number by chance.
     traced = specs_in_a_trace(functional, calls, _MORE_EXAMPLES)
-    many = {key: math.prod(spec.shape) for key, spec in traced.items()}
     return without, {
         key: names[key]
         for key, number in few.items()
-        if many.get(key, 0) * _NUM_EXAMPLES > number * _MORE_EXAMPLES
+        if key in traced
+        and math.prod(traced[key].shape) * _NUM_EXAMPLES
+        > number * _MORE_EXAMPLES
     }
 
 

@@ -26,6 +26,9 @@ class Stops:
         self._changed = threading.Condition()
         self._fit, self._bound = 0, 1
         self._is_held, self._last = False, None
+        # From a `fit` that others have begun before this rank to its last
+        # step, None until that is known.
+        self._early = {}
 
     # The main thread.
 
@@ -33,7 +36,9 @@ class Stops:
         """Begins a `fit`; all ranks begin the same ones."""
         with self._changed:
             self._fit, self._bound = self._fit + 1, 1
-            self._is_held, self._last = False, None
+            is_asked = self._fit in self._early
+            self._last = self._early.pop(self._fit, None)
+            self._is_held = is_asked and self._last is None
 
     def ends_after(self, step, is_wanted):
         """Whether all ranks end the `fit` behind a step, which has ended here.
@@ -61,6 +66,11 @@ class Stops:
         `last`: the step after which all end it.
         """
         with self._changed:
+            if fit is not None and fit > self._fit:
+                self._early[fit] = step
+                if kind == "hold":
+                    self._send(kind="bound", fit=fit, step=1)
+                return
             if kind == "hold":
                 self._is_held = fit == self._fit and self._last is None
                 self._send(kind="bound", fit=fit, step=self._bound)

@@ -129,6 +129,27 @@ def test_without_others():
     assert not stops.ends_after(1, is_wanted=True)
 
 
+def test_messages_of_a_fit_that_this_rank_has_not_begun():
+    sent = []
+    stops = Stops(lambda **message: sent.append(message) or True)
+    stops.begin()
+    assert not stops.ends_after(5, is_wanted=False)
+    stops.hear("hold", fit=2)
+    assert sent == [{"kind": "bound", "fit": 2, "step": 1}]
+    assert not stops.ends_after(6, is_wanted=False)
+    stops.begin()
+    # It waits behind its first step, until it is told the last one.
+    told = threading.Timer(0.3, stops.hear, ["last", 2, 2])
+    told.start()
+    assert not stops.ends_after(1, is_wanted=False)
+    assert not told.is_alive()
+    assert stops.ends_after(2, is_wanted=False)
+    stops.hear("hold", fit=3)
+    stops.hear("last", fit=3, step=1)
+    stops.begin()
+    assert stops.ends_after(1, is_wanted=False)
+
+
 def test_messages_of_an_earlier_fit():
     sent = []
     stops = Stops(lambda **message: sent.append(message) or True)
