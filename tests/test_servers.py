@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -13,7 +10,13 @@ import pytest
 
 from keras_sparsity import launch
 from keras_sparsity.machines import ports
-from tests import checkpoint_functions, forked, matrix, oracles
+from tests import (
+    checkpoint_functions,
+    forked,
+    matrix,
+    oracles,
+    without_launcher,
+)
 from tests import server_functions as functions
 from tests.conftest import covering, engines
 from tests.matrix import Cell
@@ -258,28 +261,19 @@ def test_the_job_ps_of_tf_config(script):
         )
     worker, server = (f"127.0.0.1:{port}" for port in ports.free(2))
     root = str(pathlib.Path(__file__).parents[1])
-    running = []
-    for kind in ("worker", "ps"):
-        config = {
-            "cluster": {"ps": [server], "worker": [worker]},
-            "task": {"type": kind, "index": 0},
+    variables = [
+        {
+            "TF_CONFIG": json.dumps(
+                {
+                    "cluster": {"ps": [server], "worker": [worker]},
+                    "task": {"type": kind, "index": 0},
+                }
+            ),
+            "PYTHONPATH": root,
         }
-        variables = {"TF_CONFIG": json.dumps(config), "PYTHONPATH": root}
-        running.append(
-            subprocess.Popen(
-                [sys.executable, str(script)],
-                env={**os.environ, **variables},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        said = [process.communicate(timeout=120)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], said
+        for kind in ("worker", "ps")
+    ]
+    said = without_launcher.outputs([str(script)], variables)
     assert "RANK 0 1 worker 0 0\n" in said[0]
     assert "RANK 1 1 ps 0 9\n" in said[1]
     assert all("CATCHES False\n" in each for each in said)

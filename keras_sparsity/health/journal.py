@@ -246,10 +246,10 @@ class Journal:
                 if site.of_any_shape in found:
                     _add(found, site)
             is_whole = not self._dropped
-        return [
-            (begun, over - self._num_failed(call, begun))
-            for call, (begun, over) in ((call, found[call]) for call in wanted)
-        ]
+        return [self._without_failed(call, *found[call]) for call in wanted]
+
+    def _without_failed(self, call, begun, over):
+        return begun, over - self._num_failed(call, begun)
 
     def _num_failed(self, call, begun):
         """How often a call has failed, if it has not begun again since."""

@@ -2,14 +2,13 @@
 
 import os
 import pty
-import subprocess
-import sys
 
 import pytest
 
 from keras_sparsity.collectives import startup
 from keras_sparsity.launch import environment
 from keras_sparsity.machines import settings, slurm
+from tests import without_launcher
 
 # As srun of Slurm 22.05 sets them, in the second of two tasks on two machines.
 _STEP = {
@@ -215,30 +214,17 @@ print("RANKS", strategy.rank, ranks, strategy.collectives.engine, flush=True)
 
 
 def test_tasks_train_together(step):
-    running = []
-    for local in range(2):
-        step(
-            # Other runs of this test on the machine need other ports.
-            SLURM_JOB_ID=str(os.getpid()),
-            SLURM_STEP_NODELIST="localhost",
-            SLURM_STEP_TASKS_PER_NODE="2",
-            SLURM_NODEID="0",
-            SLURM_LOCALID=str(local),
-            SLURM_PROCID=str(local),
-        )
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        said = [process.communicate(timeout=120)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0, 0], said
+    step(
+        # Other runs of this test on the machine need other ports.
+        SLURM_JOB_ID=str(os.getpid()),
+        SLURM_STEP_NODELIST="localhost",
+        SLURM_STEP_TASKS_PER_NODE="2",
+        SLURM_NODEID="0",
+    )
+    places = [
+        dict.fromkeys(("SLURM_LOCALID", "SLURM_PROCID"), str(local))
+        for local in range(2)
+    ]
+    said = without_launcher.outputs(["-c", _PROGRAM], places)
     for rank, text in enumerate(said):
         assert f"RANKS {rank} [0, 1] native\n" in text
