@@ -100,10 +100,10 @@ class Clocks:
                     self._rank, lambda clock: tf.maximum(clock, number)
                 )
 
-    def num_ended(self):
-        """The number of steps of the epoch that workers have ended."""
+    def ended(self):
+        """How many steps of the epoch each worker has ended."""
         with tf.device(self._device):
-            return tf.reduce_sum(self._ended.read())
+            return self._ended.read()
 
     def finish(self, rank):
         """A worker takes no further step."""

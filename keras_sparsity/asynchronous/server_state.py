@@ -13,7 +13,9 @@ class ServerState:
     They hold the server's mutex. It has the count of the updates that it has
     applied, whose pushes are not applied any more, and of which batches each
     worker's last two were: all that are handed out again if it is lost, see
-    `Batches`.
+    `Batches`. A server's new process begins with a count that has the steps
+    which workers have ended in the epoch; the push of such a step may come
+    again, when its answer was lost with the process before.
 
     Args:
         device, size, rank, name: as for `Batches`.
@@ -29,22 +31,31 @@ class ServerState:
             self._count = Cell(f"{name}/count", tf.int64, [])
             self._lost = Cell(f"{name}/lost", tf.bool, [size])
             self._last = Cell(f"{name}/last", tf.int64, [size, 2])
+            # How many steps of each worker the count began with.
+            self._counted = Cell(f"{name}/counted", tf.int64, [size])
             self.create = self._lost.fill(False)
-            self.reset = self._last.fill(-1)
+            forgotten = self._last.fill(-1)
+            self.reset = tf.group(forgotten, self._counted.fill(0))
             self.version = self._count.read()
 
     def set_count(self, value):
         with tf.device(self.device):
             return self._count.assign(value)
 
-    def take_place(self, count, lost):
-        """In a new process: takes the count, and which workers are lost.
+    def take_place(self, begun, ended, lost):
+        """In a new process: takes what others know of the epoch.
 
         No push is known.
+
+        Args:
+            begun: the count before the epoch.
+            ended: how many of its steps each worker has ended.
+            lost: whether each worker is lost.
         """
         with tf.device(self.device):
+            count = begun + tf.reduce_sum(ended)
             known = [self._count.assign(count), self._lost.assign(lost)]
-            return [*known, self.reset]
+            return [*known, self._last.fill(-1), self._counted.assign(ended)]
 
     def leave_out(self, rank):
         """From now on, applies nothing that a worker pushes."""
@@ -61,7 +72,7 @@ class ServerState:
             return self._lost.set(rank, False)
 
     def destroy(self):
-        cells = self._count, self._lost, self._last
+        cells = self._count, self._lost, self._last, self._counted
         with tf.device(self.device):
             return destroyed(self._mutex, *(cell.handle for cell in cells))
 
@@ -78,20 +89,20 @@ class ServerState:
     def push(self, gradients):
         """Makes `(feeds, count before)` of an update.
 
-        Feeds: the batch's number, the version of the pull, the learning rate.
-        The count is `LOST` if the update is left out as a lost worker's.
+        Feeds: the batch's number, the version of the pull and the number of
+        the worker's step, all in one; and the learning rate. The count is
+        `LOST` if the update is left out as a lost worker's.
         """
         with tf.device(self.device):
-            facts = [
-                tf.compat.v1.placeholder(dtype, [])
-                for dtype in (tf.int64, tf.int64, tf.float32)
-            ]
+            numbers = tf.compat.v1.placeholder(tf.int64, [3])
+            rate = tf.compat.v1.placeholder(tf.float32, [])
+            told = *tf.unstack(numbers), rate
             count = locked(
-                self._mutex, lambda: self._applied_once(gradients, *facts)
+                self._mutex, lambda: self._applied_once(gradients, *told)
             )
-            return facts, count
+            return [numbers, rate], count
 
-    def _applied_once(self, gradients, batch, version, rate):
+    def _applied_once(self, gradients, batch, version, step, rate):
         """Updates the variables; returns the count before.
 
         Not if this worker is lost, or another one has pushed the same batch
@@ -103,8 +114,9 @@ class ServerState:
         def apply():
             count = self._count.read()
             assigned = self._update(gradients, count, version, rate)
+            is_new = step > self._counted.read()[self._rank]
             with tf.control_dependencies(assigned):
-                counted = self._count.assign(count + 1)
+                counted = self._count.assign(count + tf.cast(is_new, tf.int64))
             with tf.control_dependencies([counted]):
                 last = tf.stack([before[self._rank, 1], batch])
                 noted = self._last.set(self._rank, last)
