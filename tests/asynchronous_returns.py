@@ -9,8 +9,10 @@ import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.asynchronous import sessions
 from keras_sparsity.asynchronous.store import Store
 from keras_sparsity.asynchronous.stored import placed
 from tests.asynchronous_losses import (
@@ -96,6 +98,36 @@ def killed(folder, victims, epoch, steps, kind="SIGKILL"):
             killing.step()
 
     return _train(folder, max(victims), begin, killing)
+
+
+def unanswered(folder):
+    """The only server is killed before it answers a push that has ended."""
+    collectives = ks.collectives.current()
+    pids, first = Pids(folder), collectives.num_workers
+    stock, due = sessions.function_of, []
+
+    def function_of(session, feeds, fetches, targets=()):
+        call = stock(session, feeds, fetches, targets)
+
+        def run(*values):
+            results = call(*values)
+            # A push alone has targets and fetches.
+            if due and targets and fetches:
+                due.pop()
+                os.kill(pids.of(first)[-1], signal.SIGKILL)
+                raise tf.errors.UnavailableError(None, None, "killed")
+            return results
+
+        return run
+
+    sessions.function_of = function_of
+
+    def begin(strategy, count, number):
+        time.sleep(0.01)
+        if collectives.rank == 0 and count == NUM_BATCHES + 5:
+            due.append(True)
+
+    return _train(folder, first, begin, keras.callbacks.Callback())
 
 
 def without_scheduler(folder):

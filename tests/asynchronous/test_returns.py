@@ -91,6 +91,18 @@ def test_the_only_server_comes_back_alone(launched, engine, tmp_path):
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_push_without_an_answer_counts_once(launched, engine, tmp_path):
+    code, output, said = _launch(
+        launched, tmp_path, engine, returns.unanswered, num_servers=1
+    )
+    assert code == 0, said
+    assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
+    _check_losses(output)
+    assert _processes(tmp_path) == [1, 1, 2]
+    assert _iterations(tmp_path) == _EPOCHS * NUM_BATCHES
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
 def test_without_the_scheduler_all_start_anew(launched, engine, tmp_path):
     call = (returns.without_scheduler,)
     code, output, said = _launch(
