@@ -136,9 +136,14 @@ def trained(args, window, strategy, model, batch, num_classes, warm_up):
     # Steps before counted ones may be fewer than a whole execution.
     num_steps = _common.num_steps(args) + (1 + len(args.steps)) * (whole - 1)
     batches = _common.dataset(workload.x, workload.y, batch, num_steps)
+    train_again(args, window, strategy, model, batches)
+    return batches
+
+
+def train_again(args, window, strategy, model, batches):
+    """Trains as `trained` does, with the mini-batches that it returned."""
     timed = _common.Timed(window, args, strategy.collectives.barrier)
     model.fit(batches, callbacks=[timed], shuffle=False, verbose=0)
-    return batches
 
 
 def trained_by_horovod(args, make, num_classes, warm_up, **figures):

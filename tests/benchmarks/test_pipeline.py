@@ -18,13 +18,13 @@ def _way(over=(), planned=1000, sent=1000, at_50=0.0):
     }
 
 
-def _run(rate, words_per_second, largest_sent_bytes, computation_seconds=0.1):
+def _run(rate, largest_sent_bytes, *turns):
     return {
         "rate_mbit": rate,
         "batch": 64,
-        "words_per_second": words_per_second,
+        "words_per_second": 7.0,
         "largest_sent_bytes": largest_sent_bytes,
-        "computation_seconds": computation_seconds,
+        "turns": turns,
         "stages": [["first"], ["second"]],
         "planned_bytes": 2 * largest_sent_bytes,
         "per_machine": 2 * [{"sent_payload_bytes_per_step": 10}],
@@ -33,25 +33,34 @@ def _run(rate, words_per_second, largest_sent_bytes, computation_seconds=0.1):
 
 def test_a_step_over_the_larger_of_computation_and_transfer():
     runs = [
-        # A step of 0.24 s; 1 MB takes 0.16 s.
-        _run(50.0, 64 / 0.24, 1_000_000),
-        # 0.04 s: the computation of 0.1 s is longer.
-        _run(200.0, 64 / 0.11, 1_000_000),
+        # 1 MB takes 0.16 s.
+        _run(50.0, 1_000_000, (0.24, 0.1)),
+        # 0.04 s: the computation is longer.
+        _run(200.0, 1_000_000, (0.11, 0.1)),
         # A rate below 1 Mbit/s keeps its digits.
-        _run(0.5, 64 / 16.0, 1_000_000),
+        _run(0.5, 1_000_000, (16.0, 0.1)),
     ]
     over = pipeline._by_rate(runs)["step_over_bound"]
     assert over == {"50": 1.5, "200": 1.1, "0.5": 1.0}
 
 
+def test_a_step_over_the_computation_that_was_measured_beside_it():
+    # On a machine that is slower in one turn, and disturbed in another.
+    turns = (0.11, 0.1), (0.22, 0.2), (0.3, 0.1)
+    found = pipeline._by_rate([_run(50.0, 10, *turns)])
+    assert found["step_over_bound"] == {"50": 1.1}
+    assert found["samples_per_second"] == {"50": round(64 / 0.22, 1)}
+
+
 def test_no_bound_without_stages():
-    runs = [_run(50.0, 1.0, 0) | {"stages": []}]
-    assert pipeline._by_rate(runs)["step_over_bound"] == {"50": 0}
+    found = pipeline._by_rate([_run(50.0, 0) | {"stages": []}])
+    assert found["step_over_bound"] == {"50": 0}
+    assert found["samples_per_second"] == {"50": 7.0}
 
 
 def test_the_median_round_counts():
-    rounds = [_run(50.0, 64 / seconds, 0) for seconds in (0.3, 0.1, 0.2)]
-    assert pipeline._by_rate([*rounds, _run(200.0, 64 / 0.4, 10)]) == {
+    rounds = [_run(50.0, 0, (seconds, 0.1)) for seconds in (0.4, 0.1, 0.2)]
+    assert pipeline._by_rate([*rounds, _run(200.0, 10, (0.4, 0.1))]) == {
         "samples_per_second": {"50": 64 / 0.2, "200": 64 / 0.4},
         "sent_bytes": {"50": 20, "200": 20},
         "planned_bytes": {"50": 0, "200": 20},
