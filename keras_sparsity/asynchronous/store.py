@@ -304,9 +304,9 @@ class Store:
                 ids = next(values) if stored.is_of_rows else None
                 given = [next(values) for _ in range(1 + self._sends_read)]
                 sent += self._sent_pieces(stored, ids, given)
-            step = self._num_ended + 1
+            step = self._num_ended + 1, batch
             steps = [step] * self._operations.counts_steps
-            facts = [[batch, version, step], rate] * len(self.traffic)
+            facts = [[batch, version], rate] * len(self.traffic)
             before = push(*steps, *facts, *sent)
             if LOST in before:
                 # It may not have been told yet, nor `Batches`, which would

@@ -15,18 +15,22 @@ class _Worker:
         with session.graph.as_default():
             self.clocks = Clocks("/cpu:0", 2, rank, 1, "clocks")
             number = tf.compat.v1.placeholder(tf.int64, [])
-            end = [self.clocks.end(number)]
+            end = [self.clocks.end(number, 2 * number + rank)]
             finish = [self.clocks.finish(rank)]
-            tokens = [self.clocks._tokens[rank].size()]
+            queues = self.clocks._tokens[rank], self.clocks._over
+            sizes = [queue.size() for queue in queues]
             self.end = function_of(session, [number], end)
             self.finish = function_of(session, [], finish)
             self.begin = function_of(session, [], [self.clocks.begin()])
             self.restore = function_of(session, *self.clocks.restore())
-            self._tokens = function_of(session, [], tokens)
+            self._sizes = function_of(session, [], sizes)
 
     def num_tokens(self):
         """How many steps it may begin now."""
-        return int(self._tokens()[0])
+        return int(self._sizes()[0])
+
+    def is_over(self):
+        return self._sizes()[1] > 0
 
 
 @pytest.fixture
@@ -51,18 +55,29 @@ def test_a_step_that_is_ended_twice_counts_once(workers):
 
 
 @pytest.mark.parametrize("bound", [1, None])
-def test_steps_are_counted_of_workers_that_are_gone_too(bound):
+def test_a_batch_counts_once_whoever_ends_its_step(bound):
     with tf.compat.v1.Session(graph=tf.Graph()) as session:
         name = f"counted/{bound}"
         clocks = [Clocks("/cpu:0", 2, r, bound, name) for r in range(2)]
         session.run([clocks[0].reset])
-        for number in (1, 2, 2):  # the last one twice
-            session.run([clocks[0].end(np.int64(number))])
-        session.run([clocks[1].end(np.int64(1))])
+
+        def end(rank, *numbers):
+            session.run([clocks[rank].end(*map(np.int64, numbers))])
+            number, last = session.run(clocks[1].ended())
+            return number, last.tolist()
+
+        assert end(0, 1, 0) == (1, [[-1, 0], [-1, -1]])
+        assert end(1, 1, 1) == (2, [[-1, 0], [-1, 1]])
+        assert end(0, 2, 2) == (3, [[0, 2], [-1, 1]])
+        # The answer was lost with a server, and the push came again.
+        assert end(0, 2, 2) == (3, [[0, 2], [-1, 1]])
+        # Both batches of a worker that is lost are handed out again.
         session.run([clocks[1].finish(0)])
-        assert session.run(clocks[1].ended()).tolist() == [2, 1]
+        assert end(1, 2, 0) == end(1, 3, 2) == (3, [[0, 2], [-1, 1]])
+        assert end(1, 4, 3) == (4, [[0, 2], [1, 3]])
         session.run([clocks[0].reset])
-        assert session.run(clocks[1].ended()).tolist() == [0, 0]
+        number, last = session.run(clocks[1].ended())
+        assert number == 0 and (last == -1).all()
 
 
 @pytest.mark.parametrize("num_begun", [0, 1, 2])
