@@ -153,7 +153,11 @@ class Clocks:
         given = [_given(queue, number) for queue in self._tokens]
         is_over = are_done & tf.not_equal(earlier, _DONE)
         given.append(_given(self._over, tf.where(is_over, _MANY, 0)))
-        return after([*given, self._clocks.assign(now)], slowest)
+        # Tokens first: if this worker is lost meanwhile, the next move gives
+        # them again. The others would wait for those that nobody gives.
+        with tf.control_dependencies(given):
+            moved = self._clocks.assign(now)
+        return after([moved], slowest)
 
     def _made_reset(self):
         """All workers are at the beginning of an epoch; none runs a step."""

@@ -1,10 +1,13 @@
 """Steps of workers, and calls that are made twice."""
 
+import time
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from keras_sparsity._tf.tf_sessions import function_of
+from keras_sparsity.asynchronous import clocks as clocks_module
 from keras_sparsity.asynchronous.clocks import Clocks
 
 
@@ -12,6 +15,7 @@ class _Worker:
     """A worker of two, with a bound of one step."""
 
     def __init__(self, rank, session):
+        self.session = session
         with session.graph.as_default():
             self.clocks = Clocks("/cpu:0", 2, rank, 1, "clocks")
             number = tf.compat.v1.placeholder(tf.int64, [])
@@ -109,3 +113,50 @@ def test_of_the_slowest_that_goes_on(workers):
     before = first.num_tokens()
     first.restore(1)
     assert first.num_tokens() == before
+
+
+def _fail(number):
+    time.sleep(0.2)  # What does not wait for it has ended.
+    raise ArithmeticError("no luck")
+
+
+@pytest.fixture
+def cut(workers, monkeypatch):
+    """Makes moves of the first worker, which is lost before it gives tokens.
+
+    `cut(move)`: a function of the worker's `Clocks` that makes the operations.
+    """
+    stock = clocks_module._given
+
+    def failing(queue, number):
+        told = tf.numpy_function(_fail, [number], tf.int64)
+        return stock(queue, tf.ensure_shape(told, []))
+
+    def cut(move):
+        with monkeypatch.context() as patched:
+            patched.setattr(clocks_module, "_given", failing)
+            moved = move(workers[0].clocks)
+        with pytest.raises(tf.errors.OpError, match="no luck"):
+            workers[0].session.run(moved)
+
+    with workers[0].session.graph.as_default():
+        yield cut
+
+
+def test_a_move_that_was_cut_is_made_again(workers, cut):
+    first, second = workers
+    second.end(1)
+    for _ in range(2):
+        second.begin()
+    assert second.num_tokens() == 0
+    cut(lambda clocks: clocks.end(np.int64(1), np.int64(2)))
+    cut(lambda clocks: clocks.finish(0))
+    # As others do when it is lost. Now the second one is the slowest.
+    first.finish()
+    assert second.num_tokens() == 1
+    second.end(2)
+    assert second.num_tokens() == 2
+    cut(lambda clocks: clocks.finish(1))
+    assert not first.is_over()
+    second.finish()
+    assert first.is_over()
