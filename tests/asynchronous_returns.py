@@ -20,6 +20,7 @@ from tests.asynchronous_losses import (
     ROW_STEP,
     KillIn,
     applied,
+    end_by,
     train,
 )
 
@@ -100,8 +101,12 @@ def killed(folder, victims, epoch, steps, kind="SIGKILL"):
     return _train(folder, max(victims), begin, killing)
 
 
-def unanswered(folder):
-    """The only server is killed before it answers a push that has ended."""
+def unanswered(folder, dies):
+    """The only server is killed before it answers a push that has ended.
+
+    Args:
+        dies: whether the worker is, too: its last batches are then another's.
+    """
     collectives = ks.collectives.current()
     pids, first = Pids(folder), collectives.num_workers
     stock, due = sessions.function_of, []
@@ -115,6 +120,8 @@ def unanswered(folder):
             if due and targets and fetches:
                 due.pop()
                 os.kill(pids.of(first)[-1], signal.SIGKILL)
+                if dies:
+                    end_by("SIGKILL")
                 raise tf.errors.UnavailableError(None, None, "killed")
             return results
 
@@ -124,7 +131,9 @@ def unanswered(folder):
 
     def begin(strategy, count, number):
         time.sleep(0.01)
-        if collectives.rank == 0 and count == NUM_BATCHES + 5:
+        # In the second epoch: the bound is 3.
+        is_due = count == NUM_BATCHES // 2 + 5 and is_first_attempt()
+        if collectives.rank == 1 and is_due:
             due.append(True)
 
     return _train(folder, first, begin, keras.callbacks.Callback())

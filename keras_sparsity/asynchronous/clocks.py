@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from keras_sparsity.asynchronous.batches import NONE
 from keras_sparsity.asynchronous.cells import (
     Cell,
     after,
@@ -28,35 +29,41 @@ class Clocks:
     worker itself: its own last push may be under way with a bound of at least
     1.
 
+    The batches of the steps that have ended are counted, each once: one that
+    is handed out again, see `Batches`, is among the last two of a worker.
+
     Args:
         device, size, rank, name: as for `Batches`; a dedicated server takes no
             steps.
         bound: the number of steps, None for any.
+
+    Attributes:
+        device: the argument.
     """
 
     def __init__(self, device, size, rank, bound, name):
         self._size, self._rank, self._bound = size, rank, bound
+        self.device = device
         with tf.device(device):
             self._mutex = tf.raw_ops.MutexV2(shared_name=f"{name}/mutex")
             self._clocks = Cell(f"{name}/steps", tf.int64, [size])
-            # Of steps that workers have ended, also of those that take none
-            # any more.
-            self._ended = Cell(f"{name}/ended", tf.int64, [size])
+            # The number of the batches, and for each worker the last one but
+            # one, and the last one; also of those that take none any more.
+            self._batches = Cell(f"{name}/ended", tf.int64, [1 + 2 * size])
             self._tokens = [tokens(f"{name}/tokens/{r}") for r in range(size)]
             # Gets tokens when all workers have taken their last step.
             self._over = tokens(f"{name}/over")
             self.reset = self._made_reset()
-        self._device = device
 
     def destroy(self):
         queues = [queue.queue_ref for queue in [*self._tokens, self._over]]
-        with tf.device(self._device):
-            cells = self._clocks.handle, self._ended.handle
+        with tf.device(self.device):
+            cells = self._clocks.handle, self._batches.handle
             return destroyed(self._mutex, *cells, *queues)
 
     def begin(self):
         """Waits for the bound; returns how long, by the server's clock."""
-        with tf.device(self._device):
+        with tf.device(self.device):
             asked = tf.timestamp()
             with tf.control_dependencies([asked]):
                 token = self._tokens[self._rank].dequeue()
@@ -65,7 +72,7 @@ class Clocks:
 
     def over(self):
         """Waits until no worker takes a further step in this epoch."""
-        with tf.device(self._device):
+        with tf.device(self.device):
             return self._over.dequeue()
 
     def restore(self):
@@ -74,7 +81,7 @@ class Clocks:
         It may have been taken, or not. Feeds: how many steps this worker has
         begun with one.
         """
-        with tf.device(self._device):
+        with tf.device(self.device):
             begun = tf.compat.v1.placeholder(tf.int64, [])
             queue = self._tokens[self._rank]
 
@@ -89,45 +96,68 @@ class Clocks:
 
             return [begun], [locked(self._mutex, restored)]
 
-    def end(self, number):
-        """Counts the steps of this worker, now so many."""
-        with tf.device(self._device):
-            counted = self._ended.set(self._rank, number)
+    def end(self, number, batch):
+        """Counts the steps of this worker, now so many, and its batch."""
+
+        def ended():
+            counted = self._counted(batch)
+            if self._bound is None:
+                return after([counted], number)
             with tf.control_dependencies([counted]):
-                if self._bound is None:
-                    return tf.identity(number)
                 return self._moved(
                     self._rank, lambda clock: tf.maximum(clock, number)
                 )
 
+        with tf.device(self.device):
+            return locked(self._mutex, ended)
+
+    def _counted(self, batch):
+        before = self._batches.read()
+        number, last = self._of(before)
+        is_new = tf.reduce_all(tf.not_equal(last, batch))
+        is_own = tf.equal(tf.range(self._size), self._rank)
+        own = [last[self._rank, 1], batch]
+        last = tf.where(is_own[:, None], own, last)
+        now = tf.concat([[number + 1], tf.reshape(last, [-1])], 0)
+        return self._batches.assign(tf.where(is_new, now, before))
+
+    def _of(self, batches):
+        return batches[0], tf.reshape(batches[1:], [self._size, 2])
+
     def ended(self):
-        """How many steps of the epoch each worker has ended."""
-        with tf.device(self._device):
-            return self._ended.read()
+        """The number of the epoch's batches whose steps have ended.
+
+        Returns:
+            It, and the last two of each worker.
+        """
+        with tf.device(self.device):
+            return self._of(self._batches.read())
 
     def finish(self, rank):
         """A worker takes no further step."""
-        with tf.device(self._device):
-            return self._moved(rank, lambda clock: tf.fill([], _DONE))
+        with tf.device(self.device):
+            return locked(
+                self._mutex,
+                lambda: self._moved(rank, lambda clock: tf.fill([], _DONE)),
+            )
 
     def _moved(self, rank, move):
-        def moved():
-            before = self._clocks.read()
-            now = tf.tensor_scatter_nd_update(
-                before, [[rank]], [move(before[rank])]
-            )
-            slowest, earlier = tf.reduce_min(now), tf.reduce_min(before)
-            are_done = tf.equal(slowest, _DONE)
-            # After the last worker's last step nobody waits any more.
-            number = tf.where(
-                are_done, tf.zeros_like(slowest), slowest - earlier
-            )
-            given = [_given(queue, number) for queue in self._tokens]
-            is_over = are_done & tf.not_equal(earlier, _DONE)
-            given.append(_given(self._over, tf.where(is_over, _MANY, 0)))
-            return after([*given, self._clocks.assign(now)], slowest)
-
-        return locked(self._mutex, moved)
+        before = self._clocks.read()
+        now = tf.tensor_scatter_nd_update(
+            before, [[rank]], [move(before[rank])]
+        )
+        slowest, earlier = tf.reduce_min(now), tf.reduce_min(before)
+        are_done = tf.equal(slowest, _DONE)
+        # After the last worker's last step nobody waits any more.
+        number = tf.where(are_done, tf.zeros_like(slowest), slowest - earlier)
+        given = [_given(queue, number) for queue in self._tokens]
+        is_over = are_done & tf.not_equal(earlier, _DONE)
+        given.append(_given(self._over, tf.where(is_over, _MANY, 0)))
+        # Tokens first: if this worker is lost meanwhile, the next move gives
+        # them again. The others would wait for those that nobody gives.
+        with tf.control_dependencies(given):
+            moved = self._clocks.assign(now)
+        return after([moved], slowest)
 
     def _made_reset(self):
         """All workers are at the beginning of an epoch; none runs a step."""
@@ -138,7 +168,8 @@ class Clocks:
         with tf.control_dependencies(emptied):
             number = (self._bound or 0) + 1
             given = [_given(queue, number) for queue in self._tokens]
-            begun = [self._clocks.fill(0), self._ended.fill(0)]
+            none = tf.constant([0, *[NONE] * 2 * self._size], tf.int64)
+            begun = [self._clocks.fill(0), self._batches.assign(none)]
         return tf.group(*given, *begun)
 
 

@@ -23,7 +23,8 @@ class Operations:
 
     Attributes:
         servers: dict from the numbers of the servers to `ServerState`s.
-        counts_steps: whether a push takes the number of the step that it ends.
+        counts_steps: whether a push takes the number of the step that it ends,
+            and of its batch.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Operations:
     def take_place(self, number):
         """Feeds: the count of all updates before this epoch."""
         begun = tf.compat.v1.placeholder(tf.int64, [])
-        told = begun, self._clocks.ended(), self._batches.lost
+        told = begun, *self._clocks.ended(), self._batches.lost
         return [begun], [], *self.servers[number].take_place(*told)
 
     def version(self):
@@ -215,9 +216,11 @@ class Operations:
             facts, counts = [*facts, *of_server], [*counts, count]
         steps, ended = [], []
         if self.counts_steps:
-            steps = [tf.compat.v1.placeholder(tf.int64, [])]
+            with tf.device(self._clocks.device):
+                steps = [tf.compat.v1.placeholder(tf.int64, [2])]
+                told = tf.unstack(*steps)
             with tf.control_dependencies(counts):
-                ended = [self._clocks.end(*steps)]
+                ended = [self._clocks.end(*told)]
         return [*steps, *facts, *feeds], counts, *ended
 
     def _pushed(self, piece, is_of_rows):

@@ -13,9 +13,9 @@ class ServerState:
     They hold the server's mutex. It has the count of the updates that it has
     applied, whose pushes are not applied any more, and of which batches each
     worker's last two were: all that are handed out again if it is lost, see
-    `Batches`. A server's new process begins with a count that has the steps
-    which workers have ended in the epoch; the push of such a step may come
-    again, when its answer was lost with the process before.
+    `Batches`. A server's new process begins with a count that has the batches
+    whose steps have ended in the epoch. The push of such a batch may come
+    again: its answer, or its worker, was lost with the process before.
 
     Args:
         device, size, rank, name: as for `Batches`.
@@ -31,31 +31,31 @@ class ServerState:
             self._count = Cell(f"{name}/count", tf.int64, [])
             self._lost = Cell(f"{name}/lost", tf.bool, [size])
             self._last = Cell(f"{name}/last", tf.int64, [size, 2])
-            # How many steps of each worker the count began with.
-            self._counted = Cell(f"{name}/counted", tf.int64, [size])
+            # Batches that the count began with, and that may come again.
+            self._counted = Cell(f"{name}/counted", tf.int64, [size, 2])
             self.create = self._lost.fill(False)
-            forgotten = self._last.fill(-1)
-            self.reset = tf.group(forgotten, self._counted.fill(0))
+            forgotten = self._last, self._counted
+            self.reset = tf.group(*(cell.fill(-1) for cell in forgotten))
             self.version = self._count.read()
 
     def set_count(self, value):
         with tf.device(self.device):
             return self._count.assign(value)
 
-    def take_place(self, begun, ended, lost):
+    def take_place(self, begun, ended, last, lost):
         """In a new process: takes what others know of the epoch.
 
         No push is known.
 
         Args:
             begun: the count before the epoch.
-            ended: how many of its steps each worker has ended.
+            ended: of how many batches the step has ended.
+            last: of each worker the last two of them.
             lost: whether each worker is lost.
         """
         with tf.device(self.device):
-            count = begun + tf.reduce_sum(ended)
-            known = [self._count.assign(count), self._lost.assign(lost)]
-            return [*known, self._last.fill(-1), self._counted.assign(ended)]
+            known = [self._count.assign(begun + ended), self._lost.assign(lost)]
+            return [*known, self._last.fill(-1), self._counted.assign(last)]
 
     def leave_out(self, rank):
         """From now on, applies nothing that a worker pushes."""
@@ -89,12 +89,12 @@ class ServerState:
     def push(self, gradients):
         """Makes `(feeds, count before)` of an update.
 
-        Feeds: the batch's number, the version of the pull and the number of
-        the worker's step, all in one; and the learning rate. The count is
-        `LOST` if the update is left out as a lost worker's.
+        Feeds: the batch's number and the version of the pull, both in one; and
+        the learning rate. The count is `LOST` if the update is left out as a
+        lost worker's.
         """
         with tf.device(self.device):
-            numbers = tf.compat.v1.placeholder(tf.int64, [3])
+            numbers = tf.compat.v1.placeholder(tf.int64, [2])
             rate = tf.compat.v1.placeholder(tf.float32, [])
             told = *tf.unstack(numbers), rate
             count = locked(
@@ -102,7 +102,7 @@ class ServerState:
             )
             return [numbers, rate], count
 
-    def _applied_once(self, gradients, batch, version, step, rate):
+    def _applied_once(self, gradients, batch, version, rate):
         """Updates the variables; returns the count before.
 
         Not if this worker is lost, or another one has pushed the same batch
@@ -114,7 +114,8 @@ class ServerState:
         def apply():
             count = self._count.read()
             assigned = self._update(gradients, count, version, rate)
-            is_new = step > self._counted.read()[self._rank]
+            known = self._counted.read()
+            is_new = tf.reduce_all(tf.not_equal(known, batch))
             with tf.control_dependencies(assigned):
                 counted = self._count.assign(count + tf.cast(is_new, tf.int64))
             with tf.control_dependencies([counted]):

@@ -304,9 +304,9 @@ class Store:
                 ids = next(values) if stored.is_of_rows else None
                 given = [next(values) for _ in range(1 + self._sends_read)]
                 sent += self._sent_pieces(stored, ids, given)
-            step = self._num_ended + 1
+            step = self._num_ended + 1, batch
             steps = [step] * self._operations.counts_steps
-            facts = [[batch, version, step], rate] * len(self.traffic)
+            facts = [[batch, version], rate] * len(self.traffic)
             before = push(*steps, *facts, *sent)
             if LOST in before:
                 # It may not have been told yet, nor `Batches`, which would
@@ -315,7 +315,9 @@ class Store:
             self._num_ended += 1
             for traffic in self.traffic.values():
                 traffic.num_updates += 1
-            return before[0]
+            # A server that came back may count less than the pull has seen: an
+            # update is lost with it, and made again, whose step had not ended.
+            return max(before[0], version)
 
         return push_all
 

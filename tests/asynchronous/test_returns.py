@@ -91,14 +91,17 @@ def test_the_only_server_comes_back_alone(launched, engine, tmp_path):
 
 
 @pytest.mark.parametrize("engine", engines(usually="native"))
-def test_a_push_without_an_answer_counts_once(launched, engine, tmp_path):
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_push_without_an_answer_counts_once(launched, engine, dies, tmp_path):
+    call = returns.unanswered, dies
     code, output, said = _launch(
-        launched, tmp_path, engine, returns.unanswered, num_servers=1
+        launched, tmp_path, engine, *call, num_servers=1
     )
     assert code == 0, said
-    assert len(said) == 1 and said[0].endswith("it starts anew: 1 of 1.")
+    assert len(said) == 1 + dies
+    assert all(line.endswith("it starts anew: 1 of 1.") for line in said)
     _check_losses(output)
-    assert _processes(tmp_path) == [1, 1, 2]
+    assert _processes(tmp_path) == [1, 1 + dies, 2]
     assert _iterations(tmp_path) == _EPOCHS * NUM_BATCHES
 
 

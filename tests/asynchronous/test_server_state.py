@@ -37,14 +37,14 @@ class _Server:
         left_out = [self.state.leave_out(rank)]
         self.leave_out = function_of(session, [rank], left_out)
 
-    def take_place(self, ended, lost):
+    def take_place(self, ended, last, lost):
         """In an epoch that began with 5 updates."""
-        told = np.int64(5), np.array(ended, np.int64), lost
+        told = np.int64(5), np.int64(ended), np.array(last, np.int64), lost
         self._session.run(self.state.take_place(*told))
 
-    def push(self, batch, step=1):
+    def push(self, batch):
         """The count before, and the weight then."""
-        (before,) = self._push([batch, 0, step], 1.0, 0.5)
+        (before,) = self._push([batch, 0], 1.0, 0.5)
         return int(before), float(self._weight()[0])
 
 
@@ -65,7 +65,7 @@ def test_an_update_that_has_begun_is_not_cut_short(session):
     server = _Server(session, "whole", 0)
     tracing = tf.compat.v1.RunOptions(output_partition_graphs=True)
     told = tf.compat.v1.RunMetadata()
-    fed = dict(zip(server.feeds, ([3, 0, 1], 1.0, 0.5), strict=True))
+    fed = dict(zip(server.feeds, ([3, 0], 1.0, 0.5), strict=True))
     session.run(server.count, fed, tracing, told)
     (graph,) = told.partition_graphs
     kinds = {node.op for node in graph.node}
@@ -76,20 +76,22 @@ def test_an_update_that_has_begun_is_not_cut_short(session):
 def test_a_new_process_knows_counts_and_losses_but_no_push(session):
     server = _Server(session, "new", 5)
     server.push(3)
-    server.take_place([0, 2], [False, True])
+    server.take_place(2, [[-1, -1], [0, 1]], [False, True])
     assert server.push(3) == (7, 2.0)
-    server.take_place([1, 3], [True, False])
-    assert server.push(4, 2) == (LOST, 2.0)
+    server.take_place(4, [[-1, 2], [0, 1]], [True, False])
+    assert server.push(4) == (LOST, 2.0)
 
 
-def test_a_step_that_has_ended_is_counted_once(session):
+def test_a_batch_whose_step_has_ended_is_counted_once(session):
     server = _Server(session, "again", 5)
     # The process before was lost when it had applied a push, and the step had
     # been counted, but its answer was still on its way.
-    server.take_place([4, 2], [False, False])
-    assert server.push(3, 4) == (11, 1.5)
-    assert server.push(8, 5) == (11, 2.0)
-    assert server.push(9, 6) == (12, 2.5)
-    # In the next epoch steps have numbers from 1 on.
+    server.take_place(6, [[2, 3], [4, 5]], [False, True])
+    assert server.push(3) == (11, 1.5)
+    assert server.push(8) == (11, 2.0)
+    # Of the other worker, which is lost.
+    assert server.push(5) == (12, 2.5)
+    assert server.push(9) == (12, 3.0)
+    # In the next epoch batches have numbers from 0 on.
     session.run(server.state.reset)
-    assert server.push(0, 1) == (13, 3.0)
+    assert server.push(3) == (13, 3.5)
