@@ -170,7 +170,9 @@ def swallow_error():
 
 def go_on_after_an_error():
     """One rank's step fails before the others begin the call that it is in."""
-    ranks = begin()
+    ranks, has_failed = begin(), threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: has_failed.set())
+    first, *_ = ranks.gather_objects(os.getpid(), name="process")
 
     def fail_late():
         time.sleep(1)
@@ -182,11 +184,12 @@ def go_on_after_an_error():
             tf.numpy_function(fail_late, [], [])
         return ranks.all_reduce([x], name="late")
 
-    if ranks.rank == 0:
-        time.sleep(4)
+    while ranks.rank == 0 and not has_failed.wait(0.05):
+        pass
     try:
         step(tf.ones([3]))
     except tf.errors.InvalidArgumentError:
+        os.kill(first, signal.SIGUSR1)
         ranks.barrier("next step")
 
 
