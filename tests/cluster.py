@@ -25,6 +25,8 @@ from tests import forked
 
 _START_TIMEOUT_SECONDS = 90
 _LAST_WORDS_SECONDS = 5
+# Time for a rank to print its stacks, unless it holds Python's lock.
+_DUMP_SECONDS = 5
 # Of Python's faulthandler, which tells all threads, the newest first.
 _CRASHED = "Current thread 0x"
 
@@ -238,7 +240,9 @@ class Cluster:
         ]
         for process in hanging:
             process.dump_stacks()
-        time.sleep(1.0 if hanging else 0.0)
+        deadline = time.monotonic() + _DUMP_SECONDS
+        while not all(map(_has_told, hanging)) and time.monotonic() < deadline:
+            time.sleep(0.05)
         for process in processes:
             reply = replies.get(process.rank)
             if reply and reply.kind == "hung up":
@@ -258,6 +262,12 @@ class Cluster:
         if self._job is not None:
             self._job.__exit__()
             self._job = None
+
+
+def _has_told(process):
+    """Whether a rank has printed the stack of its main thread."""
+    lines = last_lines(process.log_path, 1000)
+    return any(line.startswith("MainThread is at:") for line in lines)
 
 
 def _last_words(path, start):

@@ -73,7 +73,8 @@ def test_an_exception_on_every_rank_leaves_the_processes(cluster):
         (launch_functions.fail, 120, "ValueError: no luck on rank 1"),
         (launch_functions.die, 120, "rank 1 was killed by SIGKILL"),
         (launch_functions.crash, 120, "in _read_nothing"),
-        (launch_functions.hang, 2, "time.sleep(600)"),
+        # The time counts from before the rank has begun the call.
+        (launch_functions.hang, 10, "time.sleep(600)"),
     ],
 )
 def test_a_broken_cluster_starts_anew(

@@ -74,5 +74,6 @@ class Again:
 
 
 def say(text):
-    """Prints a line of the launcher."""
-    print(f"keras-sparsity: {text}", file=sys.stderr, flush=True)
+    """Prints a line of the launcher in one piece: ranks print, too."""
+    sys.stderr.write(f"keras-sparsity: {text}\n")
+    sys.stderr.flush()

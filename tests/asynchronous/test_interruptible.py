@@ -18,6 +18,8 @@ def test_signal_handlers_run_meanwhile():
 
     def call():
         calls.append(1)
+        if len(calls) == 1:  # The main thread waits, or is about to.
+            send.start()
         # As TensorFlow's, it ends for no signal.
         done.wait()
         return "found"
@@ -28,7 +30,6 @@ def test_signal_handlers_run_meanwhile():
     waiting = Interruptible(call)
     before = signal.signal(signal.SIGUSR1, handler)
     send = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
-    send.start()
     try:
         with pytest.raises(_Interrupted):
             waiting()

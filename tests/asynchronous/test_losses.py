@@ -20,7 +20,6 @@ def _run(function, num_processes, engine, *args, num_servers=1):
     with forked.ranks():
         return launch.run(
             *(function, num_processes, engine, args),
-            env={"KERAS_SPARSITY_TIMEOUT": "8"},
             num_servers=num_servers,
             timeout=240,
         )

@@ -45,6 +45,9 @@ class Case:
         messages: What each one's error output holds, in this order.
         taken: The rank whose port another program has.
         rendezvous: Whether Horovod's rendezvous is served.
+        timeout: Seconds for which a rank waits for the others. Of ranks that
+            are to find each other, one may import TensorFlow that much later
+            on a busy machine.
     """
 
     engine: str
@@ -53,6 +56,7 @@ class Case:
     versions: tuple = ("3.15.1", "3.15.1")
     taken: int | None = None
     rendezvous: bool = True
+    timeout: int = 6
 
 
 CASES = {
@@ -90,6 +94,7 @@ CASES = {
             r"rank 1: \{'Keras': '3.6.0'\}",
         ),
         versions=("3.5.0", "3.6.0"),
+        timeout=100,
     ),
     "no rendezvous": Case(
         "horovod",
@@ -122,8 +127,9 @@ def _processes(case, stack):
             own["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(closed)
         own["PYTHONPATH"] = _ROOT
         own["TF_CPP_MIN_LOG_LEVEL"] = "2"
+        told = case.versions[rank], str(case.timeout)
         yield subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT, case.versions[rank], "6"],
+            [sys.executable, "-c", _SCRIPT, *told],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -150,7 +156,7 @@ def ends(request):
             stack.callback(process.kill)
 
         def find(name):
-            outputs = [p.communicate(timeout=120)[0] for p in running[name]]
+            outputs = [p.communicate(timeout=200)[0] for p in running[name]]
             return [p.returncode for p in running[name]], outputs
 
         yield find
@@ -176,7 +182,7 @@ def run_python(code, **env):
         env={**os.environ, **env},
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=200,
     )
 
 

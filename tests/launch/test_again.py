@@ -1,11 +1,12 @@
 """Which lost ranks the launcher starts anew."""
 
 import json
+import sys
 from unittest import mock
 
 import pytest
 
-from keras_sparsity.launch.again import Again
+from keras_sparsity.launch.again import Again, say
 from keras_sparsity.machines.door import JOINS_VARIABLE
 
 
@@ -60,3 +61,10 @@ def test_one_that_the_launcher_ends_with_all_is_not_said(
     lost.we_ended_it = ended_by_launcher
     assert again(lost, False) is None
     assert bool(capsys.readouterr().err) is not ended_by_launcher
+
+
+def test_a_line_is_written_in_one_piece(monkeypatch):
+    """Else what a rank prints meanwhile could begin within it."""
+    monkeypatch.setattr(sys, "stderr", stream := mock.Mock())
+    say("rank 1 is lost.")
+    stream.write.assert_called_once_with("keras-sparsity: rank 1 is lost.\n")

@@ -1,7 +1,10 @@
 """A task of Slurm finds its step's tasks by the variables that srun sets."""
 
+import contextlib
+import itertools
 import os
 import pty
+import socket
 
 import pytest
 
@@ -213,14 +216,37 @@ print("RANKS", strategy.rank, ranks, strategy.collectives.engine, flush=True)
 """
 
 
-def test_tasks_train_together(step):
-    step(
-        # Other runs of this test on the machine need other ports.
-        SLURM_JOB_ID=str(os.getpid()),
-        SLURM_STEP_NODELIST="localhost",
-        SLURM_STEP_TASKS_PER_NODE="2",
-        SLURM_NODEID="0",
-    )
+def _reserved(addresses):
+    """Sockets that hold free ports, as `ports.reserved` does; None without."""
+    with contextlib.ExitStack() as stack:
+        for address in addresses:
+            holder = stack.enter_context(socket.socket())
+            try:
+                holder.bind(("", int(address.rpartition(":")[2])))
+            except OSError:
+                return None
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return stack.pop_all()
+
+
+@pytest.fixture
+def free_step(step):
+    """Variables of two tasks here, whose ports no other program has."""
+    for job in itertools.count(os.getpid()):
+        step(
+            SLURM_JOB_ID=str(job),
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_STEP_TASKS_PER_NODE="2",
+            SLURM_NODEID="0",
+        )
+        if holders := _reserved(slurm.addresses()):
+            with holders:
+                yield
+            return
+
+
+@pytest.mark.usefixtures("free_step")
+def test_tasks_train_together():
     places = [
         dict.fromkeys(("SLURM_LOCALID", "SLURM_PROCID"), str(local))
         for local in range(2)
