@@ -102,19 +102,45 @@ def calls_so_far():
     return [op for op in graph.get_operations() if op.type in kinds]
 
 
-def drawing_operations():
+def num_operations():
+    """The number of operations of the graph in tracing; 0 when eager."""
+    if tf.executing_eagerly():
+        return 0
+    return len(tf.compat.v1.get_default_graph().get_operations())
+
+
+def drawing_operations(first=0):
     """Operations of the graph in tracing that draw anew when repeated.
 
-    Those of `tf.random`, whose generators are in TensorFlow's kernels; not of
-    branches and loops.
+    Those of `tf.random`, whose generators are in TensorFlow's kernels, and of
+    `tf.random.Generator`, also in branches, loops and functions.
+
+    Args:
+        first: the number of the graph's operations that are left out.
     """
     if tf.executing_eagerly():
         return []
-    return [
-        op
-        for op in tf.compat.v1.get_default_graph().get_operations()
-        if op.op_def.is_stateful and {"seed", "seed2"} <= {*op.node_def.attr}
-    ]
+    graph = tf.compat.v1.get_default_graph()
+    return list(_drawing(graph, graph.get_operations()[first:]))
+
+
+def _drawing(graph, operations):
+    """Those of some operations of a graph, and of functions they call.
+
+    `Graph._get_function`.
+    """
+    for op in operations:
+        if not op.op_def.is_stateful:
+            continue
+        attributes = op.node_def.attr
+        if op.type == "RngReadAndSkip" or {"seed", "seed2"} <= {*attributes}:
+            yield op
+        for attribute in attributes.values():
+            for called in (attribute.func, *attribute.list.func):
+                function = called.name and graph._get_function(called.name)
+                if function:
+                    inner = function.graph
+                    yield from _drawing(inner, inner.get_operations())
 
 
 def around_control_flow(entered):

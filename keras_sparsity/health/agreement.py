@@ -87,9 +87,7 @@ def _of_compile(model):
         warnings.simplefilter("ignore")  # that a lambda is not safe to load
         for name in _OF_COMPILE:
             _add_each(facts, name, arguments.get(name))
-    # The bytes of one lambda may differ between processes.
-    lambdas = tuple(f"{n}." for n, v in facts.items() if v == "__lambda__")
-    return {n: v for n, v in facts.items() if not n.startswith(lambdas)}
+    return facts
 
 
 def of_variables(variables):
@@ -111,6 +109,8 @@ def _add(facts, name, value):
     """Adds a serialized object's entries to `facts`, in depth."""
     if isinstance(value, dict) and "class_name" in value:
         facts[name] = value["class_name"]
+        if value["class_name"] == "__lambda__":
+            return  # its bytes may differ between processes
         value = value.get("config")
         if not isinstance(value, dict):
             value = {} if value is None else {"config": value}

@@ -151,13 +151,13 @@ class TurnPasses:
         stage = self._stage
         inputs, *labels = batches.part(place)
         share, number = batches.share(place), self._counted(batches, place)
-        num_drawing = len(tf_graphs.drawing_operations())
+        first = tf_graphs.num_operations()
         # Layers may take masks away, which the backward pass needs again.
         arrived = stage.received.with_masks(received)
         passing = self._passing(number, inputs, received)
         with weights.given() as scope, passing:
             outputs, losses = stage.compute(inputs, received, True)
-        _check_draws(tf_graphs.drawing_operations()[num_drawing:])
+        _check_draws(tf_graphs.drawing_operations(first))
         own = self._objective.of_training(labels, outputs, losses, share)
         self._changed = [
             v for v in scope.variables if id(v) not in self._unread

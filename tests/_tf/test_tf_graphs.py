@@ -137,3 +137,51 @@ def test_around_control_flow():
     assert found["loop"] is None or found["loop"][1] is found["graph"]
     assert found["loop"] is not None
     assert tf_graphs.around_control_flow(None) is None
+
+
+def _in_function(x):
+    return tf.function(lambda: x + tf.random.normal([]), autograph=False)()
+
+
+_GENERATOR = tf.random.Generator.from_seed(1)
+_DRAWS = {
+    "tf.random": (lambda x: x + tf.random.normal([]), True),
+    "branch": (
+        lambda x: tf.cond(x > 0, lambda: tf.random.uniform([]), lambda: x),
+        True,
+    ),
+    "loop": (
+        lambda x: tf.map_fn(lambda each: each * tf.random.normal([]), x[None]),
+        True,
+    ),
+    "function": (_in_function, True),
+    "branch in a function": (
+        lambda x: tf.cond(x > 0, lambda: _in_function(x), lambda: x),
+        True,
+    ),
+    "generator": (lambda x: x + _GENERATOR.normal([]), True),
+    "seeds": (lambda x: x + tf.random.stateless_normal([], (1, 2)), False),
+    "branch without": (
+        lambda x: tf.cond(x > 0, lambda: tf.print(x), lambda: tf.no_op()),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _DRAWS)
+def test_operations_that_draw(name):
+    draw, is_drawing = _DRAWS[name]
+    found = []
+
+    @tf.function(autograph=False)
+    def step(x):
+        tf.random.normal([])  # an earlier one
+        first = tf_graphs.num_operations()
+        with tf.init_scope():
+            assert tf_graphs.num_operations() == 0
+        draw(x)
+        found.extend(tf_graphs.drawing_operations(first))
+
+    step.get_concrete_function(tf.TensorSpec([]))
+    assert bool(found) == is_drawing
+    assert tf_graphs.drawing_operations() == []

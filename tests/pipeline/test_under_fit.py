@@ -116,11 +116,13 @@ def test_weights_that_a_layer_assigns(schedule):
         fit_functions.run("spectral_normalization", schedule)
 
 
-def test_draws_that_cannot_be_repeated_are_refused(cluster):
-    with pytest.raises(
-        ClusterError, match="StandardNormal.*Use `keras.random`"
-    ):
-        cluster("native", 2).run(fit_functions.tensorflow_noise)
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [("normal", "StandardNormal"), ("generator", "RngReadAndSkip")],
+)
+def test_draws_that_cannot_be_repeated_are_refused(cluster, name, operation):
+    with pytest.raises(ClusterError, match=f"{operation}.*Use `keras.random`"):
+        cluster("native", 2).run(fit_functions.tensorflow_noise, name)
 
 
 @pytest.mark.parametrize(
