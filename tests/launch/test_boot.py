@@ -120,6 +120,12 @@ def _descendants(pid):
     return found
 
 
+def _leads_its_group(pid):
+    with contextlib.suppress(ProcessLookupError):  # It has ended meanwhile.
+        return os.getpgid(pid) == pid
+    return False
+
+
 def _in_groups(pids):
     """Processes in the process groups of `pids`: their guards too."""
     groups = {os.getpgid(pid) for pid in pids}
@@ -217,7 +223,7 @@ def test_a_rank_that_waits_for_others_ends_with_the_launcher(tmp_path):
         for end, launcher in launched.items():
             stuck = _wait_for_pids(launcher, tmp_path / end, 2)
             found = _descendants(launcher.pid)
-            (first,) = {p for p in found if os.getpgid(p) == p} - {*stuck}
+            (first,) = set(filter(_leads_its_group, found)) - {*stuck}
             with open(f"/proc/{first}/environ") as file:
                 variables = dict(
                     entry.split("=", 1)
