@@ -237,6 +237,13 @@ _LONG = [
     "test_exporting.py",
     "test_startup.py",
 ]
+# Files whose tests make network namespaces, or find those that are left.
+_OF_NAMESPACES = {
+    "asynchronous/test_hosts.py",
+    "benchmarks/test_cluster.py",
+    "machines/test_firewall.py",
+    "planning/test_engine_cost.py",
+}
 
 
 def _group(items):
@@ -244,7 +251,8 @@ def _group(items):
 
     With `pytest -n 2 --dist loadgroup` each engine's clusters are in one
     worker; the tests without one go to either, module by module: long ones
-    first, so that one worker does not end long after the other.
+    first, so that one worker does not end long after the other. Those of
+    network namespaces are in one worker: some look at all of the machine.
     """
     order = {"native": 0, "horovod": 1, None: 2}
 
@@ -282,6 +290,8 @@ def _group(items):
     for item in items:
         has_cluster = "cluster" in item.fixturenames
         group = engine_of(item) if has_cluster else item.path.name
+        if f"{item.path.parent.name}/{item.path.name}" in _OF_NAMESPACES:
+            group = "namespaces"
         item.add_marker(pytest.mark.xdist_group(group))
 
 

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 
 import keras_sparsity as ks
+from keras_sparsity.health import journal
 
 ROWS, DIM, BATCH, STEPS = 3_000, 16, 32, 24
 
@@ -40,6 +41,7 @@ def train(log_dir, searches, num_steps=3):
     )
     choice = callbacks[1].result["tables"] if searches else None
     return {
+        "roles": {role for role, _ in journal.current().totals()},
         "alpha": [v.alpha for v in ks.sparsity.measured(model)[:2]],
         "choice": choice and (choice.num_partitions, choice.sampled_seconds),
         "partitions": sharded_partitions(model),

@@ -16,7 +16,7 @@ from tests import browser
 from tests.browser import is_drawn
 from tests.logger_functions import DIM, ROWS, STEPS
 
-_WAIT_SECONDS = 30
+_WAIT_SECONDS = 60
 _PATHS = ("allgather", "allreduce", "other", "pull", "push")
 # All that the logger writes, of that training.
 SCALARS = [

@@ -472,10 +472,10 @@ class Wait(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if self.model.optimizer.iterations == 12:
             if not os.fork():  # as a worker that loads data
-                time.sleep(60)
+                time.sleep(600)
                 os._exit(0)
             print("waiting", flush=True)
-            time.sleep(60)
+            time.sleep(600)
 
 functions.train(sys.argv[1], callbacks=[Wait()])
 """

@@ -92,7 +92,7 @@ def test_a_failure_ends_the_others(
         _start(group, [_SLEEP, program, _SLEEP], tmp_path)
         group.wait()
         failed = group.failed()
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 50  # they would sleep for 60 s
     assert [p.rank for p in failed] == [1]
     assert failed[0].exit_code == exit_code
     assert failed[0].describe_end().startswith(description)

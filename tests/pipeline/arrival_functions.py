@@ -12,7 +12,7 @@ from keras_sparsity.pipeline.links import Link
 
 # More than are in flight.
 NUM_BATCHES = 6
-_SECONDS = 10
+_SECONDS = 60
 
 
 class Arrivals:
