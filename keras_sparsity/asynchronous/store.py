@@ -315,7 +315,9 @@ class Store:
             self._num_ended += 1
             for traffic in self.traffic.values():
                 traffic.num_updates += 1
-            return before[0]
+            # A server that came back may count less than the pull has seen: an
+            # update is lost with it, and made again, whose step had not ended.
+            return max(before[0], version)
 
         return push_all
 
