@@ -219,23 +219,33 @@ def _answer(registry, channel):
 
 
 def _changing(cluster, registry):
-    """A function that notes changes, which a thread then acts on."""
-    changes = queue.SimpleQueue()
+    """A function that notes changes, on which threads then act."""
+    # It may wait for a server that stands still, which is lost later.
+    change = _in_turn(registry.change)
 
-    def act():
+    def tell(rank, is_lost):
+        if is_lost:
+            launcher.tell(cluster.size, lost=rank)
+        cluster.change(rank, is_lost)
+        change(rank, is_lost)
+
+    return _in_turn(tell)
+
+
+def _in_turn(act):
+    """A function that notes its arguments; a thread calls `act` with them."""
+    calls = queue.SimpleQueue()
+
+    def run():
         try:
             while True:
-                rank, is_lost = changes.get()
-                if is_lost:
-                    launcher.tell(cluster.size, lost=rank)
-                cluster.change(rank, is_lost)
-                registry.change(rank, is_lost)
+                act(*calls.get())
         except Exception:
             logging.getLogger(__name__).exception("The scheduler failed.")
             os._exit(1)  # Others would wait for a rank that is lost.
 
-    threading.Thread(target=act, daemon=True).start()
-    return lambda rank, is_lost: changes.put((rank, is_lost))
+    threading.Thread(target=run, daemon=True).start()
+    return lambda *values: calls.put(values)
 
 
 def _await_ends(ranks):

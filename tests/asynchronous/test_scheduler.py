@@ -1,5 +1,6 @@
 """The process that keeps the facts; trainings are in `test_returns.py`."""
 
+import queue
 import socket
 import sys
 import threading
@@ -70,9 +71,31 @@ def test_it_ends_when_it_cannot_act_on_a_loss(monkeypatch):
     def fail(rank, is_lost):
         raise ValueError("no luck")
 
+    registry = types.SimpleNamespace(change=None)
     cluster = types.SimpleNamespace(size=3, change=fail)
-    scheduler._changing(cluster, None)(1, True)
+    scheduler._changing(cluster, registry)(1, True)
     assert has_ended.wait(20)
+
+
+def test_a_loss_is_told_while_another_one_waits_for_its_server(monkeypatch):
+    told, has_ended = queue.SimpleQueue(), threading.Event()
+    tell = types.SimpleNamespace(tell=lambda rank, lost: told.put(lost))
+    monkeypatch.setattr(scheduler, "launcher", tell)
+    changed = queue.SimpleQueue()
+
+    def change(rank, is_lost):
+        # A server that stands still ends when the launcher knows that.
+        assert has_ended.wait(60)
+        changed.put(rank)
+
+    cluster = types.SimpleNamespace(size=4, change=lambda rank, is_lost: None)
+    registry = types.SimpleNamespace(change=change)
+    on_change = scheduler._changing(cluster, registry)
+    on_change(1, True)
+    on_change(3, True)
+    assert [told.get(timeout=20) for _ in range(2)] == [1, 3]
+    has_ended.set()
+    assert [changed.get(timeout=20) for _ in range(2)] == [1, 3]
 
 
 def test_it_finds_the_modules_that_its_server_finds(monkeypatch):
