@@ -75,13 +75,14 @@ class Letters:
             before = cells.numbers.read()[self.rank]
             # The others may have gone on without it.
             kept = tf.where(is_lost, before, number)
+            # In this order: this rank may be lost meanwhile.
+            with tf.control_dependencies(
+                [cells.letters[self.rank][place].assign(letter)]
+            ):
+                told = cells.numbers.set(self.rank, kept)
             # Rung before this rank looks.
             bell = cells.bells[self.rank]
-            put = [
-                cells.letters[self.rank][place].assign(letter),
-                cells.numbers.set(self.rank, kept),
-                bell.dequeue_many(bell.size()),
-            ]
+            put = [told, bell.dequeue_many(bell.size())]
             return cells.rung_after(put, is_lost)
 
         return locked(cells.mutex, written)
