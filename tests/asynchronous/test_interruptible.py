@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -18,6 +19,9 @@ def test_signal_handlers_run_meanwhile():
 
     def call():
         calls.append(1)
+        if len(calls) == 1:
+            time.sleep(0.2)  # The main thread waits by then.
+            os.kill(os.getpid(), signal.SIGUSR1)
         # As TensorFlow's, it ends for no signal.
         done.wait()
         return "found"
@@ -27,13 +31,10 @@ def test_signal_handlers_run_meanwhile():
 
     waiting = Interruptible(call)
     before = signal.signal(signal.SIGUSR1, handler)
-    send = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
-    send.start()
     try:
         with pytest.raises(_Interrupted):
             waiting()
     finally:
-        send.join()
         signal.signal(signal.SIGUSR1, before)
     done.set()
     # That which was interrupted has gone on.

@@ -3,14 +3,25 @@
 import dataclasses
 import threading
 import time
+import types
 
 import pytest
 import tensorflow as tf
 
+from keras_sparsity.health import observer as observer_module
 from keras_sparsity.health.journal import Journal
 from keras_sparsity.health.observer import Observer
 
 _functions = []
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """That of observers, which moves when it is told: its `now` grows."""
+    found = types.SimpleNamespace(now=100.0, process_time=time.process_time)
+    found.monotonic = lambda: found.now
+    monkeypatch.setattr(observer_module, "time", found)
+    return found
 
 
 def in_a_call(journal, traced):
@@ -79,37 +90,38 @@ def test_a_call_that_has_just_begun_is_named_when_asked_for():
     end()
 
 
-def test_a_call_that_failed_unnoticed_is_no_waiting():
+def test_a_call_that_failed_unnoticed_is_no_waiting(clock):
     journal = Journal()
     fail_in_a_call(journal)
     assert journal.open_sites()
     observer = Observer(journal)
     observer.look()
+    clock.now += 0.9
     assert observer.look().status == "blocked"  # it may still be asked about
-    time.sleep(1.1)
+    clock.now += 0.2
     assert observer.look().status == "working"
     fail_in_a_call(journal)
     assert observer.look(closely=True).status == "blocked"
 
 
-def test_a_call_that_failed_is_no_waiting_while_a_later_one_waits():
+def test_a_call_that_failed_is_no_waiting_while_a_later_one_waits(clock):
     journal = Journal()
     observer = Observer(journal)
     fail_in_a_call(journal)
     end = in_a_call(journal, traced=False)
     for _ in range(4):
         report = observer.look(closely=True)
-        time.sleep(0.5)
+        clock.now += 0.5
     end()
     assert [call.dtype for call in report.open_calls] == ["float32"]
     assert "an error has ended other calls" in report.note
 
 
-def test_a_call_that_fails_after_a_pause_may_still_be_asked_about():
+def test_a_call_that_fails_after_a_pause_may_still_be_asked_about(clock):
     journal = Journal()
     observer = Observer(journal)
     observer.look()
-    time.sleep(1.1)
+    clock.now += 1.1
     fail_in_a_call(journal)
     assert observer.look(closely=True).status == "blocked"
 
