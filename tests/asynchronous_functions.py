@@ -184,11 +184,18 @@ def _count_updates(bound, begin, count, **options):
     return seen, -layer.weights_by_rank(), strategy.staleness
 
 
-def watched_pulls(bound, count):
-    """Weights at each pull, with random delays; see `_count_updates`."""
+def watched_pulls(bound, count, path):
+    """Weights at each pull, with random delays; see `_count_updates`.
+
+    Rank 1 waits in its sixth step until rank 0 leads by the bound.
+    """
     draws = np.random.default_rng(ks.HybridStrategy().rank)
 
     def begin(rank, step):
+        if rank == 0 and step == 6 + bound:
+            pathlib.Path(path).touch()
+        while rank == 1 and step == 6 and not os.path.exists(path):
+            time.sleep(0.01)
         if draws.random() < 0.1:
             time.sleep(draws.exponential(0.01) * (1 + rank))
 

@@ -443,6 +443,14 @@ def while_saving(path, victim, where):
     )
 
 
+def end_all():
+    """Ends this process and those that it has started, as with its machine."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        for pid in map(int, file.read().split()):
+            os.kill(pid, signal.SIGKILL)
+    end_by("SIGKILL")
+
+
 class KillIn(keras.callbacks.Callback):
     """A rank is killed in an epoch, unless the launcher has started it anew.
 
@@ -450,23 +458,25 @@ class KillIn(keras.callbacks.Callback):
         rank: its number; a server, which takes no steps.
         seconds: so long after the epoch's beginning.
         epoch: the epoch.
+        end: function that kills it.
     """
 
-    def __init__(self, rank, seconds, epoch=2):
+    def __init__(self, rank, seconds, epoch, end):
         super().__init__()
         is_first = os.environ["KERAS_SPARSITY_RESTARTS"] == "0"
         self._is_victim = is_first and ks.collectives.current().rank == rank
-        self._seconds, self._epoch = seconds, epoch
+        self._seconds, self._epoch, self._end = seconds, epoch, end
 
     def on_epoch_begin(self, epoch, logs=None):
         if self._is_victim and epoch == self._epoch:
-            threading.Timer(self._seconds, end_by, ["SIGKILL"]).start()
+            threading.Timer(self._seconds, self._end).start()
 
 
 def resumed(folder, rank, seconds, lost, rule):
     """Four epochs, of which a server's death interrupts the third one.
 
-    Before that, a worker may be lost.
+    The scheduler dies with it, without which no server comes back alone. Before
+    that, a worker may be lost.
     """
 
     def begin(strategy, count, number):
@@ -479,7 +489,7 @@ def resumed(folder, rank, seconds, lost, rule):
         begin,
         epochs=4,
         callbacks=[
-            KillIn(rank, seconds),
+            KillIn(rank, seconds, 2, end_all),
             ks.callbacks.ShardedCheckpoint(folder),
         ],
         rule=rule,

@@ -163,7 +163,8 @@ def at_any_time(folder, victim, seconds):
     def begin(strategy, count, number):
         time.sleep(0.01)
 
-    return _train(folder, victim, begin, KillIn(victim, seconds, 1))
+    killing = KillIn(victim, seconds, 1, lambda: end_by("SIGKILL"))
+    return _train(folder, victim, begin, killing)
 
 
 def _train(folder, victim, begin, callback):

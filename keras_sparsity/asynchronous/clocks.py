@@ -96,14 +96,17 @@ class Clocks:
 
             return [begun], [locked(self._mutex, restored)]
 
-    def end(self, number, batch):
-        """Counts the steps of this worker, now so many, and its batch."""
+    def end(self, number, batch=None):
+        """Counts the steps of this worker, now so many, and its batch.
+
+        Without one, of a step that has pushed nothing.
+        """
 
         def ended():
-            counted = self._counted(batch)
+            counted = [] if batch is None else [self._counted(batch)]
             if self._bound is None:
-                return after([counted], number)
-            with tf.control_dependencies([counted]):
+                return after(counted, number)
+            with tf.control_dependencies(counted):
                 return self._moved(
                     self._rank, lambda clock: tf.maximum(clock, number)
                 )

@@ -126,6 +126,7 @@ class Epochs(keras.callbacks.Callback):
                 self._training.store.end_data(reader.num_batches)
             else:
                 yield step
+                self._training.worker.end_step()
         reader.draw_order()
 
     def refuse_assigned(self, variable):

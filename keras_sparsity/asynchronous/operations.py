@@ -223,6 +223,12 @@ class Operations:
                 ended = [self._clocks.end(*told)]
         return [*steps, *facts, *feeds], counts, *ended
 
+    def end_step(self):
+        """Of one that pushes nothing; feeds: the number of the step."""
+        with tf.device(self._clocks.device):
+            number = tf.compat.v1.placeholder(tf.int64, [])
+        return [number], [self._clocks.end(number)]
+
     def _pushed(self, piece, is_of_rows):
         """Placeholders: row numbers, the gradient, the weights or rows read.
 

@@ -321,6 +321,12 @@ class Store:
 
         return push_all
 
+    def end_step(self):
+        """Ends a step that pushes nothing, when those before have ended."""
+        if self._is_bounded:
+            self._call(self._operations.end_step)(self._num_ended + 1)
+            self._num_ended += 1
+
     def _sent_pieces(self, stored, ids, values):
         """For each piece in turn, its row numbers and its part of values."""
         if ids is None:

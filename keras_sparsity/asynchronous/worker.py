@@ -45,7 +45,7 @@ class Worker:
         self._numpy_function = NumpyFunctions()
         self._versions = []  # of the pulls of this step
         self._arrived = []  # a tensor that comes with the step's weights
-        self._is_pushed = False  # in the step under way
+        self._is_pushed = False  # in the step in tracing
         self.pushing = Pushing(
             # A worker without others trains as stock Keras does.
             overlaps=strategy.collectives.num_workers > 1,
@@ -57,6 +57,7 @@ class Worker:
     def begin_epoch(self):
         """Begins to wait for slower workers."""
         self.batch, self.is_bounded = batches.NONE, True
+        self._has_pushed = False  # in the step under way
 
     def begin(self):
         """Pushes the gradients that the optimizer is to apply."""
@@ -113,6 +114,13 @@ class Worker:
             given = scouted.given(dict(zip(lookups, rows, strict=True)))
             with foreseen.by(given):
                 return reading(batch)
+
+    def end_step(self):
+        """Ends a step behind it; it may have pushed nothing."""
+        if not self._has_pushed:
+            self.pushing.wait()
+            self._store.end_step()
+        self._has_pushed = False
 
     def _refuse_assigned(self, variable):
         """Raises ValueError if servers have a variable that a step assigns."""
@@ -245,7 +253,7 @@ class Worker:
             for keeper, part in zip(keepers, parts, strict=True):
                 part = [next(values) for _ in part]
                 sent += part if keeper is None else keeper.looked_up(*part)
-            version = min(self._versions)
+            version, self._has_pushed = min(self._versions), True
             self.pushing.begin(push, self.batch, version, rate, *sent)
             return np.int64(0)
 

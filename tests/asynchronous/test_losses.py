@@ -287,7 +287,6 @@ def test_without_a_checkpoint_it_joins_no_later_fit(launched, tmp_path):
 @pytest.mark.parametrize("engine", engines())
 @pytest.mark.parametrize("seed", range(10))
 def test_random_kills_of_the_first_server(launched, engine, seed, tmp_path):
-    # Of the first one, without which no other may come back.
     chance, victim = random.Random(seed), 2
     lost = chance.choice([0, 1, None])
     seconds = chance.uniform(0, 0.4)

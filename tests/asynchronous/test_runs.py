@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity.asynchronous.store import Store
 from tests import asynchronous_functions as functions
 
 WITHIN = ["evaluate", "predict", "test_on_batch", "predict_on_batch"]
@@ -253,10 +255,16 @@ def scored(is_served=True):
         seconds = 0.5 if ranks.rank < ranks.num_workers - 1 else 0
     else:
         model.compile("sgd")
-    late = keras.callbacks.LambdaCallback(lambda *_: time.sleep(seconds))
+    take = Store.take
+
+    def late(store, record):
+        time.sleep(seconds)
+        return take(store, record)
+
     x = random.normal(size=(20, 5)).astype("float32")
     y = np.eye(3, dtype="float32")[random.integers(0, 3, 20)]
-    return model.fit(x, y, 20, 3, verbose=0, callbacks=[late]).history
+    with mock.patch.object(Store, "take", late):
+        return model.fit(x, y, 20, 3, verbose=0).history
 
 
 @pytest.mark.parametrize("num_workers, num_servers", [(1, 1), (2, 0)])

@@ -62,7 +62,7 @@ def test_servers_keep_nothing_of_an_ended_fit(monkeypatch, fails):
         are_there, sizes = session.run([are_there, sizes])
     # Of the table and its slot, and facts of the worker, and of the registry,
     # and of a worker that gives up.
-    number = 2 + 2 * 10, 2 + 3 * 10
+    number = 2 + 2 * 11, 2 + 3 * 11
     assert len(are_there) == sum(number[: 1 + fails]) and not any(are_there)
     assert len(sizes) == sum((4, 6)[: 1 + fails]) and not any(sizes)
 

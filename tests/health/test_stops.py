@@ -139,10 +139,15 @@ def test_messages_of_a_fit_that_this_rank_has_not_begun():
     assert not stops.ends_after(6, is_wanted=False)
     stops.begin()
     # It waits behind its first step, until it is told the last one.
-    told = threading.Timer(0.3, stops.hear, ["last", 2, 2])
-    told.start()
+    told = []
+
+    def tell():
+        told.append(True)
+        stops.hear("last", fit=2, step=2)
+
+    threading.Timer(0.3, tell).start()
     assert not stops.ends_after(1, is_wanted=False)
-    assert not told.is_alive()
+    assert told
     assert stops.ends_after(2, is_wanted=False)
     stops.hear("hold", fit=3)
     stops.hear("last", fit=3, step=1)
