@@ -291,15 +291,17 @@ def inside(args):
     )
     stages, turns = (), []
     if is_pipeline:
-        stages = ks.plan(model, batches).stages
-        planned = model
+        planned, plan = model, ks.plan(model, batches)
+        stages = plan.stages
         if not strategy.is_flushed and strategy.num_micro_batches > 1:
             planned = _with_whole_batches(schedule, model, stages)
+            plan = ks.plan(planned, batches)
         for turn in range(_NUM_TURNS):
             if turn:
                 _ways.train_again(args, window, strategy, model, batches)
+                plan = ks.plan(planned, batches)
             step_seconds = window.seconds / args.steps[-1]
-            turns.append((step_seconds, ks.plan(planned, batches).step_seconds))
+            turns.append((step_seconds, plan.step_seconds))
     sent = [stage.sent_bytes + stage.returned_bytes for stage in stages]
     window.report(
         batch,

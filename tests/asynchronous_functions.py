@@ -27,6 +27,12 @@ def data(count=COUNT):
     return ids.astype("int32"), draws.normal(size=(count, 2)).astype("float32")
 
 
+def lost(value):
+    """In place of an operation: a worker is lost before this one runs."""
+    time.sleep(0.2)  # What does not wait for it has ended.
+    raise ArithmeticError("no luck")
+
+
 def network(embedding=keras.layers.Embedding, words=WORDS):
     """Two embeddings of the same ids, and dense layers."""
     keras.utils.set_random_seed(5)

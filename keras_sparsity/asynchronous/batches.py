@@ -3,7 +3,14 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.asynchronous.cells import Cell, after, destroyed, locked
+from keras_sparsity.asynchronous.cells import (
+    Cell,
+    after,
+    destroyed,
+    locked,
+    packed,
+    unpacked,
+)
 
 # More than any epoch has.
 _MANY = np.int64(2**62)
@@ -47,9 +54,7 @@ class Batches:
             self._records = Cell(f"{name}/records", tf.string, [size])
             self.create = self._lost.fill(False)
             self.reset = tf.group(
-                self._numbers.assign(
-                    tf.constant([0, *[NONE] * 2 * size], tf.int64)
-                ),
+                self._numbers.assign(packed(np.int64(0), none_of_each(size))),
                 self._total.fill(_MANY),
                 self._gone.fill(False),
                 self._records.fill(record(NONE)),
@@ -104,23 +109,21 @@ class Batches:
         Args:
             own: this worker's new record.
         """
-        numbers = self._numbers.read()
+        number, held = unpacked(self._numbers.read())
         records = tf.where(self._is_own(), own, self._records.read())
         ended = tf.io.decode_raw(tf.strings.substr(records, 0, 8), tf.int64)
         ended = ended[:, 0]
-        held = tf.reshape(numbers[1:], [self._size, 2])
         # With the last one, all have ended.
         have_all = (ended >= 0) & tf.equal(held[:, 1], ended)
         has_ended = tf.equal(held, ended[:, None]) | have_all[:, None]
-        return numbers[0], tf.where(has_ended, NONE, held)
+        return number, tf.where(has_ended, NONE, held)
 
     def _written(self, own, counted, held):
         """Writes the record, then the numbers; not if this worker is lost."""
         is_lost = self._lost.read()[self._rank]
         records, numbers = self._records.read(), self._numbers.read()
         records = tf.where(self._is_own() & ~is_lost, own, records)
-        new = tf.concat([[counted], tf.reshape(held, [-1])], 0)
-        new = tf.where(is_lost, numbers, new)
+        new = tf.where(is_lost, numbers, packed(counted, held))
         with tf.control_dependencies([new]):
             recorded = self._records.assign(records)
         with tf.control_dependencies([recorded]):
@@ -165,6 +168,11 @@ class Batches:
             return locked(
                 self._mutex, lambda: after([self._lost.set(rank, True)], rank)
             )
+
+
+def none_of_each(size):
+    """In place of two numbers of each worker, `NONE`."""
+    return tf.fill([size, 2], NONE)
 
 
 def record(number, contents=b""):

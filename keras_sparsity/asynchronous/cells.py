@@ -58,6 +58,22 @@ def tokens(name):
     return tf.queue.FIFOQueue(2**30, [tf.int64], [[]], shared_name=name)
 
 
+def packed(count, pairs):
+    """A vector of a count and two numbers of each worker.
+
+    One cell has them: all are written at once, or none.
+
+    Args:
+        pairs: matrix, a row for each worker.
+    """
+    return tf.concat([[count], tf.reshape(pairs, [-1])], 0)
+
+
+def unpacked(vector):
+    """`(count, pairs)` of what `packed` has made."""
+    return vector[0], tf.reshape(vector[1:], [-1, 2])
+
+
 def after(operations, value):
     """A tensor that is there once operations have ended."""
     with tf.control_dependencies(operations):

@@ -1,14 +1,17 @@
 """Counts of the workers' steps, and the bound on their differences."""
 
+import numpy as np
 import tensorflow as tf
 
-from keras_sparsity.asynchronous.batches import NONE
+from keras_sparsity.asynchronous.batches import none_of_each
 from keras_sparsity.asynchronous.cells import (
     Cell,
     after,
     destroyed,
     locked,
+    packed,
     tokens,
+    unpacked,
 )
 
 # The clock of a worker that takes no further step in this epoch.
@@ -116,16 +119,12 @@ class Clocks:
 
     def _counted(self, batch):
         before = self._batches.read()
-        number, last = self._of(before)
+        number, last = unpacked(before)
         is_new = tf.reduce_all(tf.not_equal(last, batch))
-        is_own = tf.equal(tf.range(self._size), self._rank)
         own = [last[self._rank, 1], batch]
-        last = tf.where(is_own[:, None], own, last)
-        now = tf.concat([[number + 1], tf.reshape(last, [-1])], 0)
+        last = tf.tensor_scatter_nd_update(last, [[self._rank]], [own])
+        now = packed(number + 1, last)
         return self._batches.assign(tf.where(is_new, now, before))
-
-    def _of(self, batches):
-        return batches[0], tf.reshape(batches[1:], [self._size, 2])
 
     def ended(self):
         """The number of the epoch's batches whose steps have ended.
@@ -134,7 +133,7 @@ class Clocks:
             It, and the last two of each worker.
         """
         with tf.device(self.device):
-            return self._of(self._batches.read())
+            return unpacked(self._batches.read())
 
     def finish(self, rank):
         """A worker takes no further step."""
@@ -171,7 +170,7 @@ class Clocks:
         with tf.control_dependencies(emptied):
             number = (self._bound or 0) + 1
             given = [_given(queue, number) for queue in self._tokens]
-            none = tf.constant([0, *[NONE] * 2 * self._size], tf.int64)
+            none = packed(np.int64(0), none_of_each(self._size))
             begun = [self._clocks.fill(0), self._batches.assign(none)]
         return tf.group(*given, *begun)
 

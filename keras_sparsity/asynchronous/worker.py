@@ -45,7 +45,7 @@ class Worker:
         self._numpy_function = NumpyFunctions()
         self._versions = []  # of the pulls of this step
         self._arrived = []  # a tensor that comes with the step's weights
-        self._is_pushed = False  # in the step in tracing
+        self._has_applied = False  # in the step in tracing
         self.pushing = Pushing(
             # A worker without others trains as stock Keras does.
             overlaps=strategy.collectives.num_workers > 1,
@@ -96,7 +96,7 @@ class Worker:
         """
 
         def reading(batch):
-            self._is_pushed = False
+            self._has_applied = False
             refusing = patches.assignments_are_told(self._refuse_assigned)
             with read_by(self._readers), refusing:
                 return step(batch)
@@ -230,13 +230,13 @@ class Worker:
 
     def _push(self, grads, trainable_variables=None):
         """In place of `optimizer.apply`."""
-        if self._is_pushed:
+        if self._has_applied:
             raise ValueError(
                 "A step applies gradients twice, and servers take one push of "
                 "each batch. Received: a second `optimizer.apply`. Apply all "
                 'gradients by one call, or use `delay="fixed"`.'
             )
-        self._is_pushed = True
+        self._has_applied = True
         if trainable_variables is None:
             trainable_variables = keras_optimizers.built_variables(
                 self._optimizer

@@ -1,7 +1,5 @@
 """Steps of workers, and calls that are made twice."""
 
-import time
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,6 +7,7 @@ import tensorflow as tf
 from keras_sparsity._tf.tf_sessions import function_of
 from keras_sparsity.asynchronous import clocks as clocks_module
 from keras_sparsity.asynchronous.clocks import Clocks
+from tests.asynchronous_functions import lost
 
 
 class _Worker:
@@ -115,11 +114,6 @@ def test_of_the_slowest_that_goes_on(workers):
     assert first.num_tokens() == before
 
 
-def _fail(number):
-    time.sleep(0.2)  # What does not wait for it has ended.
-    raise ArithmeticError("no luck")
-
-
 @pytest.fixture
 def cut(workers, monkeypatch):
     """Makes moves of the first worker, which is lost before it gives tokens.
@@ -129,7 +123,7 @@ def cut(workers, monkeypatch):
     stock = clocks_module._given
 
     def failing(queue, number):
-        told = tf.numpy_function(_fail, [number], tf.int64)
+        told = tf.numpy_function(lost, [number], tf.int64)
         return stock(queue, tf.ensure_shape(told, []))
 
     def cut(move):

@@ -1,7 +1,6 @@
 """What is left of a letter whose rank is lost while it writes; others read
 letters in all trainings."""
 
-import time
 import types
 
 import pytest
@@ -9,6 +8,7 @@ import tensorflow as tf
 
 from keras_sparsity.asynchronous.cells import Cell
 from keras_sparsity.asynchronous.letters import Letters
+from tests.asynchronous_functions import lost
 
 
 class _Cluster:
@@ -28,17 +28,12 @@ class _Cluster:
         return self.made
 
 
-def _fail(letter):
-    time.sleep(0.2)  # What does not wait for it has ended.
-    raise ArithmeticError("no luck")
-
-
 def test_a_letter_is_there_before_its_number(monkeypatch):
     stock, cluster = Cell.assign, _Cluster()
 
     def assign(cell, value):
         if cell.dtype == tf.string:
-            value = tf.numpy_function(_fail, [value], tf.string)
+            value = tf.numpy_function(lost, [value], tf.string)
         return stock(cell, value)
 
     with monkeypatch.context() as patched:

@@ -4,13 +4,12 @@ import contextlib
 import itertools
 import os
 import pty
-import socket
 
 import pytest
 
 from keras_sparsity.collectives import startup
 from keras_sparsity.launch import environment
-from keras_sparsity.machines import settings, slurm
+from keras_sparsity.machines import ports, settings, slurm
 from tests import without_launcher
 
 # As srun of Slurm 22.05 sets them, in the second of two tasks on two machines.
@@ -216,21 +215,22 @@ print("RANKS", strategy.rank, ranks, strategy.collectives.engine, flush=True)
 """
 
 
-def _reserved(addresses):
-    """Sockets that hold free ports, as `ports.reserved` does; None without."""
+@contextlib.contextmanager
+def _reserved(addresses, monkeypatch):
+    """Holds the ports of addresses; gives whether all of them are free."""
+    asked = [int(address.rpartition(":")[2]) for address in addresses]
     with contextlib.ExitStack() as stack:
-        for address in addresses:
-            holder = stack.enter_context(socket.socket())
+        with monkeypatch.context() as patched:
+            patched.setattr(ports, "RANGE", asked)
             try:
-                holder.bind(("", int(address.rpartition(":")[2])))
-            except OSError:
-                return None
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return stack.pop_all()
+                stack.enter_context(ports.reserved(len(asked)))
+            except ValueError:
+                asked = []
+        yield bool(asked)
 
 
 @pytest.fixture
-def free_step(step):
+def free_step(step, monkeypatch):
     """Variables of two tasks here, whose ports no other program has."""
     for job in itertools.count(os.getpid()):
         step(
@@ -239,10 +239,10 @@ def free_step(step):
             SLURM_STEP_TASKS_PER_NODE="2",
             SLURM_NODEID="0",
         )
-        if holders := _reserved(slurm.addresses()):
-            with holders:
+        with _reserved(slurm.addresses(), monkeypatch) as are_free:
+            if are_free:
                 yield
-            return
+                return
 
 
 @pytest.mark.usefixtures("free_step")
