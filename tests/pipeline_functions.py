@@ -1,6 +1,7 @@
 """Functions that the processes of pipeline tests run."""
 
 import contextlib
+import time
 from unittest import mock
 
 import keras
@@ -11,6 +12,7 @@ import keras_sparsity as ks
 from keras_sparsity import PipelineStrategy
 from keras_sparsity.pipeline.links import Link
 from keras_sparsity.pipeline.versions import Predicted, Vanilla
+from keras_sparsity.stages import timing
 from tests import pipeline_oracle
 
 NUM_MICRO_BATCHES = 4
@@ -988,6 +990,36 @@ def planned_often():
         error = str(raised)
     warnings = [call.args[0].getMessage() for call in handle.call_args_list]
     return warnings, error
+
+
+def planned_together():
+    """When a rank has traced its runs, how long it measures, and from when on.
+
+    By a clock of all processes of a machine. The second rank takes longer.
+
+    Returns:
+        `(time, list of seconds, time)`.
+    """
+    measured, traced, begun, asked = timing.lasting_seconds, [], [], []
+    layers = [keras.layers.Dense(4, name=f"dense_{i}") for i in range(2)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    strategy = PipelineStrategy("1f1b", stages=["dense_0"])
+    with strategy.scope():
+        model.compile("sgd", "mse")
+
+    def measure(run, tensors, seconds):
+        if not seconds:
+            time.sleep(0.2 * strategy.rank)
+            traced.append(time.monotonic())
+        else:
+            begun.append(time.monotonic())
+            asked.append(seconds)
+        return measured(run, tensors, seconds)
+
+    data = tf.data.Dataset.from_tensors((np.ones((8, 4)), np.ones((8, 4))))
+    with mock.patch.object(timing, "lasting_seconds", measure):
+        ks.plan(model, data)
+    return max(traced), asked, min(begun)
 
 
 def cut_by_slow_links(speed):

@@ -30,6 +30,9 @@ from keras_sparsity.stages.attempts import attempted
 from keras_sparsity.stages.profile import num_bytes
 from keras_sparsity.stages.simulation import simulate
 
+# Passes of a stage are measured for so long, or for so many of the longest.
+_MOST_SECONDS, _NUM_RUNS = 0.5, 20
+
 
 class Planner:
     """Measures a model's stages on a real mini-batch; no variable changes.
@@ -54,10 +57,18 @@ class Planner:
             AttemptError: on all ranks, if a stage's pass fails on one.
         """
         tensors, num_examples = self._arriving(batch)
+        ranks, runs = self._strategy.collectives, []
+
+        def trace():
+            runs.extend(self._traced_runs(tensors))
+            return max(timing.lasting_seconds(*run, 0) for run in runs)
+
+        # All compute at once then, as in training: those of a machine share its
+        # caches and its memory.
+        longest = max(attempted(ranks, trace, "pipeline/traced_runs"))
+        seconds = min(_MOST_SECONDS, _NUM_RUNS * longest)
         of_ranks = attempted(
-            self._strategy.collectives,
-            lambda: self._cost(tensors),
-            "pipeline/plan",
+            ranks, lambda: self._cost(tensors, runs, seconds), "pipeline/plan"
         )
         costs = [
             _largest([of_ranks[r] for r in self._strategy.ranks_of(stage)])
@@ -132,11 +143,35 @@ class Planner:
         received = self._stage.received.without_masks(tensors[len(places) :])
         return dict(zip(places, values, strict=True)), received
 
-    def _cost(self, tensors):
+    def _traced_runs(self, tensors):
+        """A forward pass, one with its backward pass, and an update if any.
+
+        Returns:
+            List of functions, traced, and of their tensors.
+        """
+        runs = []
+
+        def keep(function, tensors):
+            runs.append((timing.traced(function, tensors), tensors))
+
+        variables = self._stage.variables
+        for has_backward in (False, True):
+            told = variables, tensors, has_backward
+            timing.pass_seconds(self._compute, *told, keep)
+        if self._model.optimizer is not None and variables:
+            keep(*self._update(self._rows(tensors)))
+        return runs
+
+    def _cost(self, tensors, runs, seconds):
+        """The costs of this stage.
+
+        Args:
+            runs: as `_traced_runs` returns them.
+            seconds: for how long each is measured.
+        """
         stage, number = self._stage, self._num_passes
-        forward, both = (
-            timing.pass_seconds(self._compute, stage.variables, tensors, asked)
-            for asked in (False, True)
+        forward, both, *update = (
+            timing.lasting_seconds(*run, seconds) for run in runs
         )
         # Without a flush, only the last stage keeps its layers' outputs.
         is_computed_again = self._versions is not None and not stage.is_last
@@ -149,7 +184,7 @@ class Planner:
             gradient_bytes=num_bytes(stage.variables),
             forward_seconds=forward * number,
             backward_seconds=backward * number,
-            update_seconds=self._update_seconds(rows),
+            update_seconds=sum(update),
             sent_bytes=number * self._sent_bytes(tensors),
             returned_bytes=number * _wire_bytes(stage.before, floats(received)),
             memory_bytes=self._memory(tensors),
@@ -196,14 +231,16 @@ class Planner:
         sent = self._stage.sent.with_masks(outputs)
         return _wire_bytes(self._stage.behind, sent)
 
-    def _update_seconds(self, rows):
-        optimizer, variables = self._model.optimizer, self._stage.variables
-        if optimizer is None or not variables:
-            return 0.0
+    def _update(self, rows):
+        """A function that updates the stage's variables, of gradients.
 
-        # Of copies, which go when it is measured; of tables, as many rows as
-        # are updated.
-        num_ranks = self._strategy.peers.size
+        Of copies, which go when it is measured; of tables, as many rows as are
+        updated.
+
+        Returns:
+            It, and gradients.
+        """
+        variables, num_ranks = self._stage.variables, self._strategy.peers.size
         shapes = [
             (min(rows[id(v)] * num_ranks, v.shape[0]), *v.shape[1:])
             if id(v) in rows
@@ -214,15 +251,14 @@ class Planner:
             keras_variables.plain_like(v, tf.zeros(shape, v.dtype))
             for shape, v in zip(shapes, variables, strict=True)
         ]
-        alike = keras_optimizers.unbuilt(optimizer)
+        alike = keras_optimizers.unbuilt(self._model.optimizer)
         alike.build(copies)
 
         def update(gradients):
             alike.apply(gradients, copies)
             return []
 
-        zeros = [tf.zeros(v.shape, v.dtype) for v in copies]
-        return timing.median_seconds(update, zeros)
+        return update, [tf.zeros(v.shape, v.dtype) for v in copies]
 
     def _memory(self, tensors):
         stage = self._stage

@@ -297,6 +297,29 @@ def median_seconds(function, tensors):
     return float(np.median(times))
 
 
+def lasting_seconds(run, tensors, seconds):
+    """Measures a function that runs for a while.
+
+    Others may run theirs meanwhile: the processes of a machine share its caches
+    and its memory.
+
+    Args:
+        run: function of tensors, traced.
+        seconds: time after which no further run begins.
+
+    Returns:
+        Seconds, the median of the runs.
+    """
+    times, begin = [], time.perf_counter()
+    end = begin + seconds
+    while not times or begin < end:
+        run(*tensors)
+        now = time.perf_counter()
+        times.append(now - begin)
+        begin = now
+    return float(np.median(times))
+
+
 def processor_seconds(run, tensors, seconds=_ENOUGH_SECONDS):
     """Measures the processor time of a function that runs for a while.
 

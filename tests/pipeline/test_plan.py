@@ -162,3 +162,11 @@ def test_plans_do_not_warn_and_raise_on_all_ranks(cluster):
     for warnings, error in ranks:
         assert not warnings
         assert error.startswith("On rank 1: ") and "ids begin at 1" in error
+
+
+def test_stages_are_measured_at_once(cluster):
+    ranks = cluster("native", 2).run(pipeline_functions.planned_together)
+    traced, asked, begun = zip(*ranks, strict=True)
+    assert max(traced) <= min(begun)
+    # A forward pass, with its backward pass, and an update.
+    assert asked[0] == asked[1] == [asked[0][0]] * 3

@@ -57,6 +57,24 @@ def test_processor_time_of_runs_for_a_while(monkeypatch):
     assert events == ["run"] * 3
 
 
+def test_median_of_runs_for_a_while(monkeypatch):
+    run = timing.traced(lambda tensors: tensors, [tf.zeros([])])
+    times = iter([0.0, 0.1, 0.4, 0.6])
+    clock = types.SimpleNamespace(perf_counter=times.__next__)
+    monkeypatch.setattr(timing, "time", clock)
+    # Of 0.1, 0.3 and 0.2 seconds; the last one begins at 0.4.
+    found = timing.lasting_seconds(run, [tf.zeros([])], seconds=0.5)
+    assert found == pytest.approx(0.2)
+
+
+def test_runs_for_no_time_are_one(monkeypatch):
+    run = timing.traced(lambda tensors: tensors, [tf.zeros([])])
+    times = iter([0.0, 0.1])
+    clock = types.SimpleNamespace(perf_counter=times.__next__)
+    monkeypatch.setattr(timing, "time", clock)
+    assert timing.lasting_seconds(run, [tf.zeros([])], seconds=0) == 0.1
+
+
 def test_inputs_of_text_are_drawn():
     text = keras.Input((), dtype="string")
     ids = keras.layers.StringLookup(vocabulary=["a", "b"])(text)
