@@ -58,7 +58,7 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._times = move_times.of(strategy.placements)
         self._alphas = {}  # by the places' keys, at the last decision
         self._fixed = set()
-        self._undo = None
+        self._undo = self._run = None
         self._earlier_steps = self._steps = 0
         self._epoch_steps = EpochSteps(self)
         self._refused = set()  # keys of moves that were not worth a trace
@@ -68,6 +68,10 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._steps = 0
         self._longest_epoch = self._epoch = 0
         self._next = self._first_steps()
+        run = self.params.get("steps"), self.model.optimizer
+        if run != self._run:
+            self._undo = None  # Steps of another kind say nothing of a move.
+        self._run = run
         self._times.forget()
 
     def on_epoch_begin(self, epoch, logs=None):

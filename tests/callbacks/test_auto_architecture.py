@@ -143,6 +143,48 @@ def test_moves_leave_training_as_it_is(engine, is_slower, steps, trained):
             assert np.linalg.norm(one - other) < 1e-3 * moved
 
 
+def over_fits(architecture, kinds):
+    """Architectures of both tables after each of some short `fit`s.
+
+    Args:
+        kinds: of each `fit`, the number of its steps and whether the model is
+            compiled anew before.
+    """
+    model, told = new_model(None), []
+    strategy = ks.HybridStrategy(architecture=architecture)
+    tables = [model.get_layer(n).table for n in ("large", "small")]
+    x, y = data()
+    with known_speeds(), judged(is_slower=True):
+        for num_steps, is_compiled in kinds:
+            if is_compiled:
+                with strategy.scope():
+                    model.compile("sgd", "mse", run_eagerly=True)
+            model.fit(
+                x,
+                y,
+                batch_size=BATCH,
+                steps_per_epoch=num_steps,
+                shuffle=False,
+                verbose=0,
+            )
+            told.append(tuple(table.architecture for table in tables))
+    return told
+
+
+# Fits of as many steps, of others, and after another `compile`.
+@pytest.mark.parametrize(
+    ("second", "is_undone"),
+    [((20, False), True), ((18, False), False), ((20, True), False)],
+)
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_steps_of_another_kind_take_no_move_back(
+    engine, cluster, second, is_undone
+):
+    found = cluster(engine, 2).run(over_fits, "measured", [(20, True), second])
+    moved, start = ("ps", "allreduce"), ("ps", "ps")
+    assert found == [[moved, start if is_undone else moved]] * 2
+
+
 def saving_little(epochs):
     """What tables are under, and what is said, where AllReduce saves 10 us.
 
