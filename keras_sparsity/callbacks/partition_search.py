@@ -130,11 +130,10 @@ class PartitionSearch(keras.callbacks.Callback):
         self.result = {}
         self.step_end = StepEnd()
         self._epoch_steps = EpochSteps(self)
-        self._collectives = None
-        self._tables = []
+        self._tables, self._rule, self._collectives = [], None, None
         self._groups = []  # those still to be searched, the present one first
-        self._sample = None  # the `StepSeconds` of the present one
-        self._sampled_count = None
+        # The `StepSeconds` of the present one.
+        self._sample = self._sampled_count = None
         self._seconds_before = 0.0
 
     @property
@@ -197,7 +196,7 @@ class PartitionSearch(keras.callbacks.Callback):
         # Of rank 0, whose local rank every machine has.
         num_machines = self._of_rank_zero(lambda: self._collectives.cross_size)
         num_servers = self._collectives.num_servers
-        optimizer, num_steps = self.model.optimizer, cycles.steps_of(self.model)
+        num_steps = cycles.steps_of(self.model)
         limit, slots = self.memory_limit_bytes, saving.with_slots(self.model)
         self._memory = TableMemory(self._tables, slots, limit)
         self._groups = groups_of(
@@ -210,7 +209,7 @@ class PartitionSearch(keras.callbacks.Callback):
             "processes": self._collectives.size,
             "machines": num_machines,
             "engine": self._collectives.engine,
-            "optimizer": _describe(optimizer),
+            "optimizer": saved_partitions.described(self.model.optimizer),
             **({"servers": num_servers} if num_servers else {}),
             **({"steps of an update": num_steps} if num_steps > 1 else {}),
             **{
@@ -230,9 +229,10 @@ class PartitionSearch(keras.callbacks.Callback):
         """Begins the next sample, or keeps the fastest number."""
         self._sample = None
         tables = [t for t in saving.tables_of(self.model) if t.is_sharded]
-        if tables != self._tables:
-            # Another model, or one of whose tables some have become dense.
-            self._tables, self._groups = tables, []
+        rule = tables and _rule_of(self.model)
+        if (tables, rule) != (self._tables, self._rule):
+            # Another model or optimizer, or some tables have become dense.
+            self._tables, self._rule, self._groups = tables, rule, []
             if tables:
                 self._begin()
         if not self._groups:
@@ -368,12 +368,14 @@ class PartitionSearch(keras.callbacks.Callback):
             rank_zero.say(f"PartitionSearch: {text}")
 
 
-def _describe(optimizer):
-    """The parts of an optimizer that decide the time of an update."""
-    if optimizer is None:  # of a model that has others, in other attributes
-        return "none"
-    rule = type(optimizer.inner_optimizer).__name__
-    return f"{rule}, {optimizer.sparse_updates}"
+def _rule_of(model):
+    """An optimizer, as far as a search's times and memory depend on it."""
+    num_slots = sum(len(each.places()) for each in saving.with_slots(model))
+    return (
+        saved_partitions.described(model.optimizer),
+        cycles.steps_of(model),
+        num_slots,
+    )
 
 
 def arranged(callbacks, size):

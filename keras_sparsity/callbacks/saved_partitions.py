@@ -13,6 +13,14 @@ from keras_sparsity.planning.partition_search import (
 _VERSION = 1
 
 
+def described(optimizer):
+    """The parts of an optimizer that decide the time of an update."""
+    if optimizer is None:  # of a model that has others, in other attributes
+        return "none"
+    rule = type(optimizer.inner_optimizer).__name__
+    return f"{rule}, {optimizer.sparse_updates}"
+
+
 def save(path, conditions, choices):
     """Writes choices and their conditions as a JSON file.
 

@@ -495,6 +495,23 @@ def test_groups_are_searched_one_after_the_other(eager_searches, engine):
         assert {p[0] for p in tried[begin:]} == {counts[0]}
 
 
+def search_for_two_optimizers():
+    """Choices of a search's first `fit`, and of the next by another rule."""
+    model, callback = eager(), search()
+    trained(model, callback, epochs=1)
+    first = {**callback.result}
+    trained(compiled(model, "adam", run_eagerly=True), callback, epochs=1)
+    return first, callback.result
+
+
+@ON_NATIVE
+def test_another_optimizer_begins_a_search_anew(cluster, engine):
+    for first, second in cluster(engine, 2).run(search_for_two_optimizers):
+        # Eight steps are two samples.
+        assert sampled(first["a"]) == sampled(second["a"]) == [1, 2]
+        assert first["a"].samples != second["a"].samples
+
+
 # Four processes on two machines: a search starts with two partitions.
 
 
