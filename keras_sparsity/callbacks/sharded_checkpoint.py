@@ -229,8 +229,8 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         self._collectives = model.distribute_strategy.collectives
         # The lock of a lost rank 0 went with it.
         self._hold_directory(self._collectives)
-        self._found = None
         self._begin(callbacks, epoch - 1)
+        self._found, self._epoch = None, epoch - 1
         names = folder.complete(self.directory)
         if names:
             path = os.path.join(self.directory, names[-1])
@@ -246,7 +246,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
     def _begin(self, callbacks, first):
         self._others = [c for c in callbacks if c is not self]
         self._epoch_iterator = self._latest = None
-        self._first = self._epoch = first
+        self._first, self._epoch = first, None  # None: none has begun
         self._epoch_steps = EpochSteps(self)
         self._logs, self._of_input = {}, {}
         self._said_spoiled = self._is_cut = self._has_rest = False
@@ -348,7 +348,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
             # Keras has set the weights to their averages, if there are any.
             self._found.restore(self.model, self._collectives, ("model",))
             self._restore_progress()
-        elif not self._has_rest:
+        elif self._epoch is not None and not self._has_rest:
             self._save(self._epoch + 1, has_begun=False)
 
     def _restore_progress(self):

@@ -244,6 +244,12 @@ def test_more_epochs_go_on_from_the_end(tmp_path):
     assert_same(functions.train(epochs=4), longer)
 
 
+def test_a_fit_without_epochs_saves_nothing(tmp_path):
+    functions.train(tmp_path, epochs=0)
+    assert not folder.complete(tmp_path)
+    assert_same(functions.train(), functions.train(tmp_path))
+
+
 def test_csv_log_keeps_what_it_has(tmp_path):
     path = tmp_path / "log.csv"
     directory = tmp_path / "checkpoints"
