@@ -66,10 +66,13 @@ class ProcessGroup:
         ]
         # The loss of a rank raises an exception on the others, code 1. So a
         # signal (out of memory) or another code is the cause, whatever the
-        # order of time.
+        # order of time. But Horovod with groups of ranks aborts the others.
+        aborted = [p for p in ended if p.returncode == -signal.SIGABRT]
+        others = aborted if len(aborted) > 1 else []
         return sorted(
             ended,
             key=lambda p: (
+                p in others,
                 p.returncode >= 0,
                 p.returncode == 1,
                 p.ended_seconds,

@@ -122,6 +122,19 @@ def test_the_cause_is_named_first(tmp_path):
         assert [p.rank for p in group.failed()] == [1, 0]
 
 
+def test_ranks_that_abort_together_are_not_the_cause(tmp_path):
+    """As those that Horovod aborts when another one's connections end."""
+    aborted = _after_words_of(2, tmp_path, "os.abort()")
+    cause = (
+        "import time; print('ready', flush=True); time.sleep(.5); "
+        "raise RuntimeError('a callback')"
+    )
+    with ProcessGroup() as group:
+        _start(group, [aborted, aborted, cause], tmp_path)
+        group.wait()
+        assert group.failed()[0].rank == 2
+
+
 def test_leaving_the_block_ends_all(tmp_path):
     with ProcessGroup() as group:
         _start(group, [_SLEEP, _IGNORE_SIGTERM], tmp_path)
