@@ -5,6 +5,7 @@ import collections
 import keras
 
 from keras_sparsity import planning, sparsity
+from keras_sparsity._tf import keras_models
 from keras_sparsity.callbacks import cycles, move_times, rank_zero
 from keras_sparsity.callbacks.epoch_steps import EpochSteps
 from keras_sparsity.conversion import saving
@@ -328,8 +329,13 @@ class _Place:
 
 
 def is_asked_for(model, strategy):
-    """Whether there may be a placement to find."""
+    """Whether there may be a placement to find, also of a layer to be built."""
     placements = strategy.placements
-    return placements.finds_rows or any(
-        placements.is_found(table.variable) for table in saving.tables_of(model)
+    return (
+        placements.finds_rows
+        or any(
+            placements.is_found(table.variable)
+            for table in saving.tables_of(model)
+        )
+        or not all(layer.built for layer in keras_models.all_layers(model))
     )

@@ -185,6 +185,33 @@ def test_steps_of_another_kind_take_no_move_back(
     assert found == [[moved, start if is_undone else moved]] * 2
 
 
+class Unbuilt(keras.Model):
+    """Of a small table alone, which `fit` builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = ks.layers.ShardedEmbedding(SMALL, DIM, architecture="auto")
+        self.out = keras.layers.Dense(1, "sigmoid")
+
+    def call(self, ids):
+        return self.out(keras.ops.mean(self.small(ids), 1))
+
+
+def of_layers_to_be_built():
+    """The architecture after a first `fit` of a table that asks for "auto"."""
+    model, ((_, usual), y) = Unbuilt(), data()
+    with ks.HybridStrategy(architecture="hybrid").scope():
+        model.compile("sgd", "mse")
+    with known_speeds(), judged(is_slower=True):
+        model.fit(usual, y, batch_size=BATCH, verbose=0)
+    return model.small.table.architecture
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_layers_to_be_built_are_asked(engine, cluster):
+    assert cluster(engine, 2).run(of_layers_to_be_built) == ["allreduce"] * 2
+
+
 def saving_little(epochs):
     """What tables are under, and what is said, where AllReduce saves 10 us.
 
