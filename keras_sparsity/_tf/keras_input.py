@@ -112,17 +112,19 @@ def repeats_an_order_at_once(epoch_iterator):
 
 
 def is_read_by_python(epoch_iterator):
-    """Whether Python code makes the batches: a generator, a `PyDataset`.
+    """Whether Python code makes the batches: all but arrays and `tf.data`'s.
 
-    `GeneratorDataAdapter`, `PyDatasetAdapter`.
+    A generator, a `PyDataset`, a `DataLoader` of PyTorch, a dataset of Grain.
+
+    `ArrayDataAdapter`, `TFDatasetAdapter`.
     """
     from keras.src.trainers.data_adapters import (
-        generator_data_adapter,
-        py_dataset_adapter,
+        array_data_adapter,
+        tf_dataset_adapter,
     )
 
-    return isinstance(
+    return not isinstance(
         epoch_iterator.data_adapter,
-        generator_data_adapter.GeneratorDataAdapter
-        | py_dataset_adapter.PyDatasetAdapter,
+        array_data_adapter.ArrayDataAdapter
+        | tf_dataset_adapter.TFDatasetAdapter,
     )

@@ -51,8 +51,9 @@ class Epochs(keras.callbacks.Callback):
         if keras_input.is_read_by_python(iterator):
             raise ValueError(
                 'Under `delay="bounded"` each rank reads the whole dataset '
-                "and leaves batches out. Received: a generator or a "
-                "PyDataset. Give `fit` arrays or a `tf.data.Dataset`."
+                "and leaves batches out. Received: batches that Python makes, "
+                "as a generator or a PyDataset does. Give `fit` arrays or a "
+                "`tf.data.Dataset`."
             )
 
         def read_alike(dataset):

@@ -83,3 +83,13 @@ def test_what_makes_the_batches():
     generated = _epoch_iterator(x=((np.ones(2),) for _ in range(9)))
     assert keras_input.is_read_by_python(generated)
     assert not keras_input.repeats_an_order_at_once(generated)
+
+
+def test_a_data_loader_of_pytorch_is_read_by_python():
+    """Which need not be installed for Keras's adapter of it."""
+    from keras.src.trainers.data_adapters import torch_data_loader_adapter
+
+    adapter = torch_data_loader_adapter.TorchDataLoaderAdapter
+    iterator = _epoch_iterator(x=np.arange(6), batch_size=2)
+    iterator.data_adapter = object.__new__(adapter)
+    assert keras_input.is_read_by_python(iterator)
