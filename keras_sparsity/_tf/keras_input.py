@@ -3,7 +3,13 @@
 Checked on TensorFlow 2.16 to 2.21 and Keras 3.5 to 3.15.
 """
 
+import keras
 import tensorflow as tf
+
+from keras_sparsity._tf.requirements import numbers_of
+
+# Whether an execution ends with the data.
+ENDS_EXECUTIONS = numbers_of(keras.__version__) >= (3, 7)
 
 
 def dataset_inputs(dataset):
@@ -108,6 +114,25 @@ def repeats_an_order_at_once(epoch_iterator):
         isinstance(adapter, array_data_adapter.ArrayDataAdapter)
         and adapter._shuffle != "batch"
         and not epoch_iterator.steps_per_epoch
+    )
+
+
+def check_executions(epoch_iterator):
+    """Raises ValueError if an epoch ends within an execution, and Keras cannot.
+
+    Until Keras 3.6 an execution asks for `steps_per_execution` batches, and
+    fails at the first one that is missing, while messages of the last step may
+    be under way.
+    """
+    number = epoch_iterator.num_batches
+    of_execution = epoch_iterator.steps_per_execution
+    if number is None or number % of_execution == 0 or ENDS_EXECUTIONS:
+        return
+    raise ValueError(
+        f"Keras {keras.__version__} cannot end an epoch within an execution. "
+        f"Received: {number} batches and steps_per_execution={of_execution}. "
+        "Give a divisor of the number of batches to `compile`, or install "
+        "Keras 3.7 or later."
     )
 
 

@@ -351,7 +351,7 @@ def current_rows_are_taken():
     return TAKE.by(make)
 
 
-def epoch_iterators_are_made_in(scope):
+def epoch_iterators_are_made_in(scope, check=None):
     """While entered, `fit` and the like make their input inside of a scope.
 
     A run within a run, as of a callback's, makes it in the inner run's alone.
@@ -359,6 +359,7 @@ def epoch_iterators_are_made_in(scope):
     Args:
         scope: function that gives a context manager, of a function that gives
             the number of an epoch's batches once Keras knows it, or None.
+        check: function of an epoch iterator that is made, or None.
     """
 
     def make(stock):
@@ -367,6 +368,8 @@ def epoch_iterators_are_made_in(scope):
         def initialize(self, *args, **kwargs):
             with scope(lambda: self.data_adapter.num_batches):
                 stock(self, *args, **kwargs)
+            if check is not None:
+                check(self)
 
         return initialize
 

@@ -71,9 +71,19 @@ def _wrong_backend(backend):
     )
 
 
+def numbers_of(version):
+    """The first two numbers of a version.
+
+    Example:
+
+    >>> numbers_of("3.15.1")
+    (3, 15)
+    """
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 def _check_version(name, version, minimum, package):
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if found < minimum:
+    if numbers_of(version) < minimum:
         wanted = ".".join(map(str, minimum))
         raise ImportError(
             f"keras_sparsity needs {name} {wanted} or later; received "

@@ -3,7 +3,7 @@
 import keras
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import keras_models, patches
+from keras_sparsity._tf import keras_input, keras_models, patches
 from keras_sparsity.callbacks import (
     auto_architecture,
     ema_swap,
@@ -79,8 +79,12 @@ class Runs(RunBinding):
         rank = self._collectives.rank
         if rank != 0:
             arguments["verbose"] = 0
+        check = keras_input.check_executions
         with (
-            patches.epoch_iterators_are_made_in(distribution.for_steps),
+            patches.epoch_iterators_are_made_in(
+                distribution.for_steps,
+                check if self._collectives.size > 1 else None,
+            ),
             collectives.explained(f"model.{name}"),
             prefetching.run_of_model(),
         ):

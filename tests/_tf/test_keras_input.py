@@ -1,5 +1,8 @@
 """Each private name that is used, so that a new version says which broke."""
 
+import contextlib
+
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -93,3 +96,41 @@ def test_a_data_loader_of_pytorch_is_read_by_python():
     iterator = _epoch_iterator(x=np.arange(6), batch_size=2)
     iterator.data_adapter = object.__new__(adapter)
     assert keras_input.is_read_by_python(iterator)
+
+
+@pytest.mark.parametrize(
+    ("num_batches", "ends", "is_refused"),
+    [(6, False, False), (5, False, True), (5, True, False)],
+)
+def test_an_epoch_that_ends_within_an_execution(
+    num_batches, ends, is_refused, monkeypatch
+):
+    """Whether Keras can do that, and a check that it need not."""
+    monkeypatch.setattr(keras_input, "ENDS_EXECUTIONS", ends)
+    iterator = _epoch_iterator(
+        x=np.arange(num_batches), batch_size=1, steps_per_execution=2
+    )
+    refused = contextlib.nullcontext()
+    if is_refused:
+        message = "Received: 5 batches and steps_per_execution=2"
+        refused = pytest.raises(ValueError, match=message)
+    with refused:
+        keras_input.check_executions(iterator)
+
+
+def test_executions_of_unknown_numbers_are_not_checked(monkeypatch):
+    monkeypatch.setattr(keras_input, "ENDS_EXECUTIONS", False)
+    iterator = _epoch_iterator(
+        x=((np.ones(2),) for _ in range(9)), steps_per_execution=2
+    )
+    keras_input.check_executions(iterator)
+
+
+def test_the_versions_that_end_executions():
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=2)
+    told = contextlib.nullcontext()
+    if not keras_input.ENDS_EXECUTIONS:
+        told = pytest.warns(UserWarning, match="ran out of data")
+    with told:
+        model.evaluate(np.ones((1, 1)), np.ones((1, 1)), verbose=0)

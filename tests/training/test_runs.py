@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+from unittest import mock
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import keras_sparsity as ks
+from keras_sparsity._tf import keras_input
 from tests.callbacks.test_stopping import StopsOnRank1
 from tests.conftest import engines
 
@@ -104,6 +106,40 @@ def without_labels(strategy=None):
 
 def without_labels_on_ranks():
     return without_labels(ks.HybridStrategy(prefetch=True))
+
+
+def run_within_executions():
+    """Errors where Keras cannot end an epoch within an execution.
+
+    Of `fit`, by its own batches and by those of its validation, `evaluate`,
+    and `fit` of as many batches as an execution needs.
+    """
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    with ks.HybridStrategy().scope():
+        model.compile("sgd", "mse", steps_per_execution=2)
+    odd, even = ((np.ones((n, 1)),) * 2 for n in (10, 8))
+    options = {"batch_size": 2, "verbose": 0}
+    errors = []
+    with mock.patch.object(keras_input, "ENDS_EXECUTIONS", False):
+        for run in (
+            lambda: model.fit(*odd, **options),
+            lambda: model.fit(*even, validation_data=odd, **options),
+            lambda: model.evaluate(*odd, **options),
+            lambda: model.fit(*even, validation_data=even, **options),
+        ):
+            try:
+                run()
+                errors.append(None)
+            except ValueError as error:
+                errors.append(str(error))
+    return errors
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_epochs_that_end_within_an_execution(cluster, engine):
+    for *refused, fitted in cluster(engine, 2).run(run_within_executions):
+        assert all("Received: 5 batches" in error for error in refused)
+        assert fitted is None
 
 
 @pytest.mark.parametrize("engine", engines(usually="horovod"))
