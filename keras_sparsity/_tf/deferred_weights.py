@@ -8,6 +8,7 @@ import contextlib
 import inspect
 
 import keras
+import tensorflow as tf
 
 from keras_sparsity._tf import contexts, keras_scopes, patches
 
@@ -45,6 +46,23 @@ def deferring():
         initialize(v for v, sends in _entered.pop() if not sends)
         raise
     initialize(v for v, _ in _entered.pop())
+
+
+def at_once():
+    """While entered, weights that layers make in a trace get values in it.
+
+    TensorFlow gives them values when the function has been traced: too late for
+    the messages, sent meanwhile, by which all ranks get the same ones.
+    """
+
+    def make(stock):
+        def add_weight(*args, **kwargs):
+            with tf.init_scope():
+                return stock(*args, **kwargs)
+
+        return add_weight
+
+    return patches.ADD_WEIGHT.by(make)
 
 
 def made(make, initializer, sends_messages=False):

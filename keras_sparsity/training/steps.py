@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_sparsity._tf import (
     contexts,
     custom_gradients,
+    deferred_weights,
     keras_losses,
     keras_scopes,
     keras_variables,
@@ -124,6 +125,8 @@ class Steps(Binding):
                 )
                 rank = self._collectives.rank
                 stack.enter_context(random_states.drawn_by_rank(rank))
+                if not tf.executing_eagerly():
+                    stack.enter_context(deferred_weights.at_once())
             yield batch, part, is_outermost
 
     @contextlib.contextmanager

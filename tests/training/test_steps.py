@@ -358,3 +358,60 @@ def test_own_trackers_count_each_batch_once(
     for found in cluster(engine, 3).run(own_trackers_distributed, *arguments):
         for name, values in expected.items():
             np.testing.assert_allclose(found[name], values, 1e-5, err_msg=name)
+
+
+class Adversarial(keras.Model):
+    """Two parts that the first step builds, and no `call`."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.Sequential([keras.layers.Dense(3)])
+        self.critic = keras.Sequential(
+            [keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
+        )
+
+    def train_step(self, data):
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+        logs = {}
+        for part, label in ((self.critic, 0.0), (self.generator, 1.0)):
+            with tf.GradientTape() as tape:
+                verdict = self.critic(self.generator(data))
+                value = loss(label + 0 * verdict, verdict)
+            weights = part.trainable_variables
+            optimizer = self.optimizers_of_parts[label]
+            optimizer.apply_gradients(
+                zip(tape.gradient(value, weights), weights, strict=True)
+            )
+            logs[f"loss_{label:.0f}"] = value
+        return logs
+
+
+def adversarial(scope, seed=3, wrapped=lambda optimizer: optimizer):
+    """History and weights of a model that its first step builds."""
+    keras.utils.set_random_seed(seed)
+    model = Adversarial()
+    model.optimizers_of_parts = {
+        label: wrapped(keras.optimizers.SGD(0.1)) for label in (0.0, 1.0)
+    }
+    with scope:
+        model.compile()
+    x = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
+    history = model.fit(x, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return history.history, model.get_weights()
+
+
+def adversarial_distributed():
+    strategy = ks.HybridStrategy()
+    # Another seed on each rank: rank 0's values count.
+    seed = 3 + strategy.rank
+    return adversarial(strategy.scope(), seed, ks.HybridOptimizer)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_a_model_that_its_first_step_builds(cluster, engine):
+    expected, weights = adversarial(contextlib.nullcontext())
+    for found, own in cluster(engine, 2).run(adversarial_distributed):
+        for name, values in expected.items():
+            np.testing.assert_allclose(found[name], values, 1e-5)
+        for one, other in zip(own, weights, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
