@@ -39,6 +39,10 @@ class ProcessStrategy(tf.distribute.Strategy):
         return super().scope()
 
 
+_SAID_OF_ANOTHER = (
+    "Mixing different tf.distribute.Strategy",
+    "Must not nest tf.distribute.Strategy scopes",
+)
 _OF_ANOTHER = (
     "A function that `strategy.run` ran used an object of another strategy, or "
     "of none, for example a Keras optimizer made outside of "
@@ -118,7 +122,7 @@ class HybridExtended(tf.distribute.StrategyExtended):
             with tf.distribute.Strategy.scope(self._strategy):
                 return self._call_for_each_replica(fn, args, kwargs or {})
         except RuntimeError as error:
-            if "Mixing different tf.distribute.Strategy" not in str(error):
+            if not any(said in str(error) for said in _SAID_OF_ANOTHER):
                 raise
             raise ValueError(_OF_ANOTHER) from error
 

@@ -250,6 +250,31 @@ def test_an_optimizer_of_another_strategy_is_refused():
     assert float(variable) == 1.0
 
 
+def with_an_optimizer_of_no_strategy():
+    """The error of a step that builds and applies one."""
+
+    class Model(keras.Sequential):
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(self(data))
+            weights = self.trainable_variables
+            gradients = tape.gradient(loss, weights)
+            outside.apply_gradients(zip(gradients, weights, strict=True))
+            return {"loss": loss}
+
+    outside = keras.optimizers.SGD()
+    model = Model([keras.Input((2,)), keras.layers.Dense(1)])
+    with ks.HybridStrategy().scope():
+        model.compile()
+    return raised(lambda: model.fit(np.ones((4, 2)), verbose=0), ValueError)
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_an_optimizer_of_no_strategy_is_refused(cluster, engine):
+    for message in cluster(engine, 2).run(with_an_optimizer_of_no_strategy):
+        assert "Wrap it: `ks.HybridOptimizer(optimizer)`" in message
+
+
 @pytest.mark.parametrize("engine", engines())
 def test_updates(cluster, engine):
     cluster(engine, 2).run(check_updates)
