@@ -993,7 +993,7 @@ def planned_often():
 
 
 def planned_together():
-    """When a rank has traced its runs, how long it measures, and from when on.
+    """When a rank has traced its passes, how long it measures, and since when.
 
     By a clock of all processes of a machine. The second rank takes longer.
 

@@ -57,18 +57,18 @@ class Planner:
             AttemptError: on all ranks, if a stage's pass fails on one.
         """
         tensors, num_examples = self._arriving(batch)
-        ranks, runs = self._strategy.collectives, []
+        ranks, passes = self._strategy.collectives, []
 
         def trace():
-            runs.extend(self._traced_runs(tensors))
-            return max(timing.lasting_seconds(*run, 0) for run in runs)
+            passes.extend(self._traced_passes(tensors))
+            return max(timing.lasting_seconds(*each, 0) for each in passes)
 
         # All compute at once then, as in training: those of a machine share its
         # caches and its memory.
-        longest = max(attempted(ranks, trace, "pipeline/traced_runs"))
+        longest = max(attempted(ranks, trace, "pipeline/traced_passes"))
         seconds = min(_MOST_SECONDS, _NUM_RUNS * longest)
         of_ranks = attempted(
-            ranks, lambda: self._cost(tensors, runs, seconds), "pipeline/plan"
+            ranks, lambda: self._cost(tensors, passes, seconds), "pipeline/plan"
         )
         costs = [
             _largest([of_ranks[r] for r in self._strategy.ranks_of(stage)])
@@ -143,35 +143,32 @@ class Planner:
         received = self._stage.received.without_masks(tensors[len(places) :])
         return dict(zip(places, values, strict=True)), received
 
-    def _traced_runs(self, tensors):
-        """A forward pass, one with its backward pass, and an update if any.
+    def _traced_passes(self, tensors):
+        """A forward pass, and one with its backward pass.
 
         Returns:
             List of functions, traced, and of their tensors.
         """
-        runs = []
+        passes = []
 
         def keep(function, tensors):
-            runs.append((timing.traced(function, tensors), tensors))
+            passes.append((timing.traced(function, tensors), tensors))
 
-        variables = self._stage.variables
         for has_backward in (False, True):
-            told = variables, tensors, has_backward
+            told = self._stage.variables, tensors, has_backward
             timing.pass_seconds(self._compute, *told, keep)
-        if self._model.optimizer is not None and variables:
-            keep(*self._update(self._rows(tensors)))
-        return runs
+        return passes
 
-    def _cost(self, tensors, runs, seconds):
+    def _cost(self, tensors, passes, seconds):
         """The costs of this stage.
 
         Args:
-            runs: as `_traced_runs` returns them.
+            passes: as `_traced_passes` returns them.
             seconds: for how long each is measured.
         """
         stage, number = self._stage, self._num_passes
-        forward, both, *update = (
-            timing.lasting_seconds(*run, seconds) for run in runs
+        forward, both = (
+            timing.lasting_seconds(*each, seconds) for each in passes
         )
         # Without a flush, only the last stage keeps its layers' outputs.
         is_computed_again = self._versions is not None and not stage.is_last
@@ -184,7 +181,7 @@ class Planner:
             gradient_bytes=num_bytes(stage.variables),
             forward_seconds=forward * number,
             backward_seconds=backward * number,
-            update_seconds=sum(update),
+            update_seconds=self._update_seconds(rows),
             sent_bytes=number * self._sent_bytes(tensors),
             returned_bytes=number * _wire_bytes(stage.before, floats(received)),
             memory_bytes=self._memory(tensors),
@@ -231,16 +228,14 @@ class Planner:
         sent = self._stage.sent.with_masks(outputs)
         return _wire_bytes(self._stage.behind, sent)
 
-    def _update(self, rows):
-        """A function that updates the stage's variables, of gradients.
+    def _update_seconds(self, rows):
+        optimizer, variables = self._model.optimizer, self._stage.variables
+        if optimizer is None or not variables:
+            return 0.0
 
-        Of copies, which go when it is measured; of tables, as many rows as are
-        updated.
-
-        Returns:
-            It, and gradients.
-        """
-        variables, num_ranks = self._stage.variables, self._strategy.peers.size
+        # Of copies, which go when it is measured; of tables, as many rows as
+        # are updated.
+        num_ranks = self._strategy.peers.size
         shapes = [
             (min(rows[id(v)] * num_ranks, v.shape[0]), *v.shape[1:])
             if id(v) in rows
@@ -251,14 +246,15 @@ class Planner:
             keras_variables.plain_like(v, tf.zeros(shape, v.dtype))
             for shape, v in zip(shapes, variables, strict=True)
         ]
-        alike = keras_optimizers.unbuilt(self._model.optimizer)
+        alike = keras_optimizers.unbuilt(optimizer)
         alike.build(copies)
 
         def update(gradients):
             alike.apply(gradients, copies)
             return []
 
-        return update, [tf.zeros(v.shape, v.dtype) for v in copies]
+        zeros = [tf.zeros(v.shape, v.dtype) for v in copies]
+        return timing.median_seconds(update, zeros)
 
     def _memory(self, tensors):
         stage = self._stage
