@@ -600,6 +600,7 @@ def test_steps_before_a_decision(architecture, steps_of_update, expected):
         )
     callback = auto_architecture.AutoArchitecture(strategy)
     callback.set_model(model)
+    callback.set_params({"steps": 3})
     callback.on_train_begin()
     assert callback._next == expected
 
