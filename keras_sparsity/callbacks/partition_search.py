@@ -132,7 +132,7 @@ class PartitionSearch(keras.callbacks.Callback):
         self._epoch_steps = EpochSteps(self)
         self._tables, self._rule, self._collectives = [], None, None
         self._groups = []  # those still to be searched, the present one first
-        # The `StepSeconds` of the present one.
+        # The `StepSeconds` of the present one, and its number of partitions.
         self._sample = self._sampled_count = None
         self._seconds_before = 0.0
 

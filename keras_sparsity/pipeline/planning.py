@@ -149,15 +149,15 @@ class Planner:
         Returns:
             List of functions, traced, and of their tensors.
         """
-        passes = []
 
-        def keep(function, tensors):
-            passes.append((timing.traced(function, tensors), tensors))
+        def traced(function, tensors):
+            return timing.traced(function, tensors), tensors
 
-        for has_backward in (False, True):
-            told = self._stage.variables, tensors, has_backward
-            timing.pass_seconds(self._compute, *told, keep)
-        return passes
+        told = self._compute, self._stage.variables, tensors
+        return [
+            timing.pass_seconds(*told, has_backward, traced)
+            for has_backward in (False, True)
+        ]
 
     def _cost(self, tensors, passes, seconds):
         """The costs of this stage.
