@@ -193,7 +193,7 @@ class HybridStrategy(ProcessStrategy):
         if not synchronous:
             modes.check_supports(architecture, prefetch)
             # Variables stay where they are while gradients wait.
-            architecture = "hybrid" if architecture == "auto" else architecture
+            architecture = choice.without_moves(architecture)
         self.synchronous = synchronous
         self.max_staleness = (
             None if max_staleness is None else int(max_staleness)

@@ -9,6 +9,7 @@ from keras_sparsity.asynchronous.compiling import compile_served
 from keras_sparsity.asynchronous.delayed import compile_delayed
 from keras_sparsity.asynchronous.meeting import lasting
 from keras_sparsity.collectives import startup
+from keras_sparsity.placement import choice
 from keras_sparsity.training.compiling import compile_adopted
 
 DELAYS = ("bounded", "fixed")
@@ -126,7 +127,7 @@ def check_of_servers(strategy):
     for name in ("dense_aggregation", "sparse_aggregation"):
         # An update is of one worker's batch.
         given[name] = None if options[name] == "mean" else options[name]
-    if strategy.architecture not in ("hybrid", "ps"):
+    if strategy.architecture not in choice.ALL_AT_SERVERS:
         given["architecture"] = strategy.architecture
     for name, value in given.items():
         if value is not None:

@@ -24,6 +24,7 @@ SERVERS_VARIABLE = "KERAS_SPARSITY_SERVERS"
 _STARTED_VARIABLE = "KERAS_SPARSITY_STARTED"
 # Jobs of TF_CONFIG with a rank for each task, in the order of ranks.
 _JOBS = ("chief", "worker", "ps")
+_SERVER_JOB = _JOBS[-1]
 # The ranks look at each other twice a second, and Python's lock may be held
 # for a second or two (imports).
 _SHORTEST_TIMEOUT_SECONDS = 5.0
@@ -74,7 +75,7 @@ def num_servers(size, tasks=()):
     Raises:
         ValueError: If it is not a number that leaves a worker.
     """
-    of_cluster = sum(kind == "ps" for kind, *_ in tasks)
+    of_cluster = sum(kind == _SERVER_JOB for kind, *_ in tasks)
     given = os.environ.get(SERVERS_VARIABLE, "").strip()
     if not given:
         number, source = of_cluster, "TF_CONFIG"
@@ -166,7 +167,7 @@ def cluster():
             )
             tasks.append((kind, index, address))
     _check_config(
-        not tasks or tasks[0][0] != "ps",
+        not tasks or tasks[0][0] != _SERVER_JOB,
         'servers, which are the tasks of "ps", need a "worker" beside them',
     )
     addresses = [address for _, _, address in tasks]

@@ -115,9 +115,11 @@ def move_for_now(model, targets):
     """
     of_tables, others = {}, []
     for variable, target in targets:
-        if target == "ps" and not isinstance(variable, TableVariable):
+        is_of_table = isinstance(variable, TableVariable)
+        if not is_of_table and choice.is_of_tables_alone(target):
             _become_table(model, variable)
-        if isinstance(variable, TableVariable):
+            is_of_table = True
+        if is_of_table:
             table = variable.table
             of_tables[table] = _checked_target(table, target)
         else:

@@ -73,9 +73,7 @@ def check(optimizer, parts, strategy, is_new=True):
 def _check_part(optimizer, model, is_alone, is_new):
     trained = {id(variable) for variable in model.trainable_variables}
     for table in tables_of(model):
-        will_be_spread = not is_alone and (
-            table.requested_architecture in (None, "ps", "auto")
-        )
+        will_be_spread = not is_alone and choice.begins_spread(table)
         if will_be_spread:
             table.check_can_be_spread()
         if optimizer is None or id(table.variable) not in trained:

@@ -19,6 +19,8 @@ _ATTRIBUTE = "_keras_sparsity_placement"
 # Set on that of an ordinary `Embedding` that could become a table's.
 _MAY_BE_OWNED = "_keras_sparsity_may_be_owned"
 _FIRST = {"tables": "ps", "others": "allgather"}  # of "auto"
+# Of those that are found in `fit`: what variables other than tables can have.
+_FOUND = ("allreduce", "allgather")
 # An ordinary `Embedding` of more bytes begins as a table, under "auto": a
 # process may not have the memory for all of it. Up to here, 2**22 elements of
 # float32, its first values are drawn at once, see `tables.initial_values`.
@@ -53,6 +55,15 @@ ARCHITECTURES = {
     "ps": Architecture("ps", "ps"),
     "naive_ps": Architecture("ps", "naive_ps", merges=False),
 }
+
+
+# With these, all variables may live at asynchronous servers.
+ALL_AT_SERVERS = ("hybrid", "ps")
+
+
+def without_moves(architecture):
+    """The key of `ARCHITECTURES` with which no placement is to be found."""
+    return "hybrid" if architecture == "auto" else architecture
 
 
 def _on_servers(architecture):
@@ -214,8 +225,7 @@ class Placements:
         """Placements that a variable of rows may have: dict from names."""
         table = getattr(variable, "table", None)
         if table is None:
-            names = ("allreduce", "allgather")
-            found = {name: self._of_others[name] for name in names}
+            found = {name: self._of_others[name] for name in _FOUND}
             if getattr(variable, _MAY_BE_OWNED, False):
                 size = self.communicator.size
                 found["ps"] = choose(
@@ -224,6 +234,21 @@ class Placements:
             return found
         names = ("allreduce", "ps", "allgather")
         return {name: self.of_table(table, name) for name in names}
+
+
+def begins_spread(table):
+    """Whether ranks share a table's rows, unless the strategy says otherwise.
+
+    Args:
+        table: the `ShardedTable`.
+    """
+    asked = table.requested_architecture
+    return asked in (None, "auto", _FIRST["tables"])
+
+
+def is_of_tables_alone(name):
+    """Whether a variable must be a table's to get a placement in `fit`."""
+    return name not in _FOUND
 
 
 def found(variable, name):

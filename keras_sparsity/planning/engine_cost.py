@@ -90,8 +90,8 @@ def engine_bytes(
     check_is(cluster, Cluster, "cluster")
     if engine == "local":
         return on_each(cluster, 0)
-    if architecture in _PADDED and variable.is_sparse:
-        of_rows = _PADDED[architecture]
+    if architecture in _OF_ROWS and variable.is_sparse:
+        of_rows = _OF_ROWS[architecture]
         return of_rows(
             variable.of_rows,
             cluster,
@@ -100,8 +100,9 @@ def engine_bytes(
             local_aggregation,
             pulled_bytes,
         )
-    if architecture == "ps":
-        return _served(
+    if architecture in _OF_DENSE:
+        of_dense = _OF_DENSE[architecture]
+        return of_dense(
             variable,
             cluster,
             engine == "native",
@@ -315,5 +316,6 @@ def _gathered_rows(variable, cluster, padded, *of_tables):
     return on_each(cluster, sent, 2 * hops * ids)
 
 
-# Of rows, as this library sends them: an engine may pad their number.
-_PADDED = {"ps": sharded_table_bytes, "allgather": _gathered_rows}
+# As this library sends them: an engine may pad their number.
+_OF_ROWS = {"ps": sharded_table_bytes, "allgather": _gathered_rows}
+_OF_DENSE = {"ps": _served}

@@ -1,6 +1,7 @@
 """The cost of hybrid data parallelism."""
 
 from keras_sparsity import planning
+from keras_sparsity.planning import transfer_cost
 from keras_sparsity.stages.costs import DATA_PARALLELISM, StrategyCost
 from keras_sparsity.stages.machine_links import (
     link_seconds,
@@ -30,7 +31,7 @@ def data_parallel(facts, cluster, num_examples, engine):
     spread = {
         choice.variable.name
         for choice in plan.choices
-        if choice.architecture == "ps"
+        if choice.architecture in transfer_cost.PARTITIONED
     }
     return StrategyCost(
         way=DATA_PARALLELISM,
@@ -77,7 +78,8 @@ def _of_rows(plan, cluster, shared, num_bytes, engine):
 def _process_bytes(choice, cluster, engine):
     """Bytes that a process sends, or receives, of one variable's rows."""
     where, num_processes = planning.Cluster(cluster.size), 1
-    if choice.architecture == "ps" and cluster.num_machines > 1:
+    is_partitioned = choice.architecture in transfer_cost.PARTITIONED
+    if is_partitioned and cluster.num_machines > 1:
         # A machine's processes pull and push together.
         where, num_processes = cluster, cluster.processes_per_machine
     cost = planning.engine_bytes(
