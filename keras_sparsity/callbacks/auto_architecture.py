@@ -61,14 +61,19 @@ class AutoArchitecture(keras.callbacks.Callback):
         self._fixed = set()
         self._undo = self._run = None
         self._earlier_steps = self._steps = 0
+        self._due = 0  # The next look, in steps of all `fit`s.
         self._epoch_steps = EpochSteps(self)
         self._refused = set()  # keys of moves that were not worth a trace
 
     def on_train_begin(self, logs=None):
-        self._earlier_steps += self._steps
-        self._steps = 0
+        before, self._steps = self._steps, 0
+        self._earlier_steps += before
         self._longest_epoch = self._epoch = 0
-        self._next = self._first_steps()
+        self._next = first = self._first_steps()
+        if before < first and not self._times.looks_back:
+            # Short `fit`s count together, but for times of their steps.
+            left = max(self._due, first) - self._earlier_steps
+            self._next = min(first, max(1, left))
         run = self.params.get("steps"), self.model.optimizer
         if run != self._run:
             self._undo = None  # Steps of another kind say nothing of a move.
@@ -95,10 +100,10 @@ class AutoArchitecture(keras.callbacks.Callback):
             self._compare()
         else:
             self._decide()
-        interval = min(2 * self._steps, self._steps + _MOST_STEPS)
-        self._next = interval
+        self._next = _doubled(self._steps)
         if self._undo:
             self._next = self._steps + self._first_steps()
+        self._due = _doubled(self._earlier_steps + self._steps)
 
     def _first_steps(self):
         """Steps before a first decision, and before a look back at it."""
@@ -301,6 +306,11 @@ class AutoArchitecture(keras.callbacks.Callback):
     def _say(self, text):
         if self.params.get("verbose") and self._collectives.rank == 0:
             rank_zero.say(f"Architecture: {text}")
+
+
+def _doubled(steps):
+    """The number of steps at which to look again."""
+    return min(2 * steps, steps + _MOST_STEPS)
 
 
 def _best(costs, now):

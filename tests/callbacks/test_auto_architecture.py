@@ -58,7 +58,13 @@ def new_model(architecture):
 def known_speeds(costs=COSTS):
     """While entered, a message takes so many seconds for each byte."""
     found = {path: speeds.Speed(0.0, cost) for path, cost in costs.items()}
-    return mock.patch.object(speeds, "measure", lambda *_: found)
+    patches = contextlib.ExitStack()
+    for owner, name, speed in (
+        (speeds, "measure", lambda *_: found),
+        (move_times, "REFERENCE", found),
+    ):
+        patches.enter_context(mock.patch.object(owner, name, speed))
+    return patches
 
 
 def judged(is_slower):
@@ -183,6 +189,15 @@ def test_steps_of_another_kind_take_no_move_back(
     found = cluster(engine, 2).run(over_fits, "measured", [(20, True), second])
     moved, start = ("ps", "allreduce"), ("ps", "ps")
     assert found == [[moved, start if is_undone else moved]] * 2
+
+
+# Of 16 steps before a first look; some `fit`s take 6.
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_steps_of_short_fits_count_together(engine, cluster):
+    kinds = [(6, True), *[(6, False)] * 3]
+    found = cluster(engine, 2).run(over_fits, "auto", kinds)
+    start, moved = ("ps", "ps"), ("ps", "allreduce")
+    assert found == [[start, start, moved, moved]] * 2
 
 
 class Unbuilt(keras.Model):
