@@ -11,6 +11,7 @@ from keras_sparsity import planning, sparsity
 from keras_sparsity._tf import checks, keras_models
 from keras_sparsity.board import comparison
 from keras_sparsity.board.model_plan import ModelPlan, VariablePlan
+from keras_sparsity.data import marks
 from keras_sparsity.data.batches import bounds, num_examples, split_batch
 from keras_sparsity.machines import settings
 from keras_sparsity.placement import choice
@@ -109,7 +110,8 @@ def _checked(model, dataset, num_batches):
         isinstance(dataset, tf.data.Dataset),
         "dataset",
         dataset,
-        "a `tf.data.Dataset` of global batches, as `fit` takes them",
+        "a `tf.data.Dataset` of global batches, as `fit` takes them; "
+        + marks.OF_ARRAYS,
     )
     return checks.dimension("num_batches", num_batches)
 

@@ -4,6 +4,12 @@ import tensorflow as tf
 
 from keras_sparsity._tf import checks, keras_input
 
+# For errors.
+OF_ARRAYS = (
+    "arrays become one by "
+    "`tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)`"
+)
+
 _SHARDED = "_keras_sparsity_is_sharded"
 _IN_STEP = "_keras_sparsity_agrees_in_step"
 _ORIGINAL = "_keras_sparsity_original"
@@ -109,8 +115,8 @@ def check_is_dataset(dataset):
     """Raises TypeError for other input."""
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
-            "Expected a `tf.data.Dataset` of global batches. Received: "
-            f"{checks.spell(dataset)} of type {type(dataset)}."
+            f"Expected a `tf.data.Dataset` of global batches; {OF_ARRAYS}. "
+            f"Received: {checks.spell(dataset)} of type {type(dataset)}."
         )
 
 
