@@ -4,6 +4,7 @@ import argparse
 import signal
 import sys
 
+from keras_sparsity._version import __version__
 from keras_sparsity.launch import run_command, show_commands
 from keras_sparsity.launch.remote import HostError
 
@@ -18,7 +19,7 @@ def main(argv=None):
         The exit code.
 
     Raises:
-        SystemExit: For wrong usage, and for `--help`.
+        SystemExit: For wrong usage, `--help` and `--version`.
 
     Example:
 
@@ -32,12 +33,16 @@ def main(argv=None):
         prog="keras-sparsity",
         description="Distributed training of Keras models.",
     )
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="command"
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {__version__}"
     )
+    commands = parser.add_subparsers(dest="command", metavar="command")
     run = run_command.add_to(commands)
     show_commands.add_to(commands)
     options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     try:
         if options.command in show_commands.COMMANDS:
             show_commands.show(options)

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import keras_sparsity
 from keras_sparsity import launch
 from keras_sparsity.launch import show_commands
 
@@ -40,6 +41,19 @@ def test_the_command_imports_no_tensorflow(arguments, tmp_path):
         }
         assert "keras_sparsity" in imported
         assert not imported & {"tensorflow", "keras"}
+
+
+def test_without_a_command_all_are_listed(capsys):
+    assert launch.main([]) == 2
+    told = capsys.readouterr().err
+    assert all(f"    {name} " in told for name in ("run", "plan", "report"))
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit, match="^0$"):
+        launch.main(["--version"])
+    told = capsys.readouterr().out
+    assert told == f"keras-sparsity {keras_sparsity.__version__}\n"
 
 
 @pytest.fixture
