@@ -87,8 +87,12 @@ class RankProcess:
 
     @property
     def returncode(self):
-        """As in `subprocess`: negative for a signal."""
-        return self._process.returncode
+        """As in `subprocess`: negative for a signal, of another host too."""
+        code = self._process.returncode
+        is_remote_end = self._remote_host and code not in (None, SSH_FAILED)
+        if is_remote_end and code > 128:  # as in a shell
+            return 128 - code
+        return code
 
     @property
     def exit_code(self):
@@ -98,11 +102,11 @@ class RankProcess:
 
     def poll(self):
         """The `returncode`, None while it runs."""
-        code = self._process.poll()
-        if code is not None and self.ended_seconds is None:
+        is_running = self._process.poll() is None
+        if not is_running and self.ended_seconds is None:
             self.ended_seconds = time.monotonic()
             self._signal_group(signal.SIGKILL)  # its child processes
-        return code
+        return self.returncode
 
     def send_signal(self, signal_number):
         """Sends a signal to the rank and to its child processes."""
@@ -161,8 +165,6 @@ class RankProcess:
                 f"ended{where} without an exit code: it was killed, or ssh "
                 "lost the connection"
             )
-        if self._remote_host and code > 128:  # as in a shell
-            code = 128 - code
         if code >= 0:
             return f"exited with code {code}{where}"
         try:

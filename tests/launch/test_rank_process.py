@@ -1,10 +1,42 @@
-"""The last lines of a rank's output, and its additions."""
+"""How a rank's process ended, its output's last lines and additions."""
 
 import io
+import os
+import sys
 
 import pytest
 
-from keras_sparsity.launch.rank_process import Follower, last_lines
+from keras_sparsity.launch.rank_process import (
+    Follower,
+    RankProcess,
+    last_lines,
+)
+
+
+# An ssh client ends with the code of the remote shell.
+@pytest.mark.parametrize(
+    ("code", "returncode", "exit_code", "description"),
+    [
+        (134, -6, 134, "was killed by SIGABRT on there"),
+        (137, -9, 137, "was killed by SIGKILL on there (by the system"),
+        (3, 3, 3, "exited with code 3 on there"),
+        (255, 255, 255, "ended on there without an exit code"),
+    ],
+)
+def test_the_end_of_a_rank_on_another_host(
+    code, returncode, exit_code, description, tmp_path
+):
+    client = [sys.executable, "-c", f"raise SystemExit({code})"]
+    process = RankProcess(
+        *(0, client, dict(os.environ)),
+        stderr=tmp_path / "log",
+        remote_host="there",
+    )
+    process.wait(60)
+    assert process.poll() == process.returncode == returncode
+    assert process.exit_code == exit_code
+    assert process.describe_end().startswith(description)
+    process.close_lifeline()
 
 
 @pytest.mark.parametrize(
