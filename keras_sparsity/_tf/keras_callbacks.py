@@ -71,25 +71,24 @@ def log_weights_within(board, entered, is_writer):
     board._log_weights = log_weights
 
 
-def set_all_learnt(callbacks, saved, goes_on=True):
+def set_all_learnt(callbacks, saved):
     """Gives callbacks the state of others of their classes, in their order.
 
     Rank 0 may have more of them than others.
 
     Args:
         callbacks, saved: lists; `saved` as from `learnt`.
-        goes_on: whether more epochs follow.
     """
     saved = list(saved)
     for callback in callbacks:
         for number, (kind, of_kind) in enumerate(saved):
             if kind == type(callback).__name__:
-                set_learnt(callback, of_kind, goes_on)
+                set_learnt(callback, of_kind)
                 del saved[number]
                 break
 
 
-def set_learnt(callback, learnt, goes_on=True):
+def set_learnt(callback, learnt):
     """Gives a callback its former state, after its `on_train_begin`.
 
     `EarlyStopping._set_monitor_op`, at the end of the first epoch, forgets the
@@ -100,14 +99,15 @@ def set_learnt(callback, learnt, goes_on=True):
     vars(callback).update(learnt)
     name = "_set_monitor_op"
     vars(callback).pop(name, None)  # of a `fit` that had failed
-    is_forgotten = "best" in learnt and hasattr(callback, name)
-    if not (goes_on and is_forgotten):
+    if "best" not in learnt or not hasattr(callback, name):
         return
     stock = getattr(callback, name)
 
     def set_monitor_op():
         delattr(callback, name)
+        # Of a second training: `on_train_begin` may have forgotten it.
+        best = callback.best
         stock()
-        callback.best = learnt["best"]
+        callback.best = best
 
     setattr(callback, name, set_monitor_op)

@@ -106,9 +106,7 @@ class FoundCheckpoint:
         history.epoch, values = map(copy.copy, self.position["history"])
         history.history.clear()
         history.history.update(values)
-        keras_callbacks.set_all_learnt(
-            callbacks, self.position["callbacks"], not self.has_ended
-        )
+        keras_callbacks.set_all_learnt(callbacks, self.position["callbacks"])
 
 
 def _is_unseeded(data):
