@@ -137,7 +137,7 @@ class Own(keras.Model):
 
 def apply(script):
     functional = script.build()
-    model = Own(functional.inputs, functional.outputs)
+    model = Own(functional.input, functional.output)
     x, y = examples()
     history = script.compile(model).fit(
         x, y, batch_size=8, epochs=2, shuffle=False, verbose=0
