@@ -200,23 +200,24 @@ def _of_share(metric, args, kwargs):
     """
     given = dict(zip(("values", "sample_weight"), args, strict=False))
     given.update(kwargs)
-    part = empty_parts.current()
+    part, value = empty_parts.current(), given.get("values")
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        (value,) = value  # `[number]`
     if (
         part is None
         or type(metric).update_state is not keras.metrics.Mean.update_state
         or given.get("sample_weight") is not None
-        or not _is_number(given.get("values"))
+        or not _is_number(value)
     ):
         return args, kwargs
-    given["sample_weight"] = tf.cast(part.share, metric.dtype)
-    return (), given
+    share = tf.cast(part.share, metric.dtype)
+    return (), {"values": value, "sample_weight": share}
 
 
 def _is_number(value):
-    if value is None:
-        return False
-    shape = value.shape if hasattr(value, "shape") else np.shape(value)
-    return tf.TensorShape(shape).rank == 0
+    if hasattr(value, "shape"):
+        return tf.TensorShape(value.shape).rank == 0
+    return np.isscalar(value)
 
 
 def _without_stand_ins(values, sample_weight=None):

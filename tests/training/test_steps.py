@@ -295,7 +295,7 @@ class OwnTracker(keras.Model):
         self.loss_of = keras.losses.MeanSquaredError()
         self.trackers = {
             name: keras.metrics.Mean(name=name)
-            for name in ("plain", "global", "number", "odd")
+            for name in ("plain", "global", "number", "listed", "odd")
         }
         self.batches = self.add_weight(
             dtype="int32", trainable=False, initializer="zeros"
@@ -319,6 +319,7 @@ class OwnTracker(keras.Model):
         # Also reads its result, before another is updated.
         self.trackers["global"](self.loss_of(y, outputs), sample_weight=None)
         self.trackers["number"].update_state(3.0)
+        self.trackers["listed"].update_state([plain])
         return {name: each.result() for name, each in self.trackers.items()}
 
     def train_step(self, data):
@@ -356,7 +357,7 @@ def test_own_trackers_count_each_batch_once(
     cluster, engine, run_eagerly, is_sharded
 ):
     expected = own_trackers(contextlib.nullcontext, run_eagerly)
-    assert len(expected) == 8
+    assert len(expected) == 10
     arguments = run_eagerly, is_sharded
     for found in cluster(engine, 3).run(own_trackers_distributed, *arguments):
         for name, values in expected.items():
