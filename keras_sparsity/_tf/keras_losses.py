@@ -147,6 +147,17 @@ def step_loss(model, **arguments):
     return model.compute_loss(**arguments)
 
 
+def means_examples_plainly(model):
+    """Whether a class of Keras's computes a model's loss by plain means.
+
+    `keras.distillation.Distiller`, of Keras 3.12 and later.
+    """
+    distillation = getattr(keras, "distillation", None)
+    if distillation is None:
+        return False
+    return type(model).compute_loss is distillation.Distiller.compute_loss
+
+
 def loss_tracker(model):
     """The metric that shows a compiled model's loss (`_loss_tracker`)."""
     return model._loss_tracker

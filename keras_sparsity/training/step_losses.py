@@ -37,6 +37,11 @@ class StepLosses(Binding):
         num_replicas = loss_scale.num_replicas()
         if num_replicas == 1:
             return self._stock["compute_loss"](*args, **kwargs)
+        part = empty_parts.current()
+        if part is not None and keras_losses.means_examples_plainly(
+            self._model
+        ):
+            return self._mean_of_parts(part, num_replicas, args, kwargs)
         self._adds_losses = False
         with (
             loss_scale.as_keras_multiplies(),
@@ -46,7 +51,6 @@ class StepLosses(Binding):
         if self._is_in_keras_loss:
             return loss
         value = tf.stop_gradient(loss) * num_replicas
-        part = empty_parts.current()
         if self._adds_losses and part is not None:
             (value,) = self._collectives.all_reduce(
                 empty_parts.selected(
@@ -54,6 +58,18 @@ class StepLosses(Binding):
                 ),
                 name="model/loss",
             )
+        return loss + tf.stop_gradient(value - loss)
+
+    def _mean_of_parts(self, part, num_replicas, args, kwargs):
+        """A loss of means over examples, of which each rank has its part."""
+        with loss_scale.of_own_part():
+            loss = self._stock["compute_loss"](*args, **kwargs)
+        loss *= tf.cast(part.share, loss.dtype)
+        (value,) = self._collectives.all_reduce(
+            empty_parts.selected([tf.stop_gradient(loss)]), name="model/loss"
+        )
+        if self._is_in_keras_loss:
+            value /= num_replicas
         return loss + tf.stop_gradient(value - loss)
 
     def _divided_loss(self, *args, **kwargs):

@@ -137,6 +137,14 @@ def with_endpoint():
     return keras.Model([x, y], Endpoint()([dense()(x), y]))
 
 
+def distiller():
+    """Keras's own class whose loss has plain means over the examples."""
+    teacher, student = dense(), dense()
+    teacher.set_weights([np.full((3, 1), 0.5), np.ones(1)])
+    loss = keras.distillation.FeatureDistillation(loss="mse")
+    return keras.distillation.Distiller(teacher, student, loss)
+
+
 def fitted(strategy, make, loss, count=21, metrics=None):
     """What `fit` and `evaluate` log, and the weights."""
     x, y = (array[:count] for array in examples())
@@ -191,6 +199,8 @@ def trained(strategy, are_more):
         "own loss and step": (lambda: own(OwnLossAndStep), "mse"),
         "endpoint": (with_endpoint, None, 16),
     }
+    if hasattr(keras, "distillation"):  # Keras 3.12
+        fits["distiller"] = distiller, keras.losses.MeanSquaredError()
     return {
         name: train(strategy, *arguments)
         for train, kinds in ((loop, loops), (fitted, fits))
