@@ -89,6 +89,7 @@ class Epochs(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self._training.logs = logs
+        self._training.num_steps += 1
 
     def on_train_end(self, logs=None):
         if not self._has_begun and self._checkpoint is not None:

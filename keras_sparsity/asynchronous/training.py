@@ -42,6 +42,7 @@ class Training:
         worker: `Worker`.
         taking: `Taking`.
         logs: dict of this worker's last step of an epoch, as callbacks get it.
+        num_steps: the number of the steps that this worker has made in it.
         has_all_metrics: whether the metrics of each rank had their variables
             at the last `end_epoch`.
     """
@@ -52,7 +53,7 @@ class Training:
         self._collectives = strategy.collectives
         self._seen = None  # at the last `record`
         self._members = None  # by which this worker leaves after an error
-        self.logs = {}
+        self.logs, self.num_steps = {}, 0
         self._is_begun = False
         layers, variables = _looked_up(model), model.trainable_variables
         _warn_of_whole(model, self._collectives)
@@ -125,7 +126,7 @@ class Training:
         metrics = global_metrics.sent(self._model.metrics)
         logs = {k: v for k, v in self.logs.items() if isinstance(v, float)}
         values = [value.numpy() for value in metrics]
-        self._seen = self.worker.batch, values, logs
+        self._seen = self.worker.batch, values, logs, self.num_steps
 
     def record_of_noted(self, staleness):
         """The record when the push of the step that was noted has ended.
@@ -138,13 +139,14 @@ class Training:
         return self._recorded(self._seen, staleness)
 
     def _recorded(self, seen, staleness):
-        batch, values, logs = seen
+        batch, values, logs, num_steps = seen
         contents = pickle.dumps(
             {
                 "rank": self._collectives.rank,
                 "metrics": values,
                 "logs": logs,
                 "names": list(self.logs),
+                "steps": num_steps,
                 "staleness": dict(staleness),
                 "waiting_seconds": self.store.waiting_seconds,
                 "servers": self.store.traffic,
@@ -178,7 +180,7 @@ class Training:
             self.changes.begin()
         self.worker.begin_epoch()
         self.taking.begin_epoch()
-        self.logs = {}
+        self.logs, self.num_steps = {}, 0
 
     def comes_back(self):
         """Whether this process is to take the place of a lost server."""
@@ -241,12 +243,11 @@ class Training:
             self.taking.settle()
             self.store.leave(self.record())
             self.store.finish()
-        num_batches = sum(self.worker.pushing.staleness.values())
         of_ranks = self._collectives.gather_objects(
             {
                 "rank": self._collectives.rank,
                 "batches": {} if is_server else fingerprints.latest(),
-                "own": (num_batches, self._own_values.changed()),
+                "own": (self.num_steps, self._own_values.changed()),
                 "metrics": len(global_metrics.sent(self._model.metrics)),
             },
             "asynchronous/epoch",
@@ -261,7 +262,7 @@ class Training:
         contents = map(batches.contents_of, self.store.records())
         records = [pickle.loads(each) for each in contents if each]
         # Before its first batch a worker's metrics may have no variables.
-        return version, [each for each in records if each["staleness"]]
+        return version, [each for each in records if each["steps"]]
 
     def give_up(self):
         """After an error: the others do not wait for this worker's batch."""

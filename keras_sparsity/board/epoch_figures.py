@@ -70,7 +70,7 @@ class EpochFigures(WrittenPlan):
             version,
             dict(sorted(staleness.items())),
             {each["rank"]: each["waiting_seconds"] for each in records},
-            {each["rank"]: sum(each["staleness"].values()) for each in records},
+            {each["rank"]: each["steps"] for each in records},
             dict(sorted(servers.items())),
         )
 

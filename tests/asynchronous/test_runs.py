@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+import warnings
 from unittest import mock
 
 import keras
@@ -342,6 +343,41 @@ def test_evaluation_is_the_first_workers(cluster, num_servers, tmp_path):
     for number, other in enumerate(others):
         is_worker = number == 0
         assert other == (losses, result, calls if is_worker else [], "")
+
+
+def frozen():
+    """A model whose moving averages alone are made by training."""
+    model = functions.dense()
+    model.add(keras.layers.BatchNormalization(momentum=0.5))
+    model.trainable = False
+    model.layers[-1].trainable = True
+    return model
+
+
+def without_pushes():
+    model = frozen()
+    strategy = _compiled(model, metrics=["mae"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing is trained
+        history = _fit(model).history
+    num_steps = strategy.epoch_figures.num_steps.values()
+    return history, model.get_weights()[-2:], sum(num_steps), strategy.staleness
+
+
+@pytest.mark.parametrize("num_servers", [0, 1])
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable")
+def test_steps_that_push_nothing_count(cluster, num_servers):
+    ranks = cluster("native", 2, num_servers=num_servers).run(without_pushes)
+    model = frozen()
+    model.compile("sgd", "mse", metrics=["mae"])
+    expected = _fit(model).history
+    for history, averages, num_steps, staleness in ranks:
+        for name in ("loss", "mae"):
+            np.testing.assert_allclose(history[name], expected[name], 1e-5)
+        for one, other in zip(averages, ranks[0][1], strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert np.abs(one - round(one.mean())).max() > 0.01
+        assert num_steps == 5 and not staleness
 
 
 class OwnFit(keras.Sequential):
