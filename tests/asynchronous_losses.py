@@ -443,6 +443,30 @@ def while_saving(path, victim, where):
     )
 
 
+def restored(path, victim):
+    """A rank is killed in a step; the others then read the checkpoint.
+
+    Into weights that are zeros.
+    """
+    models = []
+
+    def begin(strategy, count, number):
+        time.sleep(0.01)
+        if strategy.rank == victim and count == 3:
+            end_by("SIGKILL")
+
+    checkpoint = ks.callbacks.ShardedCheckpoint(path)
+    _, *others = train(
+        begin,
+        callbacks=[checkpoint],
+        before=lambda model, data: models.append(model),
+    )
+    (model,) = models
+    model.set_weights([np.zeros_like(w) for w in model.get_weights()])
+    checkpoint.restore(model)
+    return applied(model), *others
+
+
 def end_all():
     """Ends this process and those that it has started, as with its machine."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:

@@ -1,5 +1,6 @@
 """Messages among all ranks, without those that are lost."""
 
+import functools
 import logging
 
 import numpy as np
@@ -46,7 +47,7 @@ def lasting(collectives):
         tf_servers.share(made, servers)
         _lasting[collectives] = _lasting[made] = made
         _letters[made] = letters
-        go_on_by(made)
+        go_on_by(made, functools.partial(left, made))
     return _lasting[collectives]
 
 

@@ -7,7 +7,6 @@ import random
 
 import keras
 
-from keras_sparsity import collectives
 from keras_sparsity._tf import (
     checks,
     keras_callbacks,
@@ -27,9 +26,8 @@ from keras_sparsity.checkpoint import (
 )
 from keras_sparsity.checkpoint.found import FoundCheckpoint
 from keras_sparsity.checkpoint.replay import replay
-from keras_sparsity.collectives.startup import single_process
+from keras_sparsity.collectives import startup
 from keras_sparsity.global_batch import random_states
-from keras_sparsity.machines import door
 
 
 class ShardedCheckpoint(keras.callbacks.Callback):
@@ -137,9 +135,7 @@ class ShardedCheckpoint(keras.callbacks.Callback):
         checks.check(
             isinstance(model, keras.Model), "model", model, "a `keras.Model`"
         )
-        communicator = collectives.current()
-        if door.facts():
-            communicator = single_process()  # It is alone, whatever its rank.
+        communicator = startup.left()
         found = storage.latest(self.directory, communicator)
         if not found:
             raise FileNotFoundError(

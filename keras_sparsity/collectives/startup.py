@@ -25,6 +25,7 @@ from keras_sparsity.machines.topology import Topology
 _started = None
 _agreed_seed = None
 _lasting = None
+_left = None
 
 
 def current():
@@ -124,15 +125,29 @@ def start(engine=None, timeout=None):
     return _started
 
 
-def go_on_by(collectives):
-    """From now on, these are the ones that outlast the loss of a rank."""
-    global _lasting
-    _lasting = collectives
+def go_on_by(collectives, left):
+    """From now on, these are the ones that outlast the loss of a rank.
+
+    Args:
+        left: as the function of this name.
+    """
+    global _lasting, _left
+    _lasting, _left = collectives, left
 
 
 def lasting():
     """The `Collectives` given to `go_on_by`, or None."""
     return _lasting
+
+
+def left():
+    """The `Collectives` of the processes that are not lost, numbered anew.
+
+    All ranks call it together; a process that has not joined them is alone.
+    """
+    if _left is not None:
+        return _left()
+    return single_process() if door.facts() else current()
 
 
 def _found_engine():

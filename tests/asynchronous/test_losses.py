@@ -147,6 +147,18 @@ def test_a_rank_is_lost_while_a_checkpoint_is_written(
     assert index["num_processes"] == 2
 
 
+@pytest.mark.parametrize(
+    ("engine", "victim"),
+    covering(
+        [(engine, lost) for engine in ("native", "horovod") for lost in (0, 1)],
+        [("native", 0)],
+    ),
+)
+def test_after_a_loss_a_checkpoint_is_read(engine, victim, tmp_path):
+    results = _run(losses.restored, 3, engine, str(tmp_path), victim)
+    _check(results, [victim])
+
+
 def test_a_stopped_worker_is_left_behind():
     results = _run(losses.at_step, 2, "native", [1], "SIGSTOP", 3, False)
     _check(results, [1])
