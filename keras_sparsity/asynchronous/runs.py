@@ -57,7 +57,7 @@ class Runs(RunBinding):
         names += ["evaluate", "predict", "test_on_batch", "predict_on_batch"]
         super().__init__(
             model,
-            [*names, "save", "save_weights"],
+            [*names, "save", "save_weights", "export"],
             {
                 keras_models.SYMBOLIC_BUILD: "build",
                 keras_models.RESULTS_OR_LOGS: "results_or_logs",
@@ -260,6 +260,9 @@ class Runs(RunBinding):
         return rank_zero.on_rank(
             callbacks, rank, whole=lambda _: contextlib.nullcontext(rank == 0)
         )
+
+    def export(self, *args, **kwargs):
+        self._save("export", args, kwargs)
 
     def _save(self, name, args, kwargs):
         if meeting.joining(self._collectives):

@@ -380,6 +380,38 @@ def test_steps_that_push_nothing_count(cluster, num_servers):
         assert num_steps == 5 and not staleness
 
 
+class Exporting(keras.Sequential):
+    """Notes each call of its `export`."""
+
+    num_exports = 0
+
+    def export(self, *args, **options):
+        self.num_exports += 1
+        super().export(*args, **options)
+
+
+def exported(folder):
+    """Calls of `export`, what each rank reads of it, and predictions."""
+    model = Exporting(functions.dense().layers)
+    _compiled(model)
+    _fit(model, epochs=1)
+    model.export(folder, verbose=False)
+    x, _ = _data()
+    served = tf.saved_model.load(folder)
+    outputs = served.serve(x).numpy()
+    return model.num_exports, outputs, model.predict(x, verbose=0)
+
+
+@pytest.mark.parametrize("num_servers", [0, 1])
+def test_one_rank_exports(cluster, num_servers, tmp_path):
+    ranks = cluster("native", 2, num_servers=num_servers).run(
+        exported, str(tmp_path / "served")
+    )
+    assert [calls for calls, *_ in ranks] == [1, *[0] * (1 + num_servers)]
+    for _, outputs, predicted in ranks:
+        np.testing.assert_allclose(outputs, predicted, 1e-5)
+
+
 class OwnFit(keras.Sequential):
     """A `fit` and `evaluate` of the user's, with arguments of their own."""
 
