@@ -326,6 +326,14 @@ def take_aggregated_gradients(optimizer, clip, strategy):
     optimizer.__dict__["loss_scale_factor"] = None
 
 
+def check_knows(optimizer, variables):
+    """Raises Keras's ValueError where it was built with other variables.
+
+    `_check_variables_are_known`.
+    """
+    optimizer._check_variables_are_known(variables)
+
+
 def without_missing_gradients(optimizer, grads, variables):
     """Both lists without None, with Keras's warning or error.
 

@@ -9,7 +9,11 @@ import weakref
 import keras
 import tensorflow as tf
 
-from keras_sparsity._tf import keras_models, keras_variables
+from keras_sparsity._tf import (
+    keras_models,
+    keras_optimizers,
+    keras_variables,
+)
 from keras_sparsity._tf.current_variable import make_current
 from keras_sparsity.asynchronous import batches, meeting, rule, servers
 from keras_sparsity.asynchronous.changes import Changes
@@ -65,6 +69,7 @@ class Training:
         rule.check_constraints(variables)
         if not optimizer.built:
             optimizer.build(variables)
+        keras_optimizers.check_knows(optimizer, variables)
         self._servers = servers.started(self._collectives)
         # All ranks have come here, and so have given up.
         while _given_up:

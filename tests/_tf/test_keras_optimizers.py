@@ -19,6 +19,9 @@ def test_optimizers():
     optimizer.build(variables)
     assert len(keras_optimizers.built_variables(optimizer)) == 2
     assert keras_optimizers.variable_index(optimizer, variables[1]) == 1
+    keras_optimizers.check_knows(optimizer, variables)
+    with pytest.raises(ValueError, match="Unknown variable"):
+        keras_optimizers.check_knows(optimizer, [keras.Variable(tf.ones([2]))])
     assert not optimizer._use_weight_decay(variables[1])
     strategy = tf.distribute.get_strategy()
     seen = []

@@ -108,6 +108,18 @@ def test_an_interrupted_fit_leaves_what_it_has_learnt():
         np.testing.assert_allclose(one, other, 1e-5, 1e-6)
 
 
+def test_an_optimizer_of_other_variables_says_so():
+    layer = keras.layers.Embedding(3, 2, trainable=False)
+    inner = keras.Sequential([layer, keras.layers.Dense(2)])
+    strategy, model = _served(inner)
+    model.fit(X, Y, verbose=0)
+    layer.trainable = True
+    with strategy.scope():
+        model.compile(model.optimizer, "mse")
+    with pytest.raises(ValueError, match="(?s)Unknown.*new optimizer"):
+        model.fit(X, Y, verbose=0)
+
+
 class _Scaled(keras.layers.Embedding):
     def call(self, ids):
         return 2 * super().call(ids)
