@@ -257,6 +257,8 @@ class Runs(RunBinding):
         Between epochs each rank has all weights.
         """
         rank = self._collectives.rank
+        if self._collectives.size == 1:
+            return callbacks
         return rank_zero.on_rank(
             callbacks, rank, whole=lambda _: contextlib.nullcontext(rank == 0)
         )

@@ -412,6 +412,23 @@ def test_one_rank_exports(cluster, num_servers, tmp_path):
         np.testing.assert_allclose(outputs, predicted, 1e-5)
 
 
+def test_one_process_takes_every_callback(tmp_path):
+    model = functions.dense()
+    _compiled(model)
+    path = tmp_path / "backup"
+    boards = keras.callbacks.TensorBoard(tmp_path / "logs", embeddings_freq=1)
+
+    class Fails(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise RuntimeError("of the test")
+
+    with pytest.raises(RuntimeError, match="of the test"):
+        _fit(model, keras.callbacks.BackupAndRestore(path), Fails())
+    backup = keras.callbacks.BackupAndRestore(path)
+    assert _fit(model, backup, boards).epoch == [1]
+
+
 class OwnFit(keras.Sequential):
     """A `fit` and `evaluate` of the user's, with arguments of their own."""
 
