@@ -6,6 +6,7 @@ import tensorflow as tf
 from keras_sparsity._tf import contexts, keras_models
 from keras_sparsity.callbacks.partition_search import PartitionSearch
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
+from keras_sparsity.conversion import saving
 from keras_sparsity.training.binding import Binding, bound_arguments
 from keras_sparsity.training.compiling import compile_adopted
 from keras_sparsity.update.delay import Delay
@@ -79,6 +80,7 @@ class DelayedRuns(Binding):
         arguments = bound_arguments(self._stock["fit"], args, kwargs)
         _check_callbacks(arguments.get("callbacks"))
         self._check_optimizer()
+        _check_is_alone(self._model)
         self._delay.clear()  # what a `fit` that failed has left
         with contexts.attribute(self, "_is_in_fit", True):
             return self._stock["fit"](*args, **kwargs)
@@ -119,6 +121,20 @@ class DelayedRuns(Binding):
             apply_next = traced.get_concrete_function()
         for _ in range(self._delay.num_steps):
             apply_next()
+
+
+def _check_is_alone(model):
+    """Raises ValueError of a second optimizer, which nothing delays."""
+    own = model.optimizer, model.optimizer.inner_optimizer
+    for name, optimizer in saving.named_optimizers(model):
+        if not any(optimizer is each for each in own):
+            raise ValueError(
+                "Under `synchronous=False` the gradients that `model.optimizer`"
+                " applies wait, and another optimizer's would be applied at "
+                f"once. Received: the optimizer `model.{name}`, a "
+                f"{type(optimizer).__name__}. Train by one optimizer, or under "
+                "a synchronous strategy."
+            )
 
 
 def _check_callbacks(callbacks):

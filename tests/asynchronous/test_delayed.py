@@ -190,6 +190,30 @@ def test_what_would_lose_gradients_is_refused():
         model.fit(x, x[:, :1], callbacks=[search], verbose=0)
 
 
+class TwoOptimizers(keras.Sequential):
+    """As adversarial models, with an optimizer of its own for each part."""
+
+    def compile(self, first, second, **options):
+        super().compile(**options)
+        self.optimizers = {"first": first, "second": second}
+
+
+def test_another_optimizer_is_refused():
+    """Nothing would delay it."""
+    strategy = ks.HybridStrategy(
+        synchronous=False, max_staleness=1, delay="fixed"
+    )
+    model = TwoOptimizers([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer, x = keras.optimizers.SGD(), np.ones((2, 2), "float32")
+    with strategy.scope():
+        model.compile(optimizer, optimizer, optimizer=optimizer, loss="mse")
+    model.fit(x, x[:, :1], verbose=0)  # the same in three places
+    with strategy.scope():
+        model.compile(optimizer, keras.optimizers.Adam(), loss="mse")
+    with pytest.raises(ValueError, match=r"optimizers\['first'\]`, a SGD"):
+        model.fit(x, x[:, :1], verbose=0)
+
+
 class _Moves(keras.callbacks.Callback):
     """Moves tables while gradients wait, and notes the errors."""
 
