@@ -11,6 +11,12 @@ _MIXED = (
     "batch. Cut before that call, or behind the last layer that uses such "
     "tensors."
 )
+_NOT_SENT = ("string", "complex64", "complex128")
+_UNSENT = (
+    "the output of '{}' would travel, which is of the dtype {}: stages send "
+    "numbers, and only real ones have gradients there. Cut before that call, "
+    "or behind the last layer that uses such tensors."
+)
 # The receiver makes room by the model's symbolic tensors.
 _UNTOLD = (
     "the output of '{}' would travel, and the layer says that it is {}, but "
@@ -35,14 +41,24 @@ def reasons(calls, crossing, mixed, traced):
             begin = first.setdefault(id(variable), place)
             for between in range(begin, place):
                 found[between] = _SHARED.format(call.name)
-    untold = _untold(calls, traced)
+    others = _unsent(calls) | _untold(calls, traced)
     for place in range(len(calls) - 1):
         for tensor in crossing(place):
             if id(tensor) in mixed:
                 found[place] = _MIXED.format(mixed[id(tensor)])
-            elif id(tensor) in untold:
-                found[place] = untold[id(tensor)]
+            elif id(tensor) in others:
+                found[place] = others[id(tensor)]
     return found
+
+
+def _unsent(calls):
+    """Dict from ids to texts, of tensors that links do not carry."""
+    return {
+        id(tensor): _UNSENT.format(call.name, tensor.dtype)
+        for call in calls
+        for tensor in call.outputs
+        if tensor.dtype in _NOT_SENT
+    }
 
 
 def _untold(calls, traced):

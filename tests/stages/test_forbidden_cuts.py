@@ -1,7 +1,8 @@
-"""No cut is where tensors travel that are not as their layers say."""
+"""No cut is where tensors travel that links do not carry as they are."""
 
 import keras
 import pytest
+import tensorflow as tf
 
 from keras_sparsity.stages.cutting import Cutter
 
@@ -43,6 +44,60 @@ def test_tensors_that_are_not_as_layers_say(make, message):
     outputs = keras.layers.Dense(1, name="last")(flat)
     cutter = Cutter(keras.Model(inputs, outputs))
     assert 0 not in cutter.places and cutter.places[-1] == 2
+    with pytest.raises(ValueError, match=message):
+        cutter.after(["odd"])
+
+
+class _Spectrum(keras.layers.Layer):
+    """Complex numbers of real ones."""
+
+    def call(self, x):
+        return tf.signal.fft(tf.cast(x, tf.complex64))
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "complex64")
+
+
+class _Length(keras.layers.Layer):
+    """Real numbers of complex ones."""
+
+    def call(self, x):
+        return tf.abs(x)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "float32")
+
+
+class _LowerCase(keras.layers.Layer):
+    def call(self, x):
+        return tf.strings.lower(x)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, "string")
+
+
+def _spectra():
+    signals = keras.Input((4,))
+    return signals, _Spectrum(name="odd")(signals), _Length(name="real")
+
+
+def _texts():
+    texts = keras.Input((4,), dtype="string")
+    ids = keras.layers.StringLookup(vocabulary=["a", "b"], name="real")
+    return texts, _LowerCase(name="odd")(texts), ids
+
+
+@pytest.mark.parametrize(
+    "make, dtype", [(_spectra, "complex64"), (_texts, "string")]
+)
+def test_tensors_that_links_do_not_carry(make, dtype):
+    """Gradients of complex numbers would be lost without a word."""
+    inputs, odd, layer = make()
+    real = keras.ops.cast(layer(odd), "float32")
+    outputs = keras.layers.Dense(1, name="last")(real)
+    cutter = Cutter(keras.Model(inputs, outputs))
+    assert cutter.places == [1, 2]
+    message = f"'odd' would travel, which is of the dtype {dtype}.*Cut before"
     with pytest.raises(ValueError, match=message):
         cutter.after(["odd"])
 
