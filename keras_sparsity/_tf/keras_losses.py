@@ -73,7 +73,7 @@ def set_keras_logits(tensor, logits):
 def losses_are_scaled():
     """Whether this Keras divides a loss by the number of replicas.
 
-    Keras 3.5 does not. Later ones divide it when it is computed and multiply
+    Keras 3.5 to 3.7 do not. Later ones divide it when computed and multiply
     it again before it is shown (`unscale_loss_for_distribution`).
     """
     from keras.src.losses import loss
@@ -84,7 +84,7 @@ def losses_are_scaled():
 def loss_metrics_multiplied(model, factor):
     """While entered, the losses of outputs are multiplied before shown.
 
-    For Keras 3.5; later ones do it themselves (`losses_are_scaled`).
+    For Keras 3.5 to 3.7; later ones do it themselves (`losses_are_scaled`).
     """
     metrics = [] if losses_are_scaled() else loss_metrics(model)
     return _updated_by(metrics, lambda value, weight: (value * factor, weight))

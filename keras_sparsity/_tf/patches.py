@@ -285,7 +285,7 @@ def first_tape_is_told(on_begin, on_end):
 
 def losses_are_not_scaled():
     """While entered, Keras divides no loss by the number of replicas."""
-    if not losses_are_scaled():  # Keras 3.5
+    if not losses_are_scaled():  # Keras 3.5 to 3.7
         return contextlib.nullcontext()
     return SCALE_LOSS.by(lambda stock: lambda value: value)
 

@@ -56,7 +56,7 @@ def test_set_keras_logits():
 
 
 def test_losses_are_scaled():
-    is_old = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 6)
+    is_old = tuple(map(int, keras.__version__.split(".")[:2])) < (3, 8)
     assert keras_losses.losses_are_scaled() is not is_old
 
 

@@ -222,7 +222,7 @@ IN_TWOS = {"steps_per_execution": 2}
 
 
 def all_own(scope):
-    # Keras 3.5 loses the last step where two do not divide an epoch.
+    # Keras 3.5 and 3.6 lose the last step where two do not divide an epoch.
     in_twos = IN_TWOS if keras_losses.losses_are_scaled() else {}
     return [
         own_logs(scope),
