@@ -3,6 +3,9 @@
 Checked on TensorFlow 2.16 to 2.21 and Keras 3.5 to 3.15.
 """
 
+import dataclasses
+import math
+
 import keras
 import tensorflow as tf
 
@@ -16,6 +19,53 @@ def dataset_inputs(dataset):
     """The datasets that a `tf.data.Dataset` reads from (`_inputs`)."""
     inputs = getattr(dataset, "_inputs", None)
     return list(inputs()) if inputs else []
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochInput:
+    """The input of one of Keras's epoch iterators, which is being made.
+
+    Args:
+        iterator: the `EpochIterator`.
+        trains: whether `fit` trains on it.
+    """
+
+    iterator: object
+    trains: bool
+
+    @property
+    def num_batches(self):
+        """The number of an epoch's batches, None if Keras does not know it."""
+        return self.iterator.data_adapter.num_batches
+
+    def read(self, dataset, num_epochs):
+        """Its dataset, which leaves further batches to a Python generator.
+
+        TensorFlow reads batches ahead. After a run of so many steps they are
+        lost, in each process other ones.
+
+        `GeneratorDataAdapter`. Keras makes an iterator for a whole `fit`, and
+        for each evaluation (`EpochIterator.reset`, not in Keras 3.5).
+
+        Args:
+            num_epochs: of a `fit`, at most.
+        """
+        from keras.src.trainers.data_adapters import generator_data_adapter
+
+        iterator = self.iterator
+        is_left = isinstance(
+            iterator.data_adapter, generator_data_adapter.GeneratorDataAdapter
+        )
+        is_of_run = self.trains or hasattr(iterator, "reset")
+        if not (is_left and is_of_run and iterator.steps_per_epoch):
+            return dataset
+        if "Prefetch" in type(dataset).__name__:
+            (dataset,) = dataset_inputs(dataset)
+        of_execution = iterator.steps_per_execution
+        num_executions = math.ceil(iterator.steps_per_epoch / of_execution)
+        num_epochs = num_epochs if self.trains else 1
+        dataset = dataset.take(num_epochs * num_executions * of_execution)
+        return dataset.prefetch(tf.data.AUTOTUNE)
 
 
 def batch_shapes(iterator):

@@ -13,6 +13,7 @@ import sys
 import tensorflow as tf
 
 from keras_sparsity._tf.current_variable import keeper_of
+from keras_sparsity._tf.keras_input import EpochInput
 from keras_sparsity._tf.keras_losses import losses_are_scaled
 from keras_sparsity._tf.keras_scopes import is_given, is_tracing_shapes
 from keras_sparsity._tf.keras_variables import is_variable
@@ -357,8 +358,7 @@ def epoch_iterators_are_made_in(scope, check=None):
     A run within a run, as of a callback's, makes it in the inner run's alone.
 
     Args:
-        scope: function that gives a context manager, of a function that gives
-            the number of an epoch's batches once Keras knows it, or None.
+        scope: function of an `EpochInput` that gives a context manager.
         check: function of an epoch iterator that is made, or None.
     """
 
@@ -366,7 +366,9 @@ def epoch_iterators_are_made_in(scope, check=None):
         stock = inspect.unwrap(stock)
 
         def initialize(self, *args, **kwargs):
-            with scope(lambda: self.data_adapter.num_batches):
+            # `fit` alone has class weights, of the batches that it trains on.
+            trains = "class_weight" in kwargs
+            with scope(EpochInput(self, trains)):
                 stock(self, *args, **kwargs)
             if check is not None:
                 check(self)

@@ -32,9 +32,10 @@ SAME_DATASET = (
     "each rank's own part already, only `strategy.shard(dataset)` can make."
 )
 
-# Not empty while what `distribute` makes is `Counted`, or None on top while it
-# leaves datasets as they are.
-_counts = []
+# The last one is of the epoch iterator that is being made: its `EpochInput`,
+# the number of epochs, and whether its parts are `Counted`. None: datasets are
+# left as they are.
+_inputs = []
 
 
 def distribute(dataset, collectives):
@@ -49,25 +50,27 @@ def distribute(dataset, collectives):
         ValueError: if the ranks' datasets have different structures or
             numbers of batches.
     """
-    if collectives.size == 1 or _is_undivided():
+    if _is_undivided():
+        return dataset
+    dataset = _read(dataset)
+    if collectives.size == 1:
         return dataset
     check_is_dataset(dataset)
     if is_sharded(dataset):
         check_nothing_reads_ahead(dataset)
-        if not _counts:
+        if not _are_counted():
             return dataset
         return with_stand_ins(_ending_alike(dataset, collectives))
     parts = _parts_of(dataset, collectives)
-    return parts if _counts else mark_as_part(parts)
+    return parts if _are_counted() else mark_as_part(parts)
 
 
 def _parts_of(dataset, collectives):
     """A replica's part of a dataset of global batches, as `distribute`."""
-    number = agreed_number(
-        dataset, SAME_DATASET, collectives, _counts and _counts[-1]()
-    )
+    known = _inputs[-1][0].num_batches if _inputs else None
+    number = agreed_number(dataset, SAME_DATASET, collectives, known)
     if collectives.is_server:
-        return parts_of_server(dataset, number, collectives, bool(_counts))
+        return parts_of_server(dataset, number, collectives, _are_counted())
     parts = split_batches(
         dataset,
         collectives.rank,
@@ -104,7 +107,10 @@ def repeat_on_all(dataset, collectives):
     Raises:
         ValueError: if the dataset is a part, or as `distribute`.
     """
-    if collectives.size == 1 or _is_undivided():
+    if _is_undivided():
+        return dataset
+    dataset = _read(dataset)
+    if collectives.size == 1:
         return dataset
     check_is_dataset(dataset)
     if is_sharded(dataset):
@@ -137,16 +143,18 @@ def check_is_alike(dataset, collectives):
     agreed_number(dataset, SAME_DATASET, collectives)
 
 
-def for_steps(num_batches):
-    """While entered, `distribute` gives `Counted` parts, as steps take them.
+def for_steps(num_epochs, epoch_input, are_counted=True):
+    """While entered, datasets are those of one of Keras's epoch iterators.
 
-    A custom loop gets parts as they are, which may have no examples.
+    `distribute` gives `Counted` parts, as steps take them. A custom loop gets
+    parts as they are, which may have no examples.
 
     Args:
-        num_batches: function without arguments: the number of an epoch's
-            batches, where Keras knows it; else None.
+        num_epochs: of a `fit`, at most.
+        epoch_input: the `EpochInput`.
+        are_counted: False where `repeat_on_all` reads whole batches.
     """
-    return contexts.on_top(_counts, num_batches)
+    return contexts.on_top(_inputs, (epoch_input, num_epochs, are_counted))
 
 
 def undivided():
@@ -155,11 +163,22 @@ def undivided():
     For a model that no strategy has adopted: its class would not bring the
     ranks' parts together.
     """
-    return contexts.on_top(_counts, None)
+    return contexts.on_top(_inputs, None)
 
 
 def _is_undivided():
-    return bool(_counts) and _counts[-1] is None
+    return bool(_inputs) and _inputs[-1] is None
+
+
+def _are_counted():
+    return bool(_inputs and _inputs[-1] and _inputs[-1][2])
+
+
+def _read(dataset):
+    if not _inputs:
+        return dataset
+    epoch_input, num_epochs, _ = _inputs[-1]
+    return epoch_input.read(dataset, num_epochs)
 
 
 def split_batches(dataset, rank, size, fingerprints=None):
@@ -182,7 +201,7 @@ def split_batches(dataset, rank, size, fingerprints=None):
     """
     check_is_dataset(dataset)
     check_is_batched(dataset)
-    cut = counted_part if _counts else split_batch
+    cut = counted_part if _are_counted() else split_batch
     return _mapped_alike(
         dataset, lambda batch: cut(batch, rank, size), fingerprints
     )

@@ -1,15 +1,17 @@
 """Whole runs of a model whose stages live on the ranks."""
 
 import contextlib
+import functools
 
 import keras
 
 from keras_sparsity import collectives
-from keras_sparsity._tf import contexts, keras_models
+from keras_sparsity._tf import contexts, keras_models, patches
 from keras_sparsity.callbacks import ema_swap, rank_zero
 from keras_sparsity.callbacks.input_check import InputCheck
 from keras_sparsity.callbacks.sharded_checkpoint import ShardedCheckpoint
 from keras_sparsity.callbacks.stopping import Stopping
+from keras_sparsity.data import distribution
 from keras_sparsity.pipeline.mixing_told import MixingTold
 from keras_sparsity.training.binding import Binding, bound_arguments
 from keras_sparsity.training.resuming import Input, checkpoint_last, resuming
@@ -142,7 +144,13 @@ class Runs(Binding):
             if name == "fit":
                 self._steps.forget_logs()  # such as NaN, which would end it
             self._weights.part_random_states()
-            found = self._stock[name](**arguments)
+            read = functools.partial(
+                distribution.for_steps,
+                arguments.get("epochs", 1),
+                are_counted=False,
+            )
+            with patches.epoch_iterators_are_made_in(read):
+                found = self._stock[name](**arguments)
             if name == "fit":  # before anybody reads weights of a tail
                 self._steps.settle_columns()
             return found

@@ -1,5 +1,7 @@
 """Whole runs, and single batches, of an adopted model."""
 
+import functools
+
 import keras
 
 from keras_sparsity import collectives
@@ -82,7 +84,9 @@ class Runs(RunBinding):
         check = keras_input.check_executions
         with (
             patches.epoch_iterators_are_made_in(
-                distribution.for_steps,
+                functools.partial(
+                    distribution.for_steps, arguments.get("epochs", 1)
+                ),
                 check if self._collectives.size > 1 else None,
             ),
             collectives.explained(f"model.{name}"),

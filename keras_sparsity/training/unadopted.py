@@ -32,7 +32,7 @@ def have_whole_input(kind):
             if model.compiled and not name.startswith("predict"):
                 raise_of_compiled_outside(model)
             with patches.epoch_iterators_are_made_in(
-                lambda num_batches: distribution.undivided()
+                lambda epoch_input: distribution.undivided()
             ):
                 return stock(model, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""A `CallbackList` of the user's keeps what all ranks need in `fit`."""
+"""Runs of a model in stages: a user's `CallbackList`, and generators."""
 
 import keras
 import numpy as np
@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import keras_sparsity as ks
 from tests.callbacks.test_stopping import StopsOnRank1
+from tests.training.test_runs import runs_on_a_generator
 
 
 def listed():
@@ -36,3 +37,13 @@ def test_a_list_of_callbacks(cluster):
     for losses, message in ranks:
         assert len(losses) == 2
         assert "different batches" in message or "same global" in message
+
+
+def runs_in_stages():
+    return runs_on_a_generator(ks.PipelineStrategy("1f1b", ["first"], 2))
+
+
+def test_runs_leave_further_batches_to_a_generator(cluster):
+    expected = runs_on_a_generator(ks.HybridStrategy())
+    for found in cluster("native", 2).run(runs_in_stages):
+        np.testing.assert_allclose(found, expected)

@@ -2,12 +2,14 @@
 
 import contextlib
 import csv
+import itertools
 from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers import epoch_iterator
 
 import keras_sparsity as ks
 from keras_sparsity._tf import keras_input
@@ -169,6 +171,50 @@ def test_one_process_takes_batches_that_no_other_could_share():
     expected = nodes[[1, 2, 2, 0]]
     np.testing.assert_array_equal(model.predict_on_batch(x), expected)
     assert model.test_on_batch(x, expected) == 0
+
+
+def runs_on_a_generator(strategy):
+    """Losses, and predictions, on a generator that goes on after each run."""
+
+    def numbered():
+        for number in itertools.count():
+            yield np.full((2, 4, 1), number, "float32")
+
+    data = ((x, 0 * y) for x, y in numbered())
+    model = keras.Sequential([keras.Input((1,))])
+    for name in ("first", "second"):
+        model.add(keras.layers.Dense(1, kernel_initializer="ones", name=name))
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.0), "mae")
+    quiet = {"verbose": 0}
+    found = []
+    for epochs in ({"epochs": 2}, {}, {}):
+        fitted = model.fit(
+            data, steps_per_epoch=3, shuffle=False, **epochs, **quiet
+        )
+        found += fitted.history["loss"]
+    validation = {"validation_data": data, "validation_steps": 3}
+    fitted = model.fit(
+        *(np.ones((8, 1)), np.ones((8, 1))), epochs=3, **validation, **quiet
+    )
+    found += fitted.history["val_loss"]
+    if hasattr(epoch_iterator.EpochIterator, "reset"):  # not in Keras 3.5
+        found += [model.evaluate(data, steps=5, **quiet) for _ in range(2)]
+        found += model.predict(data, steps=3, **quiet).ravel().tolist()
+    return found
+
+
+def runs_on_ranks():
+    return runs_on_a_generator(ks.HybridStrategy())
+
+
+@pytest.mark.parametrize("engine", engines(usually="native"))
+def test_runs_leave_further_batches_to_a_generator(cluster, engine):
+    expected = runs_on_ranks()
+    # Of the batches 0 to 2, 3 to 5, 6 to 8, ...
+    np.testing.assert_allclose(expected[:4], [1, 4, 7, 10])
+    for found in cluster(engine, 2).run(runs_on_ranks):
+        np.testing.assert_allclose(found, expected)
 
 
 def predictions_of_sharded():
