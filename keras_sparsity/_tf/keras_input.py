@@ -45,7 +45,7 @@ class EpochInput:
         lost, in each process other ones.
 
         `GeneratorDataAdapter`. Keras makes an iterator for a whole `fit`, and
-        for each evaluation (`EpochIterator.reset`, not in Keras 3.5).
+        for each evaluation (`EpochIterator.reset`, since Keras 3.7).
 
         Args:
             num_epochs: of a `fit`, at most.

@@ -198,7 +198,7 @@ def runs_on_a_generator(strategy):
         *(np.ones((8, 1)), np.ones((8, 1))), epochs=3, **validation, **quiet
     )
     found += fitted.history["val_loss"]
-    if hasattr(epoch_iterator.EpochIterator, "reset"):  # not in Keras 3.5
+    if hasattr(epoch_iterator.EpochIterator, "reset"):  # since Keras 3.7
         found += [model.evaluate(data, steps=5, **quiet) for _ in range(2)]
         found += model.predict(data, steps=3, **quiet).ravel().tolist()
     return found
