@@ -339,6 +339,8 @@ def loop_of_workers(strategy, wrap, folder):
         accuracy.reset_state()
         epoch.assign_add(1)
     trained = read(model.get_weights())
+    # A sum that all wait for: the chief has saved, too.
+    float(strategy.reduce(SUM, strategy.run(lambda: tf.ones([])), axis=None))
     with strategy.scope():
         again = network()
     path = tf.train.latest_checkpoint(os.path.join(folder, "chief"))
