@@ -7,9 +7,11 @@ fingerprint of every global batch as it passes, and the ranks compare them
 from time to time.
 """
 
+import typing
+
 import tensorflow as tf
 
-from keras_sparsity._tf import contexts
+from keras_sparsity._tf import contexts, keras_input
 from keras_sparsity.data.batches import mapped, split_batch
 from keras_sparsity.data.equal_steps import (
     ending_together,
@@ -32,10 +34,17 @@ SAME_DATASET = (
     "each rank's own part already, only `strategy.shard(dataset)` can make."
 )
 
-# The last one is of the epoch iterator that is being made: its `EpochInput`,
-# the number of epochs, and whether its parts are `Counted`. None: datasets are
-# left as they are.
+# The last `_Input` is that of the epoch iterator that is being made. None:
+# datasets are left as they are.
 _inputs = []
+
+
+class _Input(typing.NamedTuple):
+    """What one of Keras's epoch iterators reads; as `for_steps` takes it."""
+
+    num_epochs: int
+    epoch_input: keras_input.EpochInput
+    are_counted: bool
 
 
 def distribute(dataset, collectives):
@@ -67,7 +76,7 @@ def distribute(dataset, collectives):
 
 def _parts_of(dataset, collectives):
     """A replica's part of a dataset of global batches, as `distribute`."""
-    known = _inputs[-1][0].num_batches if _inputs else None
+    known = _inputs[-1].epoch_input.num_batches if _inputs else None
     number = agreed_number(dataset, SAME_DATASET, collectives, known)
     if collectives.is_server:
         return parts_of_server(dataset, number, collectives, _are_counted())
@@ -154,7 +163,9 @@ def for_steps(num_epochs, epoch_input, are_counted=True):
         epoch_input: the `EpochInput`.
         are_counted: False where `repeat_on_all` reads whole batches.
     """
-    return contexts.on_top(_inputs, (epoch_input, num_epochs, are_counted))
+    return contexts.on_top(
+        _inputs, _Input(num_epochs, epoch_input, are_counted)
+    )
 
 
 def undivided():
@@ -171,14 +182,14 @@ def _is_undivided():
 
 
 def _are_counted():
-    return bool(_inputs and _inputs[-1] and _inputs[-1][2])
+    return bool(_inputs) and not _is_undivided() and _inputs[-1].are_counted
 
 
 def _read(dataset):
     if not _inputs:
         return dataset
-    epoch_input, num_epochs, _ = _inputs[-1]
-    return epoch_input.read(dataset, num_epochs)
+    last = _inputs[-1]
+    return last.epoch_input.read(dataset, last.num_epochs)
 
 
 def split_batches(dataset, rank, size, fingerprints=None):

@@ -115,11 +115,10 @@ def move_for_now(model, targets):
     """
     of_tables, others = {}, []
     for variable, target in targets:
-        is_of_table = isinstance(variable, TableVariable)
-        if not is_of_table and choice.is_of_tables_alone(target):
+        needs_table = choice.is_of_tables_alone(target)
+        if needs_table and not isinstance(variable, TableVariable):
             _become_table(model, variable)
-            is_of_table = True
-        if is_of_table:
+        if isinstance(variable, TableVariable):
             table = variable.table
             of_tables[table] = _checked_target(table, target)
         else:

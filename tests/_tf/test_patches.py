@@ -17,7 +17,7 @@ pytestmark = pytest.mark.smoke
 @pytest.mark.parametrize("patch", patches.ALL, ids=repr)
 def test_a_name_is_replaced_and_restored(patch):
     if patch is patches.SCALE_LOSS and not keras_losses.losses_are_scaled():
-        pytest.skip("Keras 3.5 scales no losses")
+        pytest.skip("Keras 3.5 to 3.7 scale no losses")
     owner = patch.owner
     before, is_own = getattr(owner, patch.name), patch.name in vars(owner)
     was_in_place = patch.is_in_place  # by a scope of another test
@@ -95,12 +95,13 @@ def test_roots_stay_roots():
 
 
 def test_epoch_iterators_are_made_in():
-    numbers = []
+    numbers, train = [], []
 
     @contextlib.contextmanager
-    def scope(num_batches):
+    def scope(epoch_input):
         yield
-        numbers.append(num_batches())
+        numbers.append(epoch_input.num_batches)
+        train.append(epoch_input.trains)
 
     model = keras.Sequential([keras.layers.Dense(1)])
     x = np.ones((5, 1), "float32")
@@ -109,3 +110,9 @@ def test_epoch_iterators_are_made_in():
         assert numbers == [3]
     model.predict(x, verbose=0)
     assert numbers == [3]
+    model.compile("sgd", "mse")
+    with patches.epoch_iterators_are_made_in(scope):
+        model.fit(x, x, validation_data=(x, x), batch_size=1, verbose=0)
+        model.evaluate(x, x, verbose=0)
+    assert numbers == [3, 5, 5, 1]
+    assert train == [False, True, False, False]
